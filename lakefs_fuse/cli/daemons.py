@@ -1,0 +1,95 @@
+"""Finding the daemon of a mount, waiting for its end, and showing what it is doing."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+from lakefs_fuse.cli.mountinfo import Mount, is_dead, mount_at, mount_of
+from lakefs_fuse.cli.parameters import format_bytes, format_duration
+from lakefs_fuse.control import protocol
+from lakefs_fuse.control.client import ControlClient, connect
+from lakefs_fuse.control.runtime import real_mountpoint
+from lakefs_fuse.errors import LakeError
+
+FILES_SHOWN_MAX = 20
+
+
+def open_daemon(mountpoint: str) -> ControlClient:
+    """A connection to the daemon that serves ``mountpoint``. Raises LakeError that says what is there instead."""
+    point = real_mountpoint(mountpoint)
+    mounted = mount_at(point)
+    client = connect_to_owner(point, mounted)
+    if client is not None:
+        return client
+    if mounted is None:
+        raise LakeError(f"nothing is mounted at {point}")
+    if mounted.is_fuse and is_dead(point):
+        raise LakeError(f"the daemon of {point} is dead: run `lakefs-fuse umount {point}`, then mount again")
+    raise LakeError(f"{point} is a mount of something else ({mounted.source}, {mounted.fstype})")
+
+
+def connect_to_owner(point: str, mounted: Mount | None) -> ControlClient | None:
+    """None where no daemon answers. Raises LakeError where it is another user's."""
+    uid = os.geteuid()
+    owner = mounted.owner if mounted is not None and mounted.is_fuse else uid
+    if uid not in (0, owner):
+        raise LakeError(f"the mount {point} belongs to uid {owner}: run this as that user or as root")
+    return connect(point, owner=owner)
+
+
+def locate(path: str) -> tuple[str, str]:
+    """The mountpoint that ``path`` lies in, and its path relative to that. Raises LakeError if it is not in a mount."""
+    real = os.path.realpath(path)
+    mounted = mount_of(real)
+    if mounted is None or not mounted.is_fuse:
+        raise LakeError(f"{path} is not inside a mount of this program")
+    return mounted.mountpoint, real[len(mounted.mountpoint.rstrip("/")) :].strip("/")
+
+
+def follow(replies: Iterator[protocol.Reply], console: Console, *, what: str, deadline_s: float) -> protocol.Reply:
+    """Show progress until the last reply, which is `Done` or `Failed`; quiet where there is nothing to wait for.
+
+    Raises LakeError at ``deadline_s`` of time.monotonic; what the daemon was asked for goes on then.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TextColumn("{task.fields[files]} files left"),
+        TimeElapsedColumn(),
+    )
+    reply: protocol.Reply = protocol.Done()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=None, visible=False, files=0)
+        for reply in replies:
+            if isinstance(reply, protocol.Progress) and time.monotonic() > deadline_s:
+                raise LakeError(f"{what} takes longer than --timeout allows: {reply.files_left} files are left")
+            if isinstance(reply, protocol.Progress) and reply.files_left:
+                bar.update(
+                    task, visible=True, completed=reply.bytes_done, total=reply.bytes_total, files=reply.files_left
+                )
+    return reply
+
+
+def describe_files(files: tuple[protocol.UnfinishedFile, ...]) -> list[str]:
+    """One line for each file that is not durable, with why; the first FILES_SHOWN_MAX of them."""
+    lines = [
+        f"  {file.path}: {file.state}, {format_bytes(file.bytes_done)} of {format_bytes(file.bytes)} stored, "
+        f"{format_duration(file.age_s)} old" + (f": {file.error}" if file.error else "")
+        for file in files[:FILES_SHOWN_MAX]
+    ]
+    if len(files) > FILES_SHOWN_MAX:
+        lines.append(f"  … and {len(files) - FILES_SHOWN_MAX} more")
+    return lines
+
+
+def wait_exit(pidfd: int, timeout_s: float) -> bool:
+    """Whether the process behind a pidfd has ended within ``timeout_s``."""
+    return bool(select.select([pidfd], [], [], max(0.0, timeout_s))[0])

@@ -1,0 +1,88 @@
+"""`lakefs-fuse flush` and `lakefs-fuse orphans`: what is not in the store yet, and what becomes of it."""
+
+from __future__ import annotations
+
+import time
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from lakefs_fuse.cli.daemons import describe_files, follow, locate, open_daemon
+from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
+from lakefs_fuse.control import protocol
+from lakefs_fuse.control.client import ControlClient
+from lakefs_fuse.errors import LakeError
+
+
+@click.command("flush")
+@click.argument("path", type=click.Path())
+@click.option("--timeout", type=DURATION, default="1h", show_default=True, help="How long to wait.")
+def flush(path: str, timeout: float) -> None:
+    """Wait until PATH, a file or directory inside a mount, is in the store; failed uploads are tried again."""
+    mountpoint, relative = locate(path)
+    with open_daemon(mountpoint) as client:
+        reply = follow(
+            client.follow(protocol.MakeDurable(relative)),
+            Console(stderr=True),
+            what=f"storing {path}",
+            deadline_s=time.monotonic() + timeout,
+        )
+    if isinstance(reply, protocol.Failed):
+        raise LakeError("\n".join([reply.message, *describe_files(reply.files)]))
+
+
+@click.command("orphans")
+@click.argument("mountpoint", type=click.Path())
+@click.option("--finish", "finish_ids", metavar="ID", multiple=True, help="Put this one in the store as it is.")
+@click.option("--abort", "abort_ids", metavar="ID", multiple=True, help="Drop this one, its bytes and its upload.")
+@click.option("--all", "all_of_them", type=click.Choice(["finish", "abort"]), help="The same for every one.")
+def orphans(mountpoint: str, finish_ids: tuple[str, ...], abort_ids: tuple[str, ...], all_of_them: str | None) -> None:
+    """List files that a dead daemon of MOUNTPOINT left unfinished, or finish or abort them."""
+    both = set(finish_ids) & set(abort_ids)
+    if both or (all_of_them and (finish_ids or abort_ids)):
+        raise click.UsageError("each orphan can be finished or aborted, not both; --all stands alone")
+    with open_daemon(mountpoint) as client:
+        if all_of_them:
+            ids = tuple(file.id for file in _orphans(client))
+            finish_ids, abort_ids = (ids, ()) if all_of_them == "finish" else ((), ids)
+        elif not finish_ids and not abort_ids:
+            _print_orphans(_orphans(client))
+            return
+        requests: list[protocol.Request] = [protocol.FinishOrphan(id) for id in finish_ids]
+        requests += [protocol.AbortOrphan(id) for id in abort_ids]
+        failures = _resolve(client, requests)
+    if failures:
+        raise LakeError("\n".join(failures))
+
+
+def _orphans(client: ControlClient) -> list[protocol.UnfinishedFile]:
+    return [file for file in client.unfinished().files if file.state == "orphan"]
+
+
+def _resolve(client: ControlClient, requests: list[protocol.Request]) -> list[str]:
+    """Ask for each, whatever became of the one before; the failures, one line each."""
+    failures = []
+    for request in requests:
+        try:
+            client.call(request)
+        except LakeError as error:
+            failures.append(str(error))
+    return failures
+
+
+def _print_orphans(files: list[protocol.UnfinishedFile]) -> None:
+    if not files:
+        click.echo("no orphans")
+        return
+    table = Table("id", "path", "bytes", "in the store", "age", "error", box=None)
+    for file in files:
+        table.add_row(
+            file.id,
+            file.path,
+            format_bytes(file.bytes),
+            format_bytes(file.bytes_done),
+            format_duration(file.age_s),
+            file.error,
+        )
+    Console().print(table)

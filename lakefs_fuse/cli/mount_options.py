@@ -1,0 +1,77 @@
+"""``-o k=v,…`` as mount(8) passes it, turned into the long options it stands for before click sees the arguments.
+
+So `-o` and long options have one set of names, checks and defaults, and the last one given wins. What mount(8) adds for
+its own purposes is dropped; anything else that is not a long option is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import click
+
+_FOR_MOUNT_ITSELF = frozenset(
+    {
+        "_netdev",
+        "async",
+        "auto",
+        "defaults",
+        "exec",
+        "group",
+        "noauto",
+        "nodev",
+        "nofail",
+        "nosuid",
+        "nouser",
+        "owner",
+        "relatime",
+        "user",
+        "users",
+    }
+)
+"""Of no concern to a filesystem, or (nosuid, nodev) true of every FUSE mount."""
+
+_ALIASES = {"ro": "read-only", "rw": "read-write"}
+
+
+def expand(args: Iterable[str], flags: Mapping[str, bool]) -> list[str]:
+    """``args`` with every ``-o`` replaced. ``flags`` maps long options (no dashes) to whether they take no value.
+
+    Raises click.UsageError.
+    """
+    expanded: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--":
+            return [*expanded, arg, *rest]
+        if arg == "-o":
+            value = next(rest, None)
+            if value is None:
+                raise click.UsageError("option -o needs a value: -o key=value,…")
+            expanded += _long_options(value, flags)
+        elif arg.startswith("-o"):
+            expanded += _long_options(arg[2:], flags)
+        else:
+            expanded.append(arg)
+            name = arg.removeprefix("--")
+            if arg.startswith("--") and flags.get(name) is False:
+                # Its value is the next argument, whatever that looks like.
+                expanded += [value] if (value := next(rest, None)) is not None else []
+    return expanded
+
+
+def _long_options(text: str, flags: Mapping[str, bool]) -> list[str]:
+    found: list[str] = []
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if key in _FOR_MOUNT_ITSELF or key.startswith("x-") or key == "comment":
+            continue
+        name = _ALIASES.get(key, key.replace("_", "-"))
+        if name not in flags:
+            raise click.UsageError(f"unknown mount option {key!r} in -o")
+        if flags[name] and equals:
+            raise click.UsageError(f"mount option {key!r} in -o takes no value")
+        if not flags[name] and not equals:
+            raise click.UsageError(f"mount option {key!r} in -o needs a value: -o {key}=…")
+        found.append(f"--{name}={value}" if equals else f"--{name}")
+    return found

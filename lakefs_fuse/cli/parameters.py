@@ -1,0 +1,93 @@
+"""Sizes, durations and modes as people type them: 10GiB, 500M, 5m, 0644.
+
+A bare unit letter is binary (500M is 500 MiB), as in mount(8) and dd; KB, MB, GB, TB are decimal.
+"""
+
+from __future__ import annotations
+
+import re
+
+import click
+
+_SIZE_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _SIZE_UNITS[_letter] = _SIZE_UNITS[_letter + "ib"] = 1024**_power
+    _SIZE_UNITS[_letter + "b"] = 1000**_power
+_DURATION_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
+
+SIZE_BYTES_MAX = 1 << 62
+DURATION_S_MAX = 10 * 365 * 86400.0
+
+
+class Size(click.ParamType[int]):
+    """Bytes."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = _NUMBER_AND_UNIT.fullmatch(str(value).strip())
+        factor = _SIZE_UNITS.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            self.fail(f"{value!r} is not a size: expected for example 10GiB, 500M or 1073741824", param, ctx)
+        size = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+        if size > SIZE_BYTES_MAX:
+            self.fail(f"{value!r} is more than any disk holds", param, ctx)
+        return size
+
+
+class Duration(click.ParamType[float]):
+    """Seconds."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        match = _NUMBER_AND_UNIT.fullmatch(str(value).strip())
+        factor = _DURATION_UNITS.get(match[2].lower()) if match else None
+        if match is None or factor is None:
+            self.fail(f"{value!r} is not a duration: expected for example 60, 1.5s, 5m or 2h", param, ctx)
+        seconds = float(match[1]) * factor
+        if seconds > DURATION_S_MAX:
+            self.fail(f"{value!r} is more than ten years", param, ctx)
+        return seconds
+
+
+class OctalMode(click.ParamType[int]):
+    """Permission bits."""
+
+    name = "octal mode"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).removeprefix("0o")
+        if not re.fullmatch(r"[0-7]{1,4}", text) or int(text, 8) > 0o777:
+            self.fail(f"{value!r} is not an octal mode: expected for example 644 or 0755", param, ctx)
+        return int(text, 8)
+
+
+SIZE = Size()
+DURATION = Duration()
+OCTAL_MODE = OctalMode()
+
+
+def format_bytes(count: float) -> str:
+    """``count`` bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_duration(seconds: float) -> str:
+    """``seconds`` for people: 1.5 ms, 12 s, 3 min, 2.5 h."""
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

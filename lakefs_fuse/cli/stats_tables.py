@@ -1,0 +1,143 @@
+"""A daemon's statistics as rich tables. Values that a daemon does not report are left out, not invented."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lakefs_fuse.cli.parameters import format_bytes, format_duration
+
+FILES_SHOWN_MAX = 20
+
+Values = Mapping[str, object]
+
+
+def section(values: object, *keys: str) -> Values:
+    """The object at ``keys``, empty if there is none."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values if isinstance(values, Mapping) else {}
+
+
+def number(values: Values, key: str) -> float:
+    """A count or gauge, 0 if it is not reported."""
+    value = values.get(key)
+    return value if isinstance(value, int | float) else 0
+
+
+def render(values: Values, before: Values | None = None, interval_s: float = 1.0) -> RenderableType:
+    """Everything; with an earlier state also what changed per second since."""
+    parts: list[RenderableType] = [
+        _head(values),
+        _store(values, before, interval_s),
+        _cache(values),
+        _writing(values),
+        _upcalls(values, before, interval_s),
+    ]
+    files = _unfinished(values)
+    if files is not None:
+        parts.append(files)
+    parts += [Text(f"note: {note}", style="dim") for note in _notes(values)]
+    return Group(*parts)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("", "path", "state", "id", "error") else "right")
+    return table
+
+
+def _head(values: Values) -> Text:
+    mount, daemon = section(values, "mount"), section(values, "daemon")
+    access = " (read-only)" if mount.get("read_only") else ""
+    return Text(
+        f"{mount.get('source', '')} on {mount.get('mountpoint', '')}{access}: pid {daemon.get('pid', '?')}, "
+        f"up {format_duration(number(daemon, 'uptime_s'))}, "
+        f"{format_bytes(number(section(values, 'memory'), 'rss'))} resident"
+    )
+
+
+def _rate(now: float, before: Values | None, key: str, interval_s: float) -> list[str]:
+    return [] if before is None else [f"{(now - number(before, key)) / interval_s:,.0f}/s"]
+
+
+def _store(values: Values, before: Values | None, interval_s: float) -> RenderableType:
+    store = section(values, "store")
+    counts, sums, most = section(store, "requests"), section(store, "latency_s_sum"), section(store, "latency_s_max")
+    earlier = None if before is None else section(before, "store", "requests")
+    table = _table("store requests", "", "count", *([] if before is None else ["now"]), "mean", "longest")
+    for kind in counts:
+        count = number(counts, kind)
+        if count:
+            mean = format_duration(number(sums, kind) / count)
+            rate = _rate(count, earlier, kind, interval_s)
+            table.add_row(kind, f"{count:,.0f}", *rate, mean, format_duration(number(most, kind)))
+    moved = section(store, "bytes")
+    line = (
+        f"{format_bytes(number(moved, 'read'))} read, {format_bytes(number(moved, 'written'))} written, "
+        f"{number(store, 'retries'):,.0f} retries, {number(store, 'throttled'):,.0f} throttled, "
+        f"{number(store, 'errors'):,.0f} errors"
+    )
+    return Group(table, Text(line))
+
+
+def _cache(values: Values) -> Text:
+    cache = section(values, "cache")
+    hits, misses = number(cache, "hits"), number(cache, "misses")
+    ratio = f"{100 * hits / (hits + misses):.1f} % hits" if hits + misses else "not asked yet"
+    return Text.assemble(
+        ("block cache: ", "bold"),
+        f"{ratio} ({hits:,.0f} hits, {misses:,.0f} misses), {format_bytes(number(cache, 'bytes'))} on disk, "
+        f"{number(cache, 'damaged'):,.0f} damaged blocks fetched again",
+    )
+
+
+def _writing(values: Values) -> Text:
+    dirty, upload = section(values, "dirty"), section(values, "upload")
+    return Text.assemble(
+        ("not in the store yet: ", "bold"),
+        f"{number(dirty, 'files'):,.0f} files, {format_bytes(number(dirty, 'bytes'))}; ",
+        ("uploads: ", "bold"),
+        f"{number(upload, 'parts'):,.0f} parts, {number(upload, 'publishes'):,.0f} files, "
+        f"{number(upload, 'failures'):,.0f} failures",
+    )
+
+
+def _upcalls(values: Values, before: Values | None, interval_s: float) -> RenderableType:
+    counts = section(values, "upcalls")
+    earlier = None if before is None else section(before, "upcalls")
+    table = _table("kernel upcalls", "", "count", *([] if before is None else ["now"]))
+    for name in sorted(counts, key=lambda name: -number(counts, name)):
+        count = number(counts, name)
+        if count:
+            table.add_row(name, f"{count:,.0f}", *_rate(count, earlier, name, interval_s))
+    return table
+
+
+def _unfinished(values: Values) -> Table | None:
+    files = values.get("unfinished")
+    if not isinstance(files, list) or not files:
+        return None
+    table = _table("files not in the store", "id", "path", "state", "bytes", "stored", "age", "error")
+    for file in files[:FILES_SHOWN_MAX]:
+        row = section(file)
+        table.add_row(
+            *(Text(str(row.get(key, ""))) for key in ("id", "path", "state")),
+            format_bytes(number(row, "bytes")),
+            format_bytes(number(row, "bytes_done")),
+            format_duration(number(row, "age_s")),
+            Text(str(row.get("error", ""))),
+        )
+    if len(files) > FILES_SHOWN_MAX:
+        table.caption = f"and {len(files) - FILES_SHOWN_MAX} more"
+    return table
+
+
+def _notes(values: Values) -> Iterator[str]:
+    notes = section(values, "capabilities").get("notes")
+    if isinstance(notes, list | tuple):
+        yield from map(str, notes)

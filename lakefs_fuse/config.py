@@ -1,0 +1,92 @@
+"""What one mount is asked to do, checked once and frozen. Every bound has a name, a unit and a default here.
+
+Nothing in this file is a secret: credentials only ever come from boto3's own chain.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from lakefs_fuse.errors import ConfigError
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TIB = 1024 * GIB
+
+RESERVED_NAME = ".lakefs"
+"""First component of every key this program keeps for itself; hidden from listings, refused in paths."""
+
+
+class Source(msgspec.Struct, frozen=True):
+    """A lake: ``s3://bucket/prefix`` or ``file:///dir``. ``prefix`` is empty or ends in ``/``."""
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    @classmethod
+    def parse(cls, url: str) -> Source:
+        """Raises ConfigError with the accepted forms where ``url`` is neither."""
+        parts = urlsplit(url)
+        if parts.query or parts.fragment or "@" in parts.netloc:
+            raise ConfigError(f"source {parts.scheme}://…: only s3://bucket/prefix and file:///dir, nothing after it")
+        if parts.scheme == "s3" and parts.netloc:
+            prefix = parts.path.strip("/")
+            if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
+                raise ConfigError(f"source {url}: the prefix has an empty, '.' or '..' component")
+            return cls("s3", parts.netloc, prefix + "/" if prefix else "")
+        if parts.scheme == "file" and not parts.netloc and parts.path.startswith("/"):
+            return cls("file", str(Path(parts.path)), "")
+        raise ConfigError(f"source {url!r}: expected s3://bucket, s3://bucket/prefix or file:///absolute/dir")
+
+    def __str__(self) -> str:
+        return f"file://{self.bucket}" if self.scheme == "file" else f"s3://{self.bucket}/{self.prefix}"
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach the store."""
+
+    source: Source
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    addressing_style: str = "auto"
+    """``auto``, ``path`` or ``virtual``, as botocore names them."""
+    ca_bundle: str | None = None
+    connect_timeout_s: float = 5.0
+    read_timeout_s: float = 20.0
+    """A response that stalls for so long counts as a lost connection."""
+    retry_timeout_s: float = 60.0
+    """How long one request is tried again before its error is answered."""
+    requests_max: int = 32
+    """Store requests in flight, uploads of parts not counted."""
+
+
+class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One mount of one lake on this node."""
+
+    store: StoreConfig
+    mountpoint: str
+    cache_dir: str
+    cache_bytes_max: int = 20 * GIB
+    free_bytes_min: int = 1 * GIB
+    """The cache and staging leave so much of the disk free."""
+    staging_bytes_max: int = 10 * GIB
+    metadata_ttl_s: float = 60.0
+    read_only: bool = False
+    allow_other: bool = False
+    uid: int | None = None
+    gid: int | None = None
+    file_mode: int = 0o644
+    dir_mode: int = 0o755
+    uploads_max: int = 8
+    """Parts (and whole small objects) uploaded at once."""
+    log_file: str | None = None
+    log_level: str = "INFO"
+    foreground: bool = False
+    orphans: str = "keep"
+    """What to do with files a dead daemon left unfinished: ``keep`` (list them), ``finish`` or ``abort``."""

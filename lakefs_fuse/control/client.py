@@ -1,0 +1,159 @@
+"""The command line's end of the control socket: blocking calls, each with a bound on how long the daemon may be silent.
+
+Used from one thread. A connection holds no state worth keeping; closing it in mid-request harms nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from lakefs_fuse.control import protocol
+from lakefs_fuse.control.runtime import client_socket_paths
+from lakefs_fuse.errors import LakeError
+
+CONNECT_S_MAX = 5.0
+SILENCE_S_MAX = 30.0
+"""The daemon says something four times a second while it works; so long without a word means that it hangs."""
+
+
+Expected = TypeVar("Expected")
+
+
+class ControlClient:
+    """One connection to the daemon of ``mountpoint``."""
+
+    def __init__(self, connection: socket.socket, mountpoint: str, *, silence_s_max: float = SILENCE_S_MAX) -> None:
+        self._socket = connection
+        self._socket.settimeout(silence_s_max)
+        self._silence_s_max = silence_s_max
+        self._mountpoint = mountpoint
+        self._buffer = bytearray()
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        self.pid, self.uid, _ = struct.unpack("3i", credentials)
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+
+    def call(self, request: protocol.Request) -> protocol.Reply:
+        """The one reply to ``request``. Raises LakeError with the daemon's message if it failed."""
+        self._send(request)
+        reply = self._receive()
+        if isinstance(reply, protocol.Failed):
+            raise LakeError(reply.message)
+        return reply
+
+    def statistics(self) -> dict[str, object]:
+        """What ``stats --json`` prints."""
+        return _expect(protocol.Statistics, self.call(protocol.Stats())).values
+
+    def unfinished(self) -> protocol.UnfinishedFiles:
+        """Files whose bytes are not all in the store."""
+        return _expect(protocol.UnfinishedFiles, self.call(protocol.ListUnfinished()))
+
+    def hello(self) -> protocol.Hello:
+        """Who answers."""
+        return _expect(protocol.Hello, self.call(protocol.Ping()))
+
+    def follow(self, request: protocol.MakeDurable | protocol.WaitEnd) -> Iterator[protocol.Reply]:
+        """`Progress` as it comes, then one `Done` or `Failed`, which ends it. Sends before it returns."""
+        self._send(request)
+        return self._replies()
+
+    def _replies(self) -> Iterator[protocol.Reply]:
+        while True:
+            reply = self._receive()
+            yield reply
+            if not isinstance(reply, protocol.Progress):
+                return
+
+    def _send(self, request: protocol.Request) -> None:
+        line = protocol.encode(request)
+        if len(line) > protocol.REQUEST_BYTES_MAX:
+            raise LakeError("the path is too long")
+        try:
+            self._socket.sendall(line)
+        except TimeoutError as error:
+            raise self._hangs() from error
+        except OSError as error:
+            raise self._gone() from error
+
+    def _receive(self) -> protocol.Reply:
+        while (end := self._buffer.find(b"\n")) < 0:
+            if len(self._buffer) > protocol.REPLY_BYTES_MAX:
+                raise LakeError(f"the daemon of {self._mountpoint} answers without end; is it of another version?")
+            try:
+                received = self._socket.recv(1 << 16)
+            except TimeoutError as error:
+                raise self._hangs() from error
+            except OSError as error:
+                raise self._gone() from error
+            if not received:
+                raise self._gone()
+            self._buffer += received
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return protocol.decode_reply(line)
+
+    def _hangs(self) -> LakeError:
+        return LakeError(
+            f"the daemon of {self._mountpoint} (pid {self.pid}) has not answered for {self._silence_s_max:g} s: "
+            f"see its log; `lakefs-fuse umount --lazy {self._mountpoint}` detaches the mount"
+        )
+
+    def _gone(self) -> LakeError:
+        return LakeError(f"the daemon of {self._mountpoint} (pid {self.pid}) ended in mid-answer: see its log")
+
+
+def _expect(kind: type[Expected], reply: protocol.Reply) -> Expected:
+    if not isinstance(reply, kind):
+        raise LakeError(f"the daemon answered {type(reply).__name__} where {kind.__name__} was asked")
+    return reply
+
+
+def connect(mountpoint: str, *, owner: int | None = None, silence_s_max: float = SILENCE_S_MAX) -> ControlClient | None:
+    """A connection to the daemon of a real mountpoint, or None if there is none that answers.
+
+    ``owner`` is the user whose daemon it is (this user's by default). Raises LakeError where a daemon is there but may
+    not be asked, or does not take connections.
+    """
+    uid = os.geteuid() if owner is None else owner
+    for path in client_socket_paths(mountpoint, uid):
+        connection = _connect_one(path, mountpoint)
+        if connection is None:
+            continue
+        client = ControlClient(connection, mountpoint, silence_s_max=silence_s_max)
+        if client.uid == uid:
+            return client
+        connection.close()
+    return None
+
+
+def _connect_one(path: Path, mountpoint: str) -> socket.socket | None:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(CONNECT_S_MAX)
+    try:
+        connection.connect(os.fspath(path))
+    except (FileNotFoundError, ConnectionRefusedError):
+        connection.close()
+        return None
+    except TimeoutError as error:
+        connection.close()
+        raise LakeError(
+            f"the daemon of {mountpoint} takes no control connection: "
+            f"`lakefs-fuse umount --lazy {mountpoint}` detaches the mount"
+        ) from error
+    except OSError as error:
+        connection.close()
+        raise LakeError(f"control socket {path}: {error.strerror or error}") from error
+    return connection

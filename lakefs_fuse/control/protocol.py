@@ -1,0 +1,148 @@
+"""What is said over the control socket: one JSON object per line, each way.
+
+A connection carries requests one after another. `MakeDurable` and `WaitEnd` are answered by any number of `Progress`
+lines and then one `Done` or `Failed`; every other request by exactly one line. Both sides bound the length of a line.
+The two ends are always of one installation, so there is no version negotiation; `Hello` names the version for people.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from lakefs_fuse.errors import EXIT_FAILURE, LakeError
+
+REQUEST_BYTES_MAX = 64 * 1024
+"""A path of 4,096 bytes, every one escaped as six characters, fits twice."""
+REPLY_BYTES_MAX = 16 * 1024 * 1024
+FILES_MAX = 1000
+"""Unfinished files named in one reply; counts are always complete."""
+
+
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """Asks for `Statistics`."""
+
+
+class ListUnfinished(msgspec.Struct, frozen=True, tag="unfinished"):
+    """Asks for `UnfinishedFiles`."""
+
+
+class MakeDurable(msgspec.Struct, frozen=True, tag="make_durable"):
+    """Upload what ``path`` (relative to the mount's root; empty is everything) still needs; retries what failed."""
+
+    path: str = ""
+
+
+class FinishOrphan(msgspec.Struct, frozen=True, tag="finish_orphan"):
+    """Publish a file that a dead daemon left behind."""
+
+    id: str
+
+
+class AbortOrphan(msgspec.Struct, frozen=True, tag="abort_orphan"):
+    """Drop a file that a dead daemon left behind, its bytes and its upload."""
+
+    id: str
+
+
+class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
+    """Stop serving the mount, as SIGTERM does."""
+
+
+class WaitEnd(msgspec.Struct, frozen=True, tag="wait_end"):
+    """Answered when the mount is gone and the daemon has drained, or has given up draining."""
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Asks for `Hello`."""
+
+
+Request = Stats | ListUnfinished | MakeDurable | FinishOrphan | AbortOrphan | Unmount | WaitEnd | Ping
+
+
+class UnfinishedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file whose bytes are not (all) in the store. ``state`` is writing, publishing, failed or orphan."""
+
+    id: str
+    path: str
+    bytes: int
+    state: str
+    age_s: float
+    error: str
+    parts_done: int
+    bytes_done: int
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """Who answers."""
+
+    pid: int
+    version: str
+    source: str
+    mountpoint: str
+    log_file: str
+
+
+class Statistics(msgspec.Struct, frozen=True, tag="statistics"):
+    """The nested values that ``stats --json`` prints."""
+
+    values: dict[str, object]
+
+
+class UnfinishedFiles(msgspec.Struct, frozen=True, tag="files"):
+    """At most FILES_MAX files of ``count``."""
+
+    files: tuple[UnfinishedFile, ...]
+    count: int
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """Bytes in the store, of bytes known to be needed (which grows while a file is being written)."""
+
+    bytes_done: int
+    bytes_total: int
+    files_left: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """It worked."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """It did not; ``files`` are those that are still not durable, where that is what failed."""
+
+    message: str
+    exit_code: int = EXIT_FAILURE
+    files: tuple[UnfinishedFile, ...] = ()
+
+
+Reply = Hello | Statistics | UnfinishedFiles | Progress | Done | Failed
+
+_requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+_replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+_encoder = msgspec.json.Encoder()
+
+
+def encode(message: Request | Reply) -> bytes:
+    """One line, newline included."""
+    return _encoder.encode(message) + b"\n"
+
+
+def decode_request(line: bytes) -> Request:
+    """Raises LakeError for anything that is not a request."""
+    try:
+        return _requests.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LakeError(f"not a control request: {error}") from error
+
+
+def decode_reply(line: bytes) -> Reply:
+    """Raises LakeError for anything that is not a reply."""
+    try:
+        return _replies.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LakeError(f"the daemon's answer makes no sense ({error}); is it of another version?") from error
+
+
+def printable(text: str) -> str:
+    """``text`` as JSON can carry it: names that are not UTF-8 get replacement characters."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

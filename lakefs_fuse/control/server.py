@@ -1,0 +1,323 @@
+"""The daemon's end of the control socket.
+
+Always true: only the daemon's owner and root are answered; a client that is slow, rude or gone costs at most one of
+CLIENTS_MAX places for a bounded time and never reaches the filesystem; an error while answering ends that connection
+and nothing else. Runs on the trio thread. The socket file is removed when the server ends; a crash leaves it, and the
+next server removes it after seeing that nobody answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from lakefs_fuse import __version__
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.control import protocol
+from lakefs_fuse.control.statistics import UnfinishedView, assemble, wire_files
+from lakefs_fuse.errors import LakeError, MountError
+
+CLIENTS_MAX = 16
+IDLE_S_MAX = 60.0
+"""How long a connection may be silent between requests."""
+SEND_S_MAX = 10.0
+"""How long a client may take to read one line."""
+PROGRESS_INTERVAL_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class FilesystemView(Protocol):
+    """What the control socket may see and ask of a filesystem."""
+
+    def statistics(self) -> dict[str, object]: ...
+    def unfinished(self) -> Sequence[UnfinishedView]: ...
+    async def make_durable(self, path: str = "") -> None: ...
+    async def finish_orphan(self, id: str) -> None: ...
+    async def abort_orphan(self, id: str) -> None: ...
+
+
+class ProgressMeter:
+    """Bytes done and wanted, over files that come and go; a file that left the list is counted as done."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+
+    def update(self, files: Sequence[UnfinishedView]) -> protocol.Progress:
+        left = 0
+        for file in files:
+            left += max(0, file.bytes - file.bytes_done)
+            self._bytes[file.id] = file.bytes
+        total = sum(self._bytes.values())
+        return protocol.Progress(bytes_done=total - left, bytes_total=total, files_left=len(files))
+
+
+def below(path: str, root: str) -> bool:
+    """Whether ``path`` is ``root`` or under it, both relative to the mount; an empty root holds everything."""
+    return not root or path == root or path.startswith(root + "/")
+
+
+def not_durable(fs: FilesystemView, path: str = "") -> list[UnfinishedView]:
+    """Files that still need uploading; orphans are not among them, they wait for a decision."""
+    return [file for file in fs.unfinished() if file.state != "orphan" and below(file.path, path)]
+
+
+class ControlServer:
+    """Answers control requests about one filesystem until cancelled."""
+
+    def __init__(
+        self,
+        fs: FilesystemView,
+        config: MountConfig,
+        *,
+        capabilities: dict[str, object],
+        request_unmount: Callable[[], None],
+        clock: Callable[[], float],
+        allowed_uids: frozenset[int] | None = None,
+    ) -> None:
+        self._fs = fs
+        self._config = config
+        self._capabilities = capabilities
+        self._request_unmount = request_unmount
+        self._clock = clock
+        self._started_s = clock()
+        self._clients = 0
+        self._allowed_uids = frozenset((0, os.geteuid())) if allowed_uids is None else allowed_uids
+        self._over = trio.Event()
+        self._ending: protocol.Done | protocol.Failed = protocol.Done()
+        self.waiting = 0
+        """Clients that wait for the end now."""
+        self._nobody_waits = trio.Event()
+
+    async def handle(self, stream: trio.SocketStream) -> None:
+        """One connection. Never raises for what a client does."""
+        if self._clients >= CLIENTS_MAX:
+            await self._refuse(stream, f"{CLIENTS_MAX} control connections are open already: try again later")
+            return
+        self._clients += 1
+        try:
+            async with stream:
+                await self._converse(stream)
+        except* (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+            pass
+        except* Exception:
+            log.exception("a control connection failed")
+        finally:
+            self._clients -= 1
+
+    async def _refuse(self, stream: trio.SocketStream, why: str) -> None:
+        try:
+            async with stream:
+                await self._send(stream, protocol.Failed(message=why))
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
+            pass
+
+    async def _converse(self, stream: trio.SocketStream) -> None:
+        uid = peer_uid(stream.socket)
+        if uid not in self._allowed_uids:
+            log.warning("control connection of uid %d refused", uid)
+            await self._refuse(stream, "this mount belongs to another user")
+            return
+        lines = LineReader(stream)
+        while (line := await lines.next_line()) is not None:
+            try:
+                request = protocol.decode_request(line)
+            except LakeError as error:
+                await self._refuse(stream, str(error))
+                return
+            await self._answer(stream, request)
+
+    async def _answer(self, stream: trio.SocketStream, request: protocol.Request) -> None:
+        """Every failure of the filesystem becomes a `Failed`; only the connection's own failures are raised."""
+        match request:
+            case protocol.MakeDurable(path):
+                await self._make_durable(stream, path.strip("/"))
+            case protocol.WaitEnd():
+                await self._wait_end(stream)
+            case _:
+                try:
+                    reply = await self._reply(request)
+                except LakeError as error:
+                    reply = protocol.Failed(message=str(error), exit_code=error.exit_code)
+                except Exception as error:
+                    log.exception("control request %s failed", type(request).__name__)
+                    reply = protocol.Failed(message=f"internal error ({type(error).__name__}): see the daemon's log")
+                await self._send(stream, reply)
+
+    async def _reply(self, request: protocol.Request) -> protocol.Reply:
+        match request:
+            case protocol.Stats():
+                return protocol.Statistics(self.statistics())
+            case protocol.ListUnfinished():
+                files = self._fs.unfinished()
+                return protocol.UnfinishedFiles(wire_files(files), len(files))
+            case protocol.FinishOrphan(id):
+                await self._fs.finish_orphan(id)
+            case protocol.AbortOrphan(id):
+                await self._fs.abort_orphan(id)
+            case protocol.Unmount():
+                self._request_unmount()
+            case protocol.Ping():
+                return protocol.Hello(
+                    pid=os.getpid(),
+                    version=__version__,
+                    source=str(self._config.store.source),
+                    mountpoint=self._config.mountpoint,
+                    log_file=self._config.log_file or "",
+                )
+        return protocol.Done()
+
+    def statistics(self) -> dict[str, object]:
+        """What ``stats --json`` prints."""
+        return assemble(
+            self._fs.statistics(),
+            self._fs.unfinished(),
+            config=self._config,
+            capabilities=self._capabilities,
+            uptime_s=self._clock() - self._started_s,
+        )
+
+    async def _make_durable(self, stream: trio.SocketStream, path: str) -> None:
+        """A client that goes away cancels the wait, not the uploads: those are the filesystem's own."""
+        finished = trio.Event()
+        failure: list[str] = []
+
+        async def work() -> None:
+            try:
+                await self._fs.make_durable(path)
+            except LakeError as error:
+                failure.append(str(error))
+            except Exception as error:
+                log.exception("making %r durable failed", path)
+                failure.append(f"internal error ({type(error).__name__}): see the daemon's log")
+            finished.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(work)
+            await self._send_progress(stream, path, finished)
+        if failure:
+            files = wire_files(not_durable(self._fs, path))
+            await self._send(stream, protocol.Failed(message=failure[0], files=files))
+        else:
+            await self._send(stream, protocol.Done())
+
+    async def _send_progress(self, stream: trio.SocketStream, path: str, finished: trio.Event) -> None:
+        meter = ProgressMeter()
+        while not finished.is_set():
+            await self._send(stream, meter.update(not_durable(self._fs, path)))
+            with trio.move_on_after(PROGRESS_INTERVAL_S):
+                await finished.wait()
+
+    async def _wait_end(self, stream: trio.SocketStream) -> None:
+        self.waiting += 1
+        try:
+            await self._send_progress(stream, "", self._over)
+            await self._send(stream, self._ending)
+        finally:
+            self.waiting -= 1
+            if not self.waiting:
+                self._nobody_waits.set()
+
+    async def end(self, error: str = "") -> None:
+        """Tell those who wait for the end how the drain went; returns when they know, or after SEND_S_MAX. Once."""
+        if error:
+            self._ending = protocol.Failed(message=error, files=wire_files(not_durable(self._fs)))
+        self._nobody_waits = trio.Event()
+        self._over.set()
+        if self.waiting:
+            with trio.move_on_after(SEND_S_MAX):
+                await self._nobody_waits.wait()
+
+    async def _send(self, stream: trio.SocketStream, message: protocol.Reply) -> None:
+        with trio.fail_after(SEND_S_MAX):
+            await stream.send_all(protocol.encode(message))
+
+
+class LineReader:
+    """Lines of a stream, each bounded in length and in the time it may take to come."""
+
+    def __init__(self, stream: trio.abc.ReceiveStream) -> None:
+        self._stream = stream
+        self._buffer = bytearray()
+
+    async def next_line(self) -> bytes | None:
+        """The next line without its newline, or None at the end, after IDLE_S_MAX of silence, or if it is too long."""
+        with trio.move_on_after(IDLE_S_MAX):
+            while (end := self._buffer.find(b"\n")) < 0:
+                if len(self._buffer) > protocol.REQUEST_BYTES_MAX:
+                    return None
+                received = await self._stream.receive_some(protocol.REQUEST_BYTES_MAX)
+                if not received:
+                    return None
+                self._buffer += received
+            if end > protocol.REQUEST_BYTES_MAX:
+                return None
+            line = bytes(self._buffer[:end])
+            del self._buffer[: end + 1]
+            return line
+        return None
+
+
+def peer_uid(connection: trio.socket.SocketType) -> int:
+    """The user on the other end of a unix socket, as the kernel saw it connect."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    return int(uid)
+
+
+def listen(path: Path) -> socket.socket:
+    """A listening socket at ``path`` with mode 0600. Raises MountError where another daemon answers there."""
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except FileNotFoundError:
+            pass
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise MountError(
+                f"control socket {path}: {error.strerror or error}: remove it if nobody uses it"
+            ) from error
+        else:
+            raise MountError(f"another daemon answers on {path} for this mountpoint: unmount it first")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        # Between bind and here the directory's mode 0700 keeps others out.
+        path.chmod(0o600)
+        listener.listen(CLIENTS_MAX)
+    except OSError as error:
+        listener.close()
+        raise MountError(f"control socket {path}: {error.strerror or error}") from error
+    return listener
+
+
+@asynccontextmanager
+async def serve_control(server: ControlServer, path: Path) -> AsyncIterator[None]:
+    """Answer on ``path`` while the body runs; connections that are still open at its end are cut."""
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(listen(path)))
+    inode = path.stat().st_ino
+    try:
+        async with listener, trio.open_nursery() as nursery:
+            nursery.start_soon(trio.serve_listeners, server.handle, [listener])
+            try:
+                yield
+            finally:
+                nursery.cancel_scope.cancel()
+    finally:
+        try:
+            # Not one that someone else has put there meanwhile.
+            if path.stat().st_ino == inode:
+                path.unlink()
+        except OSError:
+            pass

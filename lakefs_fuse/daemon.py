@@ -1,0 +1,268 @@
+"""The daemon of one mount: `python -m lakefs_fuse.daemon`, started by `lakefs-fuse mount`.
+
+It reads a `MountConfig` as JSON from standard input, wires the layers together (the only place that knows them all),
+serves until the mount is gone, then drains what is dirty within a bound. It says once, over the descriptor that
+``--ready-fd`` names, that the mount answers or why it does not. SIGTERM and SIGINT unmount and drain; a second one
+gives up draining. Bytes that could not be stored stay in staging, are named in the log, and make the exit code 1.
+
+A crash leaves the mount dead until someone unmounts it, the control socket (the next daemon removes it), and whatever
+was dirty in staging for the next mount.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import BinaryIO, Generic, Protocol, TypeVar
+
+import msgspec
+import trio
+
+from lakefs_fuse import __version__
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.control.runtime import server_socket_path
+from lakefs_fuse.control.server import ControlServer, FilesystemView, not_durable, serve_control
+from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError, MountError
+from lakefs_fuse.logs import open_logs
+
+DRAIN_S_MAX = 3600.0
+"""How long unmounting may go on uploading in all …"""
+DRAIN_STALL_S_MAX = 180.0
+"""… and how long without one more byte stored."""
+DRAIN_CHECK_S = 1.0
+CONFIG_BYTES_MAX = 1 << 20
+FILES_OPEN_WANTED = 65_536
+
+log = logging.getLogger("lakefs_fuse.daemon")
+
+
+Fs = TypeVar("Fs", bound=FilesystemView)
+Fs_contra = TypeVar("Fs_contra", bound=FilesystemView, contravariant=True)
+
+
+class Serve(Protocol[Fs_contra]):
+    """Mounts, calls ``ready`` when the mount answers, returns when it is gone. Raises MountError."""
+
+    def __call__(self, fs: Fs_contra, config: MountConfig, *, ready: Callable[[], None]) -> Awaitable[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(Generic[Fs]):
+    """What a daemon is made of, so that tests can put others in. A lake opens as (filesystem, capabilities)."""
+
+    open_lake: Callable[[MountConfig], AbstractAsyncContextManager[tuple[Fs, dict[str, object]]]]
+    serve: Serve[Fs]
+    request_unmount: Callable[[], None]
+
+
+class Readiness:
+    """The one line that whoever started the daemon waits for. ``descriptor`` is None where nobody does."""
+
+    def __init__(self, descriptor: int | None) -> None:
+        self._descriptor = descriptor
+
+    def ready(self) -> None:
+        self._say({})
+
+    def failed(self, error: LakeError) -> None:
+        """After readiness this does nothing."""
+        self._say({"error": str(error), "exit_code": error.exit_code})
+
+    def _say(self, answer: dict[str, object]) -> None:
+        if self._descriptor is None:
+            return
+        try:
+            os.write(self._descriptor, msgspec.json.encode(answer) + b"\n")
+        except BrokenPipeError:
+            pass  # Whoever waited has given up.
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+class Stage(Enum):
+    """What a signal means depends on it."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+class Daemon(Generic[Fs]):
+    """One mount from open to drained. Lives on the trio thread."""
+
+    def __init__(self, config: MountConfig, parts: Parts[Fs], readiness: Readiness) -> None:
+        self._config = config
+        self._parts = parts
+        self._readiness = readiness
+        self._stage = Stage.STARTING
+        self._stop_asked = False
+        self._startup = trio.CancelScope()
+        self._draining = trio.CancelScope()
+
+    async def run(self) -> int:
+        """The exit code. Raises LakeError where the mount could not be made."""
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._watch_signals)
+            code = EXIT_FAILURE
+            with self._startup:
+                code = await self._serve_lake()
+            nursery.cancel_scope.cancel()
+        return code
+
+    async def _watch_signals(self, task_status: trio.TaskStatus[None]) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
+            async for number in signals:
+                log.info("signal %s", signal.Signals(number).name)
+                if self._stage is Stage.STARTING:
+                    self._startup.cancel()
+                elif self._stop_asked:
+                    self._draining.cancel()
+                elif self._stage is Stage.SERVING:
+                    self._parts.request_unmount()
+                self._stop_asked = True
+
+    async def _serve_lake(self) -> int:
+        path = server_socket_path(self._config.mountpoint)
+        async with self._parts.open_lake(self._config) as (fs, capabilities):
+            server = ControlServer(
+                fs,
+                self._config,
+                capabilities=capabilities,
+                request_unmount=self._parts.request_unmount,
+                clock=time.monotonic,
+            )
+            async with serve_control(server, path):
+                await self._parts.serve(fs, self._config, ready=self._on_ready)
+                self._stage = Stage.DRAINING
+                log.info("unmounted")
+                error = await self._drain(fs)
+                await server.end(error)
+        log.info("closed")
+        return EXIT_FAILURE if error else 0
+
+    def _on_ready(self) -> None:
+        self._stage = Stage.SERVING
+        log.info("%s is mounted at %s", self._config.store.source, self._config.mountpoint)
+        self._readiness.ready()
+
+    async def _drain(self, fs: FilesystemView) -> str:
+        """What is not durable after a bounded effort, named in the log; empty if nothing."""
+        error = "the time for it is over"
+        with self._draining:
+            try:
+                with trio.fail_after(DRAIN_S_MAX):
+                    async with stall_guard(fs):
+                        await fs.make_durable()
+                return ""
+            except* LakeError as errors:
+                error = str(first_error(errors))
+            except* trio.TooSlowError:
+                pass
+        if self._draining.cancelled_caught:
+            error = "told to end at once"
+        left = not_durable(fs)
+        log.error(
+            "%d files are not in the store (%s); their bytes stay in %s", len(left), error, self._config.cache_dir
+        )
+        for file in left[:1000]:
+            log.error("not in the store: %s (%d bytes, %s) %s", file.path, file.bytes, file.state, file.error)
+        return f"{len(left)} files are not in the store: {error}"
+
+
+@asynccontextmanager
+async def stall_guard(fs: FilesystemView) -> AsyncIterator[None]:
+    """Raises trio.TooSlowError (in a group) in the body when nothing was stored for DRAIN_STALL_S_MAX."""
+
+    async def watch() -> None:
+        last, since = -1, trio.current_time()
+        while True:
+            left = sum(file.bytes - file.bytes_done + 1 for file in not_durable(fs))
+            if left != last:
+                last, since = left, trio.current_time()
+            elif trio.current_time() - since > DRAIN_STALL_S_MAX:
+                raise trio.TooSlowError
+            await trio.sleep(DRAIN_CHECK_S)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+def first_error(error: BaseException) -> BaseException:
+    """What went wrong, out of the groups that nurseries wrap it in; an error of ours before any other."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [first_error(each) for each in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, LakeError)), leaves[0])
+
+
+def serve_real_lake(config: MountConfig, readiness: Readiness) -> int:
+    """The exit code. The layers are imported here so that a missing library is an answer, not a traceback."""
+    try:
+        from lakefs_fuse.fuse.session import request_unmount, serve
+        from lakefs_fuse.lake import open_lake
+    except (ImportError, OSError) as error:
+        raise LakeError(f"a library is missing ({error}): install libfuse3 and lakefs-fuse again") from error
+    # Modules are loaded: a relative entry of sys.path, or a directory someone wants to unmount, is not needed any more.
+    os.chdir("/")
+    parts = Parts(open_lake, serve, request_unmount)
+    return trio.run(Daemon(config, parts, readiness).run)
+
+
+def read_config(source: BinaryIO) -> MountConfig:
+    """Raises ConfigError."""
+    try:
+        return msgspec.json.decode(source.read(CONFIG_BYTES_MAX), type=MountConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the daemon was given no usable configuration: {error}; use `lakefs-fuse mount`") from error
+
+
+def raise_file_limit() -> None:
+    """Every open file of ours may need a descriptor; the soft limit is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_OPEN_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_OPEN_WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness], int] = serve_real_lake) -> int:
+    """The exit code; every failure is told to whoever waits for readiness, and logged."""
+    parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon")
+    parser.add_argument("--ready-fd", type=int)
+    readiness = Readiness(parser.parse_args(argv).ready_fd)
+    try:
+        config = read_config(sys.stdin.buffer)
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        open_logs(config)
+        raise_file_limit()
+        log.info("lakefs-fuse %s, pid %d: %s at %s", __version__, os.getpid(), config.store.source, config.mountpoint)
+        code = serve(config, readiness)
+        readiness.failed(MountError("stopped by a signal before the mount was ready"))
+        return code
+    except BaseException as raised:
+        error = first_error(raised)
+        if isinstance(error, LakeError):
+            log.error("%s", error)
+            readiness.failed(error)
+            return error.exit_code
+        log.exception("the daemon failed")
+        readiness.failed(MountError(f"internal error ({type(error).__name__}): see the log"))
+        return EXIT_FAILURE
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    sys.exit(run(sys.argv[1:]))

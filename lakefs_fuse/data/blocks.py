@@ -1,0 +1,243 @@
+"""The block cache: verified blocks of object versions on the node's own disk, within a bound.
+
+What always holds:
+
+* a block is answered only if its hash matches, so nothing that happens to the files can put wrong bytes into a read;
+* an error of the cache disk never leaves this module: reads answer "not here", writes do nothing, `statistics` tells;
+* the bounds of `cache_files`: disk space, free space, descriptors, memory; pinned versions are not evicted.
+
+Calls block and are for worker threads, many at once; `pin`, `unpin`, the properties and `statistics` are quick enough
+for the trio thread. This class has no lock of its own (see `cache_files` for the locks).
+
+A crash leaves the files as they are; torn blocks are found by their hashes and fetched again.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lakefs_fuse.data import disk
+from lakefs_fuse.data.cache_file import ALIGN_BYTES, CacheFile, block_hash
+from lakefs_fuse.data.cache_files import CacheFiles
+from lakefs_fuse.data.cache_health import CacheHealth, CacheState
+from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.errors import CacheError
+from lakefs_fuse.metrics import CacheMetrics
+from lakefs_fuse.store.protocol import Buffer
+
+__all__ = ["BLOCK_BYTES", "BlockCache", "CacheState", "CacheStatistics", "Version", "block_hash"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """``counted`` is false while `scan` has not ended and ``bytes_used`` is not all of it."""
+
+    state: CacheState
+    last_error: str | None
+    bytes_used: int
+    bytes_max: int
+    counted: bool
+    files_open: int
+    versions_pinned: int
+
+
+class BlockCache:
+    """See the module's head. ``clock`` gives seconds since the epoch, ``free`` the free bytes of a path's disk."""
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        bytes_max: int,
+        free_bytes_min: int,
+        metrics: CacheMetrics,
+        clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+        free: Callable[[str], int] = disk.free_bytes,
+    ) -> None:
+        """Raises CacheError where the directory cannot be made or written."""
+        self._health = CacheHealth(clock)
+        try:
+            self._files = CacheFiles(
+                os.path.abspath(directory),
+                bytes_max=bytes_max,
+                free_bytes_min=free_bytes_min,
+                metrics=metrics,
+                clock=clock,
+                rng=rng or random.Random(),
+                free=free,
+            )
+        except OSError as error:
+            raise CacheError(f"cannot use the cache directory {directory}: {error.strerror}") from error
+
+    # -- what may be asked from the trio thread
+
+    @property
+    def state(self) -> CacheState:
+        """Health of the cache disk."""
+        return self._health.state
+
+    @property
+    def bytes_used(self) -> int:
+        """Disk space of the cached files, as far as counted."""
+        return self._files.bytes_used
+
+    @property
+    def counted(self) -> bool:
+        """Whether `scan` is not needed (any more)."""
+        return self._files.counted
+
+    @property
+    def readable(self) -> bool:
+        """Whether a read is worth a thread."""
+        return self._health.may_read() and not self._files.closed
+
+    @property
+    def writable(self) -> bool:
+        """Whether a write is worth a thread."""
+        return self._health.may_write() and not self._files.closed
+
+    def statistics(self) -> CacheStatistics:
+        """Gauges of this moment."""
+        files = self._files
+        return CacheStatistics(
+            state=self._health.state,
+            last_error=self._health.last_error,
+            bytes_used=files.bytes_used,
+            bytes_max=files.bytes_max,
+            counted=files.counted,
+            files_open=files.files_open,
+            versions_pinned=files.versions_pinned,
+        )
+
+    def pin(self, version: Version) -> None:
+        """Keep the version's blocks until as many `unpin`. Lost with the process."""
+        self._files.pin(version)
+
+    def unpin(self, version: Version) -> None:
+        """Undo one `pin`. Raises KeyError without one."""
+        self._files.unpin(version)
+
+    # -- blocks
+
+    def read_block(self, version: Version, index: int) -> bytes | None:
+        """The block, verified; None where it is not here."""
+        return self.read_blocks(version, index, index + 1)[0]
+
+    def read_blocks(self, version: Version, first: int, stop: int) -> list[bytes | None]:
+        """Blocks [first, stop), which must exist in the version, each verified or None."""
+        answer: list[bytes | None] = [None] * (stop - first)
+        if not self.readable:
+            return answer
+        try:
+            with self._files.reading(version) as file:
+                if file is not None:
+                    for place, expected in enumerate(file.hashes(first, stop)):
+                        if expected:
+                            answer[place] = self._read_block(file, first + place, expected)
+            self._health.read_worked()
+        except OSError as error:
+            self._health.failed(error)
+        return answer
+
+    def _read_block(self, file: CacheFile, index: int, expected: int) -> bytes | None:
+        try:
+            data, damaged = file.read_block(index, expected)
+        except OSError:
+            file.forget(index, index + 1)  # a bad sector is mended by being written again
+            raise
+        if damaged:
+            self._files.count_damaged()
+        return data
+
+    def has_blocks(self, version: Version, first: int, stop: int) -> list[bool]:
+        """Which of blocks [first, stop) are here, as their index says; nothing is verified."""
+        if self.readable:
+            try:
+                with self._files.reading(version) as file:
+                    if file is not None:
+                        return [expected != 0 for expected in file.hashes(first, stop)]
+            except OSError as error:
+                self._health.failed(error)
+        return [False] * (stop - first)
+
+    def write_block(self, version: Version, index: int, data: Buffer) -> None:
+        """Keep a block, if there is room. Raises ValueError where its length is not the block's."""
+        self.write_blocks(version, index, [data])
+
+    def write_blocks(self, version: Version, first: int, blocks: Sequence[Buffer]) -> None:
+        """Keep adjacent blocks, if there is room. Raises ValueError where a length is not the block's."""
+        if not self.writable:
+            return
+        wanted = sum(-(-len(data) // ALIGN_BYTES) * ALIGN_BYTES for data in blocks) + ALIGN_BYTES
+        try:
+            if not self._files.reserve(wanted):
+                self._health.no_room("nothing more to evict")
+                return
+            try:
+                with self._files.writing(version) as file:
+                    for place, data in enumerate(blocks):
+                        file.write_block(first + place, data)
+            finally:
+                self._files.unreserve(wanted)
+            self._health.write_worked()
+        except OSError as error:
+            self._health.failed(error)
+
+    def adopt(self, path: str | Path, version: Version, hashes: Sequence[int]) -> bool:
+        """Make a file that holds the version's bytes (or holes, where ``hashes`` has 0) the version's cache file.
+
+        ``path`` is gone when this returns: renamed into the cache, or removed where that could not be (False). It must
+        be on the cache's filesystem, and nobody may write it any more. Raises ValueError unless there is one hash a
+        block.
+        """
+        if len(hashes) != version.blocks:
+            raise ValueError(f"{len(hashes)} hashes for {version.blocks} blocks")
+        try:
+            if any(hashes) and self.writable:
+                self._files.adopt(os.fspath(path), version, hashes)
+                return True
+        except OSError as error:
+            self._health.failed(error)
+        try:
+            os.unlink(path)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self._health.failed(error)
+        return False
+
+    # -- space
+
+    def drop(self, version: Version) -> None:
+        """Forget all blocks of a version, pinned or not."""
+        try:
+            self._files.drop(version)
+        except OSError as error:
+            self._health.failed(error)
+
+    def evict(self, wanted: int = 0) -> int:
+        """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; answers bytes freed."""
+        try:
+            return self._files.evict(wanted)
+        except OSError as error:
+            self._health.failed(error)
+            return 0
+
+    def scan(self) -> None:
+        """Count the space in use, where the last close did not leave the count. Reads and writes may go on."""
+        try:
+            self._files.scan()
+        except OSError as error:
+            self._health.failed(error)
+
+    def close(self) -> None:
+        """Close files and leave the count for the next start. Nothing else may be running or called after."""
+        try:
+            self._files.close()
+        except OSError as error:
+            self._health.failed(error)

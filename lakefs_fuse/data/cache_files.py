@@ -1,0 +1,385 @@
+"""The files of the block cache as a set: opened, created, removed, counted, kept within the bounds.
+
+What always holds:
+
+* memory does not grow with the number of files: at most ``FILES_OPEN_MAX`` idle descriptors, one eviction sample;
+* a file counts with the disk space it takes up, from the moment its directory was scanned;
+* files of pinned (open) versions are not evicted.
+
+Calls block and are for worker threads, many at once; `pin`, `unpin` and the gauges are quick enough for the trio
+thread. Two locks, always taken in this order: ``_files_lock`` (creating, replacing, removing files; held during such
+disk operations), then ``_lock`` (what is in memory; held for a stat, by `scan` for the stats of 1/256 of
+the files). Block data moves under neither.
+Errors of the disk are raised as OSError.
+
+A crash leaves the files as they are. Only the count of the space is lost, and counted again by `scan`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from lakefs_fuse.data import disk, eviction
+from lakefs_fuse.data.cache_file import CacheFile, DamagedFile, name_digest, seal
+from lakefs_fuse.data.version import Version
+from lakefs_fuse.metrics import CacheMetrics
+
+_log = logging.getLogger(__name__)
+
+FILES_OPEN_MAX = 256
+TOUCH_S = 60.0
+"""A file's time of use is written at most so often."""
+SLACK_BYTES_MAX = 256 << 20
+"""A write that finds no room makes so much more (or 1/64 of the cache), not to be back at once."""
+_USAGE_NAME = "usage"
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    bytes_used: int
+
+
+class CacheFiles:
+    """See the module's head. ``clock`` gives seconds since the epoch, ``free`` the free bytes of a path's disk."""
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        bytes_max: int,
+        free_bytes_min: int,
+        metrics: CacheMetrics,
+        clock: Callable[[], float],
+        rng: random.Random,
+        free: Callable[[str], int],
+    ) -> None:
+        self.bytes_max = bytes_max
+        self._free_bytes_min = free_bytes_min
+        self._metrics = metrics
+        self._clock = clock
+        self._rng = rng
+        self._free = free
+        self._root = root
+        self._files_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._open: OrderedDict[bytes, CacheFile] = OrderedDict()
+        self._pins: dict[bytes, int] = {}
+        self._bytes_used = 0
+        self._bytes_reserved = 0
+        self._counted_up_to = 0
+        self._doubtful = False
+        """Somebody else changed a file: count again at the next start."""
+        self.closed = False
+        os.makedirs(root, mode=0o700, exist_ok=True)
+        self._load_usage()
+
+    # -- gauges and pins
+
+    @property
+    def bytes_used(self) -> int:
+        """Disk space of the files, as far as counted."""
+        return max(0, self._bytes_used)
+
+    @property
+    def counted(self) -> bool:
+        """Whether `scan` is not needed (any more)."""
+        return self._counted_up_to == eviction.FAN_OUT
+
+    @property
+    def files_open(self) -> int:
+        """Descriptors held."""
+        return len(self._open)
+
+    @property
+    def versions_pinned(self) -> int:
+        """Versions that eviction spares."""
+        return len(self._pins)
+
+    def pin(self, version: Version) -> None:
+        """Spare the version until as many `unpin`. Lost with the process."""
+        digest = name_digest(version)
+        with self._lock:
+            self._pins[digest] = self._pins.get(digest, 0) + 1
+
+    def unpin(self, version: Version) -> None:
+        """Undo one `pin`. Raises KeyError without one."""
+        digest = name_digest(version)
+        with self._lock:
+            self._pins[digest] -= 1
+            if not self._pins[digest]:
+                del self._pins[digest]
+
+    def count_damaged(self) -> None:
+        """A block or file was found damaged."""
+        with self._lock:
+            self._metrics.damaged += 1
+
+    # -- files
+
+    @contextmanager
+    def reading(self, version: Version) -> Iterator[CacheFile | None]:
+        """The version's file, kept open meanwhile; None where there is none (or a damaged one: removed)."""
+        file = self._acquire_open(version, name_digest(version))
+        if file is None:
+            with self._files_lock:
+                file = self._open_file(version)
+        try:
+            if file is not None:
+                self._touch(file)
+            yield file
+        finally:
+            if file is not None:
+                self._release(file)
+
+    @contextmanager
+    def writing(self, version: Version) -> Iterator[CacheFile]:
+        """The version's file, made where there is none; its size is counted again at the end."""
+        file = self._acquire_open(version, name_digest(version))
+        if file is None:
+            with self._files_lock:
+                file = self._open_file(version) or self._create_file(version)
+        try:
+            yield file
+        finally:
+            self._account(file)
+            self._release(file)
+
+    def adopt(self, path: str, version: Version, hashes: Sequence[int]) -> None:
+        """Make ``path``, which holds the version's bytes, its file by renaming it. Raises OSError, ENOSPC too."""
+        digest = name_digest(version)
+        fd = os.open(path, os.O_RDWR)
+        try:
+            seal(fd, version, hashes)
+            allocated = disk.allocated_bytes(fd)
+        finally:
+            os.close(fd)
+        with self._files_lock:
+            excess = self._excess(allocated, 0)
+            if excess > 0 and self._evict(excess) < excess:
+                raise OSError(errno.ENOSPC, "no room in the cache for a file just written")
+            self._remove(digest)
+            target = eviction.file_path(self._root, digest)
+            os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+            os.rename(path, target)
+            with self._lock:
+                self._count(digest, allocated)
+
+    def drop(self, version: Version) -> None:
+        """Remove a version's file, pinned or not."""
+        with self._files_lock:
+            self._remove(name_digest(version))
+
+    def close(self) -> None:
+        """Close the files and leave the count for the next start. Nothing else may be running or called after."""
+        with self._files_lock, self._lock:
+            if self.closed:
+                return
+            self.closed = True
+            for file in self._open.values():
+                file.close()
+            self._open.clear()
+        if self.counted and not self._doubtful:
+            path = f"{self._root}/{_USAGE_NAME}"
+            Path(path + ".new").write_bytes(msgspec.json.encode(_Usage(self.bytes_used)))
+            os.replace(path + ".new", path)
+
+    def _acquire_open(self, version: Version, digest: bytes) -> CacheFile | None:
+        with self._lock:
+            file = self._open.get(digest)
+            if file is None or file.version != version:  # names are hashes that somebody may have made to collide
+                return None
+            file.users += 1
+            self._open.move_to_end(digest)
+            return file
+
+    def _open_file(self, version: Version) -> CacheFile | None:
+        """Under the files lock: the file as it is on disk, in use."""
+        digest = name_digest(version)
+        file = self._acquire_open(version, digest)
+        if file is not None:
+            return file
+        try:
+            file = CacheFile.open(eviction.file_path(self._root, digest), version, digest)
+        except DamagedFile as error:
+            _log.warning("block cache: file of %s dropped: %s", version.key, error)
+            self._doubtful = True
+            self._remove(digest)
+            self.count_damaged()
+        if file is not None:
+            self._keep_open(file)
+        return file
+
+    def _create_file(self, version: Version) -> CacheFile:
+        """Under the files lock, where there is none."""
+        digest = name_digest(version)
+        file = CacheFile.create(eviction.file_path(self._root, digest), version, digest)
+        with self._lock:
+            self._count(digest, file.accounted_bytes)
+        self._keep_open(file)
+        return file
+
+    def _keep_open(self, file: CacheFile) -> None:
+        with self._lock:
+            file.users = 1
+            self._open[file.digest] = file
+            surplus = len(self._open) - FILES_OPEN_MAX
+            idle = [other for other in self._open.values() if not other.users][:surplus] if surplus > 0 else []
+            for other in idle:
+                del self._open[other.digest]
+        for other in idle:
+            other.close()
+
+    def _release(self, file: CacheFile) -> None:
+        with self._lock:
+            file.users -= 1
+            close = file.dead and not file.users
+        if close:
+            file.close()
+
+    def _touch(self, file: CacheFile) -> None:
+        now = self._clock()
+        if abs(now - file.touched_s) >= TOUCH_S:
+            file.touched_s = now
+            os.utime(file.fd, (now, now))
+
+    def _remove(self, digest: bytes) -> int:
+        """Under the files lock: remove a file, whoever uses it; answers bytes freed."""
+        path = eviction.file_path(self._root, digest)
+        with self._lock:
+            file = self._open.pop(digest, None)
+            if file is not None:
+                file.dead = True
+            idle = file is not None and not file.users
+        try:
+            allocated = disk.allocated_bytes(path)
+            os.unlink(path)
+        except FileNotFoundError:
+            allocated = 0
+        finally:
+            if idle and file is not None:
+                file.close()
+        with self._lock:
+            self._count(digest, -(file.accounted_bytes if file is not None else allocated))
+        try:
+            os.rmdir(os.path.dirname(path))
+        except OSError:
+            pass  # not empty, as a rule
+        return allocated
+
+    # -- space
+
+    def reserve(self, wanted: int) -> bool:
+        """Take room for a write until `unreserve`, evicting for it where needed; False where that is not enough."""
+        if self._take(wanted):
+            return True
+        with self._files_lock:
+            if self._take(wanted):
+                return True
+            slack = min(SLACK_BYTES_MAX, self.bytes_max // 64)
+            self._evict(self._excess(wanted, wanted) + slack)
+            return self._take(wanted)
+
+    def unreserve(self, wanted: int) -> None:
+        """What was written has been counted."""
+        with self._lock:
+            self._bytes_reserved -= wanted
+
+    def evict(self, wanted: int) -> int:
+        """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; answers bytes freed."""
+        with self._files_lock:
+            return self._evict(max(wanted, self._excess(0, 0)))
+
+    def scan(self) -> None:
+        """Count the space in use, where the last close did not leave the count. Everything else may go on."""
+        with self._lock:
+            if self.counted:
+                return
+            self._counted_up_to = self._bytes_used = 0
+        for high in range(256):  # whether it exists or not: it may be made meanwhile
+            with self._files_lock, self._lock:
+                if self.closed:
+                    return
+                self._counted_up_to = (high + 1) << 8
+                for number, path in eviction.subdirectories(self._root, high):
+                    for found in eviction.files(path, number):
+                        self._bytes_used += found.allocated_bytes
+                        file = self._open.get(found.digest)
+                        if file is not None:
+                            file.accounted_bytes = found.allocated_bytes
+
+    def _load_usage(self) -> None:
+        path = Path(self._root, _USAGE_NAME)
+        try:
+            usage = msgspec.json.decode(path.read_bytes(), type=_Usage)
+        except FileNotFoundError:
+            return
+        except msgspec.DecodeError:
+            path.unlink()
+            return
+        path.unlink()  # so that a crash from now on is seen as one
+        self._bytes_used = usage.bytes_used
+        self._counted_up_to = eviction.FAN_OUT
+
+    def _count(self, digest: bytes, change: int) -> None:
+        """Under ``_lock``. What is in a directory not yet scanned will be counted when it is."""
+        if eviction.directory_number(digest) < self._counted_up_to:
+            self._bytes_used += change
+
+    def _account(self, file: CacheFile) -> None:
+        with self._lock:
+            if not file.dead:
+                now = disk.allocated_bytes(file.fd)
+                self._count(file.digest, now - file.accounted_bytes)
+                file.accounted_bytes = now
+
+    def _excess(self, room: int, disk_room: int) -> int:
+        """Bytes to free before the cache may grow by ``room``, of which ``disk_room`` is new to the disk."""
+        over = self._bytes_used + self._bytes_reserved + room - self.bytes_max
+        short = self._free_bytes_min + self._bytes_reserved + disk_room - self._free(self._root)
+        return max(over, short)
+
+    def _take(self, wanted: int) -> bool:
+        with self._lock:
+            if self._excess(wanted, wanted) > 0:
+                return False
+            self._bytes_reserved += wanted
+            return True
+
+    def _pinned(self, digest: bytes) -> bool:
+        with self._lock:
+            return digest in self._pins
+
+    def _evict(self, wanted: int) -> int:
+        """Under the files lock: free at least ``wanted`` bytes if there is so much to free."""
+        freed = 0
+        while freed < wanted:
+            victims = eviction.oldest(self._root, self._rng, self._pinned)
+            if not victims:
+                break
+            for victim in victims:
+                if freed < wanted:
+                    freed += self._evict_one(victim)
+        with self._lock:
+            self._metrics.evicted_bytes += freed
+        return freed
+
+    def _evict_one(self, victim: eviction.Candidate) -> int:
+        if victim.allocated_bytes > eviction.LARGE_BYTES and eviction.punch_range(victim, self._rng):
+            with self._lock:
+                now = disk.allocated_bytes(victim.path)
+                file = self._open.get(victim.digest)
+                self._count(victim.digest, now - (file.accounted_bytes if file else victim.allocated_bytes))
+                if file is not None:
+                    file.accounted_bytes = now
+            if now < victim.allocated_bytes:
+                return victim.allocated_bytes - now
+        return self._remove(victim.digest)

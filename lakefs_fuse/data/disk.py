@@ -1,0 +1,70 @@
+"""What the standard library does not offer of the local filesystem: holes, free space, space really used.
+
+Blocking, without state, callable from any thread. Lengths and offsets are bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+_KEEP_SIZE = 0x01
+_PUNCH_HOLE = 0x02
+"""FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE of linux/falloc.h."""
+
+_SECTOR_BYTES = 512
+"""Unit of ``st_blocks``, whatever the filesystem's own block size is (stat(2))."""
+
+_CANNOT = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_fallocate = getattr(_libc, "fallocate64", None) or _libc.fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_fallocate.restype = ctypes.c_int
+
+
+def punch_hole(fd: int, offset: int, length: int) -> bool:
+    """Give the range back to the filesystem; it reads as zeros after, and the file keeps its length.
+
+    False where this filesystem cannot. Raises OSError for everything else (EIO, EBADF, …).
+    """
+    if length <= 0:
+        return True
+    while _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length) != 0:
+        code = ctypes.get_errno()
+        if code == errno.EINTR:
+            continue
+        if code in _CANNOT:
+            return False
+        raise OSError(code, os.strerror(code))
+    return True
+
+
+def free_bytes(path: str | int | os.PathLike[str]) -> int:
+    """What an ordinary user may still write on the filesystem that holds ``path`` (a path or descriptor)."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+def allocated_bytes(path: str | int | os.PathLike[str]) -> int:
+    """Disk space a file (a path or descriptor) takes up, holes not counted, whatever its length."""
+    return os.stat(path).st_blocks * _SECTOR_BYTES
+
+
+def stat_allocated_bytes(stat: os.stat_result) -> int:
+    """`allocated_bytes` of a file that was asked already."""
+    return stat.st_blocks * _SECTOR_BYTES
+
+
+def pwrite_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """pwrite until everything is written. Raises OSError, then an unknown part of the range was written."""
+    written = os.pwrite(fd, data, offset)
+    if written == len(data):
+        return
+    rest = memoryview(data)
+    while written < len(rest):
+        more = os.pwrite(fd, rest[written:], offset + written)
+        if more == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += more

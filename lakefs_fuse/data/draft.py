@@ -1,0 +1,466 @@
+"""A file being written: staged pages over the version it was opened on, uploaded in parts while it grows.
+
+Always true:
+
+* nothing of a draft can be seen in the store until `publish` completes it in one request;
+* a page is read from staging where it is local, from the base version below ``base_limit``, else it is zeros;
+* a part is uploaded as soon as every page of it is local, again if it is written to after that, and at `publish` if it
+  was not yet; two uploads of one part number never run at once;
+* a part whose bytes were let go to make room can still be completed, but neither read nor changed.
+
+Writers share the gate, `publish` and `truncate` hold it alone. All methods run on trio tasks; file calls that may
+block long go to worker threads. After a crash the journal record says what is staged (see `record`): bytes written
+since it was last saved are in the staging file and count for a new file, which has no base to mix them with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import trio
+
+from lakefs_fuse.data.disk import punch_hole, pwrite_all
+from lakefs_fuse.data.gate import Gate
+from lakefs_fuse.data.hashing import hash_blocks
+from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
+from lakefs_fuse.data.parts import PartLayout
+from lakefs_fuse.data.record import DraftRecord, DraftState, UploadedPart
+from lakefs_fuse.data.staging import Staging
+from lakefs_fuse.data.uploader import UploadSlots
+from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.errors import FileError, LakeError, StagingFull, StoreError
+from lakefs_fuse.metrics import UploadMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
+
+DRAFT_METADATA = "lakefs-draft"
+"""User metadata key that names the draft an object was made from."""
+THREAD_BYTES_MIN = 64 << 10
+"""Reads and writes of staged bytes from this size on are worth a worker thread."""
+FILL_BYTES_MAX = 4 << 20
+RECENT_PARTS_KEPT = 2
+"""The first part and so many complete ones behind the writer stay staged: headers and trailers are written late."""
+
+
+class PartState(Enum):
+    """DIRTY → UPLOADING → CLEAN → DROPPED; a write takes UPLOADING and CLEAN back to DIRTY, and fails on DROPPED."""
+
+    DIRTY = "dirty"
+    UPLOADING = "uploading"
+    CLEAN = "clean"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True)
+class Part:
+    state: PartState = PartState.DIRTY
+    generation: int = 0
+    """Grows with every write, so that an upload knows whether what it sent is still right."""
+    etag: str = ""
+    length: int = 0
+    announced: bool = False
+
+
+class DraftEnded(Exception):
+    """The draft was published or discarded while the caller waited for it: look at the file again."""
+
+
+class BaseReader(Protocol):
+    """Reads versions that are in the store."""
+
+    async def read(self, version: Version, offset: int, length: int) -> Buffer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftServices:
+    """What all drafts of a mount share. ``save`` writes a record to the journal, synced if so asked."""
+
+    client: StoreClient
+    reader: BaseReader
+    staging: Staging
+    slots: UploadSlots
+    nursery: trio.Nursery
+    layout: PartLayout
+    metrics: UploadMetrics
+    save: Callable[[DraftRecord, bool], None]
+    clock_ns: Callable[[], int]
+
+
+@dataclass(slots=True)
+class DraftTarget:
+    """Where a draft is going. ``describe`` gives the object's metadata as of now; it is asked when an upload begins
+    and again when it ends."""
+
+    key: str
+    describe: Callable[[bool], Mapping[str, str]]
+    replaces: str = ""
+    if_absent: bool = False
+
+
+class Draft:
+    """See the module's head. Made by `fs`, which also owns the names."""
+
+    def __init__(
+        self,
+        services: DraftServices,
+        draft_id: str,
+        target: DraftTarget,
+        *,
+        base: Version | None = None,
+        restored_fd: int | None = None,
+    ) -> None:
+        """Raises StagingFull or CacheError where there can be no staging file."""
+        self.services = services
+        self.id = draft_id
+        self.target = target
+        self.base = base
+        self.base_limit = base.size if base else 0
+        self.size = self.base_limit
+        self.state = DraftState.WRITING
+        self.error: LakeError | None = None
+        self.created_ns = services.clock_ns()
+        self.pages = PageMap(services.layout)
+        self.parts: dict[int, Part] = {}
+        self.hashes: dict[int, int] = {}
+        self.upload_id = ""
+        self.upload_intent_ns = 0
+        self.upload_metadata: dict[str, str] = {}
+        self.upload_lock = trio.Lock()
+        self.uploading = 0
+        self._gate = Gate()
+        self._idle = trio.Event()
+        self._staged_bytes = 0
+        self._holders = 0
+        self._closing = False
+        self.fd = services.staging.create(draft_id, target.key) if restored_fd is None else restored_fd
+        services.staging.register(self)
+
+    # -- what staging asks
+
+    @property
+    def making_room(self) -> bool:
+        return self.uploading > 0 or self.state is DraftState.PUBLISHING
+
+    def drop_uploaded(self) -> int:
+        clean = sorted(i for i, part in self.parts.items() if part.state is PartState.CLEAN and i > 0)
+        dropped = 0
+        for index in clean[:-RECENT_PARTS_KEPT]:
+            start, end = self.services.layout.range(index)
+            if not punch_hole(self.fd, start, end - start):
+                return dropped
+            self.parts[index].state = PartState.DROPPED
+            dropped += self.pages.forget(index) * PAGE_BYTES
+            for block in range(start // BLOCK_BYTES, end // BLOCK_BYTES):
+                self.hashes.pop(block, None)
+        self._staged_bytes -= dropped
+        self.services.staging.release(dropped)
+        return dropped
+
+    # -- reading and writing
+
+    async def read(self, offset: int, length: int) -> Buffer:
+        """Bytes [offset, offset + length) cut at the draft's size."""
+        with self._held():
+            return await self._read(offset, min(offset + length, self.size))
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Keeps the descriptor open: its number would be another file's once it is closed."""
+        if self.fd < 0:
+            raise DraftEnded
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if self._closing and not self._holders:
+                self._close_fd()
+
+    def _close_fd(self) -> None:
+        os.close(self.fd)
+        self.fd = -1
+
+    async def _read(self, offset: int, end: int) -> Buffer:
+        if offset >= end:
+            return b""
+        pieces: list[Buffer] = []
+        for start, stop, local in list(self.pages.runs(offset, end)):
+            if local:
+                pieces.append(await self.read_staged(start, stop - start))
+                continue
+            self._refuse_dropped(start, stop)
+            known = min(stop, self.base_limit)
+            if start < known and self.base is not None:
+                pieces.append(await self.services.reader.read(self.base, start, known - start))
+                start = known
+            if start < stop:
+                pieces.append(bytes(stop - start))
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def read_staged(self, offset: int, length: int) -> bytes:
+        if length < THREAD_BYTES_MIN:
+            data = os.pread(self.fd, length, offset)
+        else:
+            data = await trio.to_thread.run_sync(os.pread, self.fd, length, offset)
+        return data if len(data) == length else data + bytes(length - len(data))
+
+    async def write(self, offset: int, data: Buffer) -> None:
+        """Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises."""
+        end = offset + len(data)
+        if offset == end:
+            return
+        if end > self.services.layout.file_bytes_max:
+            raise FileError(27, f"a file holds at most {self.services.layout.file_bytes_max} bytes on this mount")
+        reserved = 0
+        if not self.pages.covers(offset, end):
+            first, last = offset // PAGE_BYTES, -(-end // PAGE_BYTES)
+            reserved = (last - first) * PAGE_BYTES
+            await self.services.staging.reserve(reserved)
+        try:
+            await self._fill_edges(offset, end)
+            async with self._gate.shared():
+                self._check_alive()
+                self._refuse_dropped(offset, end)
+                await self._write_staged(offset, data)
+                added = self.pages.mark(offset, end) * PAGE_BYTES
+                self._staged_bytes += added
+                reserved -= added
+                self.size = max(self.size, end)
+                self._touch(offset, end)
+        finally:
+            self.services.staging.release(reserved)
+
+    async def _write_staged(self, offset: int, data: Buffer) -> None:
+        try:
+            if len(data) < THREAD_BYTES_MIN:
+                pwrite_all(self.fd, data, offset)
+            else:
+                await trio.to_thread.run_sync(pwrite_all, self.fd, data, offset)
+        except OSError as error:
+            raise self.services.staging.translate(error) from error
+
+    async def _fill_edges(self, offset: int, end: int) -> None:
+        """A page that is written in part and whose rest is the base's is fetched whole first."""
+        for at in {offset - offset % PAGE_BYTES, end - end % PAGE_BYTES}:
+            whole = offset <= at and min(at + PAGE_BYTES, self.base_limit) <= end
+            if at < self.base_limit and at < end and not whole and not self.pages.covers(at, at + 1):
+                async with self._gate.exclusive():
+                    self._check_alive()
+                    await self.fill(at, at + PAGE_BYTES)
+
+    def _check_alive(self) -> None:
+        if self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
+            raise DraftEnded
+
+    async def fill(self, start: int, end: int) -> None:
+        """Stage what [start, end) has from the base. The caller holds the gate alone."""
+        stop = min(end, self.base_limit)
+        for begin, upto, local in list(self.pages.runs(start, stop)) if start < stop else ():
+            if local or self.base is None:
+                continue
+            self._refuse_dropped(begin, upto)
+            while begin < upto:
+                step = min(upto, begin + FILL_BYTES_MAX)
+                data = await self.services.reader.read(self.base, begin, step - begin)
+                await self._write_staged(begin, data)
+                added = self.pages.mark(begin, step) * PAGE_BYTES
+                self._staged_bytes += added
+                self.services.staging.bytes_used += added
+                begin = step
+
+    def _refuse_dropped(self, start: int, end: int) -> None:
+        layout = self.services.layout
+        for index in range(layout.index(start), layout.index(max(start, end - 1)) + 1):
+            part = self.parts.get(index)
+            if part is not None and part.state is PartState.DROPPED:
+                raise StagingFull(
+                    f"bytes {start} to {end} of a file larger than staging were uploaded and let go before it was "
+                    "closed: raise --staging-size to change or read them"
+                )
+
+    def _touch(self, start: int, end: int) -> None:
+        """Parts that were written to are dirty; those that are complete start on their way."""
+        layout = self.services.layout
+        for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            self.hashes.pop(block, None)
+        for index in range(layout.index(start), layout.index(end - 1) + 1):
+            part = self.parts.setdefault(index, Part())
+            part.generation += 1
+            if part.state is PartState.CLEAN:
+                part.state = PartState.DIRTY
+        if self.size > layout.single_bytes_max:
+            first = 0 if not self.upload_intent_ns else layout.index(start)
+            for index in range(first, layout.index(end - 1) + 1):
+                self._start_if_complete(index)
+
+    def _start_if_complete(self, index: int) -> None:
+        part = self.parts.get(index)
+        if part is None or part.state is not PartState.DIRTY or part.announced or self.error is not None:
+            return
+        start, end = self.services.layout.range(index)
+        if end <= self.size and self.pages.covers(start, end):
+            part.announced = True
+            self.uploading += 1
+            self.services.slots.ready()
+            self.services.nursery.start_soon(self._upload_in_background, index)
+
+    async def truncate(self, size: int) -> None:
+        """Cut or extend (with zeros). Raises StagingFull where the cut goes through a part that was let go."""
+        if size > self.services.layout.file_bytes_max:
+            raise FileError(27, f"a file holds at most {self.services.layout.file_bytes_max} bytes on this mount")
+        async with self._gate.exclusive():
+            self._check_alive()
+            if size < self.size:
+                layout = self.services.layout
+                if size and layout.range(layout.index(size - 1))[1] > size:
+                    self._refuse_dropped(size - 1, size)
+                await trio.to_thread.run_sync(os.ftruncate, self.fd, size)
+                gone = self.pages.truncate(size) * PAGE_BYTES
+                self._staged_bytes -= gone
+                self.services.staging.release(gone)
+                self.base_limit = min(self.base_limit, size)
+                for block in [block for block in self.hashes if (block + 1) * BLOCK_BYTES > size]:
+                    del self.hashes[block]
+                for index in [index for index in self.parts if index >= layout.index(size)]:
+                    part = self.parts[index]
+                    part.generation += 1
+                    if part.state is not PartState.UPLOADING:
+                        part.state = PartState.DIRTY
+            self.size = size
+
+    # -- uploading
+
+    async def _upload_in_background(self, index: int) -> None:
+        """A failure is remembered and answered by `publish`, which tries again."""
+        try:
+            await self.upload_part(index)
+        except LakeError as error:
+            self.error = error
+            self.services.metrics.failures += 1
+        finally:
+            self.parts[index].announced = False
+            self.uploading -= 1
+            if not self.uploading:
+                self._idle.set()
+                self._idle = trio.Event()
+            self.services.staging.notify()
+        if self.state is DraftState.WRITING:
+            self._start_if_complete(index)
+
+    async def wait_idle(self) -> None:
+        """Until no upload of a part is under way."""
+        while self.uploading:
+            await self._idle.wait()
+
+    async def upload_part(self, index: int) -> None:
+        """Send one part as it is now; announced before. Ends with the part clean, or dirty if it was written to."""
+        async with self.services.slots.slot():
+            if self.state is DraftState.DISCARDED:
+                return
+            part = self.parts.setdefault(index, Part())
+            start, end = self.services.layout.range(index)
+            length = min(end, self.size) - start
+            if length <= 0:
+                return
+            generation, repeated = part.generation, bool(part.etag)
+            part.state = PartState.UPLOADING
+            try:
+                upload_id = await self.begin_upload()
+                body = FileSlice(self.fd, start, length)
+                ref = await self.services.client.upload_part(self.target.key, upload_id, index + 1, body)
+                hashes = await trio.to_thread.run_sync(hash_blocks, self.fd, start, start + length)
+            except BaseException:
+                part.state = PartState.DIRTY
+                raise
+        self.services.metrics.parts += 1
+        self.services.metrics.parts_repeated += repeated
+        self.settle_part(index, generation, ref, length)
+        if part.state is PartState.CLEAN:
+            self.hashes.update(hashes)
+        self.save()
+
+    def settle_part(self, index: int, generation: int, ref: PartRef, length: int) -> None:
+        """Record an upload that succeeded; the part stays dirty if it was written to meanwhile."""
+        part = self.parts[index]
+        part.etag, part.length = ref.etag, length
+        part.state = PartState.CLEAN if part.generation == generation else PartState.DIRTY
+
+    async def begin_upload(self) -> str:
+        """The multipart upload's id; the intent is in the journal before the store is asked."""
+        async with self.upload_lock:
+            if not self.upload_id:
+                self.upload_intent_ns = self.services.clock_ns()
+                self.upload_metadata = {**self.target.describe(True), DRAFT_METADATA: self.id}
+                self.save(sync=True)
+                self.upload_id = await self.services.client.create_multipart(
+                    self.target.key, metadata=self.upload_metadata
+                )
+                self.save(sync=True)
+            return self.upload_id
+
+    def exclusive(self) -> AbstractAsyncContextManager[None]:
+        """Keep writers and truncation out, for `publishing`."""
+        return self._gate.exclusive()
+
+    # -- the journal
+
+    def record(self) -> DraftRecord:
+        return DraftRecord(
+            id=self.id,
+            key=self.target.key,
+            state=self.state,
+            created_ns=self.created_ns,
+            size=self.size,
+            base_etag=self.base.etag if self.base else "",
+            base_size=self.base.size if self.base else 0,
+            base_limit=self.base_limit,
+            replaces=self.target.replaces,
+            upload_id=self.upload_id,
+            upload_intent_ns=self.upload_intent_ns,
+            metadata=dict(self.target.describe(False)),
+            parts=[
+                UploadedPart(index, part.etag, part.length, part.state is PartState.CLEAN)
+                for index, part in sorted(self.parts.items())
+                if part.state in (PartState.CLEAN, PartState.DROPPED)
+            ],
+            pages=self.pages.dump(),
+            error=str(self.error) if self.error else "",
+        )
+
+    def save(self, *, sync: bool = False) -> None:
+        self.services.save(self.record(), sync)
+
+    # -- the end
+
+    async def discard(self) -> None:
+        """Nobody wants these bytes: abort the upload, delete the staging file. The journal record is the caller's."""
+        self.state = DraftState.DISCARDED
+        await self.wait_idle()
+        if self.upload_id:
+            try:
+                await self.services.client.abort_multipart(self.target.key, self.upload_id)
+            except StoreError as error:
+                self.error = error
+        self.close(unlink=True)
+
+    def close(self, *, unlink: bool) -> None:
+        """Give back the descriptor and the room. ``unlink`` is false where the file became cache."""
+        if self._closing:
+            return
+        self._closing = True
+        if unlink:
+            self.services.staging.path(self.id).unlink(missing_ok=True)
+        self.services.staging.release(self._staged_bytes)
+        self._staged_bytes = 0
+        self.services.staging.unregister(self)
+        if not self._holders:
+            self._close_fd()
+
+    @property
+    def staged_bytes(self) -> int:
+        return self._staged_bytes

@@ -1,0 +1,146 @@
+"""Which cache files go first: approximate LRU without a list of what there is.
+
+The cache's directory has up to 65,536 directories of files, each file's mtime is when it was last used. A sample is the
+files of some adjacent directories, from a random one on; its oldest quarter goes. With few files the sample is all of
+them, and the choice exact. Memory: one sample, whatever the cache holds.
+
+Blocking, for worker threads; `cache_files.CacheFiles` calls it with its files lock held. Directories that vanish
+meanwhile are no error.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from lakefs_fuse.data import disk
+from lakefs_fuse.data.cache_file import DamagedFile, punch, read_hashes, read_layout
+from lakefs_fuse.data.version import BLOCK_BYTES
+
+FAN_OUT = 1 << 16
+SAMPLE_FILES = 32
+LARGE_BYTES = 256 << 20
+"""A file that takes up more loses ranges, not everything."""
+RANGE_BYTES = 64 << 20
+_NAME_CHARS = 28
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A cache file that might go; ``digest`` is its name."""
+
+    used_ns: int
+    allocated_bytes: int
+    path: str
+    digest: bytes
+
+
+def directory_number(digest: bytes) -> int:
+    """Place of a file's directory in the order of `directories`."""
+    return digest[0] << 8 | digest[1]
+
+
+def file_path(root: str, digest: bytes) -> str:
+    """Where the file with this name digest is."""
+    name = digest.hex()
+    return f"{root}/{name[:2]}/{name[2:4]}/{name[4:]}"
+
+
+def directories(root: str, start: int = 0) -> Iterator[tuple[int, str]]:
+    """Number and path of each directory there is, in order, beginning at number ``start`` and going around."""
+    upper = _hex_names(root)
+    first = start >> 8
+    order = [number for number in upper if number >= first] + [number for number in upper if number <= first]
+    for turn, high in enumerate(order):
+        for number, path in subdirectories(root, high):
+            if high != first or (number >= start) == (turn == 0):
+                yield number, path
+
+
+def subdirectories(root: str, high: int) -> Iterator[tuple[int, str]]:
+    """Number and path of each directory there is whose number begins with byte ``high``, in order."""
+    path = f"{root}/{high:02x}"
+    for low in _hex_names(path):
+        yield high << 8 | low, f"{path}/{low:02x}"
+
+
+def files(path: str, number: int) -> Iterator[Candidate]:
+    """The cache files of one directory."""
+    try:
+        entries = os.scandir(path)
+    except FileNotFoundError:
+        return
+    with entries:
+        for entry in entries:
+            digest = _digest(number, entry.name)
+            if digest is None:
+                continue
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield Candidate(found.st_mtime_ns, disk.stat_allocated_bytes(found), entry.path, digest)
+
+
+def oldest(root: str, rng: random.Random, spared: Callable[[bytes], bool]) -> list[Candidate]:
+    """The next files to go, oldest first; none where all there are are ``spared``. Raises OSError."""
+    sample: list[Candidate] = []
+    for number, path in directories(root, rng.randrange(FAN_OUT)):
+        sample += (candidate for candidate in files(path, number) if not spared(candidate.digest))
+        if len(sample) >= SAMPLE_FILES:
+            break
+    sample.sort(key=lambda candidate: candidate.used_ns)
+    return sample[: max(1, len(sample) // 4)]
+
+
+def punch_range(candidate: Candidate, rng: random.Random) -> bool:
+    """Drop one range of a large file; False where it must go as a whole instead. Raises OSError."""
+    try:
+        fd = os.open(candidate.path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        layout, _ = read_layout(fd)
+        step = RANGE_BYTES // BLOCK_BYTES
+        starts = range(0, layout.blocks, step)
+        turn = rng.randrange(len(starts))
+        for start in (*starts[turn:], *starts[:turn]):
+            stop = min(start + step, layout.blocks)
+            if any(read_hashes(fd, layout, start, stop)):
+                return punch(fd, layout, start, stop)
+        return False
+    except DamagedFile:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _hex_names(path: str) -> list[int]:
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(number for name in names if (number := _hex_byte(name)) is not None)
+
+
+def _hex_byte(name: str) -> int | None:
+    if len(name) != 2:
+        return None
+    try:
+        number = int(name, 16)
+    except ValueError:
+        return None
+    return number if name == f"{number:02x}" else None
+
+
+def _digest(number: int, name: str) -> bytes | None:
+    if len(name) != _NAME_CHARS:
+        return None
+    try:
+        return number.to_bytes(2, "big") + bytes.fromhex(name)
+    except ValueError:
+        return None

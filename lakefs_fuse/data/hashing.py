@@ -1,0 +1,20 @@
+"""Hashes of the cache blocks of a staged file, computed while its bytes are still in the page cache."""
+
+from __future__ import annotations
+
+import os
+
+from lakefs_fuse.data.cache_file import block_hash
+from lakefs_fuse.data.version import BLOCK_BYTES
+
+
+def hash_blocks(fd: int, start: int, end: int) -> dict[int, int]:
+    """Hash of every cache block of [start, end), which begins on a block boundary."""
+    hashes: dict[int, int] = {}
+    if start % BLOCK_BYTES:
+        return hashes
+    for at in range(start, end, BLOCK_BYTES):
+        length = min(BLOCK_BYTES, end - at)
+        data = os.pread(fd, length, at)
+        hashes[at // BLOCK_BYTES] = block_hash(data + bytes(length - len(data)))
+    return hashes

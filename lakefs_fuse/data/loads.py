@@ -1,0 +1,93 @@
+"""Blocks on their way into memory: who waits for them, and what they were told.
+
+A load is a run of adjacent blocks of one version that one task brings. Trio thread only; nothing survives a crash.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Sequence
+
+import trio
+
+from lakefs_fuse.data.readahead import Readahead
+from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.errors import FileError, LakeError
+
+
+class PendingBlock:
+    """One block of a load. Has ``data`` or ``error`` once ``ready`` is set."""
+
+    __slots__ = ("asked", "data", "done", "error", "ready")
+
+    def __init__(self, done: trio.Event, asked: bool) -> None:
+        # Not the load itself: a cycle would keep the bytes until the collector comes by.
+        self.done = done
+        """Set when the block is also on disk, or will not be."""
+        self.asked = asked
+        """Whether a reader asked for it when the load began; else it is fetched ahead."""
+        self.ready = trio.Event()
+        self.data: memoryview | None = None
+        self.error: BaseException | None = None
+
+    def resolve(self, data: memoryview) -> None:
+        """Wake the waiters with the bytes."""
+        self.data = data
+        self.ready.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Wake the waiters with an error, unless they got an answer."""
+        if not self.ready.is_set():
+            self.error = error
+            self.ready.set()
+
+    async def wait(self) -> memoryview:
+        """The block. Raises FileError with the errno of whatever went wrong."""
+        if not self.ready.is_set():
+            await self.ready.wait()
+        if self.data is not None:
+            return self.data
+        code = self.error.errno if isinstance(self.error, LakeError) else errno.EIO
+        # A new error for each waiter: a shared one would collect the tracebacks of all of them.
+        raise FileError(code, str(self.error)) from self.error
+
+
+class Load:
+    """Blocks [first, stop) of a version; ``done`` is set when all of it is over, writing to disk too."""
+
+    __slots__ = ("blocks", "done", "first", "readahead", "version")
+
+    def __init__(
+        self, version: Version, first: int, stop: int, asked: range, readahead: Readahead | None = None
+    ) -> None:
+        self.version = version
+        self.first = first
+        self.done = trio.Event()
+        self.blocks = [PendingBlock(self.done, index in asked) for index in range(first, stop)]
+        self.readahead = readahead
+        """Whose plan this is, to be told whether the cache disk had it."""
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.blocks)
+
+    @property
+    def bytes_total(self) -> int:
+        """What the load holds in memory at most."""
+        return min(self.stop * BLOCK_BYTES, self.version.size) - self.first * BLOCK_BYTES
+
+    def fail(self, first: int, stop: int, error: BaseException) -> None:
+        """Tell the waiters of blocks [first, stop) that have no answer yet."""
+        for block in self.blocks[first - self.first : stop - self.first]:
+            block.fail(error)
+
+
+def runs(first: int, wanted: Sequence[bool], blocks_max: int) -> Iterator[tuple[int, int]]:
+    """Maximal [start, stop) of adjacent wanted blocks, cut to ``blocks_max``; ``wanted[0]`` is block ``first``."""
+    start: int | None = None
+    for index, want in enumerate((*wanted, False), first):
+        if start is not None and (not want or index - start == blocks_max):
+            yield start, index
+            start = None
+        if want and start is None:
+            start = index

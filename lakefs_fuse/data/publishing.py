@@ -1,0 +1,223 @@
+"""From a draft to an object: the last parts, and the one request that makes the new version visible.
+
+Small files are one PUT. Others complete the upload that began while they were written; parts that nobody changed are
+copied from the base by the store itself. Attributes that changed after the upload began (its metadata was fixed then)
+are put right by a second upload that copies every part, never by sending the bytes again.
+
+`publish` may be called again after it failed; what the store has already is not sent twice. A crash before the
+completing request leaves the old version visible, after it the new one; which of both is told by the draft's id in the
+object's metadata.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from lakefs_fuse.data.draft import DRAFT_METADATA, THREAD_BYTES_MIN, Draft, Part, PartState
+from lakefs_fuse.data.hashing import hash_blocks
+from lakefs_fuse.data.record import DraftState
+from lakefs_fuse.data.version import BLOCK_BYTES
+from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
+from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
+
+BODY_BYTES_MAX = 1 << 20
+"""Up to here an object is sent from memory, by the client's fast path."""
+COPY_PART_BYTES = 256 << 20
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The version that is visible now, and the hash of each of its cache blocks (0: not staged any more)."""
+
+    meta: ObjectMeta
+    hashes: Sequence[int]
+
+
+async def publish(draft: Draft) -> Published:
+    """Make the draft's bytes, as they are now, the object's newest version. The caller holds ``draft.exclusive()``.
+
+    Raises LakeError; then the draft is `FAILED`, every byte is staged or in its upload, and it can be tried again.
+    """
+    draft.state = DraftState.PUBLISHING
+    draft.error = None
+    draft.save()
+    try:
+        await draft.wait_idle()
+        draft.error = None
+        dropped = any(part.state is PartState.DROPPED for part in draft.parts.values())
+        if draft.size <= draft.services.layout.single_bytes_max and not dropped:
+            meta = await _put(draft)
+        else:
+            meta = await _complete(draft)
+    except BaseException as error:
+        draft.state = DraftState.FAILED
+        draft.error = error if isinstance(error, LakeError) else LakeError(f"publishing was interrupted: {error!r}")
+        draft.services.metrics.failures += 1
+        draft.save(sync=True)
+        raise
+    draft.state = DraftState.PUBLISHED
+    draft.services.metrics.publishes += 1
+    return Published(meta, await _all_hashes(draft))
+
+
+async def _put(draft: Draft) -> ObjectMeta:
+    await draft.fill(0, draft.size)
+    client, target = draft.services.client, draft.target
+    body: Body = FileSlice(draft.fd, 0, draft.size)
+    if draft.size <= BODY_BYTES_MAX:
+        body = await draft.read_staged(0, draft.size)
+    metadata = {**target.describe(False), DRAFT_METADATA: draft.id}
+    draft.services.slots.ready()
+    async with draft.services.slots.slot():
+        try:
+            meta = await client.put(target.key, body, metadata=metadata, if_absent=target.if_absent)
+        except PreconditionFailed as error:
+            meta = await _ours_after_all(draft, error)
+    if draft.upload_id:
+        await client.abort_multipart(target.key, draft.upload_id)
+        draft.upload_id, draft.parts = "", {}
+    return meta
+
+
+async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
+    """The store says that the name is taken, or the upload gone: perhaps by our own request, whose answer was lost."""
+    try:
+        meta = await draft.services.client.head(draft.target.key)
+    except NotFound:
+        raise error from None
+    if (meta.metadata or {}).get(DRAFT_METADATA) == draft.id:
+        return meta
+    if isinstance(error, PreconditionFailed):
+        raise FileError(17, f"{draft.target.key}: created by somebody else meanwhile") from error
+    raise error
+
+
+async def _complete(draft: Draft) -> ObjectMeta:
+    try:
+        meta = await _send_and_complete(draft)
+    except NotFound as error:
+        try:
+            meta = await _ours_after_all(draft, error)
+        except NotFound:
+            log.warning("the multipart upload of %s is gone from the store: it starts anew", draft.target.key)
+            _forget_upload(draft)
+            meta = await _send_and_complete(draft)
+    wanted = dict(draft.target.describe(True))
+    began = {name: value for name, value in draft.upload_metadata.items() if name != DRAFT_METADATA}
+    if wanted != began and draft.services.client.capabilities.part_copy:
+        meta = await _restamp(draft, meta, wanted)
+    draft.upload_id = ""
+    return meta
+
+
+async def _send_and_complete(draft: Draft) -> ObjectMeta:
+    layout, client, key = draft.services.layout, draft.services.client, draft.target.key
+    upload_id = await draft.begin_upload()
+    count = layout.count(draft.size)
+    async with _collecting() as nursery:
+        for index in range(count):
+            part = draft.parts.setdefault(index, Part())
+            start, end = layout.range(index)
+            length = min(end, draft.size) - start
+            if part.state in (PartState.CLEAN, PartState.DROPPED) and part.length == length:
+                continue
+            nursery.start_soon(_send_part, draft, index, start, start + length)
+    refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
+    try:
+        return await client.complete_multipart(key, upload_id, refs, if_absent=draft.target.if_absent)
+    except PreconditionFailed as error:
+        return await _ours_after_all(draft, error)
+
+
+@asynccontextmanager
+async def _collecting() -> AsyncIterator[trio.Nursery]:
+    """A nursery whose first error of ours is raised as itself, not as a group."""
+    try:
+        async with trio.open_nursery() as nursery:
+            yield nursery
+    except BaseExceptionGroup as group:
+        errors, others = group.split(LakeError)
+        if others is not None or errors is None:
+            raise
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+
+
+def _forget_upload(draft: Draft) -> None:
+    """The store lost the upload. What is staged can be sent again; what was let go is lost, and says so when read."""
+    draft.upload_id, draft.upload_intent_ns = "", 0
+    for part in draft.parts.values():
+        if part.state is PartState.CLEAN:
+            part.state = PartState.DIRTY
+    draft.save(sync=True)
+
+
+async def _send_part(draft: Draft, index: int, start: int, end: int) -> None:
+    base, services = draft.base, draft.services
+    untouched = not draft.pages.count(start, end)
+    if (
+        base is not None
+        and untouched
+        and end <= draft.base_limit
+        and services.client.capabilities.part_copy
+        and (end - start >= PART_BYTES_MIN or end == draft.size)
+    ):
+        services.slots.ready()
+        async with services.slots.slot():
+            part = draft.parts[index]
+            ref = await services.client.upload_part_copy(
+                draft.target.key, draft.upload_id, index + 1, base.key, start, end, etag=base.etag
+            )
+            services.metrics.parts_copied += 1
+            draft.settle_part(index, part.generation, ref, end - start)
+            draft.save()
+        return
+    await draft.fill(start, end)
+    services.slots.ready()
+    await draft.upload_part(index)
+
+
+async def _restamp(draft: Draft, meta: ObjectMeta, metadata: dict[str, str]) -> ObjectMeta:
+    """The same bytes again with other metadata, copied by the store."""
+    client, key = draft.services.client, draft.target.key
+    upload_id = await client.create_multipart(key, metadata={**metadata, DRAFT_METADATA: draft.id})
+    try:
+        refs = []
+        for number, start in enumerate(range(0, meta.size, _copy_part_bytes(meta.size)), 1):
+            end = min(start + _copy_part_bytes(meta.size), meta.size)
+            refs.append(await client.upload_part_copy(key, upload_id, number, key, start, end, etag=meta.etag))
+            draft.services.metrics.parts_copied += 1
+        return await client.complete_multipart(key, upload_id, refs)
+    except BaseException:
+        with trio.CancelScope(shield=True):
+            await client.abort_multipart(key, upload_id)
+        raise
+
+
+def _copy_part_bytes(size: int) -> int:
+    """Few parts, each within S3's 5 GiB, at most 10,000 of them."""
+    return max(COPY_PART_BYTES, -(-size // 8000))
+
+
+async def _all_hashes(draft: Draft) -> list[int]:
+    """What the parts' uploads did not hash yet is hashed here; pages that are not staged have none."""
+    blocks = -(-draft.size // BLOCK_BYTES)
+
+    def complete() -> list[int]:
+        for block in range(blocks):
+            start, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, draft.size)
+            if block not in draft.hashes and draft.pages.covers(start, end):
+                draft.hashes.update(hash_blocks(draft.fd, start, end))
+        return [draft.hashes.get(block, 0) for block in range(blocks)]
+
+    if draft.size <= THREAD_BYTES_MIN:
+        return complete()
+    return await trio.to_thread.run_sync(complete)

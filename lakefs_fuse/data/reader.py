@@ -1,0 +1,309 @@
+"""Any bytes of an object version: from memory, from the block cache, or from the store in as few GETs as pay off.
+
+What always holds:
+
+* a block is fetched once however many readers want it: fetches run in the nursery given, not in a reader's task, so a
+  reader that is cancelled takes nobody along, and an error wakes everyone who waits for it;
+* every GET names the version's ETag, and an answer of another version is ESTALE, never mixed in;
+* memory is bounded: recent blocks (``memory_blocks``) plus what is in flight (``inflight_bytes_max``, which covers a
+  block until it is written to the cache disk). Readers wait for room; fetching ahead never does, it is dropped. So a
+  cache disk slower than the store slows readers down only once the flight is full of bytes to be written;
+* the cache disk's troubles are never a reader's.
+
+`BlockReader` is for tasks on the trio thread; code between two awaits is atomic. It hops to a worker thread for the
+disk only. Nothing here survives a crash, or has to.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import trio
+
+from lakefs_fuse.data.blocks import BlockCache, CacheState
+from lakefs_fuse.data.budget import ByteBudget
+from lakefs_fuse.data.loads import Load, PendingBlock, runs
+from lakefs_fuse.data.readahead import WHOLE_BYTES_MAX, Readahead
+from lakefs_fuse.data.recent import RecentBlocks
+from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
+from lakefs_fuse.metrics import CacheMetrics
+from lakefs_fuse.store.protocol import Fetched, ObjectMeta
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+MEMORY_BLOCKS = 48
+FETCH_BYTES_MAX = 8 << 20
+INFLIGHT_BYTES_MAX = 64 << 20
+READING_THREADS_MAX = 8
+WRITING_THREADS_MAX = 2
+"""Cache disk operations at once; apart, so that a reader never queues behind writes."""
+ENSURE_SPAN_BYTES = 32 << 20
+
+
+class Getter(Protocol):
+    """The part of the store client that reading needs; it retries and keeps off the loop."""
+
+    async def get(self, key: str, start: int, end: int, *, etag: str | None = None) -> Fetched:
+        """As `store.protocol.ObjectStore.get`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderStatistics:
+    """``bytes_inflight`` covers fetches and what they have still to write to the cache disk."""
+
+    memory_blocks: int
+    memory_bytes: int
+    bytes_inflight: int
+    blocks_pending: int
+    tasks_waiting: int
+
+
+class BlockReader:
+    """See the module's head. ``learned`` is told the metadata that came with a GET."""
+
+    def __init__(
+        self,
+        client: Getter,
+        cache: BlockCache,
+        metrics: CacheMetrics,
+        nursery: trio.Nursery,
+        *,
+        memory_blocks: int = MEMORY_BLOCKS,
+        fetch_bytes_max: int = FETCH_BYTES_MAX,
+        inflight_bytes_max: int = INFLIGHT_BYTES_MAX,
+        learned: Callable[[ObjectMeta], None] | None = None,
+    ) -> None:
+        self._client = client
+        self._cache = cache
+        self._metrics = metrics
+        self._nursery = nursery
+        self._fetch_blocks_max = max(1, fetch_bytes_max // BLOCK_BYTES)
+        self._blind_blocks_max = max(1, memory_blocks // 4)
+        self._learned = learned
+        self._recent = RecentBlocks(memory_blocks * BLOCK_BYTES)
+        self._budget = ByteBudget(inflight_bytes_max)
+        self._pending: dict[tuple[Version, int], PendingBlock] = {}
+        self._reading_threads = trio.CapacityLimiter(READING_THREADS_MAX)
+        self._writing_threads = trio.CapacityLimiter(WRITING_THREADS_MAX)
+
+    def statistics(self) -> ReaderStatistics:
+        """Gauges of this moment."""
+        return ReaderStatistics(
+            memory_blocks=len(self._recent),
+            memory_bytes=self._recent.bytes_used,
+            bytes_inflight=self._budget.bytes_used,
+            blocks_pending=len(self._pending),
+            tasks_waiting=self._budget.tasks_waiting,
+        )
+
+    async def read(
+        self, version: Version, offset: int, length: int, readahead: Readahead | None = None
+    ) -> bytes | memoryview:
+        """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them.
+
+        Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error.
+        """
+        end = min(offset + length, version.size)
+        if offset >= end:
+            return b""
+        first, stop = offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+        if stop - first == 1:
+            block = self._recent.get(version, first)
+            if block is not None:
+                self._metrics.hits += 1
+                if readahead is not None:
+                    self._ahead(version, readahead, offset, length)
+                return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
+        found = self._gather(version, first, stop, readahead)
+        if readahead is not None:
+            self._ahead(version, readahead, offset, length)
+        blocks = [await item.wait() if isinstance(item, PendingBlock) else item for item in found]
+        blocks[-1] = blocks[-1][: end - (stop - 1) * BLOCK_BYTES]
+        blocks[0] = blocks[0][offset - first * BLOCK_BYTES :]
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+    async def ensure(self, version: Version, start: int, end: int) -> bool:
+        """Bring bytes [start, end) into the cache on disk; False where it would not keep all of them.
+
+        Raises FileError as `read` does.
+        """
+        end = min(end, version.size)
+        stop_all = -(-end // BLOCK_BYTES) if start < end else 0
+        step = ENSURE_SPAN_BYTES // BLOCK_BYTES
+        for first in range(start // BLOCK_BYTES, stop_all, step):
+            stop = min(first + step, stop_all)
+            for _ in range(2):  # the second round fetches what was in memory or in flight, but not on its way to disk
+                present = await self._present(version, first, stop)
+                if all(present):
+                    break
+                absent = [
+                    not here and (version, index) not in self._pending for index, here in enumerate(present, first)
+                ]
+                for run in runs(first, absent, self._fetch_blocks_max):
+                    self._start(Load(version, *run, range(0)), room_taken=False)
+                pending = [self._pending.get((version, index)) for index in range(first, stop)]
+                for block in pending:
+                    if block is not None:
+                        await block.wait()
+                        await block.done.wait()
+            else:
+                if not all(await self._present(version, first, stop)):
+                    return False
+        return True
+
+    # -- what a reader asks for
+
+    def _gather(
+        self, version: Version, first: int, stop: int, readahead: Readahead | None
+    ) -> list[memoryview | PendingBlock]:
+        """Each block or whoever brings it; counts hits, and starts to load what nobody brings yet."""
+        found: list[memoryview | PendingBlock | None] = []
+        missing = False
+        for index in range(first, stop):
+            item = self._recent.get(version, index) or self._pending.get((version, index))
+            found.append(item)
+            if item is None:
+                missing = True
+            else:
+                self._metrics.hits += 1
+        if missing:
+            for run in self._missing(version, *self._span(version, first, stop, readahead)):
+                self._start(Load(version, *run, range(first, stop)), room_taken=False)
+        return [item or self._pending[version, index] for index, item in enumerate(found, first)]
+
+    def _span(self, version: Version, first: int, stop: int, readahead: Readahead | None) -> tuple[int, int]:
+        """What to load when some of blocks [first, stop) must be: more than these where that saves GETs."""
+        if readahead is None:
+            return first, stop
+        if version.size <= WHOLE_BYTES_MAX:
+            return 0, version.blocks
+        if readahead.starved:
+            # Nothing is fetched ahead for want of room, so fetch with every wait as much as one GET may.
+            ahead = min(readahead.window_bytes // BLOCK_BYTES, self._fetch_blocks_max)
+            stop = min(max(stop, first + ahead), version.blocks)
+            readahead.fetched(stop * BLOCK_BYTES)
+        return first, stop
+
+    def _missing(self, version: Version, first: int, stop: int) -> list[tuple[int, int]]:
+        """Runs, no longer than a GET may be, of blocks that are neither in memory nor on their way."""
+        keys = [(version, index) for index in range(first, stop)]
+        wanted = [key not in self._pending and key not in self._recent for key in keys]
+        return list(runs(first, wanted, self._fetch_blocks_max))
+
+    def _start(self, load: Load, *, room_taken: bool) -> None:
+        self._nursery.start_soon(self._run, load, room_taken)
+        for index, block in enumerate(load.blocks, load.first):
+            self._pending[load.version, index] = block
+
+    def _ahead(self, version: Version, readahead: Readahead, offset: int, length: int) -> None:
+        planned = readahead.plan(offset, length, version.size)
+        if planned is None:
+            return
+        first, stop = planned[0] // BLOCK_BYTES, -(-planned[1] // BLOCK_BYTES)
+        if self._cache.state is not CacheState.OK and stop - first > self._blind_blocks_max:
+            # Without a disk, memory is all that keeps blocks until they are read.
+            stop = first + self._blind_blocks_max
+            readahead.dropped(stop * BLOCK_BYTES)
+        for run in self._missing(version, first, stop):
+            load = Load(version, *run, range(0), readahead)
+            if not self._budget.acquire_nowait(load.bytes_total, leave_bytes=self._budget.bytes_max // 4):
+                readahead.dropped(run[0] * BLOCK_BYTES)
+                return
+            self._start(load, room_taken=True)
+
+    # -- loading
+
+    async def _run(self, load: Load, room_taken: bool) -> None:
+        """Bring all blocks of a load or tell why not; never raises but Cancelled."""
+        error: BaseException = FileError(errno.EIO, "the mount is ending")
+        try:
+            if not room_taken:
+                await self._budget.acquire(load.bytes_total)
+                room_taken = True
+            absent = await self._from_disk(load)
+            rest = list(runs(load.first, absent, self._fetch_blocks_max))
+            if len(rest) == 1:
+                await self._from_store(load, *rest[0])
+            elif rest:
+                async with trio.open_nursery() as nursery:
+                    for run in rest:
+                        nursery.start_soon(self._from_store, load, *run)
+        except Exception as unexpected:
+            _log.exception("reading %s", load.version.key)
+            error = unexpected
+        finally:
+            load.fail(load.first, load.stop, error)
+            if room_taken:
+                self._budget.release(load.bytes_total)
+            for index in range(load.first, load.stop):
+                del self._pending[load.version, index]
+            load.done.set()
+
+    async def _from_disk(self, load: Load) -> list[bool]:
+        """Answer what the cache has; tells which blocks it has not."""
+        if not self._cache.readable:
+            return [True] * len(load.blocks)
+        blocks = await self._in_thread(partial(self._cache.read_blocks, load.version, load.first, load.stop))
+        for index, (data, pending) in enumerate(zip(blocks, load.blocks, strict=True), load.first):
+            if data is not None:
+                view = memoryview(data)
+                self._recent.put(load.version, index, [view])
+                self._metrics.hits += pending.asked
+                pending.resolve(view)
+        absent = [data is None for data in blocks]
+        if load.readahead is not None:
+            load.readahead.local = not any(absent)
+        return absent
+
+    async def _from_store(self, load: Load, first: int, stop: int) -> None:
+        """One GET for blocks [first, stop), then their place on disk. Errors of the GET go to those who wait."""
+        version = load.version
+        pending = load.blocks[first - load.first : stop - load.first]
+        self._metrics.misses += sum(block.asked for block in pending)
+        try:
+            fetched = await self._get(version, first * BLOCK_BYTES, min(stop * BLOCK_BYTES, version.size))
+        except LakeError as error:
+            load.fail(first, stop, error)
+            return
+        except Exception as error:
+            _log.exception("fetching %s", version.key)
+            load.fail(first, stop, error)
+            return
+        data = memoryview(fetched.data).toreadonly()
+        views = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+        self._recent.put(version, first, views)
+        self._metrics.prefetched_blocks += sum(not block.asked for block in pending)
+        for block, view in zip(pending, views, strict=True):
+            block.resolve(view)
+        if self._learned is not None and fetched.meta.metadata is not None:
+            self._learned(fetched.meta)
+        if self._cache.writable:
+            write = partial(self._cache.write_blocks, version, first, views)
+            await trio.to_thread.run_sync(write, limiter=self._writing_threads)
+
+    async def _get(self, version: Version, start: int, end: int) -> Fetched:
+        try:
+            fetched = await self._client.get(version.key, start, end, etag=version.etag)
+        except (NotFound, PreconditionFailed) as error:
+            raise FileError(errno.ESTALE, f"{version.key} was replaced or removed while it was open") from error
+        if fetched.meta.etag != version.etag:
+            raise FileError(errno.ESTALE, f"{version.key} was replaced while it was open")
+        if len(fetched.data) != end - start:
+            raise StoreError(f"{version.key}: the store answered {len(fetched.data)} bytes of {end - start}")
+        return fetched
+
+    async def _present(self, version: Version, first: int, stop: int) -> list[bool]:
+        if not self._cache.readable:
+            return [False] * (stop - first)
+        return await self._in_thread(partial(self._cache.has_blocks, version, first, stop))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await trio.to_thread.run_sync(call, limiter=self._reading_threads)

@@ -1,0 +1,72 @@
+"""The blocks read last, in memory: they serve the many small reads that the kernel makes of one block.
+
+Always true: the buffers that entries refer to take at most ``bytes_max``. A GET of several blocks is one buffer that
+lives until its last block is dropped, so buffers count, not blocks. Trio thread only; nothing survives a crash.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from lakefs_fuse.data.version import Version
+
+ENTRY_BYTES = 1024
+"""What an entry costs beside its bytes, so that a million tiny objects are bounded too."""
+
+
+class _Slab:
+    """One buffer, and how many entries refer to it."""
+
+    __slots__ = ("cost", "entries")
+
+    def __init__(self, cost: int, entries: int) -> None:
+        self.cost = cost
+        self.entries = entries
+
+
+class RecentBlocks:
+    """An LRU of verified blocks."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.bytes_used = 0
+        self._entries: OrderedDict[tuple[Version, int], tuple[memoryview, _Slab]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: tuple[Version, int]) -> bool:
+        return key in self._entries
+
+    def get(self, version: Version, index: int) -> memoryview | None:
+        """The block, which is now the last to go."""
+        key = (version, index)
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def put(self, version: Version, first: int, blocks: Sequence[memoryview]) -> None:
+        """Adjacent blocks that are slices of one buffer, no longer than they are together."""
+        slab = _Slab(sum(map(len, blocks)) + ENTRY_BYTES * len(blocks), len(blocks))
+        self.bytes_used += slab.cost
+        for place, block in enumerate(blocks):
+            key = (version, first + place)
+            self._let_go(self._entries.pop(key, None))
+            self._entries[key] = (block, slab)
+        while self.bytes_used > self.bytes_max:
+            self._let_go(self._entries.popitem(last=False)[1])
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._entries.clear()
+        self.bytes_used = 0
+
+    def _let_go(self, entry: tuple[memoryview, _Slab] | None) -> None:
+        if entry is not None:
+            slab = entry[1]
+            slab.entries -= 1
+            if not slab.entries:
+                self.bytes_used -= slab.cost

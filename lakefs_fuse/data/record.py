@@ -1,0 +1,70 @@
+"""What the journal keeps of a file being written: enough to finish or abort it after a crash."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class DraftState(StrEnum):
+    """Life of a draft. Left to right, but `FAILED` goes back to `PUBLISHING` with every retry.
+
+    ========== =========================== ==================================================================
+    state      leaves to                   a crash here leaves behind
+    ========== =========================== ==================================================================
+    writing    publishing, discarded       staged bytes, perhaps an unfinished upload; the store shows nothing
+    publishing published, failed           the same, or the published object (its metadata names the draft)
+    failed     publishing, discarded       staged bytes whose writer was told that they are not durable
+    published  –                           the object; the record goes with the row that names its version
+    discarded  –                           at most a staging file and an unfinished upload, listed as orphan
+    ========== =========================== ==================================================================
+    """
+
+    WRITING = "writing"
+    PUBLISHING = "publishing"
+    FAILED = "failed"
+    PUBLISHED = "published"
+    DISCARDED = "discarded"
+
+
+class UploadedPart(msgspec.Struct, frozen=True, array_like=True):
+    """A part the store has: index from 0, ETag, length in bytes, and whether its bytes are still staged."""
+
+    index: int
+    etag: str
+    length: int
+    staged: bool
+
+
+class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One journal record. Sizes in bytes, times in ns since 1970."""
+
+    id: str
+    key: str
+    state: DraftState
+    created_ns: int
+    size: int
+    base_etag: str = ""
+    """ETag of the version that pages not staged come from; empty where there is none."""
+    base_size: int = 0
+    base_limit: int = 0
+    """Bytes of the base that still count: it was truncated to so many."""
+    replaces: str = ""
+    """ETag the key had when the draft began; empty where it had no object."""
+    upload_id: str = ""
+    upload_intent_ns: int = 0
+    """An upload was asked for at this time; it may exist even where ``upload_id`` was never learnt."""
+    metadata: dict[str, str] = {}
+    parts: list[UploadedPart] = []
+    pages: dict[int, bytes] = {}
+    error: str = ""
+
+
+def encode(record: DraftRecord) -> bytes:
+    return msgspec.msgpack.encode(record)
+
+
+def decode(raw: bytes) -> DraftRecord:
+    """Raises msgspec.ValidationError (a ValueError) for a record that is damaged."""
+    return msgspec.msgpack.decode(raw, type=DraftRecord)

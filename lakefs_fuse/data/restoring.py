@@ -1,0 +1,40 @@
+"""A draft brought back from what another daemon left: its journal record and its staging file.
+
+A file that was still being written counts as long as its staging file is, if it had no base to mix with; its parts are
+sent again where their bytes are staged, because they may have been written to since the record was saved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+
+from lakefs_fuse.data.draft import DRAFT_METADATA, Draft, DraftServices, DraftTarget, Part, PartState
+from lakefs_fuse.data.record import DraftRecord, DraftState
+from lakefs_fuse.data.version import Version
+
+
+def restored(services: DraftServices, record: DraftRecord, describe: Callable[[bool], Mapping[str, str]]) -> Draft:
+    """Raises StagingFull or CacheError where the staging file cannot be opened."""
+    base = Version(record.key, record.base_etag, record.base_size) if record.base_etag else None
+    fd = os.open(services.staging.path(record.id), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    target = DraftTarget(record.key, describe, replaces=record.replaces)
+    draft = Draft(services, record.id, target, base=base, restored_fd=fd)
+    draft.state, draft.created_ns = record.state, record.created_ns
+    draft.size, draft.base_limit = record.size, record.base_limit
+    draft.upload_id, draft.upload_intent_ns = record.upload_id, record.upload_intent_ns
+    draft.upload_metadata = {**record.metadata, DRAFT_METADATA: record.id}
+    draft.pages.load(record.pages)
+    writing = record.state is DraftState.WRITING
+    for part in record.parts:
+        if not part.staged or not writing:
+            state = PartState.CLEAN if part.staged else PartState.DROPPED
+            draft.parts[part.index] = Part(state, etag=part.etag, length=part.length)
+    if writing and base is None:
+        draft.size = max(draft.size, os.fstat(fd).st_size)
+        dropped = {index for index, part in draft.parts.items() if part.state is PartState.DROPPED}
+        for index in range(services.layout.count(draft.size)):
+            if index not in dropped:
+                start, end = services.layout.range(index)
+                draft.pages.mark(start, min(end, draft.size))
+    return draft

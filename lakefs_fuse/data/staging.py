@@ -1,0 +1,133 @@
+"""Room on the local disk for bytes that are not in the store yet.
+
+Always true: staged bytes never exceed ``bytes_max``, and the disk keeps ``free_bytes_min`` free; a writer that finds no
+room waits for uploads to make some, and gets `StagingFull` only where nothing is under way that could.
+Files lie in one directory under their draft's id. Extended attributes on a file name the key its bytes are meant for,
+so that it can be told what it is even where the journal is lost.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import trio
+
+from lakefs_fuse.data.disk import free_bytes
+from lakefs_fuse.errors import CacheError, StagingFull
+from lakefs_fuse.metrics import UploadMetrics
+
+FREE_CHECK_BYTES = 16 << 20
+"""The free space of the disk is asked for again after so many bytes."""
+KEY_XATTR = "user.lakefs.key"
+WAIT_S_MAX = 1.0
+
+
+class Stager(Protocol):
+    """A file being written, as staging sees it."""
+
+    @property
+    def making_room(self) -> bool:
+        """Uploads are under way that will let go of staged bytes when they end."""
+
+    def drop_uploaded(self) -> int:
+        """Let go of bytes that are in the store already; answers how many."""
+
+
+class Staging:
+    """Counts staged bytes. Trio thread only."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        bytes_max: int,
+        free_bytes_min: int,
+        metrics: UploadMetrics,
+        evict: Callable[[int], object] = lambda _: None,
+        free: Callable[[Path], int] = free_bytes,
+    ) -> None:
+        """``evict(bytes)`` asks the block cache for room on the same disk; it is called in a worker thread."""
+        self.directory = directory
+        self.bytes_max = bytes_max
+        self.bytes_used = 0
+        self._free_bytes_min = free_bytes_min
+        self._metrics = metrics
+        self._evict = evict
+        self._free = free
+        self._unchecked = FREE_CHECK_BYTES
+        self._stagers: set[Stager] = set()
+        self._room = trio.Event()
+
+    def path(self, draft_id: str) -> Path:
+        return self.directory / draft_id
+
+    def create(self, draft_id: str, key: str) -> int:
+        """A new, empty staging file; answers its descriptor. Raises StagingFull or CacheError."""
+        try:
+            fd = os.open(self.path(draft_id), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self.translate(error) from error
+        try:
+            os.setxattr(fd, KEY_XATTR, key.encode())
+        except OSError:
+            pass  # a filesystem without attributes: the journal alone tells what the file is
+        return fd
+
+    def translate(self, error: OSError) -> Exception:
+        """What an error of the staging disk means to the writer."""
+        if error.errno in (28, 122):  # ENOSPC, EDQUOT
+            return StagingFull(f"the disk of {self.directory} is full: free some space or use another --cache-dir")
+        return CacheError(f"the staging disk fails ({os.strerror(error.errno or 5)}): {self.directory}")
+
+    def register(self, stager: Stager) -> None:
+        self._stagers.add(stager)
+
+    def unregister(self, stager: Stager) -> None:
+        self._stagers.discard(stager)
+        self.notify()
+
+    def notify(self) -> None:
+        """Something changed that may have made room."""
+        self._room.set()
+        self._room = trio.Event()
+
+    def release(self, count: int) -> None:
+        """``count`` staged bytes are gone."""
+        self.bytes_used -= count
+        if count:
+            self.notify()
+
+    async def reserve(self, count: int) -> None:
+        """Wait for room for ``count`` more bytes and take it. Raises StagingFull."""
+        while not (self._fits(count) and await self._disk_fits(count)):
+            if sum(stager.drop_uploaded() for stager in list(self._stagers)):
+                continue
+            if not any(stager.making_room for stager in self._stagers):
+                raise StagingFull(
+                    f"{self.bytes_used} bytes are staged and none of them can be uploaded yet: "
+                    "close files that are open for writing, or raise --staging-size"
+                )
+            self._metrics.writer_waits += 1
+            room = self._room
+            with trio.move_on_after(WAIT_S_MAX):
+                await room.wait()
+        self.bytes_used += count
+
+    def _fits(self, count: int) -> bool:
+        return self.bytes_used + count <= self.bytes_max
+
+    async def _disk_fits(self, count: int) -> bool:
+        self._unchecked += count
+        if self._unchecked < FREE_CHECK_BYTES:
+            return True
+        short = self._free_bytes_min + count + FREE_CHECK_BYTES - self._free(self.directory)
+        if short > 0:
+            await trio.to_thread.run_sync(self._evict, short)
+            short = self._free_bytes_min + count - self._free(self.directory)
+        if short > 0:
+            return False
+        self._unchecked = 0
+        return True

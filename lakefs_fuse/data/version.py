@@ -1,0 +1,26 @@
+"""One immutable version of one object: what a handle is pinned to and what the block cache is keyed by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BLOCK_BYTES = 1 << 20
+"""Unit of the block cache. The last block of an object is as short as the object's end makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """``size`` in bytes. Two versions with one key and ETag are the same bytes."""
+
+    key: str
+    etag: str
+    size: int
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks the object has; none where it is empty."""
+        return -(-self.size // BLOCK_BYTES)
+
+    def block_bytes(self, index: int) -> int:
+        """Length of block ``index``, 0 beyond the end."""
+        return max(0, min(BLOCK_BYTES, self.size - index * BLOCK_BYTES))

@@ -1,0 +1,110 @@
+"""Every error this program raises on purpose, and the one table from each to an errno and an exit code.
+
+A kind exists only where a caller acts differently on it. Foreign exceptions (botocore, obstore, OSError) are
+translated where they enter, with ``raise … from``. Messages are for the user: one line that says what to do.
+No message ever holds a credential or a signed URL.
+"""
+
+from __future__ import annotations
+
+import errno
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+
+
+class LakeError(Exception):
+    """Root of the tree. ``errno`` is what a system call answers, ``exit_code`` what a command ends with."""
+
+    errno = errno.EIO
+    exit_code = EXIT_FAILURE
+
+
+class ConfigError(LakeError):
+    """An option, an environment variable or a source URL cannot be used as given."""
+
+    errno = errno.EINVAL
+    exit_code = EXIT_USAGE
+
+
+class MountError(LakeError):
+    """The mount cannot be made: mountpoint, /dev/fuse, cache directory, disk space."""
+
+
+class CacheError(LakeError):
+    """The cache directory on this node is locked, damaged or belongs to another lake."""
+
+
+class StagingFull(LakeError):
+    """There is no room for bytes not yet durable, and none can be made."""
+
+    errno = errno.ENOSPC
+
+
+class FileError(LakeError):
+    """A POSIX answer to a file operation; the only kind whose errno differs from one instance to the next."""
+
+    def __init__(self, code: int, message: str = "") -> None:
+        super().__init__(message or errno.errorcode.get(code, str(code)))
+        self.errno = code
+
+
+class StoreError(LakeError):
+    """An object store request failed, and trying it again will not help."""
+
+    errno = errno.EIO
+
+
+class NotFound(StoreError):
+    """No object has this key (or no upload this id)."""
+
+    errno = errno.ENOENT
+
+
+class NoSuchBucket(StoreError):
+    """The bucket (or the exported directory) does not exist."""
+
+    errno = errno.ENXIO
+
+
+class PreconditionFailed(StoreError):
+    """The object is not at the version asked for: it was replaced, removed, or exists already."""
+
+    errno = errno.ESTALE
+
+
+class AccessDenied(StoreError):
+    """The store refuses these credentials, or there are none."""
+
+    errno = errno.EACCES
+
+
+class KeyRefused(StoreError):
+    """The store cannot hold an object under this key (too long, not UTF-8, or in conflict with another key)."""
+
+    errno = errno.EINVAL
+
+
+class Unsupported(StoreError):
+    """The store does not implement what was asked."""
+
+    errno = errno.EOPNOTSUPP
+
+
+class StoreFull(StoreError):
+    """The store has no room (a quota, a full disk)."""
+
+    errno = errno.ENOSPC
+
+
+class Unavailable(StoreError):
+    """The store did not answer, or said that it cannot now: the one kind that is worth trying again.
+
+    ``throttled`` is true where the store asked for fewer requests (503 SlowDown, 429).
+    """
+
+    errno = errno.EIO
+
+    def __init__(self, message: str, *, throttled: bool = False) -> None:
+        super().__init__(message)
+        self.throttled = throttled

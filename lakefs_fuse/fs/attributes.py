@@ -1,0 +1,78 @@
+"""POSIX attributes in object metadata, under the keys and in the forms that s3fs and rclone use.
+
+Written: ``mode`` (st_mode, decimal), ``uid``, ``gid``, ``mtime`` (seconds since 1970 with nine decimals), as s3fs does;
+rclone reads the same ``mtime``. Read: those, and rclone's octal ``mode`` and RFC 3339 ``mtime``. What cannot be
+understood is left out: metadata comes from anybody.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+import msgspec
+
+from lakefs_fuse.meta.entry import UNSET, Entry, Flag
+
+NS = 1_000_000_000
+PERMISSIONS = 0o7777
+
+
+def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
+    """Metadata of an entry. Without mtime the object's LastModified stands for it."""
+    described = {}
+    if entry.mode != UNSET:
+        described["mode"] = str(entry.file_type | entry.mode)
+    if entry.uid != UNSET:
+        described["uid"] = str(entry.uid)
+    if entry.gid != UNSET:
+        described["gid"] = str(entry.gid)
+    if with_mtime:
+        described["mtime"] = f"{entry.mtime_ns // NS}.{entry.mtime_ns % NS:09d}"
+    return described
+
+
+def learn(entry: Entry, metadata: Mapping[str, str]) -> Entry:
+    """The entry with what its object's metadata says; known from now on even where that is nothing."""
+    mode, mtime_ns = _mode(metadata.get("mode", "")), _mtime_ns(metadata.get("mtime", ""))
+    uid, gid = _number(metadata.get("uid", "")), _number(metadata.get("gid", ""))
+    return msgspec.structs.replace(
+        entry,
+        flags=entry.flags | Flag.ATTRIBUTES_KNOWN,
+        mode=entry.mode if mode is None else mode,
+        uid=entry.uid if uid is None else uid,
+        gid=entry.gid if gid is None else gid,
+        mtime_ns=entry.mtime_ns if mtime_ns is None else mtime_ns,
+    )
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() and int(text) < UNSET else None
+
+
+def _mode(text: str) -> int | None:
+    """s3fs writes decimal, rclone octal, sometimes without a leading zero: then the file type tells which it is."""
+    if not (text.isascii() and text.isdigit()) or len(text) > 12:
+        return None
+    octal = int(text, 8) if all(digit in "01234567" for digit in text) else None
+    if octal is not None and (text.startswith("0") or stat.S_IFMT(octal) in (stat.S_IFREG, stat.S_IFDIR)):
+        decimal_type = stat.S_IFMT(int(text))
+        if text.startswith("0") or decimal_type not in (stat.S_IFREG, stat.S_IFDIR):
+            return octal & PERMISSIONS
+    return int(text) & PERMISSIONS
+
+
+def _mtime_ns(text: str) -> int | None:
+    whole, _, fraction = text.partition(".")
+    negative = whole.startswith("-")
+    if whole.removeprefix("-").isdigit() and text.isascii() and (fraction == "" or fraction.isdigit()):
+        ns = int(whole.removeprefix("-")) * NS + int(fraction[:9].ljust(9, "0") or 0)
+        return None if ns >= 1 << 62 else (-ns if negative else ns)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return int(moment.timestamp()) * NS + moment.microsecond * 1000

@@ -1,0 +1,452 @@
+"""What each file operation means. Inodes and names in, entries and bytes out; errors are `LakeError` with an errno.
+
+The kernel serialises changes of one directory; listings, publishing and other readers may run between any two awaits,
+so whatever an operation learnt before an await it looks up again after it. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.data.readahead import Readahead
+from lakefs_fuse.errors import FileError, LakeError, NotFound
+from lakefs_fuse.fs.attributes import PERMISSIONS, describe
+from lakefs_fuse.fs.files import FileTable, OpenFile
+from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.recovery import Recovery
+from lakefs_fuse.fs.status import Status
+from lakefs_fuse.fs.views import Unfinished
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Buffer
+
+LATE_TIMES_NS = 60_000_000_000
+"""An mtime set alone and this close to now is the kernel reporting its own writes, not a user choosing a time."""
+
+
+@dataclass(slots=True)
+class Handle:
+    """An open file description."""
+
+    file: OpenFile
+    writable: bool
+    readahead: Readahead
+    opener: int = 0
+    """Thread that opened it; 0 where that is not known."""
+    closed_by_opener: bool = False
+
+
+class AttributeChange(msgspec.Struct, frozen=True):
+    """What setattr shall set; None is left alone. Sizes in bytes, times in ns since 1970."""
+
+    size: int | None = None
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    mtime_ns: int | None = None
+    atime_ns: int | None = None
+
+
+class Filesystem:
+    """See the module's head. Made by `opening.open_filesystem`."""
+
+    def __init__(
+        self,
+        config: MountConfig,
+        database: Database,
+        client: StoreClient,
+        namespace: Namespace,
+        files: FileTable,
+        recovery: Recovery,
+        status: Status,
+        metrics: Metrics,
+        *,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self.config, self.metrics = config, metrics
+        self._db, self._client, self._ns, self._files = database, client, namespace, files
+        self._recovery, self._status = recovery, status
+        self._clock_ns = clock_ns
+        self.on_change: Callable[[int, bytes], None] = lambda _parent, _name: None
+        """Told of names that changed behind the kernel's back; the adapter above sets it."""
+        self._handles: dict[int, Handle] = {}
+        self._handle_next = 1
+        self._root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
+        self._root = msgspec.structs.replace(self._root, mtime_ns=clock_ns(), ctime_ns=clock_ns())
+
+    # -- names and attributes
+
+    def entry(self, inode: int) -> Entry:
+        """What is known of an inode. Raises FileError(ESTALE) where no name leads to it and it is not open."""
+        file = self._files.get(inode)
+        if file is not None:
+            return file.current
+        entry = self._root if inode == ROOT_INODE else self._ns.tree.entry(inode)
+        if entry is None:
+            raise FileError(errno.ESTALE)
+        return entry
+
+    def _directory(self, inode: int) -> Entry:
+        entry = self.entry(inode)
+        if not entry.is_dir:
+            raise FileError(errno.ENOTDIR)
+        return entry
+
+    async def lookup(self, parent: int, name: bytes) -> tuple[Entry | None, float]:
+        """The entry of a name (None: there is none), and for how many seconds that may be remembered."""
+        self._directory(parent)
+        entry, fresh_s = await self._ns.lookup(parent, name)
+        return (self.entry(entry.inode) if entry else None), fresh_s
+
+    async def getattr(self, inode: int) -> Entry:
+        """As `entry`, but asks the store, once for each version, for attributes that LIST does not tell."""
+        entry = self.entry(inode)
+        unasked = not entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL)
+        if unasked and (not entry.is_dir or entry.flags & Flag.MARKER) and not self._files.is_dirty(entry):
+            try:
+                meta = await self._client.head(self._ns.key(entry))
+            except NotFound:
+                return self.entry(inode)
+            now = self.entry(inode)
+            if now.etag in ("", meta.etag):
+                self._files.learn(now, meta)
+        return self.entry(inode)
+
+    def attribute_fresh_s(self, entry: Entry) -> float:
+        """For how many seconds the attributes of an entry may be remembered."""
+        if entry.inode == ROOT_INODE or self._files.get(entry.inode) is not None:
+            return self.config.metadata_ttl_s
+        return self._ns.fresh_s(entry.parent)
+
+    async def opendir(self, inode: int) -> float:
+        """A complete listing is there when this returns; it may be remembered for so many seconds."""
+        self._directory(inode)
+        return await self._ns.ensure_listed(inode)
+
+    def listing_fresh_s(self, inode: int) -> float:
+        """For how many seconds more the listing of a directory may be remembered."""
+        return self._ns.fresh_s(inode)
+
+    def readdir(self, inode: int, after: int) -> Iterator[Entry]:
+        """Entries with cookies beyond ``after``, in cookie order, attributes of files being written included."""
+        for entry in self._ns.tree.children(inode, after):
+            file = self._files.get(entry.inode)
+            yield entry if file is None else file.current
+
+    async def setattr(self, inode: int, change: AttributeChange, handle: int | None = None) -> Entry:
+        """Size, mode, owner, times. Without an open writer the change is durable when this returns."""
+        self._refuse_read_only()
+        entry = self.entry(inode)
+        if entry.is_dir:
+            return await self._set_directory(entry, change)
+        file = self._files.acquire(entry, writer=False)
+        try:
+            if change.size is not None:
+                await self._files.truncate(file, change.size)
+                file.entry = msgspec.structs.replace(file.entry, mtime_ns=self._clock_ns(), ctime_ns=self._clock_ns())
+            changed = self._changed(file.entry, change)
+            if changed != file.entry:
+                if not file.entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL):
+                    await self.getattr(inode)
+                    changed = self._changed(file.entry, change)
+                file.times_set |= self._is_chosen(change)
+                file.entry = msgspec.structs.replace(changed, ctime_ns=self._clock_ns())
+                self._files.draft(file)
+            if file.draft is not None and not file.writers:
+                await self._files.publish(file)
+        finally:
+            await self._files.release(file, writer=False)
+        return file.current
+
+    def _changed(self, entry: Entry, change: AttributeChange) -> Entry:
+        """Only differences count: the defaults that an unset attribute shows are not a change when they are set."""
+        now: dict[str, int] = {}
+        shown = {"mode": self.config.file_mode, "uid": self.default_uid, "gid": self.default_gid}
+        for name, default in shown.items():
+            wanted = getattr(change, name)
+            if wanted is not None:
+                wanted = wanted & PERMISSIONS if name == "mode" else wanted
+                held = getattr(entry, name)
+                if wanted != (default if held == UNSET else held):
+                    now[name] = wanted
+        if change.mtime_ns is not None and change.mtime_ns != entry.mtime_ns:
+            now["mtime_ns"] = change.mtime_ns
+        return msgspec.structs.replace(entry, **now)
+
+    def _is_chosen(self, change: AttributeChange) -> bool:
+        if change.mtime_ns is None:
+            return False
+        return change.atime_ns is not None or abs(change.mtime_ns - self._clock_ns()) > LATE_TIMES_NS
+
+    async def _set_directory(self, entry: Entry, change: AttributeChange) -> Entry:
+        if change.size is not None:
+            raise FileError(errno.EISDIR)
+        if entry.inode == ROOT_INODE:
+            raise FileError(errno.EPERM, "the root's attributes are options of the mount")
+        changed = self._changed(entry, change)
+        if changed == entry:
+            return entry
+        changed = msgspec.structs.replace(changed, flags=entry.flags | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
+        await self._put_marker(changed)
+        return self._update(changed)
+
+    def _update(self, entry: Entry) -> Entry:
+        batch = Batch()
+        self._ns.tree.update(batch, entry)
+        self._db.commit(batch)
+        return entry
+
+    @property
+    def default_uid(self) -> int:
+        return os.getuid() if self.config.uid is None else self.config.uid
+
+    @property
+    def default_gid(self) -> int:
+        return os.getgid() if self.config.gid is None else self.config.gid
+
+    # -- directories
+
+    def _refuse_read_only(self) -> None:
+        if self.config.read_only:
+            raise FileError(errno.EROFS)
+
+    def _checked_key(self, parent: int, component: str) -> str:
+        """The key of a new name. Raises FileError: ENAMETOOLONG for a store, prefix included; EINVAL where this store
+        would change a character of it, so that nobody writes a file that can never be stored."""
+        refused = self._client.capabilities.characters_refused
+        if any(character in component for character in refused):
+            raise FileError(errno.EINVAL, f"this store cannot hold names with any of {refused!r}")
+        return checked_key(self._ns.prefix(parent), component, len(self.config.store.source.prefix.encode()))
+
+    async def _put_marker(self, entry: Entry) -> str:
+        """Make a directory exist in the store even when it is empty; answers the marker's key."""
+        key = self._ns.key(entry)
+        if not self._client.capabilities.lists_markers:
+            key += PLACEHOLDER
+        await self._client.put(key, b"", metadata=describe(entry, with_mtime=True))
+        return key
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
+        self._refuse_read_only()
+        self._directory(parent)
+        component = checked_name(parent, name)
+        self._checked_key(parent, component + "/" + PLACEHOLDER)
+        if (await self._ns.lookup(parent, name))[0] is not None:
+            raise FileError(errno.EEXIST)
+        now = self._clock_ns()
+        draft = Entry(
+            parent, 0, name, 0, Flag.DIRECTORY | Flag.MARKER | Flag.ATTRIBUTES_KNOWN, mode & PERMISSIONS, uid, gid,
+            mtime_ns=now, ctime_ns=now,
+        )  # fmt: skip
+        await self._put_marker(draft)
+        self._ns.changing(parent, name)
+        known = self._ns.tree.named(parent, name + b"/")
+        if known is not None:
+            return known
+        batch = Batch()
+        entry = self._ns.tree.insert(
+            batch, parent, name, Flag(draft.flags), mode=draft.mode, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now
+        )
+        self._ns.listed_empty(batch, entry.inode)
+        self._touch_parent(batch, parent)
+        self._db.commit(batch)
+        return entry
+
+    def _touch_parent(self, batch: Batch, parent: int) -> None:
+        now = self._clock_ns()
+        if parent == ROOT_INODE:
+            self._root = msgspec.structs.replace(self._root, mtime_ns=now, ctime_ns=now)
+            return
+        entry = self._ns.tree.entry(parent)
+        if entry is not None:
+            self._ns.tree.update(batch, msgspec.structs.replace(entry, mtime_ns=now, ctime_ns=now))
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        self._refuse_read_only()
+        entry, _ = await self._ns.lookup(parent, name)
+        if entry is None:
+            raise FileError(errno.ENOENT)
+        if not entry.is_dir:
+            raise FileError(errno.ENOTDIR)
+        prefix = self._ns.key(entry)
+        page = await self._client.list_page(prefix, keys_max=3)
+        markers = {prefix, prefix + PLACEHOLDER}
+        local = any(child.is_local for child in self._ns.tree.children(entry.inode)) or self._files.is_dirty(entry)
+        if local or any(meta.key not in markers for meta in page.objects):
+            batch = Batch()
+            self._ns.tree.forget_listing(batch, entry.inode)
+            self._db.commit(batch)
+            raise FileError(errno.ENOTEMPTY)
+        await self._keep_parent(parent, entry)
+        for meta in page.objects:
+            await self._client.delete(meta.key)
+        self._remove(entry)
+
+    async def _keep_parent(self, parent: int, leaving: Entry) -> None:
+        """A directory that only its last name made visible gets a marker before that name goes."""
+        above = self.entry(parent)
+        if above.flags & Flag.MARKER:
+            return
+        if any(child.cookie != leaving.cookie for child in self._ns.tree.children(parent)):
+            return
+        await self._put_marker(above)
+        above = self.entry(parent)
+        self._update(msgspec.structs.replace(above, flags=above.flags | Flag.MARKER))
+
+    def _remove(self, entry: Entry) -> None:
+        self._ns.changing(entry.parent, entry.name)
+        known = self._ns.tree.named(entry.parent, entry.sort_name)
+        if known is not None:
+            batch = Batch()
+            self._ns.tree.remove(batch, known)
+            self._touch_parent(batch, entry.parent)
+            self._db.commit(batch)
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        """The object is gone from the store when this returns; who has the file open keeps it."""
+        self._refuse_read_only()
+        entry, _ = await self._ns.lookup(parent, name)
+        if entry is None:
+            raise FileError(errno.ENOENT)
+        if entry.is_dir:
+            raise FileError(errno.EISDIR)
+        file = self._files.get(entry.inode)
+        if file is not None:
+            await self._files.unlink(file)
+            entry = file.entry
+        if not entry.is_local:
+            await self._keep_parent(parent, entry)
+            await self._client.delete(self._ns.key(entry))
+        self._remove(entry)
+
+    # -- files
+
+    def _new_handle(self, file: OpenFile, writable: bool, opener: int) -> int:
+        number, self._handle_next = self._handle_next, self._handle_next + 1
+        self._handles[number] = Handle(file, writable, Readahead(), opener)
+        return number
+
+    def handle(self, number: int) -> Handle:
+        try:
+            return self._handles[number]
+        except KeyError:
+            raise FileError(errno.EBADF) from None
+
+    async def open(self, inode: int, flags: int, opener: int = 0) -> int:
+        """A handle, pinned to the version that the name has now. Raises FileError(ESTALE) where that is not this
+        inode any more; the kernel then looks the name up again."""
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        if writable or flags & os.O_TRUNC:
+            self._refuse_read_only()
+        entry = self.entry(inode)
+        if entry.is_dir:
+            raise FileError(errno.EISDIR)
+        if self._files.get(inode) is None:
+            now, _ = await self._ns.lookup(entry.parent, entry.name)
+            if now is None or now.inode != inode:
+                raise FileError(errno.ESTALE)
+            entry = now
+        file = self._files.acquire(entry, writer=writable)
+        if flags & os.O_TRUNC and file.current.size:
+            try:
+                await self._files.truncate(file, 0)
+            except BaseException:
+                await self._files.release(file, writer=writable)
+                raise
+            file.entry = msgspec.structs.replace(file.entry, mtime_ns=self._clock_ns(), ctime_ns=self._clock_ns())
+        return self._new_handle(file, writable, opener)
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, uid: int, gid: int, opener: int = 0
+    ) -> tuple[int, Entry]:
+        """Seen on this node at once, in the store when it is closed."""
+        self._refuse_read_only()
+        self._directory(parent)
+        component = checked_name(parent, name)
+        key = self._checked_key(parent, component)
+        exclusive = bool(flags & os.O_EXCL)
+        known, _ = await self._ns.lookup(parent, name, ask=exclusive)
+        if known is not None:
+            if exclusive:
+                raise FileError(errno.EEXIST)
+            return await self.open(known.inode, flags, opener), self.entry(known.inode)
+        now = self._clock_ns()
+        batch = Batch()
+        self._ns.changing(parent, name)
+        entry = self._ns.tree.insert(
+            batch, parent, name, Flag.LOCAL | Flag.ATTRIBUTES_KNOWN,
+            mode=mode & PERMISSIONS, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now,
+        )  # fmt: skip
+        file = self._files.adopt_new(entry, key, if_absent=exclusive and self._client.capabilities.put_if_absent)
+        self._touch_parent(batch, parent)
+        self._db.commit(batch)
+        return self._new_handle(file, True, opener), entry
+
+    async def read(self, number: int, offset: int, length: int) -> Buffer:
+        handle = self.handle(number)
+        return await self._files.read(handle.file, offset, length, handle.readahead)
+
+    async def write(self, number: int, offset: int, data: Buffer) -> int:
+        file = self.handle(number).file
+        await self._files.write(file, offset, data)
+        file.entry = msgspec.structs.replace(file.entry, mtime_ns=self._clock_ns(), ctime_ns=self._clock_ns())
+        return len(data)
+
+    async def flush(self, number: int) -> None:
+        """What close() waits for: afterwards the bytes are in the store, or the error is answered."""
+        handle = self.handle(number)
+        if handle.writable:
+            await self._files.publish(handle.file)
+
+    async def fsync(self, number: int) -> None:
+        await self._files.publish(self.handle(number).file)
+
+    async def release(self, number: int) -> None:
+        handle = self._handles.pop(number, None)
+        if handle is not None:
+            await self._files.release(handle.file, writer=handle.writable)
+
+    # -- what the control socket asks
+
+    def statistics(self) -> dict[str, object]:
+        return self._status.statistics()
+
+    def unfinished(self) -> list[Unfinished]:
+        return self._status.unfinished()
+
+    async def make_durable(self, path: str = "") -> None:
+        """Publish every file at or below ``path`` (relative to the root) that is not durable. Raises LakeError for
+        the first that cannot be; the others are published all the same."""
+        failed: LakeError | None = None
+        below = path.strip("/")
+        for file in self._files.dirty():
+            if not below or file.key == below or file.key.startswith(below + "/"):
+                try:
+                    await self._files.publish(file)
+                except LakeError as error:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
+
+    async def finish_orphan(self, orphan_id: str) -> None:
+        await self._recovery.finish(orphan_id)
+
+    async def abort_orphan(self, orphan_id: str) -> None:
+        await self._recovery.abort(orphan_id)
+
+
+def file_type_and_mode(entry: Entry, config: MountConfig) -> int:
+    """st_mode of an entry, with the mount's defaults where nobody has said."""
+    if entry.mode != UNSET:
+        return entry.file_type | entry.mode
+    return entry.file_type | (config.dir_mode if entry.is_dir else config.file_mode) & ~stat.S_IFMT(0xFFFF)

@@ -1,0 +1,73 @@
+"""From keys to names and back: the one rule for keys that cannot be paths.
+
+A key is shown where each of its components is a file name: not empty, not ``.`` or ``..``, without NUL, at most 255
+bytes. A key that breaks the rule is left alone in the store, not shown, and counted by reason; where both ``a`` and
+``a/…`` exist the directory is shown and the object ``a`` is counted. A trailing slash makes a key the marker of a
+directory, as does `PLACEHOLDER` inside it (for stores that do not list markers).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import Counter
+from enum import StrEnum
+
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.errors import FileError
+from lakefs_fuse.meta.entry import ROOT_INODE
+
+NAME_BYTES_MAX = 255
+KEY_BYTES_MAX = 1024
+PLACEHOLDER = ".lakefs-directory"
+"""Stands in for the marker ``dir/`` in stores that never list one."""
+
+
+class Hidden(StrEnum):
+    """Why a key is not shown."""
+
+    COMPONENT = "component"
+    NUL = "nul"
+    LONG = "long"
+    CONFLICT = "conflict"
+
+
+HiddenCounts = Counter[Hidden]
+
+
+def why_hidden(component: str) -> Hidden | None:
+    """None for a component that can be a file name."""
+    if component in ("", ".", ".."):
+        return Hidden.COMPONENT
+    if "\0" in component:
+        return Hidden.NUL
+    if len(component.encode("utf-8", "surrogatepass")) > NAME_BYTES_MAX:
+        return Hidden.LONG
+    return None
+
+
+def is_reserved(parent: int, component: str) -> bool:
+    """Names this program keeps for itself, hidden and not counted."""
+    return component == PLACEHOLDER or (parent == ROOT_INODE and component == RESERVED_NAME)
+
+
+def checked_name(parent: int, name: bytes) -> str:
+    """The component a new name becomes. Raises FileError: ENAMETOOLONG, EILSEQ (not UTF-8), EPERM (reserved)."""
+    if len(name) > NAME_BYTES_MAX:
+        raise FileError(errno.ENAMETOOLONG)
+    try:
+        component = name.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FileError(errno.EILSEQ, "names in an object store are UTF-8") from error
+    if why_hidden(component) or "/" in component:
+        raise FileError(errno.EINVAL)
+    if is_reserved(parent, component):
+        raise FileError(errno.EPERM, f"{component} is reserved")
+    return component
+
+
+def checked_key(prefix: str, component: str, source_prefix_bytes: int = 0) -> str:
+    """The key of a name below a prefix. Raises FileError(ENAMETOOLONG) where no store would take it."""
+    key = prefix + component
+    if source_prefix_bytes + len(key.encode()) > KEY_BYTES_MAX:
+        raise FileError(errno.ENAMETOOLONG, f"keys hold at most {KEY_BYTES_MAX} bytes")
+    return key

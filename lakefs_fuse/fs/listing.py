@@ -1,0 +1,217 @@
+"""One LIST of a directory merged into the tree: only differences are written.
+
+Pages may come in any order of names. Each name costs one point lookup; that it is still there is remembered as its
+cookie (8 bytes a name while the LIST is under way), and whatever the LIST did not bring goes at its end. Names that
+this node changed since the LIST began (``touched``) and files that are being written (``keep``) are left as they are:
+what the page says of them is older than what is known here.
+
+Another version under a name gets another inode, so that no open handle, and no page in the kernel, ever mixes two.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, HiddenCounts, is_reserved, why_hidden
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.tree import Listing, Tree
+from lakefs_fuse.metrics import NamespaceMetrics
+from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A name in a LIST page: a file with its object, or a directory (``meta`` None)."""
+
+    sort_name: bytes
+    meta: ObjectMeta | None
+
+    @property
+    def name(self) -> bytes:
+        return self.sort_name if self.meta is not None else self.sort_name[:-1]
+
+
+@dataclass(slots=True)
+class PageNames:
+    """What one page says: names in order, whether the directory's own marker was in it, and what is hidden."""
+
+    found: list[Found]
+    marker: bool
+    hidden: HiddenCounts
+
+
+def read_page(page: ListPage, directory: int, prefix: str) -> PageNames:
+    """Sort a page's keys into names, markers and keys that cannot be paths."""
+    names = PageNames([], False, HiddenCounts())
+    for meta in page.objects:
+        component = meta.key[len(prefix) :]
+        if component in ("", PLACEHOLDER):
+            names.marker = True
+        else:
+            _sort_in(names, directory, component, meta)
+    for common in page.prefixes:
+        _sort_in(names, directory, common[len(prefix) : -1], None)
+    return names
+
+
+def _sort_in(names: PageNames, directory: int, component: str, meta: ObjectMeta | None) -> None:
+    reason = why_hidden(component)
+    if reason is not None:
+        names.hidden[reason] += 1
+    elif not is_reserved(directory, component):
+        names.found.append(Found(component.encode("utf-8", "surrogatepass") + (b"" if meta else b"/"), meta))
+
+
+class DirectoryMerge:
+    """The merge of one directory. `apply` pages in order, then `finish`; or `apply_one` for a single name."""
+
+    def __init__(
+        self,
+        database: Database,
+        tree: Tree,
+        metrics: NamespaceMetrics,
+        directory: int,
+        *,
+        now_ns: int,
+        touched: Collection[bytes] = (),
+        keep: Callable[[Entry], bool] = lambda _: False,
+        changed: Callable[[int, bytes], None] = lambda _parent, _name: None,
+    ) -> None:
+        """``changed(parent, name)`` is told of names the kernel may remember wrongly."""
+        self._db, self._tree, self._metrics = database, tree, metrics
+        self._directory = directory
+        self._now_ns = now_ns
+        self._touched = touched
+        self._keep = keep
+        self._changed = changed
+        self._was_listed = tree.listing(directory) is not None
+        self._seen = array("Q")
+        self.hidden = HiddenCounts()
+        self._shadowed: dict[bytes, ObjectMeta] = {}
+
+    def apply(self, names: PageNames) -> None:
+        """Merge one page; committed when it returns."""
+        batch = Batch()
+        self.hidden += names.hidden
+        directories = {found.name for found in names.found if found.meta is None}
+        for found in names.found:
+            if found.meta is not None and found.name in directories:
+                self._shadowed[found.name] = found.meta
+            else:
+                self._merge(batch, found)
+        if names.marker:
+            self._mark(batch)
+        self._db.commit(batch)
+        self._metrics.listing_pages += 1
+
+    def finish(self) -> Listing:
+        """What no page brought is gone; the directory is listed as of the time the merge began."""
+        batch = Batch()
+        seen = iter(sorted(self._seen))
+        next_seen = next(seen, None)
+        for entry in self._tree.children(self._directory):
+            while next_seen is not None and next_seen < entry.cookie:
+                next_seen = next(seen, None)
+            if next_seen != entry.cookie:
+                self._vanished(batch, entry)
+        self._db.commit(batch)
+        batch = Batch()
+        for name in [name for name in self._shadowed if self._tree.named(self._directory, name + b"/") is None]:
+            self._merge(batch, Found(name, self._shadowed.pop(name)))
+        listing = Listing(
+            self._now_ns,
+            len(self._seen),
+            self.hidden[Hidden.COMPONENT],
+            self.hidden[Hidden.NUL],
+            self.hidden[Hidden.LONG],
+            len(self._shadowed),
+        )
+        self._tree.set_listing(batch, self._directory, listing)
+        self._db.commit(batch)
+        self._metrics.listings += 1
+        return listing
+
+    def apply_one(self, name: bytes, found: Iterable[Found]) -> None:
+        """The store was asked for one name only: ``found`` is all there is of it (a file, a directory, both, none)."""
+        batch = Batch()
+        here = {item.sort_name: item for item in found}
+        for sort_name in (name, name + b"/"):
+            if sort_name in here:
+                self._merge(batch, here[sort_name])
+                continue
+            entry = self._tree.named(self._directory, sort_name)
+            if entry is not None:
+                self._vanished(batch, entry)
+        self._db.commit(batch)
+
+    def _mark(self, batch: Batch) -> None:
+        entry = self._tree.entry(self._directory)
+        if entry is not None and not entry.flags & Flag.MARKER:
+            self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.MARKER))
+
+    def _vanished(self, batch: Batch, entry: Entry) -> None:
+        if entry.is_local or entry.name in self._touched or self._keep(entry):
+            return
+        self._tree.remove(batch, entry)
+        self._metrics.entries_removed += 1
+        self._changed(self._directory, entry.name)
+
+    def _merge(self, batch: Batch, found: Found) -> None:
+        entry = self._tree.named(self._directory, found.sort_name)
+        if entry is not None:
+            self._seen.append(entry.cookie)
+        if found.name in self._touched:
+            return
+        if found.meta is None:
+            self._merge_directory(batch, entry, found.name)
+        elif entry is None:
+            self._merge_new_file(batch, found.name, found.meta)
+        elif not entry.is_local and (entry.etag, entry.size) != (found.meta.etag, found.meta.size):
+            self._replaced(batch, entry, found.meta)
+
+    def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
+        if self._tree.named(self._directory, name + b"/") is not None:
+            self._shadowed[name] = meta
+            return
+        entry = self._tree.insert(
+            batch, self._directory, name, Flag(0),
+            size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
+        )  # fmt: skip
+        self._added(entry)
+
+    def _merge_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
+        file = self._tree.named(self._directory, name)
+        if file is not None:
+            if file.is_local or self._keep(file):
+                return
+            self._shadowed[name] = ObjectMeta("", file.size, file.etag, file.mtime_ns)
+            self._tree.remove(batch, file)
+            self._changed(self._directory, name)
+        if entry is None:
+            self._added(
+                self._tree.insert(
+                    batch, self._directory, name, Flag.DIRECTORY, mtime_ns=self._now_ns, ctime_ns=self._now_ns
+                )
+            )
+
+    def _added(self, entry: Entry) -> None:
+        self._seen.append(entry.cookie)
+        self._metrics.entries_added += 1
+        if self._was_listed:
+            self._changed(self._directory, entry.name)
+
+    def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
+        if self._keep(entry):
+            return
+        fresh = Entry(
+            entry.parent, entry.cookie, entry.name, entry.inode,
+            size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
+        )  # fmt: skip
+        self._tree.renew_inode(batch, fresh)
+        self._metrics.entries_changed += 1
+        self._changed(self._directory, entry.name)

@@ -1,0 +1,288 @@
+"""Which names there are: the tree in RocksDB, and when the store has to be asked about it.
+
+A directory that was listed within the TTL answers everything, absent names included, without a request. After the TTL
+it is listed again, once, whoever asks. A name in a directory that was never listed (or is very large) is asked for by
+itself, and after a few such questions the directory is listed in the background. Times of listings are wall clock and
+survive a restart; a time in the future counts as long ago.
+
+Changes this node makes go through `changing`, so that a LIST which began before them cannot undo them. All code between
+two awaits is atomic; trio thread only.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import trio
+
+from lakefs_fuse.errors import FileError, LakeError, NotFound
+from lakefs_fuse.fs.keys import Hidden, HiddenCounts, is_reserved
+from lakefs_fuse.fs.listing import DirectoryMerge, Found, read_page
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.tree import Listing, Tree
+from lakefs_fuse.metrics import NamespaceMetrics
+from lakefs_fuse.store.client import StoreClient
+
+NS = 1_000_000_000
+RELIST_ENTRIES_MAX = 10_000
+"""A directory up to this size is listed again by whoever needs one name of it; a larger one in the background."""
+POINT_LOOKUPS_MAX = 8
+"""Questions about single names of a directory before it is listed in the background."""
+POINT_ANSWERS_MAX = 65_536
+BACKGROUND_LISTINGS_MAX = 4
+SINGLE_NAME_KEYS = 100
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A LIST of one directory under way; ``touched`` are names changed here since it began."""
+
+    done: trio.Event = field(default_factory=trio.Event)
+    touched: set[bytes] = field(default_factory=set)
+    error: LakeError | None = None
+
+
+class Namespace:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        client: StoreClient,
+        metrics: NamespaceMetrics,
+        nursery: trio.Nursery,
+        *,
+        ttl_s: float,
+        clock_ns: Callable[[], int],
+        keep: Callable[[Entry], bool],
+        changed: Callable[[int, bytes], None],
+    ) -> None:
+        self.tree = Tree(database)
+        self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
+        self._ttl_ns = int(ttl_s * NS)
+        self._clock_ns = clock_ns
+        self._keep, self._changed = keep, changed
+        self._flights: dict[int, Flight] = {}
+        self._watched: dict[int, list[Flight]] = {}
+        self._answers: dict[tuple[int, bytes], int] = {}
+        self._asked: dict[int, int] = {}
+        self._background = 0
+        self._hidden = HiddenCounts()
+        for listing in self.tree.listings():
+            self._count_hidden(listing, 1)
+
+    def _count_hidden(self, listing: Listing, sign: int) -> None:
+        self._hidden[Hidden.COMPONENT] += sign * listing.hidden_component
+        self._hidden[Hidden.NUL] += sign * listing.hidden_nul
+        self._hidden[Hidden.LONG] += sign * listing.hidden_long
+        self._hidden[Hidden.CONFLICT] += sign * listing.hidden_conflict
+
+    # -- keys
+
+    def prefix(self, directory: int) -> str:
+        """Keys of a directory's children begin with this; empty for the root. Raises FileError(ESTALE)."""
+        path = self.tree.path(directory)
+        if path is None:
+            raise FileError(errno.ESTALE)
+        return "".join(name.decode("utf-8", "surrogatepass") + "/" for name in path)
+
+    def key(self, entry: Entry) -> str:
+        """The key of a file, or of a directory's marker."""
+        return self.prefix(entry.parent) + entry.sort_name.decode("utf-8", "surrogatepass")
+
+    # -- freshness
+
+    def fresh_s(self, directory: int) -> float:
+        """How long the last listing of a directory still counts, in seconds; 0 where it has to be asked again."""
+        listing = self.tree.listing(directory)
+        if listing is None:
+            return 0.0
+        age_ns = self._clock_ns() - listing.at_ns
+        return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
+
+    def _answer_fresh_s(self, directory: int, name: bytes) -> float:
+        age_ns = self._clock_ns() - self._answers.get((directory, name), -self._ttl_ns)
+        return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
+
+    # -- asking
+
+    async def lookup(self, directory: int, name: bytes, *, ask: bool = False) -> tuple[Entry | None, float]:
+        """The entry of a name, and for how many seconds that answer counts. ``ask`` asks the store in any case."""
+        try:
+            component = name.decode("utf-8")
+        except UnicodeDecodeError:
+            return None, 0.0
+        if is_reserved(directory, component) or len(name) > 255:
+            return None, 0.0
+        if not ask:
+            entry = self.tree.child(directory, name)
+            if entry is not None and (entry.is_local or self._keep(entry)):
+                return entry, self._ttl_ns / NS
+            fresh_s = max(self.fresh_s(directory), self._answer_fresh_s(directory, name))
+            if fresh_s > 0:
+                return entry, fresh_s
+            listing = self.tree.listing(directory)
+            if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
+                await self.list_directory(directory)
+                return self.tree.child(directory, name), self.fresh_s(directory)
+            self._consider_background_listing(directory)
+        await self._ask_for_name(directory, name, component)
+        return self.tree.child(directory, name), self._answer_fresh_s(directory, name)
+
+    def _consider_background_listing(self, directory: int) -> None:
+        self._asked[directory] = asked = self._asked.get(directory, 0) + 1
+        if asked > POINT_LOOKUPS_MAX and directory not in self._flights and self._background < BACKGROUND_LISTINGS_MAX:
+            del self._asked[directory]
+            self._background += 1
+            self._nursery.start_soon(self._list_in_background, directory)
+        elif len(self._asked) > POINT_ANSWERS_MAX:
+            self._asked.clear()
+
+    async def _list_in_background(self, directory: int) -> None:
+        try:
+            await self.list_directory(directory)
+        except LakeError as error:
+            log.info("listing of inode %d in the background failed: %s", directory, error)
+        finally:
+            self._background -= 1
+
+    async def _ask_for_name(self, directory: int, name: bytes, component: str) -> None:
+        """One LIST answers for the file and the directory of a name, unless many keys lie between them."""
+        self._metrics.point_lookups += 1
+        prefix = self.prefix(directory)
+        asked_ns = self._clock_ns()
+        flight = Flight()
+        key = prefix + component
+        with self._watching(directory, flight):
+            page = await self._client.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
+            found = [item for item in read_page(page, directory, prefix).found if item.sort_name in (name, name + b"/")]
+            if page.next_token is not None and not any(item.meta is None for item in found):
+                below = await self._client.list_page(key + "/", keys_max=1)
+                if below.objects or below.prefixes:
+                    found.append(Found(name + b"/", None))
+            if page.next_token is not None and not self._client.capabilities.sorted_listing:
+                found += await self._head_if_missing(found, name, key)
+        if self.tree.path(directory) is None:
+            raise FileError(errno.ESTALE)
+        self._merge(directory, flight).apply_one(name, found)
+        self._remember_answer(directory, name, asked_ns)
+
+    async def _head_if_missing(self, found: list[Found], name: bytes, key: str) -> list[Found]:
+        if any(item.meta is not None for item in found):
+            return []
+        try:
+            return [Found(name, await self._client.head(key))]
+        except NotFound:
+            return []
+
+    def _remember_answer(self, directory: int, name: bytes, asked_ns: int) -> None:
+        self._answers.pop((directory, name), None)
+        self._answers[directory, name] = asked_ns
+        if len(self._answers) > POINT_ANSWERS_MAX:
+            del self._answers[next(iter(self._answers))]
+
+    async def ensure_listed(self, directory: int) -> float:
+        """List a directory unless that was done within the TTL; answers for how many seconds that counts."""
+        fresh_s = self.fresh_s(directory)
+        if fresh_s > 0:
+            return fresh_s
+        await self.list_directory(directory)
+        return self.fresh_s(directory)
+
+    async def list_directory(self, directory: int) -> None:
+        """LIST a directory to its end and merge what changed; whoever comes meanwhile waits for the same LIST."""
+        flight = self._flights.get(directory)
+        if flight is not None:
+            await flight.done.wait()
+            if flight.error is not None:
+                raise flight.error
+            return
+        flight = self._flights[directory] = Flight()
+        try:
+            with self._watching(directory, flight):
+                await self._list(directory, flight)
+        except LakeError as error:
+            flight.error = error
+            raise
+        except BaseException:
+            flight.error = FileError(errno.EIO, "the listing was interrupted")
+            raise
+        finally:
+            del self._flights[directory]
+            flight.done.set()
+
+    async def _list(self, directory: int, flight: Flight) -> None:
+        prefix = self.prefix(directory)
+        merge = self._merge(directory, flight)
+        token: str | None = None
+        while True:
+            page = await self._client.list_page(prefix, delimiter="/", token=token)
+            if self.tree.path(directory) is None:
+                raise FileError(errno.ESTALE)
+            merge.apply(read_page(page, directory, prefix))
+            token = page.next_token
+            if token is None:
+                break
+        before = self.tree.listing(directory)
+        if before is not None:
+            self._count_hidden(before, -1)
+        self._count_hidden(merge.finish(), 1)
+
+    def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
+        return DirectoryMerge(
+            self._db,
+            self.tree,
+            self._metrics,
+            directory,
+            now_ns=self._clock_ns(),
+            touched=flight.touched,
+            keep=self._keep,
+            changed=self._changed,
+        )
+
+    # -- changing
+
+    @contextmanager
+    def _watching(self, directory: int, flight: Flight) -> Iterator[None]:
+        """While it is entered, names changed in the directory are added to the flight's ``touched``."""
+        flights = self._watched.setdefault(directory, [])
+        flights.append(flight)
+        try:
+            yield
+        finally:
+            flights.remove(flight)
+            if not flights:
+                self._watched.pop(directory, None)
+
+    def changing(self, directory: int, name: bytes) -> None:
+        """This node changes a name now: LISTs under way must not undo it."""
+        for flight in self._watched.get(directory, ()):
+            flight.touched.add(name)
+        self._answers.pop((directory, name), None)
+
+    def listed_empty(self, batch: Batch, directory: int) -> None:
+        """A directory that this node has just made is known to hold nothing."""
+        self.tree.set_listing(batch, directory, Listing(self._clock_ns(), 0))
+
+    def statistics(self) -> dict[str, object]:
+        return {
+            "hidden_keys": {str(reason): self._hidden[reason] for reason in Hidden},
+            "listings_under_way": len(self._flights),
+            "rocksdb": self._db.statistics(),
+        }
+
+
+def is_below(tree: Tree, inode: int, ancestor: int) -> bool:
+    """``inode`` is ``ancestor`` or lies below it."""
+    while inode not in (ancestor, ROOT_INODE):
+        entry = tree.entry(inode)
+        if entry is None:
+            return False
+        inode = entry.parent
+    return inode == ancestor

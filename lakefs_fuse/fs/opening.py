@@ -1,0 +1,189 @@
+"""Putting a filesystem together over a cache directory, and taking it apart in the right order.
+
+The cache directory is locked by one daemon at a time: ``lock``, ``meta/`` (RocksDB), ``blocks/`` (block cache) and
+``staging/`` (bytes not yet durable). Deleting all of it loses nothing that was durable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.config import MIB, MountConfig
+from lakefs_fuse.data.blocks import BlockCache
+from lakefs_fuse.data.disk import free_bytes
+from lakefs_fuse.data.draft import DraftServices
+from lakefs_fuse.data.parts import SPANS, PartLayout
+from lakefs_fuse.data.reader import BlockReader
+from lakefs_fuse.data.record import DraftRecord
+from lakefs_fuse.data.staging import Staging
+from lakefs_fuse.data.uploader import UploadSlots
+from lakefs_fuse.errors import CacheError, MountError
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.recovery import Recovery
+from lakefs_fuse.fs.status import Status
+from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+
+ROOM_BYTES_MIN = 64 * MIB
+"""A mount needs so much of the disk beyond what it leaves free."""
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the cache directory. Raises CacheError where another daemon does, or it cannot be made."""
+    try:
+        for name in ("", "blocks", "staging"):
+            (directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CacheError(f"cannot use the cache directory {directory}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CacheError(
+                f"the cache directory {directory} is in use by another mount: give --cache-dir another directory"
+            ) from error
+        yield
+    finally:
+        os.close(fd)
+
+
+def check_room(directory: Path, config: MountConfig) -> None:
+    """Raises MountError where the disk has too little room to begin with."""
+    free, needed = free_bytes(directory), config.free_bytes_min + ROOM_BYTES_MIN
+    if free < needed:
+        raise MountError(
+            f"not enough disk: {directory} has {free // MIB} MiB free, {needed // MIB} MiB are needed "
+            "(--free-space says how much is left alone)"
+        )
+
+
+def identity(config: MountConfig) -> str:
+    """Names the lake whose metadata a cache directory holds."""
+    endpoint = config.store.endpoint_url
+    return f"{config.store.source}{f' at {endpoint}' if endpoint else ''}"
+
+
+@asynccontextmanager
+async def open_filesystem(
+    config: MountConfig,
+    client: StoreClient,
+    metrics: Metrics,
+    *,
+    clock_ns: Callable[[], int] = time.time_ns,
+    rng: random.Random | None = None,
+    spans: tuple[tuple[int, int], ...] = SPANS,
+) -> AsyncIterator[Filesystem]:
+    """A filesystem ready to serve, orphans dealt with as ``config.orphans`` says.
+
+    Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk). On leaving, what is not
+    durable stays in staging with its record.
+    """
+    directory = Path(config.cache_dir).absolute()
+    with locked(directory):
+        check_room(directory, config)
+        database = Database(directory / "meta", identity(config))
+        cache = BlockCache(
+            directory / "blocks",
+            bytes_max=config.cache_bytes_max,
+            free_bytes_min=config.free_bytes_min,
+            metrics=metrics.cache,
+        )
+        try:
+            async with trio.open_nursery() as nursery:
+                filesystem = await _assemble(config, client, metrics, database, cache, nursery, clock_ns, rng, spans)
+                if not cache.counted:
+                    nursery.start_soon(trio.to_thread.run_sync, cache.scan)
+                try:
+                    yield filesystem
+                finally:
+                    nursery.cancel_scope.cancel()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(cache.close)
+            database.close()
+
+
+async def _assemble(
+    config: MountConfig,
+    client: StoreClient,
+    metrics: Metrics,
+    database: Database,
+    cache: BlockCache,
+    nursery: trio.Nursery,
+    clock_ns: Callable[[], int],
+    rng: random.Random | None,
+    spans: tuple[tuple[int, int], ...],
+) -> Filesystem:
+    ids = rng or random.SystemRandom()
+    files: FileTable
+    filesystem: Filesystem
+
+    def keep(entry: Entry) -> bool:
+        return files.is_dirty(entry)
+
+    def learned(meta: ObjectMeta) -> None:
+        files.learned(meta)
+
+    def changed(parent: int, name: bytes) -> None:
+        filesystem.on_change(parent, name)
+
+    namespace = Namespace(
+        database, client, metrics.namespace, nursery,
+        ttl_s=config.metadata_ttl_s, clock_ns=clock_ns, keep=keep, changed=changed,
+    )  # fmt: skip
+    reader = BlockReader(client, cache, metrics.cache, nursery, learned=learned)
+    staging = Staging(
+        Path(config.cache_dir).absolute() / "staging",
+        bytes_max=config.staging_bytes_max,
+        free_bytes_min=config.free_bytes_min,
+        metrics=metrics.upload,
+        evict=cache.evict,
+    )
+
+    def services(save: Callable[[DraftRecord, bool], None]) -> DraftServices:
+        return DraftServices(
+            client=client,
+            reader=reader,
+            staging=staging,
+            slots=UploadSlots(config.uploads_max, metrics.upload),
+            nursery=nursery,
+            layout=PartLayout(spans, staging_bytes_max=config.staging_bytes_max),
+            metrics=metrics.upload,
+            save=save,
+            clock_ns=clock_ns,
+        )
+
+    files = FileTable(
+        database, namespace, cache, reader, services, new_id=lambda: uuid.UUID(int=ids.getrandbits(128), version=4).hex
+    )
+    recovery = Recovery(database, namespace, files.services, changed=changed)
+    status = Status(metrics, client.capabilities, cache, reader, namespace, files, recovery, clock_ns=clock_ns)
+    filesystem = Filesystem(config, database, client, namespace, files, recovery, status, metrics, clock_ns=clock_ns)
+    await _deal_with_orphans(config, filesystem, recovery)
+    return filesystem
+
+
+async def _deal_with_orphans(config: MountConfig, filesystem: Filesystem, recovery: Recovery) -> None:
+    await recovery.load()
+    if config.orphans != "keep" and not config.read_only:
+        await recovery.resolve_all(config.orphans)
+    for item in filesystem.unfinished():
+        log.warning("orphan %s: %d bytes of %s that a daemon left unfinished", item.id, item.bytes, item.path)

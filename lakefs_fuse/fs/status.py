@@ -1,0 +1,97 @@
+"""What the filesystem says of itself: counters, gauges, and every file that is not durable. Read-only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from lakefs_fuse.data.blocks import BlockCache
+from lakefs_fuse.data.draft import Draft, PartState
+from lakefs_fuse.data.reader import BlockReader
+from lakefs_fuse.data.record import DraftRecord
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.recovery import Recovery
+from lakefs_fuse.fs.views import Unfinished
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.protocol import Capabilities
+
+NS = 1_000_000_000
+
+
+class Status:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        capabilities: Capabilities,
+        cache: BlockCache,
+        reader: BlockReader,
+        namespace: Namespace,
+        files: FileTable,
+        recovery: Recovery,
+        *,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._metrics, self._capabilities = metrics, capabilities
+        self._cache, self._reader = cache, reader
+        self._ns, self._files, self._recovery = namespace, files, recovery
+        self._clock_ns = clock_ns
+
+    def statistics(self) -> dict[str, object]:
+        """Nested plain values; names are final once released."""
+        told = self._metrics.as_dict()
+        drafts = [file.draft for file in self._files.dirty() if file.draft is not None]
+        staging = self._files.services.staging
+        cache = self._cache.statistics()
+        told["cache"] = {
+            **dataclasses.asdict(self._metrics.cache),
+            **dataclasses.asdict(cache),
+            "bytes": cache.bytes_used,
+            "state": cache.state.name.lower(),
+        }
+        told["reader"] = dataclasses.asdict(self._reader.statistics())
+        told["namespace"] = {**dataclasses.asdict(self._metrics.namespace), **self._ns.statistics()}
+        told["dirty"] = {
+            "files": len(drafts),
+            "bytes": sum(draft.size for draft in drafts),
+            "failed": sum(draft.error is not None for draft in drafts),
+            "orphans": len(self._recovery.orphans),
+        }
+        told["staging"] = {"bytes": staging.bytes_used, "bytes_max": staging.bytes_max}
+        told["files"] = {"in_use": len(self._files)}
+        told["capabilities"] = dataclasses.asdict(self._capabilities)
+        return told
+
+    def unfinished(self) -> list[Unfinished]:
+        """Files being written and orphans, oldest first."""
+        now = self._clock_ns()
+        of_drafts = [self._of_draft(file.draft, now) for file in self._files.dirty() if file.draft is not None]
+        of_orphans = [self._of_orphan(record, now) for record in self._recovery.orphans.values()]
+        return sorted(of_drafts + of_orphans, key=lambda item: -item.age_s)
+
+    def _of_draft(self, draft: Draft, now: int) -> Unfinished:
+        done = [part for part in draft.parts.values() if part.state in (PartState.CLEAN, PartState.DROPPED)]
+        return Unfinished(
+            id=draft.id,
+            path=draft.target.key,
+            bytes=draft.size,
+            state=str(draft.state),
+            age_s=(now - draft.created_ns) / NS,
+            error=str(draft.error) if draft.error else "",
+            parts_done=len(done),
+            bytes_done=sum(part.length for part in done),
+        )
+
+    def _of_orphan(self, record: DraftRecord, now: int) -> Unfinished:
+        return Unfinished(
+            id=record.id,
+            path=record.key,
+            bytes=record.size,
+            state="orphan",
+            age_s=(now - record.created_ns) / NS,
+            error=record.error,
+            parts_done=len(record.parts),
+            bytes_done=sum(part.length for part in record.parts),
+        )

@@ -1,0 +1,66 @@
+/*
+ * Kernel hooks: what pyfuse3 does not pass on.
+ *
+ * Loaded with RTLD_GLOBAL before pyfuse3, so that pyfuse3's call of fuse_session_new arrives here. The operation table
+ * is copied, FLUSH is wrapped, and libfuse's own function does the rest. Without this library the mount works as well,
+ * but cannot tell which process closes a file.
+ *
+ * Single-threaded by construction: libfuse calls the handlers from the one thread that reads /dev/fuse, and the Python
+ * coroutine of a request begins to run before the next request is read.
+ */
+#define fuse_session_new fuse_session_new_as_declared
+#include <fuse_lowlevel.h>
+#undef fuse_session_new
+
+#include <dlfcn.h>
+#include <stdint.h>
+#include <string.h>
+
+static struct fuse_lowlevel_ops operations;
+static const struct fuse_ctx *(*context_of)(fuse_req_t);
+static void (*next_flush)(fuse_req_t, fuse_ino_t, struct fuse_file_info *);
+static int session_hooked;
+static int64_t flush_pid;
+
+static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
+{
+	flush_pid = context_of(request)->pid;
+	next_flush(request, inode, info);
+}
+
+struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_lowlevel_ops *table, size_t size,
+				      void *userdata);
+
+struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_lowlevel_ops *table, size_t size,
+				      void *userdata)
+{
+	void *libfuse = dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL);
+	struct fuse_session *(*next)(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t, void *) = NULL;
+
+	if (libfuse) {
+		*(void **)&next = dlsym(libfuse, "fuse_session_new");
+		*(void **)&context_of = dlsym(libfuse, "fuse_req_ctx");
+	}
+	if (!next)
+		return NULL;
+	memset(&operations, 0, sizeof(operations));
+	memcpy(&operations, table, size < sizeof(operations) ? size : sizeof(operations));
+	if (operations.flush && context_of) {
+		next_flush = operations.flush;
+		operations.flush = flush;
+		session_hooked = 1;
+	}
+	return next(args, &operations, size < sizeof(operations) ? size : sizeof(operations), userdata);
+}
+
+/* Whether the hooks are in the way of this process's session. */
+int lakefs_hooks_active(void)
+{
+	return session_hooked;
+}
+
+/* The thread that sent the FLUSH whose handler runs now; 0 where it is in another pid namespace. */
+int64_t lakefs_hooks_flush_pid(void)
+{
+	return flush_pid;
+}

@@ -1,0 +1,106 @@
+"""One mounted session: from mount(2) until the kernel lets go of it.
+
+`serve` runs the request loop and the invalidations beside it. Unmounting goes through the kernel (fusermount3 or
+umount), never around it: it writes back dirty pages first, and the loop that has to take them is still running.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+from collections.abc import Callable
+
+from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
+import pyfuse3
+import trio
+
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.errors import MountError
+from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fuse.operations import Operations
+
+TASKS_MAX = 128
+"""Requests served at once; each may be waiting for the store."""
+UNMOUNT_S_MAX = 20.0
+log = logging.getLogger(__name__)
+
+
+def _options(config: MountConfig) -> set[str]:
+    source = str(config.store.source).replace("\\", "\\\\").replace(",", "\\,")
+    options = set(pyfuse3.default_options) | {f"fsname={source}", "subtype=lakefs"}
+    if config.allow_other:
+        options.add("allow_other")
+    if config.read_only:
+        options.add("ro")
+    return options
+
+
+class _Session:
+    """There is one session in a process: libfuse's state is global, too."""
+
+    unmount_asked: trio.Event | None = None
+
+
+def request_unmount() -> None:
+    """Make `serve` unmount and return; trio thread only. Without a session it does nothing."""
+    if _Session.unmount_asked is not None:
+        _Session.unmount_asked.set()
+
+
+async def serve(fs: Filesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
+    """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError."""
+    operations = Operations(fs, fs.metrics)
+    _Session.unmount_asked = trio.Event()
+    try:
+        pyfuse3.init(operations, config.mountpoint, _options(config))
+    except (RuntimeError, OSError, UnicodeEncodeError) as error:
+        raise MountError(
+            f"cannot mount on {config.mountpoint}: {error} (is /dev/fuse there, and may you use it?)"
+        ) from error
+    log.info("mounted %s on %s, hooks %s", config.store.source, config.mountpoint, "on" if hooks.active() else "off")
+    unmount = True
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(operations.send_invalidations)
+            nursery.start_soon(_announce, config.mountpoint, ready)
+            nursery.start_soon(_unmount_when_asked, config.mountpoint)
+            await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
+            unmount = False
+            nursery.cancel_scope.cancel()
+    finally:
+        _Session.unmount_asked = None
+        pyfuse3.close(unmount=unmount)
+
+
+async def _announce(mountpoint: str, ready: Callable[[], None]) -> None:
+    """Ready means that a system call was answered."""
+    await trio.to_thread.run_sync(os.statvfs, mountpoint, abandon_on_cancel=True)
+    ready()
+
+
+async def _unmount_when_asked(mountpoint: str) -> None:
+    """A mount that is in use is detached: it takes no new opens, and ends when the last file is closed."""
+    asked = _Session.unmount_asked
+    assert asked is not None
+    await asked.wait()
+    try:
+        await _unmount(mountpoint, lazy=False)
+    except MountError as error:
+        log.warning("%s; detaching it", error)
+        await _unmount(mountpoint, lazy=True)
+
+
+async def _unmount(mountpoint: str, *, lazy: bool) -> None:
+    """Ask the kernel to unmount; the request loop then ends. Raises MountError."""
+    flags = ["-z"] if lazy else []
+    command = ["umount", *(["-l"] if lazy else []), mountpoint] if os.getuid() == 0 else [
+        "fusermount3", "-u", *flags, mountpoint,
+    ]  # fmt: skip
+    with trio.move_on_after(UNMOUNT_S_MAX) as scope:
+        done = await trio.run_process(command, capture_stderr=True, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            raise MountError(f"cannot unmount {mountpoint}: {done.stderr.decode(errors='replace').strip()}")
+    if scope.cancelled_caught:
+        raise MountError(f"cannot unmount {mountpoint}: {os.strerror(errno.ETIMEDOUT)}")

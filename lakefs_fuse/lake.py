@@ -1,0 +1,56 @@
+"""Opens a lake from the bottom up: store, what it can do, its async client, the filesystem over it.
+
+Used by the daemon only. Leaving the context closes in the opposite order; a crash leaves what each layer's head says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import trio
+
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.fs import Filesystem, open_filesystem
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.probe import probe
+from lakefs_fuse.store.protocol import Capabilities
+
+log = logging.getLogger(__name__)
+
+
+@asynccontextmanager
+async def open_lake(config: MountConfig) -> AsyncIterator[tuple[Filesystem, dict[str, object]]]:
+    """The filesystem, and what the probe found about its store. Raises StoreError, CacheError, MountError."""
+    rng = random.Random()
+    store = await trio.to_thread.run_sync(open_store, config.store, abandon_on_cancel=True)
+    try:
+        capabilities = await trio.to_thread.run_sync(
+            lambda: probe(store, rng, read_only=config.read_only), abandon_on_cancel=True
+        )
+        _log_capabilities(config, capabilities)
+        metrics = Metrics()
+        client = StoreClient(
+            store,
+            capabilities,
+            metrics.store,
+            retry_timeout_s=config.store.retry_timeout_s,
+            requests_max=config.store.requests_max,
+            uploads_max=config.uploads_max,
+            rng=rng,
+        )
+        async with open_filesystem(config, client, metrics) as fs:
+            yield fs, dataclasses.asdict(capabilities)
+    finally:
+        store.close()
+
+
+def _log_capabilities(config: MountConfig, capabilities: Capabilities) -> None:
+    log.info("store of %s: %s", config.store.source, capabilities.name)
+    for note in capabilities.notes:
+        log.info("adapted to the store: %s", note)

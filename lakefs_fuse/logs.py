@@ -1,0 +1,79 @@
+"""The daemon's log: one line per record, bounded in size, readable by its owner only, without secrets.
+
+Called once by the daemon before anything else runs. What a thread logs while the process dies may be lost.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import logging.handlers
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from lakefs_fuse.config import MIB, MountConfig
+from lakefs_fuse.errors import MountError
+
+LOG_BYTES_MAX = 10 * MIB
+LOG_FILES_KEPT = 3
+
+_SIGNED = re.compile(
+    r"(X-Amz-(?:Signature|Credential|Security-Token)=)[^&\s'\"]+|(Authorization['\"]?: )[^\r\n]+", re.I
+)
+_SECRET_VARIABLES = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_LINE_BREAKS: dict[int, str] = {**{code: f"\\x{code:02x}" for code in range(32)}, 10: "\\n", 13: "\\r", 9: "\t"}
+
+
+class PlainLine(logging.Formatter):
+    """``time level logger: message``, in UTC. File names cannot forge a line; tracebacks follow on their own lines."""
+
+    converter = staticmethod(time.gmtime)
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+        self._secrets = [value for name in _SECRET_VARIABLES if len(value := os.environ.get(name, "")) >= 8]
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = record.message.translate(_LINE_BREAKS)
+        return super().formatMessage(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Signatures and the secrets of our environment are blotted out, wherever they came from."""
+        text = _SIGNED.sub(lambda match: f"{match[1] or match[2]}***", super().format(record))
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text.encode("utf-8", "backslashreplace").decode()
+
+
+class PrivateRotatingFile(logging.handlers.RotatingFileHandler):
+    """Every file it starts has mode 0600."""
+
+    def _open(self) -> io.TextIOWrapper:
+        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return io.TextIOWrapper(io.FileIO(descriptor, "a"), encoding="utf-8", write_through=True)
+
+
+def open_logs(config: MountConfig) -> None:
+    """To the log file, and in the foreground to standard error. Raises MountError if the file cannot be written."""
+    handlers: list[logging.Handler] = []
+    if config.log_file is not None:
+        try:
+            Path(config.log_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handlers.append(
+                PrivateRotatingFile(config.log_file, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, delay=False)
+            )
+        except OSError as error:
+            raise MountError(f"log file {config.log_file} cannot be written to: {error.strerror}") from error
+    if config.foreground or not handlers:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    formatter = PlainLine()
+    for handler in handlers:
+        handler.setFormatter(formatter)
+    logging.basicConfig(level=config.log_level, handlers=handlers, force=True)
+    # At DEBUG these log requests with their headers.
+    for name in ("boto3", "botocore", "s3transfer", "urllib3"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)

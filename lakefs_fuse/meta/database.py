@@ -1,0 +1,165 @@
+"""The RocksDB database of one cache directory, and the keys in it.
+
+============================  ==========================================================
+``M`` name                    schema version, identity of the lake, inode high-water mark
+``N`` parent sort-name        cookie: find a name; the order is the store's LIST order
+``D`` parent cookie           packed `Entry`: read a directory in one range scan
+``I`` inode                   parent, cookie: find the entry of an inode
+``L`` inode                   `tree.Listing` of a directory that was listed completely
+``J`` draft id                journal record of bytes not yet durable
+============================  ==========================================================
+
+Integers in keys are 8 bytes, big-endian. All calls are short and made on the trio thread, so whatever is done between
+two awaits is atomic for every other task; a `Batch` is atomic across a crash as well. Only the journal's promises are
+synced. After a crash of the machine the tail of the log may be missing: names come back with the next listing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from rocksdict import (
+    BlockBasedOptions,
+    Cache,
+    DBCompressionType,
+    DBRecoveryMode,
+    Options,
+    Rdict,
+    WriteBatch,
+    WriteOptions,
+)
+
+from lakefs_fuse.errors import CacheError
+
+SCHEMA = b"1"
+BLOCK_CACHE_BYTES = 32 << 20
+WRITE_BUFFER_BYTES = 16 << 20
+WRITE_BUFFERS = 2
+OPEN_FILES_MAX = 256
+INODES_RESERVED = 1 << 20
+"""Inode numbers set aside at once, so that handing one out is not a write."""
+
+
+class Batch:
+    """Changes that become visible, and survive a crash, together or not at all."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self) -> None:
+        self._raw = WriteBatch(raw_mode=True)
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self._raw.put(key, value)
+
+    def delete(self, key: bytes) -> None:
+        self._raw.delete(key)
+
+    def delete_range(self, begin: bytes, end: bytes) -> None:
+        self._raw.delete_range(begin, end)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+
+def _options() -> Options:
+    """Memory is bounded on purpose: about 70 MiB whatever the number of names."""
+    options = Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_write_buffer_size(WRITE_BUFFER_BYTES)
+    options.set_max_write_buffer_number(WRITE_BUFFERS)
+    options.set_max_open_files(OPEN_FILES_MAX)
+    options.set_keep_log_file_num(3)
+    options.set_max_total_wal_size(64 << 20)
+    options.set_compression_type(DBCompressionType.lz4())
+    options.set_wal_recovery_mode(DBRecoveryMode.point_in_time())
+    options.set_max_background_jobs(2)
+    table = BlockBasedOptions()
+    table.set_block_cache(Cache(BLOCK_CACHE_BYTES))
+    table.set_cache_index_and_filter_blocks(True)
+    table.set_bloom_filter(10, False)
+    table.set_block_size(16 << 10)
+    options.set_block_based_table_factory(table)
+    return options
+
+
+class Database:
+    """An open database. One process at a time; the cache directory's lock is the caller's."""
+
+    def __init__(self, directory: Path, identity: str) -> None:
+        """``identity`` names the lake. Raises CacheError where the database holds another lake's names, or cannot be
+        opened even after repair; then nothing in it was changed."""
+        self._directory = directory
+        self._raw = _open_or_repair(directory)
+        self._synced = WriteOptions()
+        self._synced.sync = True
+        self._plain = WriteOptions()
+        stored = self.get(b"Midentity")
+        if stored is None:
+            batch = Batch()
+            batch.put(b"Midentity", identity.encode())
+            batch.put(b"Mschema", SCHEMA)
+            self.commit(batch, sync=True)
+        elif stored.decode(errors="replace") != identity or self.get(b"Mschema") != SCHEMA:
+            self.close()
+            raise CacheError(
+                f"the cache directory {directory.parent} belongs to {stored.decode(errors='replace')} "
+                f"(schema {SCHEMA.decode()} wanted): give --cache-dir another directory, or delete this one"
+            )
+        reserved = self.get(b"Minode")
+        self._inode_next = int.from_bytes(reserved or b"", "big") or 2
+        self._inode_reserved = self._inode_next
+
+    def get(self, key: bytes) -> bytes | None:
+        value: bytes | None = self._raw.get(key)
+        return value
+
+    def commit(self, batch: Batch, *, sync: bool = False) -> None:
+        if len(batch):
+            self._raw.write(batch._raw, self._synced if sync else self._plain)
+
+    def scan(self, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Keys in [begin, end) in order, as of the first step: changes made while it is read are not seen.
+
+        The end is checked here and not by `ReadOptions.set_iterate_upper_bound`: rocksdict 0.3 does not keep the bound
+        alive for as long as the iterator, which then ends early or runs past it.
+        """
+        items = cast("Iterator[tuple[bytes, bytes]]", self._raw.items(from_key=begin))
+        for key, value in items:
+            if key >= end:
+                return
+            yield key, value
+
+    def new_inode(self) -> int:
+        """A number that was never used in this cache directory before."""
+        if self._inode_next >= self._inode_reserved:
+            self._inode_reserved = self._inode_next + INODES_RESERVED
+            self._raw.put(b"Minode", self._inode_reserved.to_bytes(8, "big"))
+        self._inode_next += 1
+        return self._inode_next - 1
+
+    def statistics(self) -> dict[str, int]:
+        """Approximate, in bytes and keys."""
+        names = ("estimate-num-keys", "estimate-live-data-size", "cur-size-all-mem-tables", "block-cache-usage")
+        return {name.replace("-", "_"): self._raw.property_int_value(f"rocksdb.{name}") or 0 for name in names}
+
+    def close(self) -> None:
+        self._raw.close()
+
+
+def _open_or_repair(directory: Path) -> Rdict:
+    """A database that does not open is repaired once; where that fails too it is moved aside, never deleted."""
+    try:
+        return Rdict(str(directory), _options())
+    except Exception as error:
+        if "lock" in str(error).lower() and "hold" in str(error).lower():
+            raise CacheError(f"{directory} is in use by another process") from error
+    try:
+        Rdict.repair(str(directory), _options())
+        return Rdict(str(directory), _options())
+    except Exception:
+        aside = directory.with_name(f"{directory.name}.damaged-{time.time_ns()}")
+        directory.rename(aside)
+        return Rdict(str(directory), _options())

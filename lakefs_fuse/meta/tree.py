@@ -1,0 +1,154 @@
+"""Names and inodes of a lake as this node knows them.
+
+Always true: an inode number is never given to a second file; a cookie stays with its name; at most one file and one
+directory of the same name exist, and then the directory is what `child` answers; a directory that is not in the tree
+has no rows below it (`remove` takes them away). Nothing is held in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+
+import msgspec
+
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag, unpack
+
+_PAIR = Struct(">QQ")
+_LISTING = Struct("<qQIIII")
+
+DEPTH_MAX = 1024
+"""Longest chain of parents that is followed; S3 keys of 1024 bytes cannot be deeper."""
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """A directory was listed completely at ``at_ns`` (wall clock). ``hidden_*`` count keys that cannot be paths:
+    an empty, dot or dot-dot component; a NUL; a component over 255 bytes; a file that a directory hides."""
+
+    at_ns: int
+    entries: int
+    hidden_component: int = 0
+    hidden_nul: int = 0
+    hidden_long: int = 0
+    hidden_conflict: int = 0
+
+
+def _inode_key(kind: bytes, inode: int) -> bytes:
+    return kind + inode.to_bytes(8, "big")
+
+
+class Tree:
+    """See the module's head."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    # -- reading
+
+    def entry(self, inode: int) -> Entry | None:
+        """The entry an inode is reached by; None for the root and for inodes that no name leads to any more."""
+        place = self._db.get(_inode_key(b"I", inode))
+        if place is None:
+            return None
+        parent, cookie = _PAIR.unpack(place)
+        return self._at(parent, cookie)
+
+    def _at(self, parent: int, cookie: int) -> Entry | None:
+        row = self._db.get(b"D" + _PAIR.pack(parent, cookie))
+        return None if row is None else unpack(parent, cookie, row)
+
+    def child(self, parent: int, name: bytes) -> Entry | None:
+        """The directory of that name, else the file."""
+        return self.named(parent, name + b"/") or self.named(parent, name)
+
+    def named(self, parent: int, sort_name: bytes) -> Entry | None:
+        cookie = self._db.get(_inode_key(b"N", parent) + sort_name)
+        return None if cookie is None else self._at(parent, int.from_bytes(cookie, "big"))
+
+    def children(self, parent: int, after: int = 0) -> Iterator[Entry]:
+        """Entries of a directory with a cookie greater than ``after``, in cookie order."""
+        scan = self._db.scan(b"D" + _PAIR.pack(parent, after + 1), _inode_key(b"D", parent + 1))
+        for key, row in scan:
+            yield unpack(parent, int.from_bytes(key[9:], "big"), row)
+
+    def path(self, inode: int) -> list[bytes] | None:
+        """Names from the root down to an inode ([] for the root); None where the chain is broken."""
+        names: list[bytes] = []
+        while inode != ROOT_INODE:
+            entry = self.entry(inode)
+            if entry is None or len(names) > DEPTH_MAX:
+                return None
+            names.append(entry.name)
+            inode = entry.parent
+        return names[::-1]
+
+    def is_empty(self, parent: int) -> bool:
+        return next(self.children(parent), None) is None
+
+    # -- changing
+
+    def insert(self, batch: Batch, parent: int, name: bytes, flags: Flag, **attributes: int | str) -> Entry:
+        """A new name; the caller knows that there is none of that sort name."""
+        inode = self._db.new_inode()
+        entry = Entry(parent, inode, name, inode, int(flags), **attributes)  # type: ignore[arg-type]
+        batch.put(_inode_key(b"N", parent) + entry.sort_name, inode.to_bytes(8, "big"))
+        batch.put(_inode_key(b"I", inode), _PAIR.pack(parent, inode))
+        batch.put(b"D" + _PAIR.pack(parent, inode), entry.pack())
+        return entry
+
+    def update(self, batch: Batch, entry: Entry) -> None:
+        """Write an entry's attributes; name, parent, cookie and inode are those it was read with."""
+        batch.put(b"D" + _PAIR.pack(entry.parent, entry.cookie), entry.pack())
+
+    def renew_inode(self, batch: Batch, entry: Entry) -> Entry:
+        """Somebody else put another version under the name: it gets an inode of its own, and handles keep the old."""
+        renewed = msgspec.structs.replace(entry, inode=self._db.new_inode())
+        batch.delete(_inode_key(b"I", entry.inode))
+        batch.put(_inode_key(b"I", renewed.inode), _PAIR.pack(entry.parent, entry.cookie))
+        self.update(batch, renewed)
+        return renewed
+
+    def remove(self, batch: Batch, entry: Entry) -> None:
+        """Take a name away, and everything below it."""
+        batch.delete(_inode_key(b"N", entry.parent) + entry.sort_name)
+        batch.delete(b"D" + _PAIR.pack(entry.parent, entry.cookie))
+        batch.delete(_inode_key(b"I", entry.inode))
+        if not entry.is_dir:
+            return
+        below = [entry.inode]
+        while below:
+            directory = below.pop()
+            for child in self.children(directory):
+                batch.delete(_inode_key(b"I", child.inode))
+                if child.is_dir:
+                    below.append(child.inode)
+            for kind in (b"N", b"D"):
+                batch.delete_range(_inode_key(kind, directory), _inode_key(kind, directory + 1))
+            batch.delete(_inode_key(b"L", directory))
+
+    # -- listings
+
+    def listing(self, directory: int) -> Listing | None:
+        row = self._db.get(_inode_key(b"L", directory))
+        return None if row is None else Listing(*_LISTING.unpack(row))
+
+    def set_listing(self, batch: Batch, directory: int, listing: Listing) -> None:
+        batch.put(_inode_key(b"L", directory), _LISTING.pack(*msgspec.structs.astuple(listing)))
+
+    def forget_listing(self, batch: Batch, directory: int) -> None:
+        batch.delete(_inode_key(b"L", directory))
+
+    def listings(self) -> Iterator[Listing]:
+        for _, row in self._db.scan(b"L", b"M"):
+            yield Listing(*_LISTING.unpack(row))
+
+    def resolve(self, path: list[bytes]) -> Entry | None:
+        """The entry of a path from the root; None where a name is unknown, and for the root itself."""
+        entry, parent = None, ROOT_INODE
+        for name in path:
+            entry = self.child(parent, name)
+            if entry is None:
+                return None
+            parent = entry.inode
+        return entry

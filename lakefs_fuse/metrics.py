@@ -1,0 +1,94 @@
+"""Counters of one daemon: every name that `stats` prints and tests assert with is in this file.
+
+Counts start at 0 with the daemon and only ever grow; gauges are read from their owners when asked for.
+Increments happen on the trio thread, or in a worker thread where a lost increment cannot happen under the GIL
+because the owner increments from one thread only; `StoreMetrics` is therefore only touched by the async client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+
+UPCALLS = (
+    "lookup", "forget", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink", "rmdir", "symlink", "rename",
+    "link", "open", "read", "write", "flush", "release", "fsync", "opendir", "readdir", "releasedir", "fsyncdir",
+    "statfs", "setxattr", "getxattr", "listxattr", "removexattr", "access", "create",
+)  # fmt: skip
+
+REQUEST_KINDS = ("get", "put", "part", "list", "head", "copy", "delete", "other")
+"""Kinds of store request. ``part`` is UploadPart; creating, completing and aborting an upload are ``other``."""
+
+
+@dataclass(slots=True)
+class StoreMetrics:
+    """Requests are attempts that left this machine, retries included; bytes are payload, headers not included."""
+
+    requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REQUEST_KINDS, 0))
+    retries: int = 0
+    errors: int = 0
+    throttled: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    latency_s_sum: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REQUEST_KINDS, 0.0))
+    latency_s_max: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REQUEST_KINDS, 0.0))
+
+
+@dataclass(slots=True)
+class CacheMetrics:
+    """The block cache. A hit or miss is one block asked for by a reader; bytes is what lies on disk now (a gauge)."""
+
+    hits: int = 0
+    misses: int = 0
+    damaged: int = 0
+    evicted_bytes: int = 0
+    prefetched_blocks: int = 0
+
+
+@dataclass(slots=True)
+class UploadMetrics:
+    """The write path. ``idle_with_work_s`` is time in which a complete part waited although a slot was free."""
+
+    parts: int = 0
+    parts_repeated: int = 0
+    parts_copied: int = 0
+    publishes: int = 0
+    failures: int = 0
+    spills: int = 0
+    writer_waits: int = 0
+    idle_with_work_s: float = 0.0
+
+
+@dataclass(slots=True)
+class NamespaceMetrics:
+    """Listing. ``hidden_*`` count keys that cannot be paths, as last seen (see docs/SEMANTICS.md)."""
+
+    listings: int = 0
+    listing_pages: int = 0
+    point_lookups: int = 0
+    entries_added: int = 0
+    entries_changed: int = 0
+    entries_removed: int = 0
+    invalidations: int = 0
+
+
+@dataclass(slots=True)
+class Metrics:
+    """All counters of one daemon."""
+
+    upcalls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(UPCALLS, 0))
+    store: StoreMetrics = field(default_factory=StoreMetrics)
+    cache: CacheMetrics = field(default_factory=CacheMetrics)
+    upload: UploadMetrics = field(default_factory=UploadMetrics)
+    namespace: NamespaceMetrics = field(default_factory=NamespaceMetrics)
+
+    def as_dict(self) -> dict[str, object]:
+        """Nested plain values, the shape of ``stats --json`` before gauges are added."""
+        store = asdict(self.store)
+        store["bytes"] = {"read": store.pop("bytes_read"), "written": store.pop("bytes_written")}
+        return {
+            "upcalls": dict(self.upcalls),
+            "store": store,
+            "cache": asdict(self.cache),
+            "upload": asdict(self.upload),
+            "namespace": asdict(self.namespace),
+        }

@@ -1,0 +1,229 @@
+"""The async face of a store: keeps blocking calls off the loop, retries, counts, bounds.
+
+Always true:
+
+* every attempt that began is counted once in `StoreMetrics`, on the trio thread, whether it was answered or abandoned;
+* only `Unavailable` is tried again: with exponential backoff and full jitter, until ``retry_timeout_s`` after the call
+  began; then the last error is raised;
+* at most ``requests_max`` requests and ``uploads_max`` uploads (`put`, `upload_part`) run at once; uploads do not wait
+  behind reads, nor reads behind uploads;
+* a cancelled read returns at once and its thread ends by itself, still holding its place; a cancelled write returns
+  when the attempt under way has ended, so that bodies and descriptors may be freed then.
+
+A write that is tried again may have succeeded the first time. `put` and `delete` do not mind; `put` or `complete` with
+``if_absent`` may then say PreconditionFailed, and `complete_multipart` NotFound, about the caller's own success: the
+caller asks `head` and compares. Latencies are seconds of an attempt in its thread, time in the queue not included.
+
+Called from tasks of one trio loop.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from lakefs_fuse.errors import NotFound, PreconditionFailed, Unavailable
+from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.store.protocol import (
+    Body,
+    Capabilities,
+    Fetched,
+    ListPage,
+    ObjectMeta,
+    ObjectStore,
+    PartRef,
+    UploadRef,
+)
+
+BACKOFF_S_FIRST = 0.1
+BACKOFF_S_FIRST_THROTTLED = 0.5
+BACKOFF_S_MAX = 8.0
+DELETE_KEYS_MAX = 1000
+
+T = TypeVar("T")
+
+
+class StoreClient:
+    """Same methods as `ObjectStore`, async, each with retries. `close` is the owner's, after all calls ended."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        capabilities: Capabilities,
+        metrics: StoreMetrics,
+        *,
+        retry_timeout_s: float = 60.0,
+        requests_max: int = 32,
+        uploads_max: int = 4,
+        rng: random.Random,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``clock`` answers seconds, in any thread."""
+        self._store = store
+        self.capabilities = capabilities
+        self.metrics = metrics
+        self._retry_timeout_s = retry_timeout_s
+        self._rng = rng
+        self._clock = clock
+        self._requests = trio.CapacityLimiter(requests_max)
+        self._uploads = trio.CapacityLimiter(uploads_max)
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    async def get(self, key: str, start: int, end: int, *, etag: str | None = None) -> Fetched:
+        """See `ObjectStore.get`."""
+        fetched = await self._call("get", partial(self._store.get, key, start, end, etag=etag), abandon=True)
+        self.metrics.bytes_read += len(fetched.data)
+        return fetched
+
+    async def head(self, key: str) -> ObjectMeta:
+        """See `ObjectStore.head`."""
+        return await self._call("head", partial(self._store.head, key), abandon=True)
+
+    async def list_page(
+        self,
+        prefix: str,
+        *,
+        delimiter: str = "",
+        start_after: str = "",
+        token: str | None = None,
+        keys_max: int = 1000,
+    ) -> ListPage:
+        """See `ObjectStore.list_page`."""
+        call = partial(
+            self._store.list_page,
+            prefix,
+            delimiter=delimiter,
+            start_after=start_after,
+            token=token,
+            keys_max=keys_max,
+        )
+        return await self._call("list", call, abandon=True)
+
+    async def list_all(self, prefix: str, *, delimiter: str = "", start_after: str = "") -> AsyncIterator[ListPage]:
+        """Every page; one that is left early is closed with `aclose` (contextlib.aclosing)."""
+        token: str | None = None
+        while True:
+            page = await self.list_page(prefix, delimiter=delimiter, start_after=start_after, token=token)
+            yield page
+            token = page.next_token
+            if token is None:
+                return
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    async def put(
+        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False
+    ) -> ObjectMeta:
+        """See `ObjectStore.put`."""
+        call = partial(self._store.put, key, body, metadata=metadata, if_absent=if_absent)
+        meta = await self._call("put", call, limiter=self._uploads)
+        self.metrics.bytes_written += meta.size
+        return meta
+
+    async def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        await self._call("delete", partial(self._store.delete, key))
+
+    async def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """Any number of keys, 1000 a request; the answer maps keys that failed to why."""
+        failed: dict[str, str] = {}
+        for at in range(0, len(keys), DELETE_KEYS_MAX):
+            batch = keys[at : at + DELETE_KEYS_MAX]
+            failed.update(await self._call("delete", partial(self._store.delete_many, batch)))
+        return failed
+
+    async def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
+        """See `ObjectStore.copy`."""
+        return await self._call("copy", partial(self._store.copy, source, target, etag=etag))
+
+    # -- multipart -----------------------------------------------------------------------------------------------
+
+    async def create_multipart(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
+        """See `ObjectStore.create_multipart`. A retried one may leave an upload that only `list_multipart` shows."""
+        return await self._call("other", partial(self._store.create_multipart, key, metadata=metadata))
+
+    async def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> PartRef:
+        """See `ObjectStore.upload_part`."""
+        call = partial(self._store.upload_part, key, upload_id, number, body)
+        part = await self._call("part", call, limiter=self._uploads)
+        self.metrics.bytes_written += part.size
+        return part
+
+    async def upload_part_copy(
+        self, key: str, upload_id: str, number: int, source: str, start: int, end: int, *, etag: str | None = None
+    ) -> PartRef:
+        """See `ObjectStore.upload_part_copy`."""
+        call = partial(self._store.upload_part_copy, key, upload_id, number, source, start, end, etag=etag)
+        return await self._call("copy", call)
+
+    async def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
+    ) -> ObjectMeta:
+        """See `ObjectStore.complete_multipart`, and the module's head on NotFound after a retry."""
+        call = partial(self._store.complete_multipart, key, upload_id, parts, if_absent=if_absent)
+        return await self._call("other", call)
+
+    async def abort_multipart(self, key: str, upload_id: str) -> None:
+        """See `ObjectStore.abort_multipart`."""
+        await self._call("other", partial(self._store.abort_multipart, key, upload_id))
+
+    async def list_multipart(self, prefix: str) -> Sequence[UploadRef]:
+        """See `ObjectStore.list_multipart`."""
+        return await self._call("other", partial(self._store.list_multipart, prefix), abandon=True)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+    # -- one call ------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, kind: str, call: Callable[[], T], *, abandon: bool = False, limiter: trio.CapacityLimiter | None = None
+    ) -> T:
+        began = self._clock()
+        attempt = 0
+        while True:
+            try:
+                return await self._attempt(kind, call, abandon, limiter or self._requests)
+            except Unavailable as error:
+                remaining = began + self._retry_timeout_s - self._clock()
+                if remaining <= 0:
+                    raise
+                first = BACKOFF_S_FIRST_THROTTLED if error.throttled else BACKOFF_S_FIRST
+                pause_s = self._rng.uniform(0, min(BACKOFF_S_MAX, first * 2.0 ** min(attempt, 16)))
+            await trio.sleep(min(pause_s, remaining))
+            attempt += 1
+            self.metrics.retries += 1
+
+    async def _attempt(self, kind: str, call: Callable[[], T], abandon: bool, limiter: trio.CapacityLimiter) -> T:
+        """One attempt. ``errors`` counts answers that are faults, not those that are information."""
+        clock, metrics = self._clock, self.metrics
+        started: list[float] = []
+
+        def work() -> T:
+            started.append(clock())
+            return call()
+
+        try:
+            return await trio.to_thread.run_sync(work, abandon_on_cancel=abandon, limiter=limiter)
+        except Unavailable as error:
+            metrics.errors += 1
+            metrics.throttled += error.throttled
+            raise
+        except (NotFound, PreconditionFailed):
+            raise
+        except Exception:
+            metrics.errors += 1
+            raise
+        finally:
+            if started:
+                took = clock() - started[0]
+                metrics.requests[kind] += 1
+                metrics.latency_s_sum[kind] += took
+                metrics.latency_s_max[kind] = max(metrics.latency_s_max[kind], took)

@@ -1,0 +1,178 @@
+"""Pages of a local store's keys in S3's order: by UTF-8 bytes of the whole key, a directory sorting as ``name/``.
+
+Always true:
+
+* sorting ``str`` is sorting UTF-8 bytes (that encoding keeps the order of code points);
+* every directory is at least one key: its marker, if it has one or has no entries; so a directory is a common prefix
+  without being looked into;
+* memory per listing is bounded: a directory's names are taken `NAMES_MAX` at a time, and at most `OPEN_MAX` listings
+  wait for their next page. One that was forgotten is begun again after the last key answered.
+
+A token names that last answer; it is good in any process. Called from any worker thread.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.errors import StoreError, Unsupported
+from lakefs_fuse.store.local_tree import HIDDEN, LocalTree, empty_directory, file_etag, translated
+from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+
+NAMES_MAX = 65_536
+OPEN_MAX = 8
+
+_LAST = "\U0010ffff"
+"""Sorts after every name; appended to a prefix, after every key below it."""
+
+Item = ObjectMeta | str
+_Walk = Iterator[Item]
+
+
+class LocalListing:
+    """Listings of one tree."""
+
+    def __init__(self, tree: LocalTree) -> None:
+        self._tree = tree
+        self._lock = threading.Lock()
+        self._open: OrderedDict[tuple[str, str, str], _Walk] = OrderedDict()
+
+    def page(self, prefix: str, delimiter: str, start_after: str, token: str | None, keys_max: int) -> ListPage:
+        """See `ObjectStore.list_page`."""
+        if delimiter not in ("", "/"):
+            raise Unsupported(f"delimiter {delimiter!r}: only '/' or none")
+        walk = self._resume(prefix, delimiter, token) if token is not None else None
+        if walk is None:
+            walk = self._begin(prefix, delimiter, _after_token(token) if token is not None else start_after)
+        items = list(islice(walk, keys_max))
+        next_token = None
+        if len(items) == keys_max and (following := next(walk, None)) is not None:
+            last = items[-1]
+            next_token = "p" + last if isinstance(last, str) else "k" + last.key
+            self._keep((prefix, delimiter, next_token), _chain(following, walk))
+        objects = [item for item in items if isinstance(item, ObjectMeta)]
+        prefixes = [item for item in items if isinstance(item, str)]
+        return ListPage(objects, prefixes, next_token)
+
+    def _resume(self, prefix: str, delimiter: str, token: str) -> _Walk | None:
+        with self._lock:
+            return self._open.pop((prefix, delimiter, token), None)
+
+    def _keep(self, name: tuple[str, str, str], walk: _Walk) -> None:
+        with self._lock:
+            self._open[name] = walk
+            while len(self._open) > OPEN_MAX:
+                self._open.popitem(last=False)
+
+    def _begin(self, prefix: str, delimiter: str, after: str) -> _Walk:
+        directory, _, name_prefix = prefix.rpartition("/")
+        base = directory + "/" if directory else ""
+        if prefix.startswith("/") or (base and self._tree.refusal(base) is not None):
+            return iter(())
+        path = f"{self._tree.root}/{base}".rstrip("/")
+        if os.path.realpath(path) != path:
+            return iter(())
+        return self._walk(base, name_prefix, after, recursive=not delimiter)
+
+    def _walk(self, base: str, name_prefix: str, after: str, *, recursive: bool) -> _Walk:
+        """Items below directory ``base`` ('' or ending in '/') whose next component starts with ``name_prefix``."""
+        tree, directory = self._tree, f"{self._tree.root}/{base}"
+        bound, first = after, True
+        while True:
+            names, more, any_entry = self._names(base, name_prefix, bound)
+            if first and base and not name_prefix and base > after:
+                found = tree.marker(directory, base)
+                if found is None and not any_entry and base != RESERVED_NAME + "/":
+                    found = _status_of_empty(directory, base)
+                if found is not None:
+                    yield found
+            first = False
+            for name in names:
+                key = base + name
+                if not name.endswith("/"):
+                    if (status := tree.stat_for_listing(directory + name)) is not None:
+                        yield ObjectMeta(key, status.st_size, file_etag(status), status.st_mtime_ns)
+                elif base == "" and name == RESERVED_NAME + "/" and not self._reserved_has_keys():
+                    continue
+                elif recursive:
+                    yield from self._walk(key, "", after, recursive=True)
+                else:
+                    yield key
+            if not more:
+                return
+            last = base + names[-1]
+            bound = last + _LAST if last.endswith("/") else last
+
+    def _names(self, base: str, name_prefix: str, after: str) -> tuple[list[str], bool, bool]:
+        """The next names in order (directories end in '/'), whether there are more, and whether any entry exists."""
+        names: list[str] = []
+        more = any_entry = False
+        try:
+            with translated("list", base or "/"), os.scandir(f"{self._tree.root}/{base}") as entries:
+                for entry in entries:
+                    name = entry.name
+                    if base == RESERVED_NAME + "/" and name in HIDDEN:
+                        continue
+                    any_entry = True
+                    if not name.startswith(name_prefix):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        name += "/"
+                    elif not (entry.is_file(follow_symlinks=False) or entry.is_symlink()):
+                        continue
+                    key = base + name
+                    inside = name[-1] == "/" and after.startswith(key) and after != key + _LAST
+                    if (inside or key > after) and _is_utf8(name):
+                        names.append(name)
+                        if len(names) >= 2 * NAMES_MAX:
+                            names.sort()
+                            del names[NAMES_MAX:]
+                            more = True
+        except StoreError as error:
+            if base == "" or not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+                raise
+            return [], False, True
+        names.sort()
+        if len(names) > NAMES_MAX:
+            del names[NAMES_MAX:]
+            more = True
+        return names, more, any_entry
+
+    def _reserved_has_keys(self) -> bool:
+        path = f"{self._tree.root}/{RESERVED_NAME}"
+        try:
+            with os.scandir(path) as entries:
+                return any(entry.name not in HIDDEN for entry in entries)
+        except OSError:
+            return False
+
+
+def _after_token(token: str) -> str:
+    return token[1:] + _LAST if token.startswith("p") else token[1:]
+
+
+def _chain(first: Item, rest: _Walk) -> _Walk:
+    yield first
+    yield from rest
+
+
+def _status_of_empty(directory: str, key: str) -> ObjectMeta | None:
+    try:
+        return empty_directory(key, os.lstat(directory))
+    except OSError:
+        return None
+
+
+def _is_utf8(name: str) -> bool:
+    if name.isascii():
+        return True
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

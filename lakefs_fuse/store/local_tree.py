@@ -1,0 +1,385 @@
+"""The directory behind a `file:///dir` store: keys to paths, versions, extended attributes, atomic publication.
+
+Always true:
+
+* a key's path never leaves the root, never passes through a symbolic link to a directory, never enters
+  ``.lakefs/tmp`` or ``.lakefs/uploads``;
+* a name appears by one rename or link of a finished, synced temporary file, so a crash leaves nothing but a file in
+  ``.lakefs/tmp``, which nobody sees and which the next store that opens removes after a day;
+* a directory is removed only when empty (rmdir), so pruning can race with anything.
+
+Called by the other `local*` modules only, from any worker thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import stat
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.errors import (
+    AccessDenied,
+    ConfigError,
+    KeyRefused,
+    NoSuchBucket,
+    NotFound,
+    PreconditionFailed,
+    StoreError,
+    StoreFull,
+    Unavailable,
+)
+from lakefs_fuse.store.protocol import ObjectMeta
+
+TMP_DIR = f"{RESERVED_NAME}/tmp"
+UPLOADS_DIR = f"{RESERVED_NAME}/uploads"
+HIDDEN = frozenset({"tmp", "uploads"})
+"""Names in ``.lakefs`` that are this store's own and are never keys."""
+
+METADATA_XATTR = "user.lakefs.metadata"
+"""JSON ``{"version": "<mtime_ns>-<size>", "metadata": {…}}``: metadata of exactly that version of the file, so a file
+that another tool rewrote in place does not keep what was said about its former contents."""
+MARKER_XATTR = "user.lakefs.marker"
+"""JSON ``{"version": n, "metadata": {…}}`` on a directory: it is the object ``dir/`` and stays when emptied."""
+METADATA_BYTES_MAX = 2048
+"""S3's own limit; ext4 keeps about 4000 bytes of attributes with a file."""
+NAME_BYTES_MAX = 255
+TMP_AGE_S_MAX = 86_400
+PUBLISH_TRIES_MAX = 16
+
+_OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_AGAIN = frozenset({errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_REFUSED = frozenset({errno.ENAMETOOLONG, errno.EISDIR, errno.EILSEQ, errno.EINVAL, errno.ELOOP})
+
+
+def file_etag(status: os.stat_result) -> str:
+    """Differs whenever the file was replaced or rewritten."""
+    return f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}"
+
+
+@contextlib.contextmanager
+def translated(what: str, key: str) -> Iterator[None]:
+    """OSError to StoreError, in one place."""
+    try:
+        yield
+    except OSError as error:
+        code, reason = error.errno or errno.EIO, f"{what} {key!r}: {error.strerror or error}"
+        if code in _MISSING:
+            raise NotFound(reason) from error
+        if code in _FULL:
+            raise StoreFull(reason) from error
+        if code in _DENIED:
+            raise AccessDenied(f"{reason} (check the directory's owner and mode)") from error
+        if code in _AGAIN:
+            raise Unavailable(reason) from error
+        if code in _REFUSED:
+            raise KeyRefused(reason) from error
+        raise StoreError(reason) from error
+
+
+class LocalTree:
+    """One root directory. Holds no state but the last time stamp given out."""
+
+    def __init__(self, root: str, rng: random.Random, now_ns: Callable[[], int]) -> None:
+        """Raises NoSuchBucket, AccessDenied, or ConfigError where the file system has no user extended attributes."""
+        self.root = os.path.realpath(root)
+        self._rng = rng
+        self._now_ns = now_ns
+        self._last_ns = 0
+        self._lock = threading.Lock()
+        if not os.path.isdir(self.root):
+            raise NoSuchBucket(f"directory {root} does not exist: create it first")
+        if not os.access(self.root, os.R_OK | os.X_OK):
+            raise AccessDenied(f"directory {root} cannot be read: check its owner and mode")
+        try:
+            os.getxattr(self.root, METADATA_XATTR)
+        except OSError as error:
+            if error.errno == errno.ENOTSUP:
+                raise ConfigError(
+                    f"directory {root}: its file system has no user extended attributes, which object metadata needs"
+                ) from error
+        self._remove_old_temporaries()
+
+    def unique_ns(self) -> int:
+        """The wall clock in ns, never the same twice: kernel time stamps move only every few milliseconds."""
+        with self._lock:
+            self._last_ns = max(self._last_ns + 1, self._now_ns())
+            return self._last_ns
+
+    def unique_name(self) -> str:
+        """128 random bits in hex."""
+        with self._lock:
+            return f"{self._rng.getrandbits(128):032x}"
+
+    # -- keys and paths ------------------------------------------------------------------------------------------
+
+    def refusal(self, key: str) -> str | None:
+        """Why ``key`` cannot be stored here; None where it can."""
+        try:
+            key.encode()
+        except UnicodeEncodeError:
+            return "it is not UTF-8"
+        components = key.removesuffix("/").split("/")
+        if any(part in ("", ".", "..") for part in components):
+            return "it has an empty, '.' or '..' component"
+        if "\0" in key:
+            return "it has a NUL"
+        if any(len(part.encode()) > NAME_BYTES_MAX for part in components):
+            return f"a component is longer than {NAME_BYTES_MAX} bytes"
+        if len(components) > 1 and components[0] == RESERVED_NAME and components[1] in HIDDEN:
+            return "the name is reserved"
+        return None
+
+    def path(self, key: str) -> str:
+        """Path without a trailing slash. Raises NotFound for what can be no key here."""
+        if refusal := self.refusal(key):
+            raise NotFound(f"{key!r}: no such object: {refusal}")
+        return f"{self.root}/{key.removesuffix('/')}"
+
+    def path_to_write(self, key: str) -> str:
+        """As `path`; raises KeyRefused."""
+        if refusal := self.refusal(key):
+            raise KeyRefused(f"{key!r} cannot be stored: {refusal}")
+        return f"{self.root}/{key.removesuffix('/')}"
+
+    def inside(self, path: str) -> bool:
+        """Whether a resolved path is one that objects may lie at."""
+        if not path.startswith(self.root + "/"):
+            return False
+        return not path.startswith((f"{self.root}/{TMP_DIR}/", f"{self.root}/{UPLOADS_DIR}/"))
+
+    def open_file(self, key: str) -> tuple[int, os.stat_result]:
+        """Descriptor and status of a regular file. Raises NotFound for anything else."""
+        path = self.path(key)
+        with translated("open", key):
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
+                target = os.path.realpath(path)
+                if not self.inside(target) or os.path.realpath(os.path.dirname(path)) != os.path.dirname(path):
+                    raise NotFound(f"{key!r}: a symbolic link that leads out of the store")
+                path = target
+                status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise NotFound(f"{key!r}: not a regular file")
+            fd = os.open(path, _OPEN | os.O_NOFOLLOW)
+        try:
+            # One call tells, without a race, whether any directory on the way is a link: the kernel names the file.
+            opened = os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
+            if opened != path.removesuffix(" (deleted)"):
+                raise NotFound(f"{key!r}: lies behind a symbolic link to a directory")
+            return fd, os.fstat(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def stat_for_listing(self, path: str) -> os.stat_result | None:
+        """Status of what is listed at ``path`` (its directory is known to be genuine), None if it is no object."""
+        try:
+            status = os.lstat(path)
+            if stat.S_ISLNK(status.st_mode):
+                target = os.path.realpath(path)
+                status = os.lstat(target) if self.inside(target) else status
+        except OSError:
+            return None
+        return status if stat.S_ISREG(status.st_mode) else None
+
+    # -- metadata and markers ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def read_metadata(fd: int, status: os.stat_result) -> dict[str, str]:
+        """User metadata of this version of an open file."""
+        document = _read_xattr(fd, METADATA_XATTR)
+        if document is None or document.get("version") != f"{status.st_mtime_ns}-{status.st_size}":
+            return {}
+        return _plain(document.get("metadata"))
+
+    @staticmethod
+    def marker(path: str, key: str) -> ObjectMeta | None:
+        """The object ``key`` (ends in a slash) of a directory that was made one, or None."""
+        document = _read_xattr(path, MARKER_XATTR)
+        if document is None:
+            return None
+        version = document.get("version")
+        version = version if isinstance(version, int) else 0
+        return ObjectMeta(key, 0, f"{version:x}", version, _plain(document.get("metadata")))
+
+    def directory_object(self, key: str) -> ObjectMeta | None:
+        """The object ``dir/``: a directory with a marker, or an empty one."""
+        path = self.path(key)
+        try:
+            if os.path.realpath(path) != path or not stat.S_ISDIR((status := os.lstat(path)).st_mode):
+                return None
+            if found := self.marker(path, key):
+                return found
+            with os.scandir(path) as entries:
+                empty = next(entries, None) is None
+        except OSError:
+            return None
+        return empty_directory(key, status) if empty else None
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def new_temporary(self) -> tuple[int, str]:
+        """An empty file in ``.lakefs/tmp``, open for reading and writing."""
+        name = f"{self.root}/{TMP_DIR}/{self.unique_name()}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            return os.open(name, flags, 0o666), name
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(name), mode=0o777, exist_ok=True)
+            return os.open(name, flags, 0o666), name
+
+    def seal(self, fd: int, metadata: Mapping[str, str] | None) -> os.stat_result:
+        """Give the file its version and metadata and make it durable; the answer's ETag is final."""
+        stamp = self.unique_ns()
+        os.utime(fd, ns=(stamp, stamp))
+        status = os.fstat(fd)
+        if metadata:
+            value = encode_metadata(f"{status.st_mtime_ns}-{status.st_size}", metadata)
+            os.setxattr(fd, METADATA_XATTR, value)
+        os.fsync(fd)
+        return status
+
+    def publish(self, temporary: str, key: str, *, if_absent: bool) -> None:
+        """The temporary file becomes ``key``, durably. Raises KeyRefused, PreconditionFailed."""
+        path = self.path_to_write(key)
+        for _ in range(PUBLISH_TRIES_MAX):
+            try:
+                self.make_directory(os.path.dirname(path), key)
+                if if_absent:
+                    os.link(temporary, path)
+                    os.unlink(temporary)
+                else:
+                    os.rename(temporary, path)
+                sync_directory(os.path.dirname(path))
+                return
+            except FileNotFoundError:
+                continue  # someone pruned the directory that we had just made sure of
+            except FileExistsError as error:
+                if os.path.isdir(path):
+                    raise KeyRefused(f"{key!r} cannot be stored: {key + '/'!r} has objects") from error
+                raise PreconditionFailed(f"{key!r} exists") from error
+            except (IsADirectoryError, NotADirectoryError) as error:
+                raise KeyRefused(f"{key!r} cannot be stored: it conflicts with another key") from error
+        raise Unavailable(f"{key!r}: its directory keeps disappearing")
+
+    def make_directory(self, path: str, key: str) -> None:
+        """mkdir -p, durably. Raises KeyRefused where a component is a file or a symbolic link."""
+        missing = []
+        at = path
+        while not os.path.lexists(at):
+            missing.append(at)
+            at = os.path.dirname(at)
+        # FileNotFoundError here: someone pruned it just now, and the caller begins again.
+        if not stat.S_ISDIR(os.lstat(at).st_mode) or os.path.realpath(at) != at:
+            raise KeyRefused(f"{key!r} cannot be stored: a component of it is a file or a symbolic link")
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory)
+            sync_directory(os.path.dirname(directory))
+
+    def put_marker(self, key: str, metadata: Mapping[str, str] | None, *, if_absent: bool) -> ObjectMeta:
+        """``dir/`` comes to be, or gets new metadata."""
+        path = self.path_to_write(key)
+        version = self.unique_ns()
+        value = encode_metadata(version, metadata or {})
+        for _ in range(PUBLISH_TRIES_MAX):
+            try:
+                self.make_directory(path, key)
+                os.setxattr(path, MARKER_XATTR, value, os.XATTR_CREATE if if_absent else 0)
+                sync_directory(path)
+                return ObjectMeta(key, 0, f"{version:x}", version, dict(metadata or {}))
+            except FileNotFoundError:
+                continue
+            except FileExistsError as error:
+                raise PreconditionFailed(f"{key!r} exists") from error
+        raise Unavailable(f"{key!r}: the directory keeps disappearing")
+
+    def remove(self, key: str) -> str | None:
+        """Remove an object if it is there; the answer is the directory to sync and prune, None if nothing changed."""
+        if self.refusal(key):
+            return None
+        path = self.path(key)
+        parent = os.path.dirname(path)
+        if os.path.realpath(parent) != parent:
+            return None
+        try:
+            mode = os.lstat(path).st_mode
+            if key.endswith("/"):
+                if not stat.S_ISDIR(mode):
+                    return None
+                with contextlib.suppress(OSError):
+                    os.removexattr(path, MARKER_XATTR)
+                return path
+            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+                return None
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return parent
+
+    def prune(self, path: str) -> None:
+        """Remove ``path`` and its parents as long as they are empty and carry no marker; the survivor is synced."""
+        while path != self.root and _read_xattr(path, MARKER_XATTR) is None:
+            try:
+                os.rmdir(path)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                break
+            path = os.path.dirname(path)
+        with contextlib.suppress(OSError):
+            sync_directory(path)
+
+    def _remove_old_temporaries(self) -> None:
+        limit_s = self._now_ns() / 1e9 - TMP_AGE_S_MAX
+        with contextlib.suppress(OSError), os.scandir(f"{self.root}/{TMP_DIR}") as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < limit_s:
+                        Path(entry.path).unlink()
+
+
+def empty_directory(key: str, status: os.stat_result) -> ObjectMeta:
+    """The object that an empty directory without a marker is."""
+    return ObjectMeta(key, 0, f"{status.st_mtime_ns:x}-{status.st_ino:x}", status.st_mtime_ns, {})
+
+
+def encode_metadata(version: int | str, metadata: Mapping[str, str]) -> bytes:
+    """Value of either attribute. Raises StoreError where it is larger than an object store would take."""
+    value = json.dumps({"version": version, "metadata": dict(metadata)}, separators=(",", ":")).encode()
+    if len(value) > METADATA_BYTES_MAX + 64:
+        raise StoreError(f"object metadata is larger than {METADATA_BYTES_MAX} bytes")
+    return value
+
+
+def sync_directory(path: str) -> None:
+    """Names in the directory become durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _read_xattr(where: int | str, name: str) -> dict[str, object] | None:
+    try:
+        document: object = json.loads(os.getxattr(where, name))
+    except (OSError, ValueError):
+        return None
+    return document if isinstance(document, dict) else {}
+
+
+def _plain(document: object) -> dict[str, str]:
+    if not isinstance(document, dict):
+        return {}
+    return {str(name): str(value) for name, value in document.items()}

@@ -1,0 +1,356 @@
+"""What a store can do, found out by doing it.
+
+Everything is written under ``.lakefs/probe-<random>/`` and removed again, whether or not the probe succeeds: objects
+one by one by the names that were used and by listing, uploads by aborting. A crash in mid-probe leaves a few small
+objects there, which no mount shows.
+
+Blocking: about 40 requests, each tried a few times. Called once per mount, before anything is served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar, runtime_checkable
+
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.errors import (
+    AccessDenied,
+    ConfigError,
+    KeyRefused,
+    LakeError,
+    NotFound,
+    PreconditionFailed,
+    StoreError,
+    Unavailable,
+    Unsupported,
+)
+from lakefs_fuse.store.patience import patiently
+from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectStore, PartRef
+
+T = TypeVar("T")
+
+BODY = b"0123456789"
+SUSPECT_CHARACTERS = "\\%+#?*:\"<>|&;=' \t\n\x7f"
+"""Characters that some server or gateway changes on their way into a key."""
+CLEANINGS_MAX = 3
+
+_ORDER = ("a", "a-b", "a/b", "a0", "b")
+"""In the order of their bytes, which differs from that of a tree walk."""
+_NOTES = {
+    "ranges": "ranges of an object are not answered: whole objects are read and cut",
+    "partial_status": "ranges are answered 200, not 206: reads go through boto3, at about 500 requests a second",
+    "get_if_match": "conditions on GET are ignored: versions are compared after each read",
+    "put_if_absent": "conditions on PUT are ignored: exclusive creation is a HEAD before the PUT",
+    "part_copy": "parts cannot be copied: bytes of a changed file that stay are uploaded again",
+    "parts_replaceable": "parts are final once uploaded: a file that changes behind the writer is uploaded anew",
+    "complete_etag": "completing an upload does not tell the ETag: it is asked for",
+    "sorted_listing": "listings are not in the order of bytes: listings are sorted here",
+    "lists_markers": "there are no directory markers: empty directories exist only on the node that made them",
+    "metadata": "user metadata is not kept: modes, owners and exact times of files are not",
+    "copy_if_match": "conditions on copies are ignored: versions are compared before and after",
+    "md5_etags": "ETags are not MD5 sums: uploads carry Content-MD5, which the store may or may not check",
+}
+
+
+@runtime_checkable
+class Observable(Protocol):
+    """A store that can show what its server answers before it is made up for."""
+
+    def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
+        """HTTP status and body length of a ranged GET."""
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """A store that behaves differently for different capabilities."""
+
+    def adapt(self, capabilities: Capabilities) -> None:
+        """Called once, before serving."""
+
+
+def probe(
+    store: ObjectStore,
+    rng: random.Random,
+    *,
+    read_only: bool = False,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Capabilities:
+    """Find out, and let the store adapt itself.
+
+    Raises ConfigError where the store cannot serve (it has no multipart uploads), AccessDenied where it may not be
+    written to, Unavailable where it did not answer. ``read_only`` writes nothing and assumes the least.
+    """
+    finding = _Probe(store, rng, sleep)
+    found = finding.read_only() if read_only else finding.run()
+    name = getattr(store, "name", type(store).__name__)
+    notes = [text for field, text in _NOTES.items() if not found[field] and field in finding.seen]
+    refused = finding.characters_refused
+    if refused:
+        notes.append(f"keys with any of {refused!r} are refused: the store would change them")
+    capabilities = Capabilities(name=str(name), **found, characters_refused=refused, notes=tuple(notes))
+    if isinstance(store, Adaptable):
+        store.adapt(capabilities)
+    return capabilities
+
+
+@dataclass(slots=True)
+class _Try:
+    worked: bool = False
+
+
+class _Probe:
+    def __init__(self, store: ObjectStore, rng: random.Random, sleep: Callable[[float], None]) -> None:
+        self._store = store
+        self._sleep = sleep
+        self._base = f"{RESERVED_NAME}/probe-{rng.getrandbits(64):016x}/"
+        self._written: list[str] = []
+        self._uploads: list[tuple[str, str]] = []
+        self.characters_refused = ""
+        self._complete_etag = True
+        self.seen: set[str] = set()
+        """Capabilities that were found out, not assumed."""
+
+    def run(self) -> dict[str, bool]:
+        """Everything, then clean up. What cannot be cleaned up is an error only if all else went well."""
+        try:
+            found = self._find()
+        except BaseException:
+            with contextlib.suppress(LakeError):
+                self._clean()
+            raise
+        self._clean()
+        return found
+
+    def read_only(self) -> dict[str, bool]:
+        """Look at an object that is there, if any; assume the least of everything else."""
+        found = dict.fromkeys(_NOTES, False)
+        found |= {"multipart": True, "metadata": True, "ranges": True}
+        if not isinstance(self._store, Observable):
+            return found | self._reading("", 0)
+        page = self._list("", keys_max=100)
+        for meta in page.objects:
+            if meta.size > 1 and meta.etag:
+                with contextlib.suppress(NotFound, AccessDenied, PreconditionFailed):
+                    found |= self._reading(meta.key, meta.size)
+                    break
+        return found
+
+    def _find(self) -> dict[str, bool]:
+        key = self._base + "object"
+        etag = self._put(key, BODY, {"mode": "33188", "mtime": "1.5"})
+        head = self._ask(lambda: self._store.head(key))
+        found = self._reading(key, len(BODY))
+        found["metadata"] = dict(head.metadata or {}) == {"mode": "33188", "mtime": "1.5"}
+        found["md5_etags"] = etag == hashlib.md5(BODY, usedforsecurity=False).hexdigest()
+        found["put_if_absent"] = self._refuses_existing(key)
+        found["copy_if_match"] = self._copies_conditionally(key)
+        found["sorted_listing"] = self._lists_in_order()
+        found["lists_markers"] = self._lists_markers()
+        found |= self._multipart()
+        found["part_copy"] = self._copies_parts(key)
+        self._find_refused_characters()
+        self.seen |= found.keys() if isinstance(self._store, Observable) else found.keys() - {"md5_etags"}
+        return found
+
+    # -- single findings -----------------------------------------------------------------------------------------
+
+    def _reading(self, key: str, size: int) -> dict[str, bool]:
+        if not isinstance(self._store, Observable):
+            return {"ranges": True, "partial_status": True, "get_if_match": True}
+        self.seen |= {"ranges", "partial_status", "get_if_match"}
+        observed = self._store
+        status, length = self._ask(lambda: observed.observe_get(key, 0, 1))
+        ranges = length == 1 and size > 1
+        try:
+            self._ask(lambda: observed.observe_get(key, 0, 1, etag="0" * 32))
+            conditional = False
+        except PreconditionFailed:
+            conditional = True
+        return {"ranges": ranges, "partial_status": ranges and status == 206, "get_if_match": conditional}
+
+    def _refuses_existing(self, key: str) -> bool:
+        try:
+            self._ask(lambda: self._store.put(key, BODY, metadata={}, if_absent=True))
+        except PreconditionFailed:
+            return True
+        except Unsupported:
+            return False
+        return False
+
+    def _copies_conditionally(self, key: str) -> bool:
+        target = self._base + "copy"
+        self._written.append(target)
+        try:
+            self._ask(lambda: self._store.copy(key, target, etag="0" * 32))
+        except PreconditionFailed:
+            return True
+        except Unsupported:
+            return False
+        return False
+
+    def _lists_in_order(self) -> bool:
+        base = self._base + "order/"
+        expected = []
+        for name in _ORDER:
+            # A store that cannot hold both `a` and `a/b` says so, or fails in its own way.
+            with self._survives():
+                self._put(base + name, b"", None)
+                expected.append(base + name)
+        if [meta.key for meta in self._list(base).objects] != expected:
+            return False
+        return self._lists_prefixes_in_order(base)
+
+    def _lists_prefixes_in_order(self, base: str) -> bool:
+        """The same with one key a page: whether a prefix comes where its bytes belong."""
+        seen: list[str] = []
+        token = None
+        for _ in range(3 * len(_ORDER)):
+            page = self._list(base, delimiter="/", token=token, keys_max=1)
+            seen += [meta.key for meta in page.objects] + list(page.prefixes)
+            token = page.next_token
+            if token is None:
+                break
+        return seen == sorted(seen)
+
+    def _lists_markers(self) -> bool:
+        base = self._base + "marker/"
+        try:
+            self._put(base + "dir/", b"", None)
+        except StoreError as error:
+            if isinstance(error, Unavailable | AccessDenied):
+                raise
+            return False
+        self._written.append(base + "dir")
+        page = self._list(base, delimiter="/")
+        return list(page.prefixes) == [base + "dir/"] and not [m for m in page.objects if m.key != base]
+
+    def _multipart(self) -> dict[str, bool]:
+        """Uploads of one small part, first with all liberties taken. Raises ConfigError where there are none."""
+        key = self._base + "upload"
+        self._written.append(key)
+        try:
+            with self._survives() as liberties:
+                upload_id = self._begin_upload(key)
+                self._part(key, upload_id, 1, BODY)
+                self._part(key, upload_id, 3, b"dropped")
+                part = self._part(key, upload_id, 1, BODY[2:6])
+                liberties.worked = self._completes(key, upload_id, part)
+            if not liberties.worked:
+                upload_id = self._begin_upload(key)
+                part = self._part(key, upload_id, 1, BODY[2:6])
+                if not self._completes(key, upload_id, part):
+                    raise Unsupported("a completed upload is not what was uploaded")
+        except (Unsupported, KeyRefused) as error:
+            raise ConfigError(f"the store cannot be mounted: it lacks multipart uploads ({error})") from error
+        return {"multipart": True, "parts_replaceable": liberties.worked, "complete_etag": self._complete_etag}
+
+    def _copies_parts(self, source: str) -> bool:
+        key = self._base + "upload-copied"
+        self._written.append(key)
+        with self._survives() as copying:
+            upload_id = self._begin_upload(key)
+            part = self._ask(lambda: self._store.upload_part_copy(key, upload_id, 1, source, 2, 6))
+            copying.worked = self._completes(key, upload_id, part)
+        return copying.worked
+
+    def _begin_upload(self, key: str) -> str:
+        upload_id = self._ask(lambda: self._store.create_multipart(key))
+        self._uploads.append((key, upload_id))
+        return upload_id
+
+    def _part(self, key: str, upload_id: str, number: int, body: bytes) -> PartRef:
+        return self._ask(lambda: self._store.upload_part(key, upload_id, number, body))
+
+    def _completes(self, key: str, upload_id: str, part: PartRef) -> bool:
+        """Whether bytes 2 to 6 of `BODY` are what is there after completing with one part."""
+        done = self._ask(lambda: self._store.complete_multipart(key, upload_id, [part]))
+        meta = self._ask(lambda: self._store.head(key))
+        self._complete_etag = done.etag == meta.etag
+        return meta.size == 4 and bytes(self._ask(lambda: self._store.get(key, 0, 4)).data) == BODY[2:6]
+
+    @contextlib.contextmanager
+    def _survives(self) -> Iterator[_Try]:
+        """Something a store may fail at in its own way; but not being allowed to is no answer."""
+        attempt = _Try()
+        try:
+            yield attempt
+        except AccessDenied:
+            raise
+        except StoreError:
+            return
+
+    def _find_refused_characters(self) -> None:
+        """All at once first; one by one only where that failed."""
+        base = self._base + "keys/"
+        if not self._keeps(base, SUSPECT_CHARACTERS):
+            self.characters_refused = "".join(
+                character
+                for number, character in enumerate(SUSPECT_CHARACTERS)
+                if not self._keeps(f"{base}{number}/", character)
+            )
+
+    def _keeps(self, base: str, characters: str) -> bool:
+        key = f"{base}x{characters}x"
+        with self._survives() as keeping:
+            self._put(key, b"", None)
+            keeping.worked = key in [meta.key for meta in self._list(base).objects]
+        return keeping.worked
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        return patiently(call, self._sleep)
+
+    def _list(self, prefix: str, *, delimiter: str = "", token: str | None = None, keys_max: int = 1000) -> ListPage:
+        return self._ask(
+            lambda: self._store.list_page(prefix, delimiter=delimiter, token=token, keys_max=keys_max),
+        )
+
+    # -- writing and cleaning up ---------------------------------------------------------------------------------
+
+    def _put(self, key: str, body: bytes, metadata: dict[str, str] | None) -> str:
+        self._written.append(key)
+        return self._ask(lambda: self._store.put(key, body, metadata=metadata)).etag
+
+    def _clean(self) -> None:
+        """Raises the last error where something could not be removed."""
+        failure: LakeError | None = None
+        for _ in range(CLEANINGS_MAX):
+            failure = None
+            for key, upload_id in self._uploads:
+                try:
+                    self._ask(partial(self._store.abort_multipart, key, upload_id))
+                except LakeError as error:
+                    failure = error
+            try:
+                leftovers = self._leftovers()
+                for key in sorted({*self._written, *leftovers}, key=len, reverse=True):
+                    self._ask(partial(self._store.delete, key))
+                # A server that keeps its keys in directories goes on listing empty ones as prefixes.
+                for directory in self._directories(leftovers):
+                    self._ask(partial(self._store.delete, directory))
+                reserved = RESERVED_NAME + "/"
+                page = self._list(reserved, delimiter="/", keys_max=2)
+                if not page.prefixes and [meta.key for meta in page.objects] == [reserved]:
+                    self._ask(partial(self._store.delete, reserved))
+                if failure is None and not self._leftovers():
+                    break
+            except LakeError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _directories(self, keys: Sequence[str]) -> list[str]:
+        """Every directory of ours that the keys lie in, children first."""
+        found = {self._base}
+        for key in [*self._written, *keys]:
+            parts = key.split("/")
+            found.update("/".join(parts[:depth]) + "/" for depth in range(3, len(parts)))
+        return sorted(found, key=len, reverse=True)
+
+    def _leftovers(self) -> list[str]:
+        return [meta.key for meta in self._list(self._base).objects]

@@ -1,0 +1,199 @@
+"""What every object store offers, as blocking calls: the contract that `tests/store` runs against each of them.
+
+Always true:
+
+* keys are ``str`` relative to the source's prefix, never empty; ETags are opaque and without quotes;
+* a version is (key, ETag); ``get`` answers bytes of exactly the version asked for or raises PreconditionFailed;
+* a write is visible whole or not at all, and after it returns every later call sees it;
+* one call is one attempt (a listing call: one page): retrying, counting and deadlines belong to `client.StoreClient`;
+* errors are the `StoreError` kinds of `lakefs_fuse.errors` only.
+
+Implementations are called from worker threads, many at once, and keep no state that a crash could lose.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+Buffer = bytes | bytearray | memoryview
+
+PARTS_MAX = 10_000
+PART_BYTES_MIN = 5 * 1024 * 1024
+"""Smallest part but the last; S3's limits, https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSlice:
+    """Bytes ``offset`` to ``offset + length`` of an open file, read with pread; beyond its end are zeros.
+
+    The descriptor stays owned by whoever made the slice and must outlive the call it is passed to.
+    """
+
+    fd: int
+    offset: int
+    length: int
+
+    def pieces(self, piece_bytes_max: int = 1 << 20) -> Iterator[bytes]:
+        """The bytes in order, in pieces that bound memory."""
+        at, end = self.offset, self.offset + self.length
+        while at < end:
+            want = min(piece_bytes_max, end - at)
+            piece = os.pread(self.fd, want, at)
+            if len(piece) < want:
+                piece += bytes(want - len(piece))
+            at += want
+            yield piece
+
+
+Body = bytes | FileSlice
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectMeta:
+    """One object as LIST or HEAD shows it. ``metadata`` is None where not asked for (LIST), else user metadata."""
+
+    key: str
+    size: int
+    etag: str
+    mtime_ns: int
+    metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Answer of ``get``: ``data`` is bytes [start, min(end, size)); ``meta.metadata`` may be None."""
+
+    data: Buffer
+    meta: ObjectMeta
+
+
+@dataclass(frozen=True, slots=True)
+class ListPage:
+    """One page in the store's order. ``prefixes`` end in the delimiter. ``next_token`` is None on the last page."""
+
+    objects: Sequence[ObjectMeta]
+    prefixes: Sequence[str]
+    next_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartRef:
+    """A part that was uploaded: ``number`` from 1, ``etag`` as the store answered, ``size`` in bytes."""
+
+    number: int
+    etag: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRef:
+    """A multipart upload that was neither completed nor aborted."""
+
+    key: str
+    upload_id: str
+    started_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What the probe found. A mount refuses a store without ``multipart``; the rest it adapts to."""
+
+    name: str
+    ranges: bool = True
+    """Ranged GETs are answered with exactly the range (whatever the status code says)."""
+    partial_status: bool = True
+    """… and with 206, which obstore insists on."""
+    get_if_match: bool = True
+    put_if_absent: bool = True
+    multipart: bool = True
+    part_copy: bool = True
+    parts_replaceable: bool = True
+    """A part may be uploaded again or left out, and numbers may have gaps; else only 1, 2, 3 … of final bytes, all of
+    them completed (an upload that needs more is aborted and begun anew)."""
+    sorted_listing: bool = True
+    """LIST answers keys in the order of their UTF-8 bytes, prefixes included."""
+    lists_markers: bool = True
+    """An object ``dir/`` is seen as prefix ``dir/`` when its parent is listed."""
+    metadata: bool = True
+    """User metadata comes back with HEAD."""
+    copy_if_match: bool = True
+    """Copies honour a condition on their source; else the store client compares before and after."""
+    complete_etag: bool = True
+    """Completing an upload answers the ETag that HEAD and LIST show; else the store client asks for it."""
+    md5_etags: bool = True
+    """The ETag of a PUT and of a part is the MD5 of its bytes."""
+    characters_refused: str = ""
+    """Characters that the store would change in a key; writing such a key raises KeyRefused."""
+    notes: tuple[str, ...] = field(default=())
+    """What was adapted, one line each, for the log and `stats`."""
+
+
+@runtime_checkable
+class ObjectStore(Protocol):
+    """See the module's head for what always holds. Every method is blocking and one attempt."""
+
+    def get(self, key: str, start: int, end: int, *, etag: str | None = None) -> Fetched:
+        """Bytes [start, end) cut at the object's end; start < end, start < size or size 0 (then no bytes).
+
+        Raises NotFound; PreconditionFailed where ``etag`` is given and the object is another version now.
+        """
+
+    def head(self, key: str) -> ObjectMeta:
+        """With metadata. Raises NotFound."""
+
+    def put(
+        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False
+    ) -> ObjectMeta:
+        """Store one object whole; ``mtime_ns`` of the answer may be this machine's clock.
+
+        Raises PreconditionFailed with ``if_absent`` where the key exists (only if the store can tell).
+        """
+
+    def delete(self, key: str) -> None:
+        """Absent is success."""
+
+    def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """Up to 1000 keys in one request (where the store can); the answer maps keys that failed to why."""
+
+    def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
+        """Server-side, with metadata, up to 5 GiB. Raises NotFound, PreconditionFailed."""
+
+    def list_page(
+        self,
+        prefix: str,
+        *,
+        delimiter: str = "",
+        start_after: str = "",
+        token: str | None = None,
+        keys_max: int = 1000,
+    ) -> ListPage:
+        """One page of keys with ``prefix``; keys under a common prefix up to ``delimiter`` collapse into it."""
+
+    def create_multipart(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
+        """The upload's id."""
+
+    def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> PartRef:
+        """``number`` from 1 to PARTS_MAX; the same number again replaces it. Raises NotFound for a gone upload."""
+
+    def upload_part_copy(
+        self, key: str, upload_id: str, number: int, source: str, start: int, end: int, *, etag: str | None = None
+    ) -> PartRef:
+        """Bytes [start, end) of object ``source`` become the part, server-side. Raises Unsupported, NotFound,
+        PreconditionFailed."""
+
+    def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
+    ) -> ObjectMeta:
+        """Publish. Raises NotFound where the upload is gone (perhaps because it was completed before)."""
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        """Absent is success."""
+
+    def list_multipart(self, prefix: str) -> Sequence[UploadRef]:
+        """Unfinished uploads of keys with this prefix, all of them."""
+
+    def close(self) -> None:
+        """Give back connections."""

@@ -1,0 +1,356 @@
+"""The S3 store: one bucket, or a prefix of one, of any S3-compatible server.
+
+Always true:
+
+* `get` checks ETag and length of what came, whatever the server was asked and whatever it says, so a store that ignores
+  preconditions or ranges is slower, not wrong;
+* what the server cannot do (`adapt`, from the probe) is done another way or refused by name;
+* keys that obstore would change go through boto3, as do large bodies and everything rare.
+
+Called from any worker thread; holds connections only. A crash leaves at most an unfinished multipart upload.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from botocore import exceptions as boto
+
+from lakefs_fuse.errors import (
+    KeyRefused,
+    LakeError,
+    NotFound,
+    PreconditionFailed,
+    Unavailable,
+    Unsupported,
+)
+from lakefs_fuse.store.protocol import (
+    Body,
+    Capabilities,
+    Fetched,
+    FileSlice,
+    ListPage,
+    ObjectMeta,
+    PartRef,
+    UploadRef,
+)
+from lakefs_fuse.store.s3_body import content_md5, length_of, md5_of_sent, outgoing
+from lakefs_fuse.store.s3_client import S3Access
+from lakefs_fuse.store.s3_errors import RangeNotSatisfiable, from_boto
+from lakefs_fuse.store.s3_get import range_from_answer
+from lakefs_fuse.store.s3_hot import S3Hot, expressible
+from lakefs_fuse.store.s3_listing import S3Listing
+
+Answer = Mapping[str, Any]
+_XML_ILLEGAL = frozenset(map(chr, range(32))) - {"\t", "\n"}
+
+
+class S3Store:
+    """An `ObjectStore` over S3. Trusts nothing about the server until `adapt` was called."""
+
+    def __init__(self, access: S3Access) -> None:
+        self._access = access
+        self._client = access.client
+        self._bucket = access.bucket
+        self._prefix = access.prefix
+        self._listing = S3Listing(access)
+        self._hot = S3Hot(access)
+        self.capabilities = Capabilities(name="s3", partial_status=False, md5_etags=False)
+
+    @property
+    def name(self) -> str:
+        """What the log and `stats` call this store."""
+        return "s3"
+
+    def adapt(self, capabilities: Capabilities) -> None:
+        """Use what the probe found; before any other thread uses the store."""
+        self.capabilities = capabilities
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def get(self, key: str, start: int, end: int, *, etag: str | None = None) -> Fetched:
+        """See `ObjectStore.get`. Raises Unavailable where the answer was not whole."""
+        self._refuse_marker(key, NotFound)
+        try:
+            if self.capabilities.partial_status and expressible(key):
+                fetched = self._hot.get(key, start, end, etag if self.capabilities.get_if_match else None)
+            else:
+                fetched = self._get_with_boto(key, start, end, etag)
+        except RangeNotSatisfiable:
+            meta = self.head(key)
+            if etag is not None and meta.etag != etag:
+                raise PreconditionFailed(f"{key!r} is another version now") from None
+            if meta.size > start:
+                raise Unavailable(f"get {key!r}: the store refused a range that it has") from None
+            return Fetched(b"", meta)
+        if etag is not None and fetched.meta.etag != etag:
+            raise PreconditionFailed(f"{key!r} is another version now")
+        return fetched
+
+    def _get_with_boto(self, key: str, start: int, end: int, etag: str | None) -> Fetched:
+        parameters: dict[str, object] = {"Range": f"bytes={start}-{end - 1}"}
+        if etag is not None and self.capabilities.get_if_match:
+            parameters["IfMatch"] = f'"{etag}"'
+        what = f"get {key!r}"
+        answer = self._call("get_object", what, key, **parameters)
+        try:
+            data, size = range_from_answer(answer, start, end)
+        except Exception as error:
+            raise from_boto(what, error) from error
+        return Fetched(data, _meta(key, size, answer))
+
+    def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
+        """HTTP status and number of body bytes of a bare ranged GET, for the probe. The body is read up to 64 KiB."""
+        parameters: dict[str, object] = {"Range": f"bytes={start}-{end - 1}"}
+        if etag is not None:
+            parameters["IfMatch"] = f'"{etag}"'
+        answer = self._call("get_object", f"get {key!r}", key, **parameters)
+        with answer["Body"] as stream:
+            return int(answer["ResponseMetadata"]["HTTPStatusCode"]), len(stream.read(65_536))
+
+    def head(self, key: str) -> ObjectMeta:
+        """See `ObjectStore.head`."""
+        self._refuse_marker(key, NotFound)
+        if expressible(key):
+            return self._hot.head(key)
+        answer = self._call("head_object", f"head {key!r}", key)
+        return _meta(key, int(answer["ContentLength"]), answer)
+
+    def list_page(
+        self,
+        prefix: str,
+        *,
+        delimiter: str = "",
+        start_after: str = "",
+        token: str | None = None,
+        keys_max: int = 1000,
+    ) -> ListPage:
+        """See `ObjectStore.list_page`."""
+        return self._listing.page(prefix, delimiter, start_after, token, keys_max)
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def put(
+        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False
+    ) -> ObjectMeta:
+        """See `ObjectStore.put`. Where the store ignores preconditions, ``if_absent`` is a HEAD before the PUT."""
+        self._refuse_key(key)
+        what, size = f"put {key!r}", length_of(body)
+        if if_absent and not self.capabilities.put_if_absent:
+            self._refuse_existing(key)
+            if_absent = False
+        if self._hot.takes(size, metadata) and expressible(key):
+            small = b"".join(body.pieces()) if isinstance(body, FileSlice) else body
+            meta = self._hot.put(key, small, metadata, if_absent=if_absent)
+            if self._compares_md5 and md5_of_sent(small) != meta.etag:
+                raise Unavailable(f"{what}: what arrived is not what was sent")
+            return meta if meta.etag else self.head(key)
+        parameters: dict[str, object] = {"Metadata": dict(metadata or {})}
+        if if_absent:
+            parameters["IfNoneMatch"] = "*"
+        answer = self._send("put_object", what, key, body, parameters)
+        etag = _etag(answer)
+        return ObjectMeta(key, size, etag, time.time_ns(), dict(metadata or {})) if etag else self.head(key)
+
+    def delete(self, key: str) -> None:
+        """See `ObjectStore.delete`."""
+        if self._is_foreign_marker(key):
+            return
+        try:
+            self._call("delete_object", f"delete {key!r}", key)
+        except NotFound:
+            return
+
+    def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
+        """See `ObjectStore.delete_many`; keys that XML cannot hold are deleted one by one."""
+        failed: dict[str, str] = {}
+        batch = []
+        for key in keys:
+            if self._is_foreign_marker(key):
+                continue
+            if _XML_ILLEGAL.isdisjoint(key):
+                batch.append({"Key": self._prefix + key})
+                continue
+            try:
+                self.delete(key)
+            except LakeError as error:
+                failed[key] = str(error)
+        if batch:
+            answer = self._call("delete_objects", "delete", None, Delete={"Objects": batch, "Quiet": True})
+            for about in answer.get("Errors", ()):
+                if about.get("Code") not in ("NoSuchKey", "NotFound"):
+                    key = str(about.get("Key", ""))[len(self._prefix) :]
+                    failed[key] = f"{about.get('Code', '')} {about.get('Message', '')}".strip()
+        return failed
+
+    def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
+        """See `ObjectStore.copy`. Asks for the target's HEAD too, as the answer to a copy has no size."""
+        self._refuse_marker(source, NotFound)
+        self._refuse_key(target)
+        parameters: dict[str, object] = {"CopySource": self._source(source)}
+        if etag is not None and self.capabilities.copy_if_match:
+            parameters["CopySourceIfMatch"] = f'"{etag}"'
+        self._require_version(source, etag)
+        self._call("copy_object", f"copy {source!r} to {target!r}", target, **parameters)
+        self._require_version(source, etag)
+        return self.head(target)
+
+    # -- multipart -----------------------------------------------------------------------------------------------
+
+    def create_multipart(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
+        """See `ObjectStore.create_multipart`."""
+        self._refuse_key(key)
+        answer = self._call("create_multipart_upload", f"create upload {key!r}", key, Metadata=dict(metadata or {}))
+        return str(answer["UploadId"])
+
+    def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> PartRef:
+        """See `ObjectStore.upload_part`; a slice is streamed, in pieces of 1 MiB."""
+        parameters: dict[str, object] = {"UploadId": upload_id, "PartNumber": number}
+        answer = self._send("upload_part", f"upload part {number} of {key!r}", key, body, parameters)
+        return PartRef(number, _etag(answer), length_of(body))
+
+    def upload_part_copy(
+        self, key: str, upload_id: str, number: int, source: str, start: int, end: int, *, etag: str | None = None
+    ) -> PartRef:
+        """See `ObjectStore.upload_part_copy`."""
+        if not self.capabilities.part_copy:
+            raise Unsupported("the store cannot copy a part (UploadPartCopy)")
+        parameters: dict[str, object] = {
+            "UploadId": upload_id,
+            "PartNumber": number,
+            "CopySource": self._source(source),
+            "CopySourceRange": f"bytes={start}-{end - 1}",
+        }
+        if etag is not None and self.capabilities.copy_if_match:
+            parameters["CopySourceIfMatch"] = f'"{etag}"'
+        self._require_version(source, etag)
+        answer = self._call("upload_part_copy", f"copy part {number} of {key!r}", key, **parameters)
+        self._require_version(source, etag)
+        copied = _etag(answer.get("CopyPartResult", {}))
+        if not copied:
+            # Some servers take the request for an upload of nothing and say 200.
+            raise Unsupported("the store answered a part copy without copying (UploadPartCopy)")
+        return PartRef(number, copied, end - start)
+
+    def complete_multipart(
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
+    ) -> ObjectMeta:
+        """See `ObjectStore.complete_multipart`. The answer may have no metadata."""
+        listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
+        parameters: dict[str, object] = {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
+        if if_absent:
+            if self.capabilities.put_if_absent:
+                parameters["IfNoneMatch"] = "*"
+            else:
+                self._refuse_existing(key)
+        answer = self._call("complete_multipart_upload", f"complete {key!r}", key, **parameters)
+        etag = _etag(answer)
+        if not etag or not self.capabilities.complete_etag:
+            return self.head(key)
+        return ObjectMeta(key, sum(part.size for part in parts), etag, time.time_ns())
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        """See `ObjectStore.abort_multipart`."""
+        try:
+            self._call("abort_multipart_upload", f"abort {key!r}", key, UploadId=upload_id)
+        except NotFound:
+            return
+
+    def list_multipart(self, prefix: str) -> Sequence[UploadRef]:
+        """See `ObjectStore.list_multipart`."""
+        found: list[UploadRef] = []
+        markers: dict[str, object] = {}
+        while True:
+            try:
+                answer = self._call(
+                    "list_multipart_uploads", f"list uploads {prefix!r}", None, Prefix=self._prefix + prefix, **markers
+                )
+            except NotFound:
+                return found  # how one server says that there are none
+            for upload in answer.get("Uploads", ()):
+                key = str(upload["Key"])
+                if key.startswith(self._prefix + prefix):  # one server ignores the prefix
+                    started_ns = int(upload["Initiated"].timestamp() * 1_000_000) * 1000
+                    found.append(UploadRef(key[len(self._prefix) :], str(upload["UploadId"]), started_ns))
+            following = {"KeyMarker": answer.get("NextKeyMarker"), "UploadIdMarker": answer.get("NextUploadIdMarker")}
+            if not answer.get("IsTruncated") or not following["KeyMarker"] or following == markers:
+                return found
+            markers = {name: value for name, value in following.items() if value}
+
+    def close(self) -> None:
+        """Give back connections."""
+        self._listing.close()
+        self._client.close()
+
+    # -- how calls are made --------------------------------------------------------------------------------------
+
+    @property
+    def _compares_md5(self) -> bool:
+        return self.capabilities.md5_etags and not self._access.encrypted
+
+    def _call(self, operation: str, what: str, key: str | None, **parameters: object) -> Answer:
+        if key is not None:
+            parameters["Key"] = self._prefix + key
+        try:
+            answer: Answer = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
+        except (boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
+            raise from_boto(what, error) from error
+        return answer
+
+    def _send(self, operation: str, what: str, key: str, body: Body, parameters: dict[str, object]) -> Answer:
+        """A call with a body, guarded as `s3_body` says."""
+        compares = self._compares_md5
+        if not compares and not self._access.encrypted:
+            parameters["ContentMD5"] = content_md5(body)
+        sent = outgoing(body, digest=compares)
+        answer = self._call(operation, what, key, Body=sent, **parameters)
+        # Encrypted with a key of the customer's or of KMS, an object's ETag is no MD5 on any store.
+        comparable = compares and not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm"))
+        if comparable and md5_of_sent(sent) != _etag(answer):
+            raise Unavailable(f"{what}: what arrived is not what was sent")
+        return answer
+
+    def _source(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": self._prefix + key}
+
+    def _require_version(self, key: str, etag: str | None) -> None:
+        """Before and after a copy, what the store itself should have checked."""
+        if etag is None or self.capabilities.copy_if_match:
+            return
+        if self.head(key).etag != etag:
+            raise PreconditionFailed(f"{key!r} is another version now")
+
+    def _refuse_existing(self, key: str) -> None:
+        try:
+            self.head(key)
+        except NotFound:
+            return
+        raise PreconditionFailed(f"{key!r} exists")
+
+    def _refuse_key(self, key: str) -> None:
+        self._refuse_marker(key, KeyRefused)
+        for character in self.capabilities.characters_refused:
+            if character in key:
+                raise KeyRefused(f"{key!r}: the store would turn {character!r} into something else")
+
+    def _is_foreign_marker(self, key: str) -> bool:
+        """Where ``dir/`` is not a key of its own, it must not be used: the store takes it for the file ``dir``."""
+        return key.endswith("/") and not self.capabilities.lists_markers
+
+    def _refuse_marker(self, key: str, kind: type[LakeError]) -> None:
+        if self._is_foreign_marker(key):
+            raise kind(f"{key!r}: the store has no directory markers")
+
+
+def _etag(answer: Answer) -> str:
+    return str(answer.get("ETag") or "").strip('"')
+
+
+def _meta(key: str, size: int, answer: Answer) -> ObjectMeta:
+    # One server answers X-Amz-Meta-Mode where mode was put: names of headers have no case.
+    metadata = {str(name).lower(): str(value) for name, value in answer.get("Metadata", {}).items()}
+    modified = answer.get("LastModified")
+    mtime_ns = int(modified.timestamp()) * 1_000_000_000 if modified is not None else 0
+    return ObjectMeta(key, size, _etag(answer), mtime_ns, metadata)

@@ -1,0 +1,199 @@
+"""The boto3 client of one bucket, and what else boto3 knows that the fast paths need: where requests go, credentials.
+
+Always true: one call is one attempt; a response that stalls longer than the read timeout is an error; credentials stay
+inside boto3 and obstore and are never formatted.
+
+Made once per store by `opening`; the client may be used from many threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3
+import boto3.session
+from botocore import exceptions as boto
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
+from botocore.config import Config
+from botocore.handlers import add_expect_header
+
+from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
+from lakefs_fuse.store.s3_errors import NO_CREDENTIALS, from_boto
+
+DEFAULT_REGION = "us-east-1"
+CONNECTIONS_MIN = 64
+CREDENTIAL_TTL = timedelta(minutes=5)
+"""How long obstore may keep what it was given; botocore renews expiring credentials 15 minutes ahead."""
+
+Boto3Client = Any
+"""botocore makes its methods at run time; every answer is checked where it is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class S3Access:
+    """How one bucket is reached."""
+
+    client: Boto3Client
+    bucket: str
+    prefix: str
+    region: str
+    base_url: str
+    """Scheme, host and path in front of ``/bucket/key`` (path style) or ``/key`` (virtual hosts); no credentials."""
+    virtual_host: bool
+    ca_bundle: str | None
+    connect_timeout_s: float
+    read_timeout_s: float
+    connections_max: int
+    credentials: Callable[[], dict[str, object]]
+    """What obstore calls when it needs credentials, in its form."""
+    sign_get: Callable[[str, dict[str, str]], AWSPreparedRequest]
+    """A GET of a URL with parameters, signed in its headers: the URL holds nothing secret."""
+
+    @property
+    def bucket_url(self) -> str:
+        """Where listings are asked for."""
+        return f"{self.base_url}/" if self.virtual_host else f"{self.base_url}/{self.bucket}"
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether TLS already vouches for every byte on the wire."""
+        return self.base_url.startswith("https:")
+
+
+def connect(config: StoreConfig) -> S3Access:
+    """Build, without a request to the store. Raises ConfigError, AccessDenied where there are no credentials."""
+    if config.addressing_style not in ("auto", "path", "virtual"):
+        raise ConfigError(f"addressing style {config.addressing_style!r}: expected auto, path or virtual")
+    ca_bundle = _checked_ca_bundle(config.ca_bundle)
+    with _configuration_errors(config):
+        session = boto3.session.Session(profile_name=config.profile, region_name=config.region)
+        region = session.region_name or DEFAULT_REGION
+        if ca_bundle is None:
+            # boto3 also reads it from AWS_CA_BUNDLE and its own configuration file; the fast paths must follow.
+            ca_bundle = _checked_ca_bundle(session._session.get_config_variable("ca_bundle"))
+        connections_max = max(CONNECTIONS_MIN, 2 * config.requests_max)
+        client: Boto3Client = session.client(
+            "s3",
+            region_name=region,
+            endpoint_url=config.endpoint_url,
+            verify=ca_bundle,
+            config=Config(
+                signature_version="s3v4",
+                connect_timeout=config.connect_timeout_s,
+                read_timeout=config.read_timeout_s,
+                max_pool_connections=connections_max,
+                retries={"total_max_attempts": 1, "mode": "standard"},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                tcp_keepalive=True,
+                # Hashing a payload for the signature costs 12 ms for 16 MiB, and of the servers tried none compares
+                # it. `s3_body` says what guards the bytes instead.
+                s3={"addressing_style": config.addressing_style, "payload_signing_enabled": False},
+            ),
+        )
+        credentials = session.get_credentials()
+        # botocore asks servers for leave to send a body. That is a round trip for each part, and a whole second with a
+        # server that does not know the custom; a refusal comes through just as well without.
+        client.meta.events.unregister("before-call.s3", add_expect_header)
+    if credentials is None:
+        raise AccessDenied(f"{config.source}: {NO_CREDENTIALS}")
+    base_url, virtual_host = _where(client, config.source.bucket)
+    return S3Access(
+        client=client,
+        bucket=config.source.bucket,
+        prefix=config.source.prefix,
+        region=region,
+        base_url=base_url,
+        virtual_host=virtual_host,
+        ca_bundle=ca_bundle,
+        connect_timeout_s=config.connect_timeout_s,
+        read_timeout_s=config.read_timeout_s,
+        connections_max=connections_max,
+        credentials=_provider(credentials),
+        sign_get=_signer(credentials, region),
+    )
+
+
+def _checked_ca_bundle(path: object) -> str | None:
+    if path is None or path == "":
+        return None
+    if not isinstance(path, str) or not os.path.isfile(path):
+        raise ConfigError(f"CA bundle {path}: no such file")
+    return path
+
+
+@contextlib.contextmanager
+def _configuration_errors(config: StoreConfig) -> Iterator[None]:
+    try:
+        yield
+    except LakeError:
+        raise
+    except boto.ProfileNotFound as error:
+        raise ConfigError(f"profile {config.profile or os.environ.get('AWS_PROFILE')!r} is not configured") from error
+    except boto.InvalidRegionError as error:
+        raise ConfigError(f"region {config.region!r} is not a region's name") from error
+    except ValueError as error:
+        raise ConfigError(f"endpoint {config.endpoint_url!r}: expected http://host:port or https://host") from error
+    except (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError) as error:
+        raise from_boto(str(config.source), error) from error
+    except boto.BotoCoreError as error:
+        raise ConfigError(f"{config.source}: AWS configuration cannot be used ({type(error).__name__})") from error
+
+
+def _where(client: Boto3Client, bucket: str) -> tuple[str, bool]:
+    """boto3's own answer to where an object of the bucket lies: the URL it was about to send a request to.
+
+    Presigned URLs do not tell, as botocore makes them for the global endpoint whatever the region.
+    """
+    seen: list[str] = []
+
+    def answer(request: AWSPreparedRequest, **_: object) -> AWSResponse:
+        seen.append(request.url)
+        return AWSResponse(request.url, 200, {}, None)
+
+    event, name = "before-send.s3.HeadObject", "lakefs-fuse-where"
+    client.meta.events.register_first(event, answer, unique_id=name)
+    try:
+        client.head_object(Bucket=bucket, Key="k")
+    except boto.ParamValidationError as error:
+        raise ConfigError(f"{bucket!r} is not a bucket's name") from error
+    except (boto.BotoCoreError, ValueError) as error:
+        raise from_boto(f"bucket {bucket!r}", error) from error
+    finally:
+        client.meta.events.unregister(event, unique_id=name)
+    parts = urlsplit(seen[0])
+    tail = f"/{bucket}/k"
+    if parts.path.endswith(tail):
+        return f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix(tail)}", False
+    return f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix('/k')}", True
+
+
+def _signer(credentials: Any, region: str) -> Callable[[str, dict[str, str]], AWSPreparedRequest]:
+    def sign(url: str, parameters: dict[str, str]) -> AWSPreparedRequest:
+        request = AWSRequest("GET", url, params=parameters)
+        S3SigV4Auth(credentials.get_frozen_credentials(), "s3", region).add_auth(request)
+        prepared: AWSPreparedRequest = request.prepare()
+        return prepared
+
+    return sign
+
+
+def _provider(credentials: Any) -> Callable[[], dict[str, object]]:
+    def provide() -> dict[str, object]:
+        frozen = credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + CREDENTIAL_TTL,
+        }
+
+    return provide

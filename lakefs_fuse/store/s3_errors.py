@@ -1,0 +1,216 @@
+"""The one table from what S3 servers and their client libraries say to the `StoreError` kinds.
+
+Always true: a message built here names the operation, the key and the store's own code. It never holds a URL, a header
+or an answer's body, so no credential and no signature can get into it. Advice replaces what a server says about
+credentials.
+
+Pure functions, called from any thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from xml.etree import ElementTree
+
+import urllib3.exceptions
+from botocore import exceptions as boto
+from obstore import exceptions as obs
+
+from lakefs_fuse.errors import (
+    AccessDenied,
+    KeyRefused,
+    NoSuchBucket,
+    NotFound,
+    PreconditionFailed,
+    StoreError,
+    StoreFull,
+    Unavailable,
+    Unsupported,
+)
+
+REASON_CHARS_MAX = 200
+
+
+class WrongRegion(StoreError):
+    """The bucket lives in another region than the one asked; opening turns it into advice."""
+
+
+class RangeNotSatisfiable(StoreError):
+    """The object ends before the range starts; `s3.S3Store.get` finds out why."""
+
+
+_KINDS: Mapping[str, type[StoreError]] = {
+    "NoSuchKey": NotFound,
+    "NotFound": NotFound,
+    "NoSuchUpload": NotFound,
+    "NoSuchVersion": NotFound,
+    "NoSuchBucket": NoSuchBucket,
+    "InvalidBucketName": NoSuchBucket,
+    "AccessDenied": AccessDenied,
+    "Forbidden": AccessDenied,
+    "AllAccessDisabled": AccessDenied,
+    "AccountProblem": AccessDenied,
+    "InvalidAccessKeyId": AccessDenied,
+    "SignatureDoesNotMatch": AccessDenied,
+    "ExpiredToken": AccessDenied,
+    "InvalidToken": AccessDenied,
+    "TokenRefreshRequired": AccessDenied,
+    "RequestTimeTooSkewed": AccessDenied,
+    "InvalidSecurity": AccessDenied,
+    "PreconditionFailed": PreconditionFailed,
+    "ConditionalRequestConflict": PreconditionFailed,
+    "InvalidRange": RangeNotSatisfiable,
+    "NotImplemented": Unsupported,
+    "MethodNotAllowed": Unsupported,
+    "KeyTooLong": KeyRefused,
+    "KeyTooLongError": KeyRefused,
+    "InvalidArgument": KeyRefused,
+    "InvalidURI": KeyRefused,
+    "InvalidObjectName": KeyRefused,
+    "XMinioInvalidObjectName": KeyRefused,
+    "QuotaExceeded": StoreFull,
+    "StorageFull": StoreFull,
+    "XMinioStorageFull": StoreFull,
+    "InsufficientStorage": StoreFull,
+    "PermanentRedirect": WrongRegion,
+    "AuthorizationHeaderMalformed": WrongRegion,
+    "AuthorizationQueryParametersError": WrongRegion,
+    "IllegalLocationConstraintException": WrongRegion,
+    "IncorrectEndpoint": WrongRegion,
+    "TemporaryRedirect": Unavailable,
+    "SlowDown": Unavailable,
+    "SlowDownRead": Unavailable,
+    "SlowDownWrite": Unavailable,
+    "ServiceUnavailable": Unavailable,
+    "Throttling": Unavailable,
+    "ThrottlingException": Unavailable,
+    "TooManyRequests": Unavailable,
+    "RequestLimitExceeded": Unavailable,
+    "BandwidthLimitExceeded": Unavailable,
+    "RequestTimeout": Unavailable,
+    "InternalError": Unavailable,
+    "OperationAborted": Unavailable,
+    # What arrived is not what was sent: sending it again is the cure.
+    "BadDigest": Unavailable,
+    "IncompleteBody": Unavailable,
+    "XAmzContentSHA256Mismatch": Unavailable,
+}
+
+_STATUSES: Mapping[int, type[StoreError]] = {
+    301: WrongRegion,
+    401: AccessDenied,
+    403: AccessDenied,
+    404: NotFound,
+    405: Unsupported,
+    408: Unavailable,
+    409: PreconditionFailed,
+    412: PreconditionFailed,
+    416: RangeNotSatisfiable,
+    429: Unavailable,
+    501: Unsupported,
+    507: StoreFull,
+}
+
+_THROTTLED = re.compile(r"SlowDown|Throttl|TooManyRequests|LimitExceeded|ServiceUnavailable")
+
+_ADVICE: Mapping[str, str] = {
+    "InvalidAccessKeyId": "the store does not know the access key: check AWS_ACCESS_KEY_ID or AWS_PROFILE",
+    "SignatureDoesNotMatch": "the secret key is wrong: check AWS_SECRET_ACCESS_KEY or AWS_PROFILE",
+    "ExpiredToken": "the session token has expired: renew AWS_SESSION_TOKEN or log in again",
+    "InvalidToken": "the session token is not valid: check AWS_SESSION_TOKEN",
+    "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
+}
+_DENIED = "these credentials may not do that: check AWS_ACCESS_KEY_ID or AWS_PROFILE and the bucket's policy"
+NO_CREDENTIALS = (
+    "no credentials found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, "
+    "or give this machine a role (boto3's credential chain)"
+)
+_REGION = "the bucket is in another region: give the right one with --region or AWS_REGION"
+
+# What obstore says is text only; these two are what object_store and S3 put into it.
+_OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
+_XML_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
+_XML_MESSAGE = re.compile(r"<Message>([^<]{1,400})</Message>")
+
+
+def from_answer(what: str, code: str, status: int, reason: str = "") -> StoreError:
+    """The error of an answer with an S3 error code (or none) and an HTTP status."""
+    if code.isdigit():
+        code = ""  # what botocore makes of an answer without a body
+    kind = _KINDS.get(code) or _STATUSES.get(status)
+    if kind is None:
+        kind = Unavailable if status >= 500 else StoreError
+    named = f"{code} ({status})" if code else str(status)
+    if kind is Unavailable:
+        throttled = status == 429 or _THROTTLED.search(code) is not None or (status == 503 and not code)
+        return Unavailable(f"{what}: the store answered {named}", throttled=throttled)
+    if kind is AccessDenied:
+        return AccessDenied(f"{what}: {named}: {_ADVICE.get(code, _DENIED)}")
+    if kind is WrongRegion:
+        return WrongRegion(f"{what}: {named}: {_REGION}")
+    reason = " ".join(reason.split())[:REASON_CHARS_MAX]
+    return kind(f"{what}: {named}{': ' + reason if reason and reason != code else ''}")
+
+
+def from_xml(what: str, status: int, body: bytes) -> StoreError:
+    """The error of a raw answer that is not 2xx."""
+    text = body[:65_536].decode("utf-8", "replace")
+    code, message = _XML_CODE.search(text), _XML_MESSAGE.search(text)
+    return from_answer(what, code[1] if code else "", status, message[1] if message else "")
+
+
+def from_boto(what: str, error: Exception) -> StoreError:
+    """The error of a boto3 call. ``error`` is anything but a `StoreError`."""
+    if isinstance(error, boto.ClientError):
+        about = error.response.get("Error", {})
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+        return from_answer(what, str(about.get("Code", "")), int(status), str(about.get("Message", "")))
+    kind = type(error).__name__
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
+        return AccessDenied(f"{what}: {NO_CREDENTIALS}")
+    if isinstance(
+        error,
+        boto.CredentialRetrievalError | boto.TokenRetrievalError | boto.SSOError | boto.UnauthorizedSSOTokenError,
+    ):
+        return AccessDenied(f"{what}: credentials could not be had ({kind}): log in again or check AWS_PROFILE")
+    if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return StoreError(f"{what}: the store's certificate is not trusted: give its authority with --ca-bundle")
+    if isinstance(error, boto.ParamValidationError):
+        return KeyRefused(f"{what}: the request cannot be expressed")
+    if (
+        isinstance(
+            error,
+            boto.HTTPClientError
+            | boto.ConnectionError
+            | boto.IncompleteReadError
+            | boto.ResponseStreamingError
+            | ElementTree.ParseError
+            | urllib3.exceptions.HTTPError
+            | OSError,
+        )
+        or kind == "ResponseParserError"
+    ):
+        return Unavailable(f"{what}: the store did not answer whole and in time ({kind})")
+    return StoreError(f"{what}: {kind}")
+
+
+def from_obstore(what: str, error: Exception) -> StoreError:
+    """The error of an obstore call."""
+    text = str(error)
+    status = _OBSTORE_STATUS.search(text)
+    if status is not None:
+        return from_xml(what, int(status[1]), text.encode("utf-8", "replace"))
+    if isinstance(error, FileNotFoundError):
+        return NotFound(f"{what}: no such object")
+    if isinstance(error, obs.PreconditionError | obs.AlreadyExistsError | obs.NotModifiedError):
+        return PreconditionFailed(f"{what}: not the version asked for")
+    if isinstance(error, obs.PermissionDeniedError | obs.UnauthenticatedError):
+        return AccessDenied(f"{what}: {_DENIED}")
+    if isinstance(error, obs.InvalidPathError | ValueError):
+        return KeyRefused(f"{what}: the key cannot be expressed")
+    if isinstance(error, obs.NotSupportedError):
+        return Unsupported(what)
+    if "UnknownIssuer" in text or "invalid peer certificate" in text:
+        return StoreError(f"{what}: the store's certificate is not trusted: give its authority with --ca-bundle")
+    return Unavailable(f"{what}: the store did not answer whole and in time ({type(error).__name__})")

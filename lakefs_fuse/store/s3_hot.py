@@ -1,0 +1,134 @@
+"""HEAD, ranged GET and small PUT through obstore, which does its work outside the GIL.
+
+Measured on one server: a 50 KB GET or a HEAD costs 0.2 ms of the GIL here and 2 ms in boto3.
+
+Always true: one attempt; a stalled response ends after the read timeout; credentials are boto3's. What obstore cannot
+express (`expressible`) never comes here, because it would silently be another key. What it raises may quote the store's
+answer, so it is translated and not chained.
+
+Called from any worker thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any, cast
+
+import obstore
+import obstore.store
+
+from lakefs_fuse.errors import StoreError, Unavailable
+from lakefs_fuse.store.protocol import Fetched, ObjectMeta
+from lakefs_fuse.store.s3_client import S3Access
+from lakefs_fuse.store.s3_errors import from_obstore
+
+SMALL_PUT_BYTES_MAX = 1 << 20
+REQUEST_TIMEOUT = timedelta(hours=1)
+"""A ceiling only; a request that makes no progress ends with the read timeout."""
+
+_CONTROL = {*map(chr, range(32)), "\x7f"}
+_HEADERS = frozenset(
+    {"content-disposition", "content-encoding", "content-language", "content-type", "cache-control", "storage-class"}
+)
+
+
+def expressible(key: str) -> bool:
+    """Whether obstore sends exactly this key: no empty, '.' or '..' component, no control character."""
+    if not _CONTROL.isdisjoint(key):
+        return False
+    return not any(part in ("", ".", "..") for part in key.split("/"))
+
+
+class S3Hot:
+    """obstore's client of one bucket."""
+
+    def __init__(self, access: S3Access) -> None:
+        options: dict[str, Any] = {
+            "allow_http": not access.encrypted,
+            "connect_timeout": timedelta(seconds=access.connect_timeout_s),
+            "read_timeout": timedelta(seconds=access.read_timeout_s),
+            "timeout": REQUEST_TIMEOUT,
+        }
+        if access.ca_bundle is not None:
+            with open(access.ca_bundle, "rb") as file:
+                options["root_certificate"] = file.read()
+        # Endpoints are given twice because AWS_ENDPOINT_URL_S3 in the environment would win over ``endpoint``.
+        configuration: dict[str, Any] = {
+            "endpoint": access.base_url,
+            "aws_endpoint_url_s3": access.base_url,
+            "region": access.region,
+            "virtual_hosted_style_request": access.virtual_host,
+            "skip_signature": False,
+        }
+        self._prefix = access.prefix
+        self._store: Any = obstore.store.S3Store(
+            access.bucket,
+            client_options=cast(Any, options),
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=access.read_timeout_s)},
+            credential_provider=cast(Any, access.credentials),
+            **configuration,
+        )
+
+    def get(self, key: str, start: int, end: int, etag: str | None) -> Fetched:
+        """Bytes [start, end) of a store that answers ranges with 206. The caller compares ETags."""
+        what = f"get {key!r}"
+        options: dict[str, object] = {"range": (start, end)}
+        if etag is not None:
+            options["if_match"] = f'"{etag}"'
+        try:
+            result = obstore.get(self._store, self._prefix + key, options=cast(Any, options))
+            first, last = result.range
+            about = result.meta
+            data = memoryview(cast(Any, result.bytes()))
+        except Exception as error:
+            failure: StoreError = from_obstore(what, error)
+        else:
+            size = about["size"]
+            if first != start or last != min(end, size) or len(data) != last - first:
+                raise Unavailable(f"{what}: {len(data)} bytes came where {min(end, size) - start} were due")
+            return Fetched(data, ObjectMeta(key, size, _etag(about["e_tag"]), _whole_ns(about["last_modified"])))
+        raise failure
+
+    def head(self, key: str) -> ObjectMeta:
+        """With metadata, but for metadata named like a header."""
+        try:
+            result = obstore.get(self._store, self._prefix + key, options=cast(Any, {"head": True}))
+            about, attributes = result.meta, result.attributes
+        except Exception as error:
+            failure: StoreError = from_obstore(f"head {key!r}", error)
+        else:
+            metadata = {str(name): str(value) for name, value in attributes.items() if name.lower() not in _HEADERS}
+            return ObjectMeta(key, about["size"], _etag(about["e_tag"]), _whole_ns(about["last_modified"]), metadata)
+        raise failure
+
+    @staticmethod
+    def takes(size: int, metadata: Mapping[str, str] | None) -> bool:
+        """Whether `put` may be used: obstore takes metadata named like a header for that header."""
+        return size <= SMALL_PUT_BYTES_MAX and _HEADERS.isdisjoint(name.lower() for name in metadata or ())
+
+    def put(self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool) -> ObjectMeta:
+        """One small object, whole."""
+        try:
+            answer = obstore.put(
+                self._store,
+                self._prefix + key,
+                body,
+                attributes=cast(Any, dict(metadata or {})),
+                mode="create" if if_absent else "overwrite",
+                use_multipart=False,
+            )
+        except Exception as error:
+            failure = from_obstore(f"put {key!r}", error)
+        else:
+            return ObjectMeta(key, len(body), _etag(answer["e_tag"]), time.time_ns(), dict(metadata or {}))
+        raise failure
+
+
+def _etag(value: str | None) -> str:
+    return (value or "").strip('"')
+
+
+def _whole_ns(modified: datetime) -> int:
+    return int(modified.timestamp()) * 1_000_000_000

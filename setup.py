@@ -1,0 +1,46 @@
+"""Builds the optional C library of kernel hooks; everything else is in pyproject.toml.
+
+`lakefs_fuse/fuse/hooks.c` becomes `lakefs_fuse/fuse/_hooks*.so`, a plain shared object that the program loads with
+ctypes (it is not a Python module). Without a compiler or libfuse's headers the install goes on without it, and the
+mount works, slower.
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+HOOKS = "lakefs_fuse/fuse/hooks.c"
+
+
+def fuse_flags(what: str, usual: str) -> list[str]:
+    """What pkg-config says about libfuse; the usual thing if it does not know."""
+    try:
+        answer = subprocess.run(["pkg-config", "fuse3", what], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return [usual]
+    return shlex.split(answer.stdout)
+
+
+def hooks() -> list[Extension]:
+    """``optional`` makes a failed compilation a warning."""
+    if not (Path(__file__).parent / HOOKS).exists():
+        return []
+    return [
+        Extension(
+            "lakefs_fuse.fuse._hooks",
+            sources=[HOOKS],
+            define_macros=[("FUSE_USE_VERSION", "312"), ("_GNU_SOURCE", None)],
+            extra_compile_args=["-O2", "-fvisibility=default", *fuse_flags("--cflags", "-I/usr/include/fuse3")],
+            # ctypes binds every symbol at once, and libfuse is not there yet when the hooks are loaded.
+            extra_link_args=fuse_flags("--libs", "-lfuse3"),
+            libraries=["dl"],
+            optional=True,
+        )
+    ]
+
+
+setup(ext_modules=hooks())

@@ -1,0 +1,195 @@
+"""`lakefs-fuse mount`: what the arguments become, and what is refused before a daemon is started."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import platformdirs
+import pytest
+
+from lakefs_fuse import __version__
+from lakefs_fuse.cli import preflight, run, spawn
+from lakefs_fuse.cli.mount import mount
+from lakefs_fuse.cli.parameters import SIZE
+from lakefs_fuse.config import GIB, MIB, MountConfig, Source, StoreConfig
+
+
+@pytest.fixture
+def mounted(monkeypatch: pytest.MonkeyPatch) -> list[MountConfig]:
+    """The configurations that would have been mounted."""
+    configs: list[MountConfig] = []
+    monkeypatch.setattr(spawn, "start", configs.append)
+    monkeypatch.setattr(spawn, "run_in_foreground", configs.append)
+    monkeypatch.setattr(preflight, "check", lambda config, host: None)
+    return configs
+
+
+def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ca.pem").touch()
+    arguments = """mount s3://bucket/some/prefix mnt --cache-dir cache --cache-size 3GiB --staging-size 2G
+        --free-space 100M --endpoint-url http://localhost:8333/ --region eu-1 --profile lab --addressing-style path
+        --ca-bundle ca.pem --metadata-ttl 5m --read-only --allow-other --uid 1000 --gid 100 --file-mode 600
+        --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --log-file lake.log
+        --log-level debug --foreground""".split()
+    assert run(arguments) == 0
+    (config,) = mounted
+    assert msgspec.to_builtins(config) == {
+        "store": {
+            "source": {"scheme": "s3", "bucket": "bucket", "prefix": "some/prefix/"},
+            "endpoint_url": "http://localhost:8333",
+            "region": "eu-1",
+            "profile": "lab",
+            "addressing_style": "path",
+            "ca_bundle": str(tmp_path / "ca.pem"),
+            "connect_timeout_s": StoreConfig(source=config.store.source).connect_timeout_s,
+            "read_timeout_s": StoreConfig(source=config.store.source).read_timeout_s,
+            "retry_timeout_s": 120.0,
+            "requests_max": 64,
+        },
+        "mountpoint": str(tmp_path / "mnt"),
+        "cache_dir": str(tmp_path / "cache"),
+        "cache_bytes_max": 3 * GIB,
+        "free_bytes_min": 100 * MIB,
+        "staging_bytes_max": 2 * GIB,
+        "metadata_ttl_s": 300.0,
+        "read_only": True,
+        "allow_other": True,
+        "uid": 1000,
+        "gid": 100,
+        "file_mode": 0o600,
+        "dir_mode": 0o700,
+        "uploads_max": 8,
+        "log_file": str(tmp_path / "lake.log"),
+        "log_level": "DEBUG",
+        "foreground": True,
+        "orphans": "finish",
+    }
+
+
+def test_what_is_not_given_has_the_defaults_of_the_configuration(mounted: list[MountConfig]) -> None:
+    assert run(["mount", "s3://bucket", "/mnt/lake"]) == 0
+    (config,) = mounted
+    plain = MountConfig(
+        store=StoreConfig(source=config.store.source),
+        mountpoint="/mnt/lake",
+        cache_dir=config.cache_dir,
+        log_file=config.log_file,
+    )
+    assert config == plain
+    assert Path(config.cache_dir).parent == Path(platformdirs.user_cache_dir("lakefs-fuse"))
+    assert config.log_file is not None
+    assert Path(config.log_file).name.startswith("mnt-lake-")
+
+
+def test_help_and_readme_tell_the_defaults_that_hold() -> None:
+    texts = {option.opts[0]: getattr(option, "help", None) or "" for option in mount.params}
+    told = {name: match[1] for name, text in texts.items() if (match := re.search(r"\[default: (\S+)\]", text))}
+    config = MountConfig(store=StoreConfig(source=Source.parse("file:///data")), mountpoint="", cache_dir="")
+    assert SIZE.convert(told["--cache-size"], None, None) == config.cache_bytes_max
+    assert SIZE.convert(told["--staging-size"], None, None) == config.staging_bytes_max
+    assert SIZE.convert(told["--free-space"], None, None) == config.free_bytes_min
+    assert float(told["--metadata-ttl"]) == config.metadata_ttl_s
+    assert int(told["--file-mode"], 8) == config.file_mode
+    assert int(told["--dir-mode"], 8) == config.dir_mode
+    assert int(told["--uploads"]) == config.uploads_max
+    assert int(told["--requests"]) == config.store.requests_max
+    assert float(told["--retry-timeout"]) == config.store.retry_timeout_s
+    assert told["--orphans"] == config.orphans
+    assert told["--log-level"] == config.log_level
+    assert told["--addressing-style"] == config.store.addressing_style
+    modes = f"{told.pop('--file-mode')}, {told.pop('--dir-mode')}"
+    rows = re.findall(r"^\| `(--[a-z-]+)[^|]*\| ([^|]+) \|", options_table(), re.MULTILINE)
+    assert dict(rows)["--file-mode"] == modes
+    del told["--uid"], told["--gid"]
+    assert {name: dict(rows)[name] for name in told} == told
+
+
+def options_table() -> str:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    return readme[readme.index("### Options of `mount`") : readme.index("## When something is wrong")]
+
+
+def test_options_as_mount8_passes_them(mounted: list[MountConfig]) -> None:
+    options = "rw,_netdev,noauto,nofail,user,x-systemd.automount,allow_other,cache_size=5G,file-mode=0640"
+    assert run(["mount", "file:///data", "/mnt/lake", "-o", options, "-ouid=7", "-o", "ro"]) == 0
+    (config,) = mounted
+    assert config.allow_other
+    assert config.read_only
+    assert (config.cache_bytes_max, config.file_mode, config.uid) == (5 * GIB, 0o640, 7)
+
+
+def test_the_last_one_wins_wherever_it_comes_from(mounted: list[MountConfig]) -> None:
+    assert run(["mount", "file:///data", "/mnt/lake", "-o", "uid=1,ro", "--uid", "2", "-o", "rw"]) == 0
+    (config,) = mounted
+    assert (config.uid, config.read_only) == (2, False)
+
+
+def test_an_option_value_that_looks_like_an_option_is_a_value(mounted: list[MountConfig]) -> None:
+    assert run(["mount", "--region", "-o", "file:///data", "/mnt/lake"]) == 0
+    assert mounted[0].store.region == "-o"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["-o", "cache_sizes=5G"], "cache_sizes"),
+        (["-o", "secret_access_key=x"], "secret_access_key"),
+        (["-o", "noexec"], "noexec"),
+        (["-o", "mount_o=x"], "mount_o"),
+        (["-o", "allow_other=yes"], "allow_other"),
+        (["-o", "cache_size"], "cache_size"),
+        (["-o"], "-o"),
+        (["--cache-size", "lots"], "--cache-size"),
+        (["--uploads", "0"], "--uploads"),
+        (["--orphans", "eat"], "--orphans"),
+        (["--ca-bundle", "/nonexistent/ca.pem"], "--ca-bundle"),
+        (["--endpoint-url", "localhost:8333"], "--endpoint-url"),
+        (["--endpoint-url", "http://key:topsecret@localhost"], "--endpoint-url"),
+    ],
+)
+def test_usage_errors_are_one_line_that_names_the_option(
+    mounted: list[MountConfig], capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    assert run(["mount", "file:///data", "/mnt/lake", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.startswith("lakefs-fuse: ")
+    assert error.count("\n") == 1
+    assert "topsecret" not in error
+    assert mounted == []
+
+
+@pytest.mark.parametrize(
+    "source", ["bucket", "http://bucket", "s3://", "file://relative", "s3://k:s@bucket", "s3://b/../c"]
+)
+def test_sources_that_are_none(mounted: list[MountConfig], capsys: pytest.CaptureFixture[str], source: str) -> None:
+    assert run(["mount", source, "/mnt/lake"]) == 2
+    assert "source" in capsys.readouterr().err
+
+
+def test_a_cache_directory_belongs_to_one_lake(mounted: list[MountConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    for arguments in (["s3://a"], ["s3://a/b"], ["s3://a", "--endpoint-url", "http://x"], ["s3://a", "--profile", "p"]):
+        run(["mount", *arguments, "/mnt/lake"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://y")
+    run(["mount", "s3://a", "/mnt/lake"])
+    assert len({config.cache_dir for config in mounted}) == 5
+    run(["mount", "s3://a", "/mnt/elsewhere"])
+    assert mounted[-1].cache_dir == mounted[-2].cache_dir
+    assert mounted[-1].log_file != mounted[-2].log_file
+
+
+def test_version_and_missing_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+    assert run(["frobnicate"]) == 2
+    assert "frobnicate" in capsys.readouterr().err
+
+
+def test_the_readme_has_every_option_and_no_other() -> None:
+    named = set(re.findall(r"--[a-z][a-z-]+", options_table()))
+    options = {name for option in mount.params for name in (*option.opts, *option.secondary_opts) if name[:2] == "--"}
+    assert named == options

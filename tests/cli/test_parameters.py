@@ -1,0 +1,69 @@
+"""Sizes, durations and modes as people type them."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, SIZE, format_bytes, format_duration
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("10GiB", 10 << 30),
+        ("10G", 10 << 30),
+        ("500M", 500 << 20),
+        ("500MB", 500_000_000),
+        ("1.5 kib", 1536),
+        ("2t", 2 << 40),
+        ("7b", 7),
+    ],
+)
+def test_sizes(text: str, expected: int) -> None:
+    assert SIZE.convert(text, None, None) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "10 apples", "1e9", "ten", "10GiBs", "9999999999T", "\N{ARABIC-INDIC DIGIT THREE}"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        SIZE.convert(text, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("60", 60.0), ("5m", 300.0), ("1.5s", 1.5), ("250ms", 0.25), ("2h", 7200.0), ("1d", 86400.0)]
+)
+def test_durations(text: str, expected: float) -> None:
+    assert DURATION.convert(text, None, None) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-5", "soon", "5 minutes", "inf", "nan", "99999d"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        DURATION.convert(text, None, None)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("644", 0o644), ("0755", 0o755), ("0o600", 0o600), ("0", 0)])
+def test_modes(text: str, expected: int) -> None:
+    assert OCTAL_MODE.convert(text, None, None) == expected
+
+
+@pytest.mark.parametrize("text", ["", "888", "rwx", "4755", "77777", "-1"])
+def test_what_is_no_mode(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        OCTAL_MODE.convert(text, None, None)
+
+
+def test_what_people_read() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1536, 3 << 30, 5 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.0 GiB",
+        "5.0 TiB",
+    ]
+    assert [format_duration(s) for s in (0.0015, 12, 600, 9000)] == ["1.5 ms", "12 s", "10 min", "2.5 h"]

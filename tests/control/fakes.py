@@ -1,0 +1,152 @@
+"""A filesystem that the control socket can be pointed at: files that become durable when the test says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.control.server import ControlServer, serve_control
+from lakefs_fuse.errors import LakeError, NotFound
+
+
+@dataclass
+class FakeFile:
+    """A file that is not in the store."""
+
+    id: str
+    path: str
+    bytes: int = 1000
+    state: str = "writing"
+    age_s: float = 1.0
+    error: str = ""
+    parts_done: int = 0
+    bytes_done: int = 0
+
+
+@dataclass
+class FakeFilesystem:
+    """Answers from its fields; ``make_durable`` stores ``step`` bytes of every file every ``tick_s``."""
+
+    files: list[FakeFile] = field(default_factory=list)
+    refuse: str = ""
+    explode: bool = False
+    step: int = 500
+    tick_s: float = 0.01
+    durable_asked: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+
+    def statistics(self) -> dict[str, object]:
+        if self.explode:
+            raise RuntimeError("a bug")
+        dirty = [file for file in self.files if file.state != "orphan"]
+        return {
+            "upcalls": {"lookup": 3, "open": 0},
+            "store": {
+                "requests": {"get": 4, "put": 0},
+                "latency_s_sum": {"get": 0.02},
+                "latency_s_max": {"get": 0.01},
+                "bytes": {"read": 4096, "written": 0},
+                "retries": 1,
+            },
+            "cache": {"hits": 3, "misses": 1, "bytes": 2048},
+            "dirty": {"files": len(dirty), "bytes": sum(file.bytes for file in dirty)},
+            "memory": {"buffers": 7},
+        }
+
+    def unfinished(self) -> list[FakeFile]:
+        return list(self.files)
+
+    async def make_durable(self, path: str = "") -> None:
+        self.durable_asked.append(path)
+        while dirty := [file for file in self.files if file.state != "orphan"]:
+            if self.refuse:
+                for file in dirty:
+                    file.state, file.error = "failed", self.refuse
+                raise LakeError(self.refuse)
+            await trio.sleep(self.tick_s)
+            for file in dirty:
+                file.bytes_done = min(file.bytes, file.bytes_done + self.step)
+                if file.bytes_done == file.bytes:
+                    self.files.remove(file)
+
+    async def finish_orphan(self, id: str) -> None:
+        self._take_orphan(id)
+        self.finished.append(id)
+
+    async def abort_orphan(self, id: str) -> None:
+        self._take_orphan(id)
+        self.aborted.append(id)
+
+    def _take_orphan(self, id: str) -> None:
+        for file in self.files:
+            if file.id == id and file.state == "orphan":
+                self.files.remove(file)
+                return
+        raise NotFound(f"no orphan {id}")
+
+
+def mount_config(mountpoint: Path | str, cache_dir: Path | str = "/nonexistent/cache") -> MountConfig:
+    """A configuration that names nothing real."""
+    return MountConfig(
+        store=StoreConfig(source=Source.parse("s3://bucket/prefix")),
+        mountpoint=str(mountpoint),
+        cache_dir=str(cache_dir),
+    )
+
+
+def make_server(
+    fs: FakeFilesystem,
+    mountpoint: Path | str = "/mnt/lake",
+    *,
+    request_unmount: Callable[[], None] = lambda: None,
+    allowed_uids: frozenset[int] | None = None,
+) -> ControlServer:
+    """A real server over a fake filesystem."""
+    return ControlServer(
+        fs,
+        mount_config(mountpoint),
+        capabilities={"name": "fake", "notes": ["ranges answered with 200"]},
+        request_unmount=request_unmount,
+        clock=trio.current_time,
+        allowed_uids=allowed_uids,
+    )
+
+
+@contextmanager
+def serving_in_thread(
+    fs: FakeFilesystem, socket_path: Path, mountpoint: Path | str = "/mnt/lake", *, end_error: str | None = None
+) -> Iterator[None]:
+    """A control server on another thread, for tests of the blocking side.
+
+    With ``end_error`` given, a first `WaitEnd` is told so: empty for a clean end.
+    """
+    started, stop = threading.Event(), trio.Event()
+    tokens: list[trio.lowlevel.TrioToken] = []
+
+    async def main() -> None:
+        tokens.append(trio.lowlevel.current_trio_token())
+        server = make_server(fs, mountpoint)
+        async with serve_control(server, socket_path):
+            started.set()
+            if end_error is not None:
+                while not server.waiting and not stop.is_set():
+                    await trio.sleep(0.01)
+                await server.end(end_error)
+            await stop.wait()
+
+    thread = threading.Thread(target=trio.run, args=(main,))
+    thread.start()
+    try:
+        assert started.wait(10), "the control server did not start"
+        yield
+    finally:
+        tokens[0].run_sync_soon(stop.set)
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,254 @@
+"""The daemon's end of the control socket, over real unix sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from lakefs_fuse.control import protocol
+from lakefs_fuse.control import server as server_module
+from lakefs_fuse.control.server import ControlServer, listen, serve_control
+from lakefs_fuse.errors import MountError
+from tests.control.fakes import FakeFile, FakeFilesystem, make_server
+
+
+@pytest.fixture
+def socket_path(tmp_path: Path) -> Path:
+    return tmp_path / "control.sock"
+
+
+@asynccontextmanager
+async def talking_to(server: ControlServer, path: Path) -> AsyncIterator[trio.SocketStream]:
+    async with serve_control(server, path), await trio.open_unix_socket(str(path)) as stream:
+        yield stream
+
+
+async def read_line(stream: trio.SocketStream) -> bytes:
+    line = b""
+    with trio.fail_after(10):
+        while not line.endswith(b"\n"):
+            piece = await stream.receive_some(1)
+            if not piece:
+                break
+            line += piece
+    return line
+
+
+async def ask(stream: trio.SocketStream, request: protocol.Request) -> protocol.Reply:
+    await stream.send_all(protocol.encode(request))
+    return protocol.decode_reply(await read_line(stream))
+
+
+async def follow(stream: trio.SocketStream, request: protocol.Request) -> list[protocol.Reply]:
+    await stream.send_all(protocol.encode(request))
+    replies = [protocol.decode_reply(await read_line(stream))]
+    while isinstance(replies[-1], protocol.Progress):
+        replies.append(protocol.decode_reply(await read_line(stream)))
+    return replies
+
+
+async def test_stats_are_the_filesystems_and_what_only_the_process_knows(socket_path: Path) -> None:
+    fs = FakeFilesystem([FakeFile("1", "a/b", bytes=10, bytes_done=4, state="failed", error="no room")])
+    async with talking_to(make_server(fs), socket_path) as stream:
+        reply = await ask(stream, protocol.Stats())
+    assert isinstance(reply, protocol.Statistics)
+    values = msgspec.json.decode(msgspec.json.encode(reply.values))
+    assert values["upcalls"]["lookup"] == 3
+    assert values["store"]["requests"] == {"get": 4, "put": 0}
+    assert values["store"]["bytes"] == {"read": 4096, "written": 0}
+    assert values["cache"] == {"hits": 3, "misses": 1, "bytes": 2048}
+    assert values["dirty"] == {"files": 1, "bytes": 10}
+    assert values["memory"]["buffers"] == 7
+    assert 1 << 20 < values["memory"]["rss"] < 1 << 40
+    assert values["daemon"]["pid"] == os.getpid()
+    assert values["mount"]["source"] == "s3://bucket/prefix/"
+    assert values["capabilities"]["notes"] == ["ranges answered with 200"]
+    assert values["unfinished"][0]["path"] == "a/b"
+    assert values["unfinished"][0]["error"] == "no room"
+
+
+async def test_one_connection_carries_many_requests(socket_path: Path) -> None:
+    fs = FakeFilesystem([FakeFile("7", "x", state="orphan"), FakeFile("8", "y", state="orphan")])
+    async with talking_to(make_server(fs), socket_path) as stream:
+        hello = await ask(stream, protocol.Ping())
+        assert isinstance(hello, protocol.Hello)
+        assert hello.pid == os.getpid()
+        assert await ask(stream, protocol.FinishOrphan("7")) == protocol.Done()
+        assert await ask(stream, protocol.AbortOrphan("8")) == protocol.Done()
+        assert await ask(stream, protocol.ListUnfinished()) == protocol.UnfinishedFiles((), 0)
+    assert (fs.finished, fs.aborted) == (["7"], ["8"])
+
+
+async def test_an_unfinished_list_is_cut_but_counted(socket_path: Path) -> None:
+    fs = FakeFilesystem([FakeFile(str(n), f"d/{n}") for n in range(protocol.FILES_MAX + 5)])
+    async with talking_to(make_server(fs), socket_path) as stream:
+        reply = await ask(stream, protocol.ListUnfinished())
+    assert isinstance(reply, protocol.UnfinishedFiles)
+    assert (len(reply.files), reply.count) == (protocol.FILES_MAX, protocol.FILES_MAX + 5)
+
+
+async def test_names_that_are_not_utf8_can_be_listed(socket_path: Path) -> None:
+    fs = FakeFilesystem([FakeFile("1", os.fsdecode(b"caf\xe9"))])
+    async with talking_to(make_server(fs), socket_path) as stream:
+        reply = await ask(stream, protocol.ListUnfinished())
+    assert isinstance(reply, protocol.UnfinishedFiles)
+    assert reply.files[0].path == "caf\N{REPLACEMENT CHARACTER}"
+
+
+async def test_make_durable_reports_progress_up_to_done(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "PROGRESS_INTERVAL_S", 0.01)
+    fs = FakeFilesystem([FakeFile("1", "d/a"), FakeFile("2", "d/b", bytes=3000), FakeFile("3", "old", state="orphan")])
+    async with talking_to(make_server(fs), socket_path) as stream:
+        *progress, last = await follow(stream, protocol.MakeDurable("/d/"))
+    assert last == protocol.Done()
+    assert fs.durable_asked == ["d"]
+    assert progress[0] == protocol.Progress(bytes_done=0, bytes_total=4000, files_left=2)
+    done = [reply.bytes_done for reply in progress if isinstance(reply, protocol.Progress)]
+    assert done == sorted(done)
+    assert done[-1] > 1000
+    assert all(isinstance(reply, protocol.Progress) and reply.bytes_total == 4000 for reply in progress)
+
+
+async def test_make_durable_that_fails_names_the_files_and_not_the_orphans(socket_path: Path) -> None:
+    fs = FakeFilesystem([FakeFile("1", "a"), FakeFile("2", "b", state="orphan")], refuse="access denied")
+    async with talking_to(make_server(fs), socket_path) as stream:
+        *_, last = await follow(stream, protocol.MakeDurable())
+        assert isinstance(await ask(stream, protocol.Ping()), protocol.Hello)
+    assert isinstance(last, protocol.Failed)
+    assert last.message == "access denied"
+    assert [(file.path, file.state, file.error) for file in last.files] == [("a", "failed", "access denied")]
+
+
+async def test_a_client_that_leaves_in_mid_progress_harms_nobody(socket_path: Path) -> None:
+    fs = FakeFilesystem([FakeFile("1", "a", bytes=10**9)], step=1)
+    server = make_server(fs)
+    async with talking_to(server, socket_path) as stream:
+        leaver = await trio.open_unix_socket(str(socket_path))
+        await leaver.send_all(protocol.encode(protocol.MakeDurable()))
+        assert await read_line(leaver)
+        await leaver.aclose()
+        assert isinstance(await ask(stream, protocol.Ping()), protocol.Hello)
+        fs.files.clear()
+
+
+@pytest.mark.parametrize(
+    "line", [b"nonsense\n", b'{"type": "drop_everything"}\n', b'{"type": "finish_orphan"}\n', b"\xff\n"]
+)
+async def test_what_is_no_request_is_refused_and_the_next_client_served(socket_path: Path, line: bytes) -> None:
+    async with talking_to(make_server(FakeFilesystem()), socket_path) as stream:
+        await stream.send_all(line)
+        refusal = protocol.decode_reply(await read_line(stream))
+        assert isinstance(refusal, protocol.Failed)
+        assert "not a control request" in refusal.message
+        assert await read_line(stream) == b""
+        async with await trio.open_unix_socket(str(socket_path)) as other:
+            assert isinstance(await ask(other, protocol.Ping()), protocol.Hello)
+
+
+async def test_a_line_without_end_is_cut_off(socket_path: Path) -> None:
+    async with talking_to(make_server(FakeFilesystem()), socket_path) as stream:
+        with trio.fail_after(10), pytest.raises(trio.BrokenResourceError):
+            while True:
+                await stream.send_all(b"x" * 65536)
+
+
+async def test_a_bug_in_the_filesystem_is_an_answer_not_an_end(
+    socket_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with talking_to(make_server(FakeFilesystem(explode=True)), socket_path) as stream:
+        reply = await ask(stream, protocol.Stats())
+        assert isinstance(reply, protocol.Failed)
+        assert "RuntimeError" in reply.message
+        assert isinstance(await ask(stream, protocol.Ping()), protocol.Hello)
+    assert "control request Stats failed" in caplog.text
+
+
+async def test_an_unknown_orphan_is_an_error_with_its_message(socket_path: Path) -> None:
+    async with talking_to(make_server(FakeFilesystem()), socket_path) as stream:
+        assert await ask(stream, protocol.AbortOrphan("9")) == protocol.Failed(message="no orphan 9")
+
+
+async def test_more_clients_than_there_are_places_are_refused(
+    socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "CLIENTS_MAX", 2)
+    async with talking_to(make_server(FakeFilesystem()), socket_path) as first:
+        async with await trio.open_unix_socket(str(socket_path)) as second:
+            for stream in (first, second):
+                assert isinstance(await ask(stream, protocol.Ping()), protocol.Hello)
+            async with await trio.open_unix_socket(str(socket_path)) as third:
+                refusal = protocol.decode_reply(await read_line(third))
+                assert isinstance(refusal, protocol.Failed)
+                assert "2 control connections" in refusal.message
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        async with await trio.open_unix_socket(str(socket_path)) as fourth:
+            assert isinstance(await ask(fourth, protocol.Ping()), protocol.Hello)
+
+
+async def test_a_silent_client_loses_its_place(socket_path: Path, autojump_clock: MockClock) -> None:
+    async with talking_to(make_server(FakeFilesystem()), socket_path) as stream:
+        began = trio.current_time()
+        assert await stream.receive_some(1) == b""
+        assert trio.current_time() - began == pytest.approx(server_module.IDLE_S_MAX, abs=1)
+
+
+async def test_other_users_are_refused(socket_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = frozenset((os.geteuid() + 1,))
+    async with talking_to(make_server(FakeFilesystem(), allowed_uids=stranger), socket_path) as stream:
+        refusal = protocol.decode_reply(await read_line(stream))
+    assert isinstance(refusal, protocol.Failed)
+    assert "another user" in refusal.message
+    assert f"uid {os.geteuid()} refused" in caplog.text
+
+
+async def test_the_socket_is_the_owners_alone_and_goes_with_the_server(socket_path: Path) -> None:
+    async with serve_control(make_server(FakeFilesystem()), socket_path):
+        assert stat.S_IMODE(socket_path.stat().st_mode) == 0o600
+    assert not socket_path.exists()
+
+
+async def test_a_stale_socket_is_replaced_and_a_live_one_is_not(socket_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(socket_path))
+    async with talking_to(make_server(FakeFilesystem()), socket_path) as stream:
+        with pytest.raises(MountError, match="another daemon answers"):
+            listen(socket_path)
+        assert isinstance(await ask(stream, protocol.Ping()), protocol.Hello)
+
+
+async def test_unmount_is_passed_on(socket_path: Path) -> None:
+    asked = trio.Event()
+    async with talking_to(make_server(FakeFilesystem(), request_unmount=asked.set), socket_path) as stream:
+        assert await ask(stream, protocol.Unmount()) == protocol.Done()
+    assert asked.is_set()
+
+
+@pytest.mark.parametrize("error", ["", "1 files are not in the store"])
+async def test_those_who_wait_for_the_end_are_told_how_it_went(socket_path: Path, error: str) -> None:
+    fs = FakeFilesystem([FakeFile("1", "a", state="failed")] if error else [])
+    server = make_server(fs)
+    replies: list[protocol.Reply] = []
+    async with talking_to(server, socket_path) as stream, trio.open_nursery() as nursery:
+
+        async def wait() -> None:
+            replies.extend(await follow(stream, protocol.WaitEnd()))
+
+        nursery.start_soon(wait)
+        while not server.waiting:
+            await trio.sleep(0.01)
+        await server.end(error)
+    if error:
+        assert isinstance(replies[-1], protocol.Failed)
+        assert replies[-1].message == error
+        assert [file.path for file in replies[-1].files] == ["a"]
+    else:
+        assert replies[-1] == protocol.Done()

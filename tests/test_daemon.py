@@ -1,0 +1,237 @@
+"""The daemon's life, from configuration to drained, around a filesystem and a mount that tests control."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+from trio.testing import MockClock
+
+from lakefs_fuse import daemon as daemon_module
+from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.control import protocol, runtime
+from lakefs_fuse.daemon import Daemon, Parts, Readiness, first_error
+from lakefs_fuse.errors import CacheError, LakeError
+from tests.control.fakes import FakeFile, FakeFilesystem, mount_config
+
+
+class FakeMount:
+    """Mounts at once and stays until asked to go."""
+
+    def __init__(self, *, goes_at_once: bool = False) -> None:
+        self.gone = trio.Event()
+        if goes_at_once:
+            self.gone.set()
+
+    async def serve(self, fs: FakeFilesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
+        ready()
+        await self.gone.wait()
+
+
+class Lake:
+    """Counts opens and closes; opening may fail or never end."""
+
+    def __init__(self, fs: FakeFilesystem, *, error: LakeError | None = None, hangs: bool = False) -> None:
+        self.fs, self.error, self.hangs = fs, error, hangs
+        self.closed = False
+
+    @asynccontextmanager
+    async def open(self, config: MountConfig) -> AsyncIterator[tuple[FakeFilesystem, dict[str, object]]]:
+        if self.error is not None:
+            raise self.error
+        if self.hangs:
+            await trio.sleep_forever()
+        try:
+            yield self.fs, {"name": "fake"}
+        finally:
+            self.closed = True
+
+
+class Answers:
+    """The reading end of a readiness pipe."""
+
+    def __init__(self) -> None:
+        self._read, self.write = os.pipe()
+        self.readiness = Readiness(self.write)
+
+    def read(self) -> dict[str, object]:
+        line = os.read(self._read, 65536)
+        os.close(self._read)
+        answer: dict[str, object] = msgspec.json.decode(line)
+        return answer
+
+
+@pytest.fixture(autouse=True)
+def private_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "candidate_directories", lambda uid: [tmp_path / "runtime"])
+
+
+def make(lake: Lake, mount: FakeMount, readiness: Readiness) -> Daemon[FakeFilesystem]:
+    return Daemon(
+        mount_config("/mnt/lake", "/var/cache/lake"), Parts(lake.open, mount.serve, mount.gone.set), readiness
+    )
+
+
+async def test_it_says_ready_drains_after_unmount_and_ends_with_0() -> None:
+    fs = FakeFilesystem([FakeFile("1", "a"), FakeFile("2", "left by another", state="orphan")])
+    lake, mount, answers = Lake(fs), FakeMount(), Answers()
+    daemon = make(lake, mount, answers.readiness)
+    codes: list[int] = []
+    async with trio.open_nursery() as nursery:
+
+        async def run() -> None:
+            codes.append(await daemon.run())
+
+        nursery.start_soon(run)
+        path = runtime.server_socket_path("/mnt/lake")
+        while not path.exists():
+            await trio.sleep(0.01)
+        mount.gone.set()
+    assert answers.read() == {}
+    assert codes == [0]
+    assert [file.id for file in fs.files] == ["2"]
+    assert lake.closed
+    assert not path.exists()
+
+
+async def test_what_cannot_be_stored_is_named_and_makes_it_fail(caplog: pytest.LogCaptureFixture) -> None:
+    fs = FakeFilesystem([FakeFile("1", "ckpt/model.pt")], refuse="access denied")
+    lake = Lake(fs)
+    assert await make(lake, FakeMount(goes_at_once=True), Readiness(None)).run() == 1
+    assert "1 files are not in the store (access denied); their bytes stay in /var/cache/lake" in caplog.text
+    assert "not in the store: ckpt/model.pt (1000 bytes, failed) access denied" in caplog.text
+    assert lake.closed
+
+
+async def test_draining_without_progress_ends(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
+    fs = FakeFilesystem([FakeFile("1", "a")], step=0, tick_s=1.0)
+    began = trio.current_time()
+    assert await make(Lake(fs), FakeMount(goes_at_once=True), Readiness(None)).run() == 1
+    assert trio.current_time() - began == pytest.approx(daemon_module.DRAIN_STALL_S_MAX, abs=5)
+    assert "not in the store: a" in caplog.text
+
+
+async def test_draining_with_progress_may_take_longer_than_a_stall(autojump_clock: MockClock) -> None:
+    fs = FakeFilesystem([FakeFile("1", "a", bytes=100)], step=1, tick_s=10.0)
+    assert await make(Lake(fs), FakeMount(goes_at_once=True), Readiness(None)).run() == 0
+    assert trio.current_time() > daemon_module.DRAIN_STALL_S_MAX
+
+
+async def test_sigterm_unmounts_and_a_second_one_stops_draining(caplog: pytest.LogCaptureFixture) -> None:
+    fs = FakeFilesystem([FakeFile("1", "a")], step=0)
+    mount, codes = FakeMount(), list[int]()
+    daemon = make(Lake(fs), mount, Readiness(None))
+    async with trio.open_nursery() as nursery:
+
+        async def run() -> None:
+            codes.append(await daemon.run())
+
+        nursery.start_soon(run)
+        while not runtime.server_socket_path("/mnt/lake").exists():
+            await trio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with trio.fail_after(5):
+            await mount.gone.wait()
+            while not fs.durable_asked:
+                await trio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == [1]
+    assert "told to end at once" in caplog.text
+
+
+async def test_a_signal_before_the_mount_is_ready_ends_it() -> None:
+    daemon = make(Lake(FakeFilesystem(), hangs=True), FakeMount(), Readiness(None))
+    with trio.fail_after(5):
+        async with trio.open_nursery() as nursery:
+            codes: list[int] = []
+
+            async def run() -> None:
+                codes.append(await daemon.run())
+
+            nursery.start_soon(run)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == [1]
+
+
+async def test_an_error_of_opening_comes_out_of_every_nursery() -> None:
+    daemon = make(Lake(FakeFilesystem(), error=CacheError("locked by pid 7")), FakeMount(), Readiness(None))
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await daemon.run()
+    assert str(first_error(raised.value)) == "locked by pid 7"
+
+
+async def test_those_who_wait_for_the_end_hear_of_the_drain() -> None:
+    fs = FakeFilesystem()
+    mount = FakeMount()
+    daemon = make(Lake(fs), mount, Readiness(None))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(daemon.run)
+        path = runtime.server_socket_path("/mnt/lake")
+        while not path.exists():
+            await trio.sleep(0.01)
+        async with await trio.open_unix_socket(str(path)) as stream:
+            await stream.send_all(protocol.encode(protocol.WaitEnd()))
+            await stream.receive_some(65536)
+            fs.files.append(FakeFile("1", "written late"))
+            fs.refuse = "the store is away"
+            mount.gone.set()
+            received = b""
+            with trio.fail_after(5):
+                while piece := await stream.receive_some(65536):
+                    received += piece
+    last = protocol.decode_reply(received.splitlines()[-1])
+    assert isinstance(last, protocol.Failed)
+    assert last.message == "1 files are not in the store: the store is away"
+    assert [file.path for file in last.files] == ["written late"]
+
+
+def run_program(
+    config: bytes, tmp_path: Path, environment: dict[str, str] | None = None
+) -> tuple[int, dict[str, object], str]:
+    """The real program with ``config`` on standard input: exit code, what it said when ready, standard error."""
+    answers = Answers()
+    result = subprocess.run(
+        [sys.executable, "-m", "lakefs_fuse.daemon", "--ready-fd", str(answers.write)],
+        input=config,
+        pass_fds=[answers.write],
+        capture_output=True,
+        env={**os.environ, **(environment or {})},
+        timeout=60,
+        check=False,
+    )
+    os.close(answers.write)
+    return result.returncode, answers.read(), result.stderr.decode()
+
+
+def test_a_configuration_that_makes_no_sense_is_a_usage_error(tmp_path: Path) -> None:
+    code, answer, _ = run_program(b'{"mountpoint": 7}', tmp_path)
+    assert code == 2
+    assert answer["exit_code"] == 2
+    assert "no usable configuration" in str(answer["error"])
+
+
+def test_a_lake_that_is_not_there_is_one_line_and_a_private_log(tmp_path: Path) -> None:
+    log_file = tmp_path / "log" / "lake.log"
+    config = MountConfig(
+        store=StoreConfig(source=Source.parse(f"file://{tmp_path}/nowhere")),
+        mountpoint=str(tmp_path / "mnt"),
+        cache_dir=str(tmp_path / "cache"),
+        log_file=str(log_file),
+    )
+    (tmp_path / "mnt").mkdir()
+    code, answer, _ = run_program(msgspec.json.encode(config), tmp_path)
+    assert code == 1
+    assert "nowhere" in str(answer["error"])
+    assert "\n" not in str(answer["error"])
+    assert stat.S_IMODE(log_file.stat().st_mode) == 0o600
+    assert str(answer["error"]) in log_file.read_text()

@@ -1,0 +1,146 @@
+"""The folder is the architecture: who may import whom, who alone may import a library, and how big a module may get."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "lakefs_fuse"
+
+FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "metrics"})
+"""What every layer may use. Among themselves: config uses errors."""
+
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    "lakefs_fuse": frozenset(),
+    "errors": frozenset(),
+    "metrics": frozenset(),
+    "config": frozenset({"errors"}),
+    "logs": FOUNDATION,
+    "store": FOUNDATION,
+    "meta": FOUNDATION,
+    "data": FOUNDATION | {"store"},
+    "fs": FOUNDATION | {"store", "meta", "data"},
+    "fuse": FOUNDATION | {"fs", "meta"},
+    "control": FOUNDATION,
+    "cli": FOUNDATION | {"control"},
+    "__main__": frozenset({"cli"}),
+    "lake": FOUNDATION | {"store", "fs"},
+    "daemon": FOUNDATION | {"lake", "fuse", "control", "logs"},
+}
+"""By first component of the module. `fuse` takes entries of `meta` as `fs` hands them out; `control` is given a view
+of the filesystem; `lake` and `daemon` put the layers together."""
+
+ONLY_IN = {
+    "pyfuse3": "fuse",
+    "boto3": "store",
+    "botocore": "store",
+    "obstore": "store",
+    "urllib3": "store",
+    "rocksdict": "meta",
+    "click": "cli",
+    "rich": "cli",
+}
+
+BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
+
+MODULE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 60
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def layer_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "lakefs_fuse" if first == "__init__" else first
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of everything imported, wherever in the module; `from a import b` counts as a.b."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported_layer(name: str) -> str | None:
+    """The layer of ours that an imported name belongs to."""
+    parts = name.split(".")
+    if parts[0] != "lakefs_fuse":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in MAY_IMPORT else "lakefs_fuse"
+
+
+def test_there_is_something_to_look_at() -> None:
+    layers = {layer_of(path) for path in modules()}
+    assert {"cli", "control", "fs", "fuse", "data", "meta", "store"} <= layers
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_dependencies_point_down(path: Path) -> None:
+    layer = layer_of(path)
+    assert layer in MAY_IMPORT, f"{layer} is not in the table of layers"
+    used = {found for name in imports(path) if (found := imported_layer(name)) is not None}
+    assert used - {layer} <= MAY_IMPORT[layer]
+
+
+def test_the_table_has_no_cycle() -> None:
+    order: list[str] = []
+    left = dict(MAY_IMPORT)
+    while left:
+        ready = [layer for layer, below in left.items() if below <= set(order)]
+        assert ready, f"a cycle among {sorted(left)}"
+        order += ready
+        for layer in ready:
+            del left[layer]
+    assert len(order) == len(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_libraries_stay_in_their_layer(path: Path) -> None:
+    for name in imports(path):
+        owner = ONLY_IN.get(name.split(".")[0])
+        assert owner in (None, layer_of(path)), f"only {owner} may import {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
+    assert path.stem not in BANNED_NAMES
+    assert len(path.read_text().splitlines()) <= MODULE_LINES_MAX
+    tree = tree_of(path)
+    assert ast.get_docstring(tree), "a module opens with what it is for"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            assert not node.name.endswith("Manager")
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            lines = node.end_lineno - node.lineno + 1
+            assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
+
+
+def test_the_command_line_starts_without_the_filesystem() -> None:
+    """What `cli` pulls in, directly or not, is none of the layers that load RocksDB or libfuse."""
+    seen: set[str] = set()
+    queue = ["cli"]
+    while queue:
+        layer = queue.pop()
+        seen.add(layer)
+        used = {imported_layer(name) for path in modules() if layer_of(path) == layer for name in imports(path)}
+        queue += [found for found in used if found is not None and found not in seen]
+    assert seen.isdisjoint({"fs", "fuse", "data", "meta", "store", "lake", "daemon"})

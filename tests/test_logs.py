@@ -1,0 +1,75 @@
+"""The daemon's log: one line per record, private, bounded, without secrets."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lakefs_fuse import logs
+from tests.control.fakes import mount_config
+
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+
+@pytest.fixture
+def log_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A log that is open as the daemon opens it; pytest's own handlers come back afterwards."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    path = tmp_path / "state" / "lake.log"
+    logs.open_logs(msgspec.structs.replace(mount_config("/mnt/lake"), log_file=str(path), log_level="DEBUG"))
+    yield path
+    for handler in root.handlers[:]:
+        if isinstance(handler, logs.PrivateRotatingFile):
+            root.removeHandler(handler)
+            handler.close()
+    # `open_logs` took the place of these.
+    root.handlers += [handler for handler in before if handler not in root.handlers]
+    root.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_a_file_name_cannot_forge_a_line(log_file: Path) -> None:
+    logging.getLogger("lake").info("stored %s", "a\n2026-01-01T00:00:00.000Z ERROR root: forged\x1b[2J")
+    lines = log_file.read_text().splitlines()
+    assert len(lines) == 1
+    assert lines[0].endswith(r"INFO lake: stored a\n2026-01-01T00:00:00.000Z ERROR root: forged\x1b[2J")
+
+
+def test_secrets_are_blotted_out_of_messages_and_tracebacks(log_file: Path) -> None:
+    logger = logging.getLogger("lake")
+    logger.info("GET http://s3/b?X-Amz-Credential=AKIA123&X-Amz-Signature=deadbeef&x=1")
+    logger.info("headers {'Authorization': 'AWS4-HMAC-SHA256 Credential=AKIA123'}")
+    try:
+        raise ValueError(f"bad key {SECRET}")
+    except ValueError:
+        logger.exception("failed")
+    text = log_file.read_text()
+    assert SECRET not in text
+    assert "AKIA123" not in text
+    assert "deadbeef" not in text
+    assert "x=1" in text
+    assert "ValueError: bad key ***" in text
+
+
+def test_the_libraries_that_log_headers_are_kept_quiet(log_file: Path) -> None:
+    for name in ("botocore.auth", "urllib3.connectionpool", "boto3.resources"):
+        logging.getLogger(name).debug("Authorization: secret")
+    assert log_file.read_text() == ""
+
+
+def test_the_log_is_private_and_bounded(log_file: Path) -> None:
+    (handler,) = (each for each in logging.getLogger().handlers if isinstance(each, logs.PrivateRotatingFile))
+    handler.maxBytes = 1000
+    for number in range(200):
+        logging.getLogger("lake").info("line %d", number)
+    files = sorted(log_file.parent.iterdir())
+    assert len(files) == 1 + logs.LOG_FILES_KEPT
+    assert all(file.stat().st_size <= 1000 and stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    assert "line 199" in log_file.read_text()
