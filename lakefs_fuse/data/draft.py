@@ -130,6 +130,7 @@ class Draft:
         self.upload_id = ""
         self.upload_intent_ns = 0
         self.upload_metadata: dict[str, str] = {}
+        self.upload_failed = False
         self.upload_lock = trio.Lock()
         self.uploading = 0
         self._gate = Gate()
@@ -147,6 +148,8 @@ class Draft:
         return self.uploading > 0 or self.state is DraftState.PUBLISHING
 
     def drop_uploaded(self) -> int:
+        if not self.services.client.capabilities.parts_replaceable:
+            return 0  # all of it may have to be sent again
         clean = sorted(i for i, part in self.parts.items() if part.state is PartState.CLEAN and i > 0)
         dropped = 0
         for index in clean[:-RECENT_PARTS_KEPT]:
@@ -302,6 +305,8 @@ class Draft:
         part = self.parts.get(index)
         if part is None or part.state is not PartState.DIRTY or part.announced or self.error is not None:
             return
+        if part.etag and not self.services.client.capabilities.parts_replaceable:
+            return
         start, end = self.services.layout.range(index)
         if end <= self.size and self.pages.covers(start, end):
             part.announced = True
@@ -342,6 +347,9 @@ class Draft:
         except LakeError as error:
             self.error = error
             self.services.metrics.failures += 1
+        except OSError as error:
+            self.error = self.services.staging.translate(error)
+            self.services.metrics.failures += 1
         finally:
             self.parts[index].announced = False
             self.uploading -= 1
@@ -376,6 +384,7 @@ class Draft:
                 hashes = await trio.to_thread.run_sync(hash_blocks, self.fd, start, start + length)
             except BaseException:
                 part.state = PartState.DIRTY
+                self.upload_failed = True
                 raise
         self.services.metrics.parts += 1
         self.services.metrics.parts_repeated += repeated

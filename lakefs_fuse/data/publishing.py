@@ -99,6 +99,9 @@ async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
 
 
 async def _complete(draft: Draft) -> ObjectMeta:
+    if draft.upload_id and not draft.services.client.capabilities.parts_replaceable and _has_stale_parts(draft):
+        await draft.services.client.abort_multipart(draft.target.key, draft.upload_id)
+        _forget_upload(draft)
     try:
         meta = await _send_and_complete(draft)
     except NotFound as error:
@@ -125,6 +128,10 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
             part = draft.parts.setdefault(index, Part())
             start, end = layout.range(index)
             length = min(end, draft.size) - start
+            if part.state is PartState.DROPPED and not part.etag:
+                raise StoreError(
+                    f"{key}: the store ended its upload, and bytes {start} to {end} are not staged any more"
+                )
             if part.state in (PartState.CLEAN, PartState.DROPPED) and part.length == length:
                 continue
             nursery.start_soon(_send_part, draft, index, start, start + length)
@@ -151,10 +158,18 @@ async def _collecting() -> AsyncIterator[trio.Nursery]:
         raise first from None
 
 
+def _has_stale_parts(draft: Draft) -> bool:
+    """The upload holds a part that is not the file's any more, or may hold one whose answer was lost."""
+    count = draft.services.layout.count(draft.size)
+    stale = any(part.etag and (part.state is PartState.DIRTY or i >= count) for i, part in draft.parts.items())
+    return stale or draft.upload_failed
+
+
 def _forget_upload(draft: Draft) -> None:
-    """The store lost the upload. What is staged can be sent again; what was let go is lost, and says so when read."""
-    draft.upload_id, draft.upload_intent_ns = "", 0
+    """The upload is gone. What is staged can be sent again; what was let go is lost, and says so when read."""
+    draft.upload_id, draft.upload_intent_ns, draft.upload_failed = "", 0, False
     for part in draft.parts.values():
+        part.etag = ""
         if part.state is PartState.CLEAN:
             part.state = PartState.DIRTY
     draft.save(sync=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 import trio
 
 from lakefs_fuse.data.disk import free_bytes
-from lakefs_fuse.errors import CacheError, StagingFull
+from lakefs_fuse.errors import CacheError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
 
 FREE_CHECK_BYTES = 16 << 20
@@ -76,7 +76,7 @@ class Staging:
             pass  # a filesystem without attributes: the journal alone tells what the file is
         return fd
 
-    def translate(self, error: OSError) -> Exception:
+    def translate(self, error: OSError) -> LakeError:
         """What an error of the staging disk means to the writer."""
         if error.errno in (28, 122):  # ENOSPC, EDQUOT
             return StagingFull(f"the disk of {self.directory} is full: free some space or use another --cache-dir")

@@ -164,6 +164,8 @@ class FileTable:
             await self.publish(file)
         except LakeError as error:
             log.error("%s is not durable: %s", file.key, error)
+        except Exception:
+            log.exception("%s is not durable", file.key)
         self._forget_if_idle(file)
 
     # -- reading and writing
@@ -234,6 +236,8 @@ class FileTable:
         known = self._ns.tree.entry(entry.inode)
         if known is not None:
             self._ns.tree.update(batch, entry)
+        else:  # somebody else's version has the name on this node, and ours replaced it: look again
+            self._ns.tree.forget_listing(batch, entry.parent)
         self._journal.delete(batch, draft.id)
         self._db.commit(batch)
         self._cache.pin(version)

@@ -28,7 +28,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
 LATE_TIMES_NS = 60_000_000_000
 """An mtime set alone and this close to now is the kernel reporting its own writes, not a user choosing a time."""
@@ -112,15 +112,21 @@ class Filesystem:
         """As `entry`, but asks the store, once for each version, for attributes that LIST does not tell."""
         entry = self.entry(inode)
         unasked = not entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL)
-        if unasked and (not entry.is_dir or entry.flags & Flag.MARKER) and not self._files.is_dirty(entry):
-            try:
-                meta = await self._client.head(self._ns.key(entry))
-            except NotFound:
-                return self.entry(inode)
-            now = self.entry(inode)
-            if now.etag in ("", meta.etag):
-                self._files.learn(now, meta)
+        if unasked and not self._files.is_dirty(entry):
+            await self._learn(inode, entry)
         return self.entry(inode)
+
+    async def _learn(self, inode: int, entry: Entry) -> None:
+        key = self._marker_key(entry) if entry.is_dir else self._ns.key(entry)
+        try:
+            meta = await self._client.head(key)
+        except NotFound:
+            if not entry.is_dir:
+                return
+            meta = ObjectMeta(key, 0, "", 0)
+        now = self.entry(inode)
+        if now.is_dir or now.etag == meta.etag:
+            self._files.learn(now, meta)
 
     def attribute_fresh_s(self, entry: Entry) -> float:
         """For how many seconds the attributes of an entry may be remembered."""
@@ -228,13 +234,13 @@ class Filesystem:
             raise FileError(errno.EINVAL, f"this store cannot hold names with any of {refused!r}")
         return checked_key(self._ns.prefix(parent), component, len(self.config.store.source.prefix.encode()))
 
-    async def _put_marker(self, entry: Entry) -> str:
-        """Make a directory exist in the store even when it is empty; answers the marker's key."""
+    def _marker_key(self, entry: Entry) -> str:
         key = self._ns.key(entry)
-        if not self._client.capabilities.lists_markers:
-            key += PLACEHOLDER
-        await self._client.put(key, b"", metadata=describe(entry, with_mtime=True))
-        return key
+        return key if self._client.capabilities.lists_markers else key + PLACEHOLDER
+
+    async def _put_marker(self, entry: Entry) -> None:
+        """Make a directory exist in the store even when it is empty."""
+        await self._client.put(self._marker_key(entry), b"", metadata=describe(entry, with_mtime=True))
 
     async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
         self._refuse_read_only()
@@ -288,8 +294,8 @@ class Filesystem:
             self._db.commit(batch)
             raise FileError(errno.ENOTEMPTY)
         await self._keep_parent(parent, entry)
-        for meta in page.objects:
-            await self._client.delete(meta.key)
+        for key in {self._marker_key(entry), *(meta.key for meta in page.objects)}:
+            await self._client.delete(key)  # the marker even if it was not listed: some stores keep showing the prefix
         self._remove(entry)
 
     async def _keep_parent(self, parent: int, leaving: Entry) -> None:

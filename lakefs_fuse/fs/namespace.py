@@ -149,6 +149,8 @@ class Namespace:
             await self.list_directory(directory)
         except LakeError as error:
             log.info("listing of inode %d in the background failed: %s", directory, error)
+        except Exception:
+            log.exception("listing of inode %d in the background", directory)
         finally:
             self._background -= 1
 

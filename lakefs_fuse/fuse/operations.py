@@ -163,7 +163,7 @@ class Operations(pyfuse3.Operations):
 
     @upcall("readdir")
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        fresh_s = await self.fs.opendir(fh) if start_id == 0 else self.fs.listing_fresh_s(fh)
+        fresh_s = self.fs.listing_fresh_s(fh)
         for entry in self.fs.readdir(fh, start_id):
             attributes = self._attributes(entry, fresh_s)
             if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(entry.name), attributes, entry.cookie):

@@ -52,6 +52,7 @@ class LocalStore:
                 raise PreconditionFailed(f"{key!r} is another version now")
             with translated("read", key):
                 data = _read(fd, start, min(end, status.st_size))
+                metadata = self._tree.read_metadata(fd, status)
                 changed = file_etag(os.fstat(fd)) != version
         finally:
             os.close(fd)
@@ -59,7 +60,7 @@ class LocalStore:
             if etag is not None:
                 raise PreconditionFailed(f"{key!r} was changed while it was read")
             raise Unavailable(f"{key!r} was changed while it was read")
-        return Fetched(data, ObjectMeta(key, status.st_size, version, status.st_mtime_ns))
+        return Fetched(data, ObjectMeta(key, status.st_size, version, status.st_mtime_ns, metadata))
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""

@@ -50,7 +50,7 @@ _NOTES = {
     "part_copy": "parts cannot be copied: bytes of a changed file that stay are uploaded again",
     "parts_replaceable": "parts are final once uploaded: a file that changes behind the writer is uploaded anew",
     "complete_etag": "completing an upload does not tell the ETag: it is asked for",
-    "sorted_listing": "listings are not in the order of bytes: listings are sorted here",
+    "sorted_listing": "listings are not in the order of bytes: any order will do",
     "lists_markers": "there are no directory markers: empty directories exist only on the node that made them",
     "metadata": "user metadata is not kept: modes, owners and exact times of files are not",
     "copy_if_match": "conditions on copies are ignored: versions are compared before and after",

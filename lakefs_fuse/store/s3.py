@@ -12,6 +12,7 @@ Called from any worker thread; holds connections only. A crash leaves at most an
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ from lakefs_fuse.store.protocol import (
     PartRef,
     UploadRef,
 )
-from lakefs_fuse.store.s3_body import content_md5, length_of, md5_of_sent, outgoing
+from lakefs_fuse.store.s3_body import length_of, md5_of, md5_of_sent, outgoing
 from lakefs_fuse.store.s3_client import S3Access
 from lakefs_fuse.store.s3_errors import RangeNotSatisfiable, from_boto
 from lakefs_fuse.store.s3_get import range_from_answer
@@ -150,7 +151,7 @@ class S3Store:
         parameters: dict[str, object] = {"Metadata": dict(metadata or {})}
         if if_absent:
             parameters["IfNoneMatch"] = "*"
-        answer = self._send("put_object", what, key, body, parameters)
+        answer = self._send("put_object", what, key, body, parameters, visible=True)
         etag = _etag(answer)
         return ObjectMeta(key, size, etag, time.time_ns(), dict(metadata or {})) if etag else self.head(key)
 
@@ -208,7 +209,8 @@ class S3Store:
     def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> PartRef:
         """See `ObjectStore.upload_part`; a slice is streamed, in pieces of 1 MiB."""
         parameters: dict[str, object] = {"UploadId": upload_id, "PartNumber": number}
-        answer = self._send("upload_part", f"upload part {number} of {key!r}", key, body, parameters)
+        what = f"upload part {number} of {key!r}"
+        answer = self._send("upload_part", what, key, body, parameters, visible=False)
         return PartRef(number, _etag(answer), length_of(body))
 
     def upload_part_copy(
@@ -299,17 +301,22 @@ class S3Store:
             raise from_boto(what, error) from error
         return answer
 
-    def _send(self, operation: str, what: str, key: str, body: Body, parameters: dict[str, object]) -> Answer:
-        """A call with a body, guarded as `s3_body` says."""
+    def _send(
+        self, operation: str, what: str, key: str, body: Body, parameters: dict[str, object], *, visible: bool
+    ) -> Answer:
+        """A call with a body, guarded as `s3_body` says; ``visible``: the object is, as soon as it is stored."""
         compares = self._compares_md5
-        if not compares and not self._access.encrypted:
-            parameters["ContentMD5"] = content_md5(body)
-        sent = outgoing(body, digest=compares)
+        announced: bytes | None = None
+        if not self._access.encrypted and (visible or not compares):
+            announced = md5_of(body)
+            parameters["ContentMD5"] = base64.b64encode(announced).decode()
+        sent = outgoing(body, digest=compares and announced is None)
         answer = self._call(operation, what, key, Body=sent, **parameters)
         # Encrypted with a key of the customer's or of KMS, an object's ETag is no MD5 on any store.
-        comparable = compares and not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm"))
-        if comparable and md5_of_sent(sent) != _etag(answer):
-            raise Unavailable(f"{what}: what arrived is not what was sent")
+        if compares and not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm")):
+            due = announced.hex() if announced is not None else md5_of_sent(sent)
+            if due != _etag(answer):
+                raise Unavailable(f"{what}: what arrived is not what was sent")
         return answer
 
     def _source(self, key: str) -> dict[str, str]:

@@ -1,16 +1,17 @@
 """Bodies of uploads: streamed from a file, never held whole, and what guards them on the way.
 
-What guards the bytes of a PUT or a part: over https TLS does. Over http the MD5 of what was sent is compared with the
-ETag that the store answers (S3 defines it to be that, and every server tried keeps to it), at 2 ms per MiB outside the
-GIL, with no second pass over the bytes. A store whose ETags are not MD5 sums (the probe finds out) gets a Content-MD5
-header instead, which costs a second pass. The length is checked by HTTP itself.
+What guards the bytes: over https TLS does. Over http the MD5 of a part, taken while it is sent, is compared with the
+ETag that the store answers (S3 defines it to be that, and every server tried keeps to it): 2 ms per MiB outside the
+GIL, no second pass, and a damaged part is sent again before anyone sees it. A whole object is visible at once, so its
+MD5 goes ahead in a Content-MD5 header, for the store to refuse what does not match; so do parts where ETags are not MD5
+sums (the probe finds out). The signature's own hash is no help: of the servers tried none compares it. Objects of up to
+1 MiB are compared only afterwards, and put again. The length is checked by HTTP itself.
 
 Used by one thread at a time.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import os
 
@@ -84,12 +85,12 @@ def md5_of_sent(body: Outgoing) -> str:
     return body.hexdigest() if isinstance(body, SliceReader) else hashlib.md5(body, usedforsecurity=False).hexdigest()
 
 
-def content_md5(body: Body) -> str:
-    """The header's value: one pass over the bytes."""
+def md5_of(body: Body) -> bytes:
+    """Of a body that is yet to be sent: one pass over the bytes."""
     md5 = hashlib.md5(usedforsecurity=False)
     for piece in (body,) if isinstance(body, bytes) else body.pieces(PIECE_BYTES):
         md5.update(piece)
-    return base64.b64encode(md5.digest()).decode()
+    return md5.digest()
 
 
 def length_of(body: Body) -> int:

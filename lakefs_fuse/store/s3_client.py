@@ -9,6 +9,7 @@ Made once per store by `opening`; the client may be used from many threads.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 import boto3
 import boto3.session
+import urllib3
 from botocore import exceptions as boto
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
@@ -157,7 +159,7 @@ def _where(client: Boto3Client, bucket: str) -> tuple[str, bool]:
 
     def answer(request: AWSPreparedRequest, **_: object) -> AWSResponse:
         seen.append(request.url)
-        return AWSResponse(request.url, 200, {}, None)
+        return AWSResponse(request.url, 200, {}, urllib3.HTTPResponse(io.BytesIO(), preload_content=False))
 
     event, name = "before-send.s3.HeadObject", "lakefs-fuse-where"
     client.meta.events.register_first(event, answer, unique_id=name)

@@ -80,7 +80,7 @@ class S3Hot:
         try:
             result = obstore.get(self._store, self._prefix + key, options=cast(Any, options))
             first, last = result.range
-            about = result.meta
+            about, metadata = result.meta, _metadata(result.attributes)
             data = memoryview(cast(Any, result.bytes()))
         except Exception as error:
             failure: StoreError = from_obstore(what, error)
@@ -88,18 +88,18 @@ class S3Hot:
             size = about["size"]
             if first != start or last != min(end, size) or len(data) != last - first:
                 raise Unavailable(f"{what}: {len(data)} bytes came where {min(end, size) - start} were due")
-            return Fetched(data, ObjectMeta(key, size, _etag(about["e_tag"]), _whole_ns(about["last_modified"])))
+            meta = ObjectMeta(key, size, _etag(about["e_tag"]), _whole_ns(about["last_modified"]), metadata)
+            return Fetched(data, meta)
         raise failure
 
     def head(self, key: str) -> ObjectMeta:
         """With metadata, but for metadata named like a header."""
         try:
             result = obstore.get(self._store, self._prefix + key, options=cast(Any, {"head": True}))
-            about, attributes = result.meta, result.attributes
+            about, metadata = result.meta, _metadata(result.attributes)
         except Exception as error:
             failure: StoreError = from_obstore(f"head {key!r}", error)
         else:
-            metadata = {str(name): str(value) for name, value in attributes.items() if name.lower() not in _HEADERS}
             return ObjectMeta(key, about["size"], _etag(about["e_tag"]), _whole_ns(about["last_modified"]), metadata)
         raise failure
 
@@ -132,3 +132,8 @@ def _etag(value: str | None) -> str:
 
 def _whole_ns(modified: datetime) -> int:
     return int(modified.timestamp()) * 1_000_000_000
+
+
+def _metadata(attributes: Mapping[Any, Any]) -> dict[str, str]:
+    """User metadata out of what obstore mixes with headers."""
+    return {str(name): str(value) for name, value in attributes.items() if name.lower() not in _HEADERS}

@@ -1,0 +1,69 @@
+"""Fixtures shared by all tests: real stores, one bucket a test, credentials in the environment only.
+
+A store is started once a session, when the first test asks for it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests import servers
+from tests.faults import Faults, faulty
+from tests.servers import Server
+
+
+@pytest.fixture(autouse=True)
+def aws_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """boto3's chain finds the test identity and nothing of the machine's own configuration."""
+    nowhere = str(tmp_path_factory.getbasetemp() / "no-aws-configuration")
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", servers.ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", servers.SECRET_KEY)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", servers.REGION)
+    monkeypatch.setenv("AWS_CONFIG_FILE", nowhere)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", nowhere)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A SeaweedFS."""
+    with servers.seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A moto server."""
+    with servers.moto(tmp_path_factory.mktemp("moto")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """An ``rclone serve s3``."""
+    with servers.rclone(tmp_path_factory.mktemp("rclone")) as server:
+        yield server
+
+
+@pytest.fixture
+def new_bucket() -> Callable[[Server], str]:
+    """Make a bucket of a name of its own on a store; answers the name."""
+
+    def make(server: Server) -> str:
+        bucket = f"test-{random.SystemRandom().getrandbits(48):012x}"
+        servers.make_bucket(server, bucket)
+        return bucket
+
+    return make
+
+
+@pytest.fixture
+def faults(seaweed: Server) -> Iterator[tuple[Server, Faults]]:
+    """A SeaweedFS behind a proxy that fails on command."""
+    with faulty(seaweed) as pair:
+        yield pair

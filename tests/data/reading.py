@@ -1,0 +1,82 @@
+"""What the tests of the read side share: an object store in memory that counts, and versions of it."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.data.blocks import BlockCache
+from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.metrics import CacheMetrics
+from lakefs_fuse.store.protocol import Fetched, ObjectMeta
+
+MIB = 1 << 20
+
+
+def content(seed: object, size: int) -> bytes:
+    """Bytes that differ from block to block and from seed to seed."""
+    return random.Random(repr(seed)).randbytes(size)
+
+
+def block_of(data: bytes, index: int) -> bytes:
+    return data[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+
+
+@dataclass
+class MemoryStore:
+    """The `get` of a store client. ``gate``, where set, is waited for by every GET before it answers."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    gets: list[tuple[str, int, int]] = field(default_factory=list)
+    fail_with: LakeError | Exception | None = None
+    gate: trio.Event | None = None
+    started: trio.Event = field(default_factory=trio.Event)
+    ignores_etag: bool = False
+    metadata: Mapping[str, str] | None = None
+    bytes_in_answer_max: int = 0
+
+    def put(self, key: str, data: bytes) -> Version:
+        self.objects[key] = data
+        return self.version(key)
+
+    def version(self, key: str) -> Version:
+        data = self.objects[key]
+        return Version(key, hashlib.md5(data).hexdigest(), len(data))
+
+    async def get(self, key: str, start: int, end: int, *, etag: str | None = None) -> Fetched:
+        self.gets.append((key, start, end))
+        self.started.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        else:
+            await trio.lowlevel.checkpoint()
+        if self.fail_with is not None:
+            raise self.fail_with
+        if key not in self.objects:
+            raise NotFound(f"no object {key}")
+        version = self.version(key)
+        if etag is not None and etag != version.etag and not self.ignores_etag:
+            raise PreconditionFailed(f"{key} is another version")
+        data = self.objects[key][start:end]
+        self.bytes_in_answer_max = max(self.bytes_in_answer_max, len(data))
+        return Fetched(data, ObjectMeta(key, version.size, version.etag, 0, self.metadata))
+
+
+def make_cache(
+    directory: Path, metrics: CacheMetrics | None = None, bytes_max: int = 1 << 30, scanned: bool = True
+) -> BlockCache:
+    cache = BlockCache(directory, bytes_max=bytes_max, free_bytes_min=0, metrics=metrics or CacheMetrics())
+    if scanned:
+        cache.scan()
+    return cache
+
+
+def cache_files(directory: Path) -> list[Path]:
+    """Files of cached versions."""
+    return sorted(path for path in directory.glob("??/??/*") if path.is_file())

@@ -1,0 +1,341 @@
+"""The block cache on real files: what is kept is answered whole or not at all, whatever happens to the files."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.data import cache_file, cache_files
+from lakefs_fuse.data.blocks import BLOCK_BYTES, BlockCache, CacheState, Version, block_hash
+from lakefs_fuse.data.cache_health import FAILED_RETRY_S, FULL_RETRY_S
+from lakefs_fuse.errors import CacheError
+from lakefs_fuse.metrics import CacheMetrics
+from tests.data.reading import MIB, block_of, content, make_cache
+from tests.data.reading import cache_files as files_in
+
+SIZE = 2 * MIB + 777
+DATA = content("blocks", SIZE)
+VERSION = Version("dir/file", "etag-1", SIZE)
+
+
+def fill(cache: BlockCache, version: Version = VERSION, data: bytes = DATA) -> None:
+    for index in range(version.blocks):
+        cache.write_block(version, index, block_of(data, index))
+
+
+def test_blocks_come_back_and_absent_ones_do_not(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    assert cache.read_block(VERSION, 0) is None
+    cache.write_block(VERSION, 2, block_of(DATA, 2))
+    assert cache.read_blocks(VERSION, 0, 3) == [None, None, block_of(DATA, 2)]
+    assert cache.has_blocks(VERSION, 0, 3) == [False, False, True]
+    assert not cache.has_blocks(Version("dir/file", "etag-2", SIZE), 0, 3)[2]
+    (path,) = files_in(tmp_path)
+    assert path.stat().st_size == 2 * MIB + 4096 + 64 + 3 * 8
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_block_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    with pytest.raises(ValueError, match="cannot have"):
+        cache.write_block(VERSION, 2, block_of(DATA, 1))
+    assert cache.read_block(VERSION, 2) is None
+    assert cache.statistics().state is CacheState.OK
+
+
+def test_a_restart_keeps_blocks_and_a_clean_one_keeps_the_count(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    fill(cache)
+    used = cache.bytes_used
+    cache.close()
+    again = make_cache(tmp_path, scanned=False)
+    assert again.counted
+    assert again.bytes_used == used
+    assert again.read_block(VERSION, 1) == block_of(DATA, 1)
+    # No close: the next start has to count.
+    crashed = make_cache(tmp_path, scanned=False)
+    assert not crashed.statistics().counted
+    crashed.scan()
+    assert crashed.counted
+    assert crashed.bytes_used == used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
+
+
+def test_a_damaged_count_is_counted_again(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    fill(cache)
+    cache.close()
+    (tmp_path / "usage").write_bytes(b"{ garbage")
+    again = make_cache(tmp_path)
+    assert again.bytes_used == cache.bytes_used
+
+
+def test_the_scan_counts_each_file_once_while_others_write(tmp_path: Path) -> None:
+    first = make_cache(tmp_path)
+    for number in range(200):
+        first.write_block(Version(f"k{number}", "e", 5000), 0, content(number, 5000))
+    cache = make_cache(tmp_path, scanned=False)
+    stop = threading.Event()
+
+    def write() -> None:
+        number = 0
+        while not stop.is_set() or number < 300:
+            number += 1
+            cache.write_block(Version(f"k{number % 400}", "e", 5000), 0, content(number % 400, 5000))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    cache.scan()
+    stop.set()
+    writer.join()
+    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("damage", "lost"),
+    [
+        (lambda path: flip(path, 5), {0}),
+        (lambda path: flip(path, BLOCK_BYTES + 5), {1}),
+        (lambda path: flip(path, 2 * MIB + 700), {2}),
+        (lambda path: flip(path, 2 * MIB + 4096 + 64 + 9), {1}),
+        (lambda path: flip(path, 2 * MIB + 4096 + 20), {0, 1, 2}),
+        (lambda path: os.truncate(path, MIB), {0, 1, 2}),
+        (lambda path: os.truncate(path, 0), {0, 1, 2}),
+        (lambda path: os.truncate(path, 3 * MIB), {0, 1, 2}),
+        (lambda path: path.write_bytes(b"garbage" * 1000), {0, 1, 2}),
+    ],
+)
+def test_damage_is_found_counted_and_mended(tmp_path: Path, damage: Callable[[Path], None], lost: set[int]) -> None:
+    cache = make_cache(tmp_path)
+    fill(cache)
+    cache.close()
+    (path,) = files_in(tmp_path)
+    damage(path)
+    (tmp_path / "usage").unlink()
+    metrics = CacheMetrics()
+    again = make_cache(tmp_path, metrics)
+    for _ in range(2):  # the second time it is absent, not damaged once more
+        for index in range(3):
+            assert again.read_block(VERSION, index) == (None if index in lost else block_of(DATA, index))
+    assert metrics.damaged == 1
+    fill(again)
+    assert again.read_blocks(VERSION, 0, 3) == [block_of(DATA, index) for index in range(3)]
+    assert metrics.damaged == 1
+    assert again.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
+
+
+def test_a_file_changed_by_somebody_else_makes_the_count_doubtful(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    fill(cache)
+    os.truncate(files_in(tmp_path)[0], MIB)
+    cache.close()
+    again = make_cache(tmp_path, scanned=False)
+    assert again.counted
+    assert again.read_block(VERSION, 0) is None
+    again.close()
+    third = make_cache(tmp_path, scanned=False)
+    assert not third.statistics().counted
+    third.scan()
+    assert third.bytes_used == 0
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0xFF]))
+
+
+def test_a_file_under_another_versions_name_is_not_believed(tmp_path: Path) -> None:
+    """File names are hashes without a key; whoever makes two collide gets a miss, not another file's bytes."""
+    cache = make_cache(tmp_path)
+    fill(cache)
+    other = Version("other", "etag-1", SIZE)
+    cache.write_block(other, 0, block_of(DATA, 1))
+    cache.close()
+    one, two = files_in(tmp_path)
+    names = [cache_file.name_digest(VERSION).hex(), cache_file.name_digest(other).hex()]
+    mine = one if one.name == names[0][4:] else two
+    theirs = two if mine is one else one
+    os.replace(theirs, mine)
+    again = make_cache(tmp_path)
+    assert again.read_block(VERSION, 0) is None
+
+
+def test_two_open_versions_with_one_name_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_files, "name_digest", lambda _: b"\x11" * 16)
+    cache = make_cache(tmp_path)
+    other = Version("other", "etag-1", SIZE)
+    fill(cache)
+    assert cache.read_block(other, 0) is None
+    fill(cache)
+    cache.write_block(other, 0, block_of(DATA, 1))
+    assert cache.read_block(VERSION, 0) is None
+    assert cache.read_block(other, 0) is None or cache.read_block(other, 0) == block_of(DATA, 1)
+
+
+def test_adopt_makes_a_staged_file_the_cache_file(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path / "cache")
+    fill(cache, data=content("older, to be replaced", SIZE))
+    staged = tmp_path / "staged"
+    staged.write_bytes(DATA + b"beyond the end")
+    with staged.open("r+b") as file:
+        os.pwrite(file.fileno(), bytes(MIB), MIB)  # block 1 was punched out after its upload
+    hashes = [block_hash(block_of(DATA, 0)), 0, block_hash(block_of(DATA, 2))]
+    assert cache.adopt(staged, VERSION, hashes)
+    assert not staged.exists()
+    assert cache.read_blocks(VERSION, 0, 3) == [block_of(DATA, 0), None, block_of(DATA, 2)]
+    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="hashes"):
+        cache.adopt(staged, VERSION, [1])
+
+
+def test_adopt_removes_what_it_cannot_keep(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path / "cache", bytes_max=MIB)
+    staged = tmp_path / "staged"
+    staged.write_bytes(DATA)
+    assert not cache.adopt(staged, VERSION, [block_hash(block_of(DATA, index)) for index in range(3)])
+    assert not staged.exists()
+    assert cache.statistics().state is CacheState.FULL
+    staged.write_bytes(b"")
+    assert not cache.adopt(staged, Version("empty", "e", 0), [])
+    assert not staged.exists()
+
+
+def test_drop_forgets_a_version(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    fill(cache)
+    cache.drop(VERSION)
+    assert cache.read_block(VERSION, 0) is None
+    assert cache.bytes_used == 0
+    assert files_in(tmp_path) == []
+
+
+def test_open_descriptors_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_files, "FILES_OPEN_MAX", 8)
+    before = len(os.listdir("/proc/self/fd"))
+    cache = make_cache(tmp_path)
+    for number in range(50):
+        cache.write_block(Version(f"k{number}", "e", 10), 0, content(number, 10))
+    assert cache.statistics().files_open == 8
+    assert len(os.listdir("/proc/self/fd")) == before + 8
+    assert all(cache.read_block(Version(f"k{n}", "e", 10), 0) == content(n, 10) for n in range(50))
+    cache.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_threads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers, writers of the same blocks, drops and evictions: wrong bytes never, errors never."""
+    monkeypatch.setattr(cache_files, "FILES_OPEN_MAX", 3)
+    cache = make_cache(tmp_path, bytes_max=6 * MIB)
+    versions = [Version(f"k{number}", "e", MIB + 100) for number in range(8)]
+    data = [content(number, MIB + 100) for number in range(8)]
+    wrong: list[str] = []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(60):
+                number = (seed * 7 + step * 3) % 8
+                index = step % 2
+                cache.write_block(versions[number], index, block_of(data[number], index))
+                block = cache.read_block(versions[number], index)
+                if block is not None and block != block_of(data[number], index):
+                    wrong.append(f"bytes of {number}")
+                if step % 20 == seed:
+                    cache.drop(versions[number])
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert cache.statistics().state is not CacheState.FAILED
+    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path)) <= 6 * MIB
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
+    def fail(*_: object, **__: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, name, fail)
+
+
+def test_a_full_disk_stops_writes_not_reads_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), clock=clock)
+    cache.write_block(VERSION, 0, block_of(DATA, 0))
+    with monkeypatch.context() as patch:
+        failing(patch, "pwrite", errno.ENOSPC)
+        cache.write_block(VERSION, 1, block_of(DATA, 1))
+        assert cache.statistics().state is CacheState.FULL
+        assert cache.statistics().last_error == "No space left on device"
+    assert cache.read_block(VERSION, 0) == block_of(DATA, 0)
+    cache.write_block(VERSION, 1, block_of(DATA, 1))
+    assert cache.read_block(VERSION, 1) is None, "not tried again at once"
+    clock.now += FULL_RETRY_S
+    cache.write_block(VERSION, 1, block_of(DATA, 1))
+    assert cache.statistics().state is CacheState.OK
+    assert cache.read_block(VERSION, 1) == block_of(DATA, 1)
+
+
+def test_a_failing_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), clock=clock)
+    fill(cache)
+    with monkeypatch.context() as patch:
+        failing(patch, "pread", errno.EIO)
+        assert cache.read_block(VERSION, 0) is None
+    assert cache.statistics().state is CacheState.FAILED
+    assert not cache.readable
+    assert not cache.writable
+    assert cache.read_block(VERSION, 0) is None
+    clock.now += FAILED_RETRY_S
+    assert cache.read_block(VERSION, 0) == block_of(DATA, 0)
+    assert cache.statistics().state is CacheState.OK
+    clock.now -= 1e6  # somebody sets the clock back just after a failure
+    with monkeypatch.context() as patch:
+        failing(patch, "pread", errno.EIO)
+        assert cache.read_block(VERSION, 0) is None
+    clock.now -= 1e6
+    assert cache.read_block(VERSION, 0) == block_of(DATA, 0)
+
+
+def test_no_error_of_the_disk_leaves_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("open", "pread", "pwrite", "ftruncate", "unlink", "rename", "makedirs", "fstat", "utime"):
+        directory = tmp_path / name
+        cache = make_cache(directory)
+        cache.write_block(VERSION, 0, block_of(DATA, 0))
+        staged = tmp_path / f"staged-{name}"
+        staged.write_bytes(DATA)
+        with monkeypatch.context() as patch:
+            failing(patch, name, errno.EIO)
+            cache.write_block(VERSION, 1, block_of(DATA, 1))
+            cache.write_block(Version("new", "e", 10), 0, b"0123456789")
+            cache.read_blocks(VERSION, 0, 3)
+            cache.has_blocks(VERSION, 0, 3)
+            cache.adopt(staged, VERSION, [0, 0, 0])
+            cache.drop(VERSION)
+            cache.evict(1)
+            cache.scan()
+        assert cache.read_block(Version("other", "e", 10), 0) is None
+        cache.close()
+
+
+def test_an_unusable_directory_is_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(CacheError, match="cannot use the cache directory"):
+        make_cache(tmp_path / "file" / "cache")

@@ -1,0 +1,63 @@
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.data import disk
+
+KIB = 1024
+
+
+def test_a_hole_frees_space_reads_as_zeros_and_keeps_the_length(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 256 * KIB)
+    with path.open("r+b") as file:
+        before = disk.allocated_bytes(file.fileno())
+        assert disk.punch_hole(file.fileno(), 64 * KIB, 128 * KIB)
+        assert before - disk.allocated_bytes(path) == 128 * KIB
+    assert path.read_bytes() == b"x" * 64 * KIB + bytes(128 * KIB) + b"x" * 64 * KIB
+
+
+def test_a_hole_of_no_length_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    with path.open("r+b") as file:
+        assert disk.punch_hole(file.fileno(), 0, 0)
+    assert path.read_bytes() == b"x"
+
+
+def test_filesystems_without_holes_are_told_apart_from_errors() -> None:
+    # A pipe has no extents: ESPIPE is an error, not "cannot".
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(OSError, match="seek"):
+            disk.punch_hole(writing, 0, 4096)
+    finally:
+        os.close(reading)
+        os.close(writing)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        disk.punch_hole(writing, 0, 4096)
+
+
+def test_punch_hole_is_false_where_the_kernel_says_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: int) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    monkeypatch.setattr(disk, "_fallocate", refuse)
+    assert not disk.punch_hole(0, 0, 4096)
+
+
+def test_free_bytes_is_what_df_says(tmp_path: Path) -> None:
+    stat = os.statvfs(tmp_path)
+    assert abs(disk.free_bytes(str(tmp_path)) - stat.f_bavail * stat.f_frsize) < 1 << 30
+
+
+def test_pwrite_all_goes_on_after_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:3], at))
+    with (tmp_path / "file").open("w+b") as file:
+        disk.pwrite_all(file.fileno(), b"0123456789", 2)
+    assert (tmp_path / "file").read_bytes() == b"\0\0" + b"0123456789"

@@ -1,0 +1,174 @@
+"""The cache stays within its bounds, and what goes is what was used longest ago and is not open."""
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.data import eviction
+from lakefs_fuse.data.blocks import BlockCache, CacheState, Version
+from lakefs_fuse.data.cache_file import name_digest
+from lakefs_fuse.metrics import CacheMetrics
+from tests.data.reading import MIB, block_of, cache_files, content, make_cache
+
+
+def version(number: int, size: int = 100_000) -> Version:
+    return Version(f"key-{number}", "etag", size)
+
+
+def write(cache: BlockCache, number: int, size: int = 100_000) -> None:
+    cache.write_block(version(number, size), 0, content(number, size))
+
+
+def here(cache: BlockCache, number: int, size: int = 100_000) -> bool:
+    return cache.has_blocks(version(number, size), 0, 1)[0]
+
+
+def used_at(directory: Path, cached: Version, when_s: float) -> None:
+    os.utime(eviction.file_path(str(directory), name_digest(cached)), (when_s, when_s))
+
+
+def test_the_bound_holds_while_writing(tmp_path: Path) -> None:
+    metrics = CacheMetrics()
+    cache = make_cache(tmp_path, metrics, bytes_max=3 * MIB)
+    for number in range(100):
+        write(cache, number)
+        assert cache.bytes_used <= 3 * MIB
+        assert here(cache, number)
+    assert cache.state is CacheState.OK
+    on_disk = sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+    assert cache.bytes_used == on_disk > 2 * MIB
+    assert metrics.evicted_bytes > 6 * MIB
+
+
+def test_the_oldest_go_first_and_reading_is_use(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    for number in range(20):
+        write(cache, number)
+    cache.close()
+    for number in range(20):
+        used_at(tmp_path, version(number), 1_000_000 + number)
+    again = make_cache(tmp_path)
+    assert again.read_block(version(0), 0) is not None
+    again.evict(5 * 100_000)
+    assert [number for number in range(20) if not here(again, number)] == [1, 2, 3, 4, 5]
+
+
+def test_a_file_is_touched_at_most_once_a_minute(tmp_path: Path) -> None:
+    now = 2e9
+    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), clock=lambda: now)
+    write(cache, 0)
+    (path,) = cache_files(tmp_path)
+    cache.read_block(version(0), 0)
+    assert path.stat().st_mtime == 2e9
+    now += 59
+    cache.read_block(version(0), 0)
+    assert path.stat().st_mtime == 2e9
+    now += 1
+    cache.read_block(version(0), 0)
+    assert path.stat().st_mtime == 2e9 + 60
+
+
+def test_open_versions_are_spared_and_then_the_cache_is_full(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path, bytes_max=MIB)
+    for number in range(5):
+        cache.pin(version(number))
+        write(cache, number)
+    assert cache.evict(10 * MIB) == 0
+    assert all(here(cache, number) for number in range(5))
+    cache.write_block(Version("big", "e", MIB), 0, content("big", MIB))
+    assert cache.state is CacheState.FULL
+    assert cache.statistics().versions_pinned == 5
+    cache.pin(version(0))
+    for number in range(5):
+        cache.unpin(version(number))
+    assert cache.evict(10 * MIB) > 0
+    assert [number for number in range(5) if here(cache, number)] == [0]
+    cache.unpin(version(0))
+    with pytest.raises(KeyError):
+        cache.unpin(version(0))
+
+
+def test_free_space_of_the_disk_is_kept(tmp_path: Path) -> None:
+    free = 100 * MIB
+    cache = BlockCache(
+        tmp_path, bytes_max=1 << 40, free_bytes_min=90 * MIB, metrics=CacheMetrics(), free=lambda _: free
+    )
+    cache.scan()
+    for number in range(20):
+        write(cache, number)
+    free = 90 * MIB - 500_000  # somebody else fills the disk
+    assert cache.evict() >= 500_000
+    assert cache.statistics().bytes_used > 0
+    free = 0
+    write(cache, 100)
+    assert cache.bytes_used == 0
+    assert cache.state is CacheState.FULL
+    assert not here(cache, 100)
+
+
+def test_large_files_lose_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "LARGE_BYTES", 4 * MIB)
+    monkeypatch.setattr(eviction, "RANGE_BYTES", 2 * MIB)
+    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), rng=random.Random(4))
+    cache.scan()
+    data = content("large", 9 * MIB + 5)
+    large = Version("large", "etag", len(data))
+    for index in range(large.blocks):
+        cache.write_block(large, index, block_of(data, index))
+    before = cache.bytes_used
+    freed = cache.evict(1)
+    assert 0 < freed <= 2 * MIB
+    assert cache.bytes_used == before - freed
+    blocks = cache.read_blocks(large, 0, large.blocks)
+    assert blocks.count(None) in (1, 2)
+    assert all(block in (None, block_of(data, index)) for index, block in enumerate(blocks))
+    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+    while cache.evict(1):
+        assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+    assert cache_files(tmp_path) == []
+    assert cache.bytes_used == 0
+
+
+def test_large_files_go_whole_where_there_are_no_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "LARGE_BYTES", MIB)
+    monkeypatch.setattr("lakefs_fuse.data.disk.punch_hole", lambda *_: False)
+    cache = make_cache(tmp_path)
+    cache.write_blocks(Version("large", "e", 3 * MIB), 0, [bytes(MIB)] * 3)
+    assert cache.evict(1) >= 3 * MIB
+    assert cache_files(tmp_path) == []
+
+
+def test_sampling_finds_old_files_among_many(tmp_path: Path) -> None:
+    """With many files the choice is approximate: of what goes, nearly nothing is from the newer half."""
+    cache = make_cache(tmp_path)
+    for number in range(600):
+        cache.write_block(version(number, 10), 0, content(number, 10))
+        used_at(tmp_path, version(number, 10), 1_000_000 + number)
+    cache.evict(cache.bytes_used // 5)
+    gone = [number for number in range(600) if not cache.has_blocks(version(number, 10), 0, 1)[0]]
+    assert len(gone) >= 100
+    assert sum(number >= 300 for number in gone) < len(gone) // 4
+
+
+def test_directories_go_around_once_from_anywhere(tmp_path: Path) -> None:
+    numbers = [0x0000, 0x0001, 0x1234, 0x12FF, 0xFFFF]
+    for number in numbers:
+        os.makedirs(tmp_path / f"{number >> 8:02x}" / f"{number & 255:02x}")
+    (tmp_path / "usage").write_bytes(b"")
+    (tmp_path / "zz").mkdir()
+    (tmp_path / "12" / "AB").mkdir()
+    for start in (0, 1, 0x1233, 0x1234, 0x1235, 0x12FF, 0x1300, 0xFFFF):
+        found = [number for number, _ in eviction.directories(str(tmp_path), start)]
+        assert found == [*(n for n in numbers if n >= start), *(n for n in numbers if n < start)]
+
+
+def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "00" / "00").mkdir(parents=True)
+    foreign = tmp_path / "00" / "00" / "notes.txt"
+    foreign.write_text("mine")
+    cache = make_cache(tmp_path)
+    assert cache.bytes_used == 0
+    assert cache.evict(1) == 0
+    assert foreign.read_text() == "mine"

@@ -1,0 +1,124 @@
+"""Readahead is pure: what is planned for which reads."""
+
+import random
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lakefs_fuse.data.readahead import LOCAL_WINDOW_BYTES_MAX, SLACK_BYTES, WINDOW_BYTES_MAX, Readahead
+from lakefs_fuse.data.version import BLOCK_BYTES
+from tests.data.reading import MIB
+
+KIB = 1024
+SIZE = 1 << 30
+
+
+def plans(readahead: Readahead, reads: list[tuple[int, int]], size: int = SIZE) -> list[tuple[int, int]]:
+    return [plan for offset, length in reads if (plan := readahead.plan(offset, length, size)) is not None]
+
+
+def sequence(size: int, step: int = 128 * KIB, start: int = 0) -> list[tuple[int, int]]:
+    return [(offset, step) for offset in range(start, start + size, step)]
+
+
+def test_one_read_plans_nothing() -> None:
+    assert plans(Readahead(), [(0, 4096)]) == []
+    assert plans(Readahead(), [(500 * MIB, 128 * KIB)]) == []
+
+
+def test_a_sequential_reader_gets_a_window_that_doubles_to_its_bound() -> None:
+    readahead = Readahead()
+    found = plans(readahead, sequence(256 * MIB))
+    assert found[0] == (MIB, 2 * MIB)
+    assert all(one[1] == two[0] for one, two in pairwise(found)), "without gaps or repeats"
+    lengths = [stop - start for start, stop in found]
+    assert lengths[:3] == sorted(lengths[:3])
+    assert set(lengths[8:]) == {WINDOW_BYTES_MAX // 2}
+    assert readahead.window_bytes == WINDOW_BYTES_MAX
+    assert found[-1][1] <= 256 * MIB + WINDOW_BYTES_MAX
+    assert len(found) < 24
+
+
+def test_the_plan_ends_with_the_object() -> None:
+    size = 10 * MIB + 5
+    found = plans(Readahead(), sequence(size), size)
+    assert found[-1][1] == size
+
+
+def test_a_jump_ends_it_and_reading_on_from_there_begins_again() -> None:
+    readahead = Readahead()
+    plans(readahead, sequence(64 * MIB))
+    assert plans(readahead, [(500 * MIB, 4096)]) == []
+    assert readahead.window_bytes == BLOCK_BYTES
+    assert plans(readahead, [(500 * MIB + 4096, 4096)]) == [(501 * MIB, 502 * MIB)]
+
+
+def test_random_reads_plan_nothing() -> None:
+    rng = random.Random(7)
+    reads = [(rng.randrange(SIZE // 4096) * 4096, 4096) for _ in range(500)]
+    assert len(plans(Readahead(), reads)) <= 5  # two in a row within the slack do occur
+
+
+def test_pieces_out_of_order_are_sequential() -> None:
+    rng = random.Random(3)
+    reads = sequence(128 * MIB)
+    for at in range(0, len(reads), 8):
+        window = reads[at : at + 8]
+        rng.shuffle(window)
+        reads[at : at + 8] = window
+    found = plans(Readahead(), reads)
+    assert all(one[1] == two[0] for one, two in pairwise(found))
+    assert found[-1][1] >= 128 * MIB
+    assert len(found) < 24
+
+
+def test_rereading_behind_the_front_changes_nothing() -> None:
+    readahead = Readahead()
+    plans(readahead, sequence(16 * MIB))
+    window = readahead.window_bytes
+    assert plans(readahead, [(16 * MIB - SLACK_BYTES, 4096), (16 * MIB - 4096, 4096)]) == []
+    assert readahead.window_bytes == window
+
+
+def test_what_was_dropped_is_planned_again_and_marks_the_reader_starved() -> None:
+    readahead = Readahead()
+    first = plans(readahead, sequence(16 * MIB))[-1]
+    readahead.dropped(first[0])
+    assert (readahead.starved, readahead.window_bytes >= 8 * MIB) == (True, True)
+    again = plans(readahead, sequence(16 * MIB, start=16 * MIB))
+    assert again[0][0] == max(first[0], 17 * MIB)
+    assert (readahead.starved, len(again)) == (False, 1)
+    readahead.dropped(again[-1][0])
+    readahead.fetched(100 * MIB)
+    assert plans(readahead, sequence(50 * MIB, start=32 * MIB)) == []
+
+
+def test_the_window_is_small_where_the_cache_disk_has_it() -> None:
+    readahead = Readahead()
+    plans(readahead, sequence(64 * MIB))
+    readahead.local = True
+    plans(readahead, sequence(32 * MIB, start=64 * MIB))
+    found = plans(readahead, sequence(32 * MIB, start=96 * MIB))
+    assert {stop - start for start, stop in found} == {LOCAL_WINDOW_BYTES_MAX // 2}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40 * MIB), st.integers(1, 2 * MIB)), max_size=60),
+    st.integers(1, 40 * MIB),
+    st.booleans(),
+)
+def test_any_plan_is_aligned_ahead_bounded_and_inside(reads: list[tuple[int, int]], size: int, local: bool) -> None:
+    readahead = Readahead()
+    readahead.local = local
+    for offset, length in reads:
+        if offset >= size:
+            continue
+        plan = readahead.plan(offset, length, size)
+        if plan is not None:
+            start, stop = plan
+            end = min(offset + length, size)
+            assert end <= start < stop <= size
+            assert start % BLOCK_BYTES == 0
+            assert stop % BLOCK_BYTES == 0 or stop == size
+            assert stop - end <= WINDOW_BYTES_MAX + BLOCK_BYTES

@@ -1,0 +1,295 @@
+"""Real object stores for tests, and HAProxy for latency: started on free loopback ports, stopped by process id.
+
+Each is a context manager that yields a `Server` once it answers. Nothing is shared between two of them but the machine.
+Used by fixtures (`conftest.py`) and by scripts; no store of these may be reached from another machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import boto3
+import botocore.exceptions
+from botocore.config import Config
+
+ACCESS_KEY = "testkey"
+READ_ONLY_ACCESS_KEY = "readkey"
+"""May read and list, on SeaweedFS."""
+SECRET_KEY = "testsecret-never-to-be-seen"
+REGION = "us-east-1"
+START_TIMEOUT_S = 40.0
+STOP_TIMEOUT_S = 3.0
+GRPC_OFFSET = 10_000
+"""SeaweedFS's gRPC port of any port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A store that answers. Credentials are `ACCESS_KEY` and `SECRET_KEY`."""
+
+    name: str
+    url: str
+
+    def at(self, url: str) -> Server:
+        """The same store behind a proxy."""
+        return Server(self.name, url)
+
+
+def free_port(*, with_grpc: bool = False) -> int:
+    """A port nobody listens on; with ``with_grpc`` the one 10,000 above it is free too."""
+    while True:
+        port = _bindable(0)
+        if not with_grpc:
+            return port
+        if port + GRPC_OFFSET < 65_536 and _bindable(port + GRPC_OFFSET):
+            return port
+        if port - GRPC_OFFSET > 1024 and _bindable(port - GRPC_OFFSET):
+            return port - GRPC_OFFSET
+
+
+def _bindable(port: int) -> int:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return 0
+        return int(probe.getsockname()[1])
+
+
+def program(name: str) -> str:
+    """Path of a program of this interpreter's environment, else of the system."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise RuntimeError(f"{name} is not installed: run `make setup`")
+    return found
+
+
+def s3_client(server: Server):  # type: ignore[no-untyped-def]  # boto3 makes its clients at run time
+    """A plain boto3 client: the outside view of a store."""
+    return boto3.client(
+        "s3",
+        endpoint_url=server.url,
+        aws_access_key_id=ACCESS_KEY,
+        aws_secret_access_key=SECRET_KEY,
+        region_name=REGION,
+        config=Config(
+            signature_version="s3v4",
+            s3={"addressing_style": "path"},
+            retries={"total_max_attempts": 3},
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        ),
+    )
+
+
+def make_bucket(server: Server, bucket: str) -> None:
+    """Create it and see it listed; a server that has just started may refuse for a moment."""
+    client = s3_client(server)
+
+    def created() -> bool:
+        try:
+            client.create_bucket(Bucket=bucket)
+        except client.exceptions.BucketAlreadyOwnedByYou:
+            pass
+        client.list_objects_v2(Bucket=bucket, MaxKeys=1)
+        return True
+
+    try:
+        _wait(created, f"bucket {bucket} on {server.name}", lambda: None)
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def seaweedfs(directory: Path) -> Iterator[Server]:
+    """SeaweedFS: master, volume server, filer and S3 gateway in one process."""
+    directory.mkdir(parents=True, exist_ok=True)
+    identity = {
+        "name": "test",
+        "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
+    reader = {
+        "name": "reader",
+        "credentials": [{"accessKey": READ_ONLY_ACCESS_KEY, "secretKey": SECRET_KEY}],
+        "actions": ["Read", "List"],
+    }
+    # A bucket has volumes of its own; by default it reserves more of them than many buckets would leave room for.
+    (directory / "master.toml").write_text("[master.volume_growth]\ncopy_1 = 2\n")
+    config = directory / "s3.json"
+    config.write_text(json.dumps({"identities": [identity, reader]}))
+    data = directory / "data"
+    data.mkdir(exist_ok=True)
+    port = free_port(with_grpc=True)
+    command = [
+        program("weed"),
+        "-logtostderr=true",
+        "server",
+        f"-dir={data}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-master.port={free_port(with_grpc=True)}",
+        "-master.telemetry=false",
+        "-master.volumeSizeLimitMB=256",
+        f"-volume.port={free_port(with_grpc=True)}",
+        "-volume.max=0",
+        "-filer",
+        f"-filer.port={free_port(with_grpc=True)}",
+        f"-filer.localSocket={directory}/filer.sock",
+        "-s3",
+        f"-s3.port={port}",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        f"-s3.localSocket={directory}/s3.sock",
+        f"-s3.config={config}",
+    ]
+    server = Server("seaweedfs", f"http://127.0.0.1:{port}")
+    with _running(command, directory / "weed.log", lambda: _s3_answers(server)):
+        yield server
+
+
+@contextlib.contextmanager
+def moto(directory: Path) -> Iterator[Server]:
+    """moto's S3, which checks no credentials."""
+    directory.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    command = [program("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
+    server = Server("moto", f"http://127.0.0.1:{port}")
+    with _running(command, directory / "moto.log", lambda: _s3_answers(server)):
+        yield server
+
+
+@contextlib.contextmanager
+def rclone(directory: Path) -> Iterator[Server]:
+    """rclone's S3 gateway on a local directory: answers ranges with 200, ignores preconditions, has no markers."""
+    data = directory / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    command = [
+        program("rclone"),
+        "serve",
+        "s3",
+        "--config",
+        str(directory / "rclone.conf"),
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        f"{ACCESS_KEY},{SECRET_KEY}",
+        str(data),
+    ]
+    server = Server("rclone", f"http://127.0.0.1:{port}")
+    with _running(command, directory / "rclone.log", lambda: _s3_answers(server)):
+        yield server
+
+
+_LUA = """
+core.register_action("delay", {"http-req"}, function(txn) core.msleep(DELAY_MS) end)
+"""
+
+_HAPROXY = """
+global
+  lua-load {lua}
+  nbthread 1
+  tune.bufsize 65536
+  log stderr local0 emerg
+defaults
+  mode http
+  timeout connect 10s
+  timeout client 120s
+  timeout server 120s
+  option http-no-delay
+frontend front
+  bind 127.0.0.1:{port}
+  http-request lua.delay
+  default_backend back
+backend back
+  server store {host}:{upstream}
+"""
+
+
+@contextlib.contextmanager
+def latency(server: Server, directory: Path, delay_ms: int = 15) -> Iterator[Server]:
+    """HAProxy in front of a store: every request waits ``delay_ms`` before it is passed on."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lua = directory / "delay.lua"
+    lua.write_text(_LUA.replace("DELAY_MS", str(delay_ms)))
+    port = free_port()
+    upstream = urlsplit(server.url)
+    config = directory / "haproxy.cfg"
+    config.write_text(_HAPROXY.format(lua=lua, port=port, host=upstream.hostname, upstream=upstream.port))
+    command = [shutil.which("haproxy") or "/usr/sbin/haproxy", "-db", "-q", "-f", str(config)]
+    proxied = server.at(f"http://127.0.0.1:{port}")
+    with _running(command, directory / "haproxy.log", lambda: _s3_answers(proxied)):
+        yield proxied
+
+
+# -- processes ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _running(command: list[str], log: Path, answers: Callable[[], bool]) -> Iterator[None]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=log.parent,
+        )
+    try:
+
+        def still_runs() -> None:
+            if process.poll() is not None:
+                tail = log.read_text("utf-8", "replace")[-2000:]
+                raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{tail}")
+
+        _wait(answers, command[0], still_runs)
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_TIMEOUT_S)
+
+
+def _wait(condition: Callable[[], bool], what: str, check: Callable[[], None]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    last: Exception | None = None
+    while time.monotonic() < deadline:
+        check()
+        try:
+            if condition():
+                return
+        except (botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError, OSError) as error:
+            last = error
+        time.sleep(0.05)
+    raise RuntimeError(f"{what} was not ready within {START_TIMEOUT_S:.0f} s: {last}")
+
+
+def _s3_answers(server: Server) -> bool:
+    parts = urlsplit(server.url)
+    with socket.create_connection((str(parts.hostname), int(parts.port or 80)), timeout=1):
+        pass
+    client = s3_client(server)
+    try:
+        client.list_buckets()
+    finally:
+        client.close()
+    return True

@@ -1,0 +1,19 @@
+"""Fixtures of the store tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.servers import Server
+from tests.store.lakes import NAMES, Lake, open_lake
+
+
+@pytest.fixture(params=NAMES)
+def lake(request: pytest.FixtureRequest, tmp_path: Path, new_bucket: Callable[[Server], str]) -> Iterator[Lake]:
+    """Each of the supported stores."""
+    opened = open_lake(request.param, request, tmp_path, new_bucket)
+    yield opened
+    opened.store.close()

@@ -1,0 +1,306 @@
+"""`StoreClient`: retries against a real store that fails on command; bounds and cancellation against one that waits.
+
+A read timeout of a second keeps stalls short.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import cast
+
+import pytest
+import trio
+
+from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unavailable
+from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.probe import probe
+from lakefs_fuse.store.protocol import Capabilities, Fetched, ObjectMeta, ObjectStore
+from tests.faults import Faults
+from tests.servers import Server
+from tests.store.lakes import s3_config
+
+BODY = bytes(range(256)) * 400
+RETRY_TIMEOUT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Capabilities]:
+    return {}
+
+
+@pytest.fixture
+def client(
+    faults: tuple[Server, Faults], new_bucket: Callable[[Server], str], found: dict[str, Capabilities]
+) -> Iterator[StoreClient]:
+    server, controls = faults
+    store = open_store(s3_config(server, new_bucket(controls.server), read_timeout_s=1.0))
+    if "seaweedfs" not in found:
+        found["seaweedfs"] = probe(store, random.Random(3))
+    store.adapt(found["seaweedfs"])  # type: ignore[attr-defined]  # an S3Store
+    store.put("present", BODY, metadata={"mode": "1"})
+    controls.clear()
+    yield StoreClient(store, found["seaweedfs"], StoreMetrics(), retry_timeout_s=RETRY_TIMEOUT_S, rng=random.Random(5))
+    store.close()
+
+
+async def get(client: StoreClient) -> None:
+    assert bytes((await client.get("present", 100, 90_000)).data) == BODY[100:90_000]
+
+
+async def head(client: StoreClient) -> None:
+    assert (await client.head("present")).size == len(BODY)
+
+
+async def listing(client: StoreClient) -> None:
+    assert [meta.key for meta in (await client.list_page("")).objects] == ["present"]
+
+
+async def put(client: StoreClient) -> None:
+    meta = await client.put("new", b"x" * 5000)
+    assert (await client.head("new")).etag == meta.etag
+
+
+async def large_put(client: StoreClient) -> None:
+    meta = await client.put("new", b"x" * (3 << 20))
+    assert (await client.head("new")).etag == meta.etag
+
+
+async def delete(client: StoreClient) -> None:
+    await client.delete("present")
+    with pytest.raises(NotFound):
+        await client.head("present")
+
+
+async def delete_many(client: StoreClient) -> None:
+    assert await client.delete_many(["present", "absent"]) == {}
+
+
+async def copy(client: StoreClient) -> None:
+    assert (await client.copy("present", "copy")).size == len(BODY)
+
+
+async def multipart(client: StoreClient) -> None:
+    upload_id = await client.create_multipart("new")
+    part = await client.upload_part("new", upload_id, 1, b"p" * 100_000)
+    meta = await client.complete_multipart("new", upload_id, [part])
+    assert (await client.head("new")).etag == meta.etag
+    # A creation whose answer was lost leaves an upload that only a listing finds.
+    for upload in await client.list_multipart(""):
+        await client.abort_multipart(upload.key, upload.upload_id)
+
+
+Operation = Callable[[StoreClient], Awaitable[None]]
+
+
+@pytest.mark.parametrize("operation", [get, head, listing, put, large_put, delete, delete_many, copy, multipart])
+@pytest.mark.parametrize("fault", ["slow_down", "error_500", "reset", "lose_answer"])
+async def test_failures_are_tried_again(
+    client: StoreClient, faults: tuple[Server, Faults], operation: Operation, fault: str
+) -> None:
+    _, controls = faults
+    getattr(controls, fault)(2)
+    await operation(client)
+    assert controls.injected[fault] == 2
+    assert client.metrics.retries == client.metrics.errors == 2
+    assert client.metrics.throttled == (2 if fault == "slow_down" else 0)
+    if operation is not copy:  # which asks for the size of what it made
+        assert sum(client.metrics.requests.values()) == sum(controls.counts.values())
+
+
+@pytest.mark.parametrize("operation", [get, listing])
+@pytest.mark.parametrize("fault", ["truncate", "stall"])
+async def test_bodies_cut_short_or_stalled_are_fetched_again(
+    client: StoreClient, faults: tuple[Server, Faults], operation: Operation, fault: str
+) -> None:
+    _, controls = faults
+    getattr(controls, fault)(1, method="GET")
+    began = time.monotonic()
+    await operation(client)
+    took_s = time.monotonic() - began
+    assert controls.injected[fault] == 1
+    assert client.metrics.retries == 1
+    assert took_s < 5
+    if fault == "stall":
+        assert took_s >= 1
+
+
+async def test_a_body_cut_short_is_noticed_by_boto3_too(client: StoreClient, faults: tuple[Server, Faults]) -> None:
+    await client.put("control\tcharacter", BODY)
+    faults[1].clear()
+    faults[1].truncate(1)
+    assert bytes((await client.get("control\tcharacter", 0, len(BODY))).data) == BODY
+    assert client.metrics.retries == 1
+
+
+async def test_retries_end_in_the_error(client: StoreClient, faults: tuple[Server, Faults]) -> None:
+    _, controls = faults
+    impatient = StoreClient(
+        client._store, client.capabilities, StoreMetrics(), retry_timeout_s=1.0, rng=random.Random(5)
+    )
+    for fault in ("error_500", "slow_down", "reset"):
+        controls.clear()
+        getattr(controls, fault)(100_000)
+        for operation in (get, put):
+            began = time.monotonic()
+            with pytest.raises(Unavailable) as caught:
+                await operation(impatient)
+            assert 0.9 < time.monotonic() - began < 3
+            assert caught.value.throttled == (fault == "slow_down")
+    assert impatient.metrics.retries >= 6
+    controls.clear()
+    await get(client)
+
+
+async def test_a_lost_answer_to_complete_is_left_to_the_caller(
+    client: StoreClient, faults: tuple[Server, Faults]
+) -> None:
+    upload_id = await client.create_multipart("new")
+    part = await client.upload_part("new", upload_id, 1, BODY)
+    faults[1].lose_answer(1, method="POST")
+    try:
+        await client.complete_multipart("new", upload_id, [part])
+    except NotFound:
+        pass  # what most stores say: the upload is gone because it was completed
+    assert (await client.head("new")).size == len(BODY)
+    assert client.metrics.retries == 1
+
+
+async def test_counters_count_attempts_and_bytes(client: StoreClient, faults: tuple[Server, Faults]) -> None:
+    await client.get("present", 0, 1000)
+    await client.get("present", 0, 10)
+    await client.put("a", b"12345")
+    await client.head("a")
+    await client.delete("a")
+    pages = [page async for page in client.list_all("")]
+    with pytest.raises(NotFound):
+        await client.get("absent", 0, 1)
+    metrics = client.metrics
+    assert len(pages) == 1
+    assert metrics.requests == {
+        "get": 3, "put": 1, "part": 0, "list": 1, "head": 1, "copy": 0, "delete": 1, "other": 0,
+    }  # fmt: skip
+    assert (metrics.bytes_read, metrics.bytes_written) == (1010, 5)
+    assert (metrics.errors, metrics.retries) == (0, 0)
+    assert 0 < metrics.latency_s_max["get"] <= metrics.latency_s_sum["get"] < 3
+    assert faults[1].counts == {"GET": 4, "PUT": 1, "HEAD": 1, "DELETE": 1}
+
+
+async def test_delete_many_goes_in_thousands(client: StoreClient, faults: tuple[Server, Faults]) -> None:
+    assert await client.delete_many([f"absent/{number}" for number in range(2001)]) == {}
+    assert client.metrics.requests["delete"] == faults[1].counts["POST"] == 3
+
+
+# -- bounds and cancellation -------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """A store whose calls wait to be let go, and that remembers how many waited at once."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.lock = threading.Lock()
+        self.running = {"get": 0, "put": 0}
+        self.most = {"get": 0, "put": 0}
+        self.done = {"get": 0, "put": 0}
+
+    def _wait(self, kind: str) -> ObjectMeta:
+        with self.lock:
+            self.running[kind] += 1
+            self.most[kind] = max(self.most[kind], self.running[kind])
+        assert self.go.wait(10)
+        with self.lock:
+            self.running[kind] -= 1
+            self.done[kind] += 1
+        return ObjectMeta("a", 1, "e", 0)
+
+    def get(self, key: str, start: int, end: int, *, etag: str | None = None) -> Fetched:
+        return Fetched(b"x", self._wait("get"))
+
+    def put(self, key: str, body: bytes, *, metadata: None = None, if_absent: bool = False) -> ObjectMeta:
+        return self._wait("put")
+
+
+@pytest.fixture
+def waiting() -> Iterator[tuple[Waiting, StoreClient]]:
+    store = Waiting()
+    client = StoreClient(
+        cast(ObjectStore, store),
+        Capabilities(name="waiting"),
+        StoreMetrics(),
+        requests_max=3,
+        uploads_max=2,
+        rng=random.Random(1),
+    )
+    yield store, client
+    store.go.set()
+
+
+async def test_uploads_do_not_wait_behind_reads_and_both_are_bounded(waiting: tuple[Waiting, StoreClient]) -> None:
+    store, client = waiting
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            for _ in range(10):
+                nursery.start_soon(client.get, "a", 0, 1)
+            for _ in range(5):
+                nursery.start_soon(client.put, "a", b"x")
+            while store.running != {"get": 3, "put": 2}:
+                await trio.sleep(0.01)
+            await trio.sleep(0.05)
+            store.go.set()
+    assert store.most == {"get": 3, "put": 2}
+    assert store.done == {"get": 10, "put": 5}
+    assert (client.metrics.requests["get"], client.metrics.requests["put"]) == (10, 5)
+
+
+async def test_a_cancelled_read_returns_at_once_and_keeps_its_place(waiting: tuple[Waiting, StoreClient]) -> None:
+    store, client = waiting
+    with trio.fail_after(10):
+        for _ in range(3):
+            with trio.move_on_after(0.05) as scope:
+                await client.get("a", 0, 1)
+            assert scope.cancelled_caught
+        with trio.move_on_after(0.05) as scope:
+            await client.get("a", 0, 1)
+        assert scope.cancelled_caught
+        assert store.most["get"] == 3
+        assert client.metrics.requests["get"] == 3, "the fourth never left"
+        store.go.set()
+        await client.get("a", 0, 1)
+
+
+async def test_a_cancelled_write_returns_when_it_has_ended(waiting: tuple[Waiting, StoreClient]) -> None:
+    store, client = waiting
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.put, "a", b"x")
+            while not store.running["put"]:
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+            timer = threading.Timer(0.2, store.go.set)
+            timer.start()
+    assert store.done["put"] == 1
+    timer.join()
+
+
+async def test_only_unavailable_is_tried_again() -> None:
+    class Failing:
+        calls = 0
+
+        def head(self, key: str) -> ObjectMeta:
+            self.calls += 1
+            raise error
+
+    for error in (PreconditionFailed("a"), NotFound("a"), LakeError("a")):
+        store = Failing()
+        client = StoreClient(
+            cast(ObjectStore, store), Capabilities(name="failing"), StoreMetrics(), rng=random.Random(1)
+        )
+        with pytest.raises(type(error)):
+            await client.head("a")
+        assert store.calls == client.metrics.requests["head"] == 1
+        assert client.metrics.errors == (type(error) is LakeError)

@@ -1,0 +1,165 @@
+"""What the probe finds of each store, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.errors import ConfigError, LakeError, Unavailable, Unsupported
+from lakefs_fuse.store.local import LocalStore
+from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.probe import probe
+from lakefs_fuse.store.protocol import Capabilities
+from tests import servers
+from tests.faults import Faults
+from tests.servers import Server, s3_client
+from tests.store.lakes import NAMES, config_of, s3_config
+
+CANNOT = {
+    "local": {"md5_etags"},
+    "seaweedfs": {"sorted_listing"},
+    "moto": {"copy_if_match"},
+    "rclone": {
+        "partial_status",
+        "get_if_match",
+        "put_if_absent",
+        "part_copy",
+        "parts_replaceable",
+        "complete_etag",
+        "lists_markers",
+        "copy_if_match",
+    },
+}
+REFUSED = {"seaweedfs": "\\", "moto": "\n"}
+FLAGS = {name for name in Capabilities.__slots__ if name not in ("name", "notes", "characters_refused")}
+
+
+def no_sleep(seconds: float) -> None:
+    """Retries at once."""
+
+
+def keys_left(server: Server, bucket: str) -> list[str]:
+    client = s3_client(server)
+    try:
+        page = client.list_objects_v2(Bucket=bucket)
+        prefixes = client.list_objects_v2(Bucket=bucket, Delimiter="/").get("CommonPrefixes", [])
+    finally:
+        client.close()
+    return [about["Key"] for about in page.get("Contents", [])] + [about["Prefix"] for about in prefixes]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_store_is_seen_for_what_it_is(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, new_bucket: Callable[[Server], str]
+) -> None:
+    store = open_store(config_of(name, request, tmp_path, new_bucket))
+    try:
+        found = probe(store, random.Random(1))
+        assert {flag for flag in FLAGS if not getattr(found, flag)} == CANNOT[name]
+        assert found.characters_refused == REFUSED.get(name, "")
+        shown = CANNOT[name] - ({"md5_etags"} if name == "local" else set())
+        assert len(found.notes) == len(shown) + (name in REFUSED)
+        assert found.name == ("local" if name == "local" else "s3")
+        assert list(store.list_page("").objects) == []
+        assert list(store.list_page("", delimiter="/").prefixes) == []
+        assert list(store.list_multipart("")) == []
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("containing", "method"),
+    [("uploads", "POST"), ("partNumber=1", "PUT"), ("uploadId=", "POST"), ("/object", "HEAD"), ("marker", "PUT")],
+)
+def test_nothing_is_left_when_a_probe_fails(
+    faults: tuple[Server, Faults], new_bucket: Callable[[Server], str], containing: str, method: str
+) -> None:
+    server, controls = faults
+    bucket = new_bucket(controls.server)
+    store = open_store(s3_config(server, bucket))
+    try:
+        controls.error_500(1000, containing=containing, method=method)
+        with pytest.raises(Unavailable):
+            probe(store, random.Random(1), sleep=no_sleep)
+        controls.clear()
+        assert keys_left(controls.server, bucket) == []
+        assert list(store.list_multipart("")) == []
+    finally:
+        store.close()
+
+
+def test_cleaning_up_is_tried_again(faults: tuple[Server, Faults], new_bucket: Callable[[Server], str]) -> None:
+    server, controls = faults
+    bucket = new_bucket(controls.server)
+    store = open_store(s3_config(server, bucket))
+    try:
+        controls.error_500(6, method="DELETE")
+        probe(store, random.Random(1), sleep=no_sleep)
+        assert controls.injected["error_500"] == 6
+        assert keys_left(controls.server, bucket) == []
+        assert list(store.list_multipart("")) == []
+    finally:
+        store.close()
+
+
+def test_a_store_that_fails_now_and_then_is_seen_for_what_it_is(
+    faults: tuple[Server, Faults], new_bucket: Callable[[Server], str]
+) -> None:
+    server, controls = faults
+    bucket = new_bucket(controls.server)
+    controls.slow_down(1)
+    store = open_store(s3_config(server, bucket))
+    try:
+        for fault in ("uploads", "object", "partNumber=1", "order", "marker", "list-type"):
+            controls.slow_down(1, containing=fault)
+        found = probe(store, random.Random(1), sleep=no_sleep)
+        assert controls.injected["slow_down"] == 7
+        assert {flag for flag in FLAGS if not getattr(found, flag)} == CANNOT["seaweedfs"]
+    finally:
+        store.close()
+
+
+def test_a_store_without_multipart_uploads_is_refused_by_name(tmp_path: Path) -> None:
+    class Plain(LocalStore):
+        def create_multipart(self, key: str, *, metadata: object = None) -> str:
+            raise Unsupported("CreateMultipartUpload: NotImplemented (501)")
+
+    store = Plain(str(tmp_path))
+    with pytest.raises(ConfigError, match="multipart uploads"):
+        probe(store, random.Random(1))
+    assert list(store.list_page("").objects) == []
+
+
+def test_read_only_credentials_are_enough_to_read(
+    faults: tuple[Server, Faults], new_bucket: Callable[[Server], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, controls = faults
+    bucket = new_bucket(controls.server)
+    s3_client(controls.server).put_object(Bucket=bucket, Key="a", Body=b"0123456789")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", servers.READ_ONLY_ACCESS_KEY)
+    store = open_store(s3_config(server, bucket))
+    try:
+        with pytest.raises(LakeError):
+            store.put("b", b"")
+        controls.clear()
+        found = probe(store, random.Random(1), read_only=True)
+        assert set(controls.counts) <= {"GET", "HEAD"}
+        assert (found.partial_status, found.get_if_match, found.ranges) == (True, True, True)
+        assert not (found.put_if_absent or found.part_copy or found.sorted_listing or found.copy_if_match)
+        assert found.notes == ()
+        assert bytes(store.get("a", 2, 4).data) == b"23"
+        assert keys_left(controls.server, bucket) == ["a"]
+    finally:
+        store.close()
+
+
+def test_reading_an_empty_bucket_assumes_the_least(seaweed: Server, new_bucket: Callable[[Server], str]) -> None:
+    store = open_store(s3_config(seaweed, new_bucket(seaweed)))
+    try:
+        found = probe(store, random.Random(1), read_only=True)
+        assert (found.partial_status, found.get_if_match) == (False, False)
+    finally:
+        store.close()
