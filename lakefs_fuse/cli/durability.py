@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import click
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lakefs_fuse.cli.daemons import describe_files, follow, locate, open_daemon
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.errors import LakeError
+
+ID_CHARACTERS = 32
+PIPE_WIDTH = 200
 
 
 @click.command("flush")
@@ -75,7 +79,10 @@ def _print_orphans(files: list[protocol.UnfinishedFile]) -> None:
     if not files:
         click.echo("no orphans")
         return
-    table = Table("id", "path", "bytes", "in the store", "age", "error", box=None)
+    # An id is there to be copied, so it is never cut; a narrow terminal folds the rest.
+    table = Table(Column("id", no_wrap=True, min_width=ID_CHARACTERS), Column("path", overflow="fold"), box=None)
+    for name in ("bytes", "in the store", "age", "error"):
+        table.add_column(name, overflow="fold")
     for file in files:
         table.add_row(
             file.id,
@@ -85,4 +92,4 @@ def _print_orphans(files: list[protocol.UnfinishedFile]) -> None:
             format_duration(file.age_s),
             file.error,
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)

@@ -188,6 +188,8 @@ class BlockCache:
             self._health.write_worked()
         except OSError as error:
             self._health.failed(error)
+            if self._health.state is CacheState.FULL:
+                self.evict(wanted)  # a quota, which free space does not show: make room for the next attempt
 
     def adopt(self, path: str | Path, version: Version, hashes: Sequence[int]) -> bool:
         """Make a file that holds the version's bytes (or holes, where ``hashes`` has 0) the version's cache file.

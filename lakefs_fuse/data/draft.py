@@ -15,6 +15,7 @@ since it was last saved are in the staging file and count for a new file, which 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -43,6 +44,7 @@ DRAFT_METADATA = "lakefs-draft"
 THREAD_BYTES_MIN = 64 << 10
 """Reads and writes of staged bytes from this size on are worth a worker thread."""
 FILL_BYTES_MAX = 4 << 20
+log = logging.getLogger(__name__)
 RECENT_PARTS_KEPT = 2
 """The first part and so many complete ones behind the writer stay staged: headers and trailers are written late."""
 
@@ -350,6 +352,9 @@ class Draft:
         except OSError as error:
             self.error = self.services.staging.translate(error)
             self.services.metrics.failures += 1
+        except Exception as error:
+            log.exception("uploading part %d of %s", index, self.target.key)
+            self.error = LakeError(f"uploading failed: {error!r}")
         finally:
             self.parts[index].announced = False
             self.uploading -= 1

@@ -19,8 +19,7 @@ from lakefs_fuse.data.disk import free_bytes
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
 
-FREE_CHECK_BYTES = 16 << 20
-"""The free space of the disk is asked for again after so many bytes."""
+IN_FLIGHT_BYTES = 16 << 20
 KEY_XATTR = "user.lakefs.key"
 WAIT_S_MAX = 1.0
 
@@ -57,7 +56,6 @@ class Staging:
         self._metrics = metrics
         self._evict = evict
         self._free = free
-        self._unchecked = FREE_CHECK_BYTES
         self._stagers: set[Stager] = set()
         self._room = trio.Event()
 
@@ -120,14 +118,10 @@ class Staging:
         return self.bytes_used + count <= self.bytes_max
 
     async def _disk_fits(self, count: int) -> bool:
-        self._unchecked += count
-        if self._unchecked < FREE_CHECK_BYTES:
-            return True
-        short = self._free_bytes_min + count + FREE_CHECK_BYTES - self._free(self.directory)
+        """``IN_FLIGHT_BYTES`` are for what was reserved and is not written yet."""
+        wanted = self._free_bytes_min + IN_FLIGHT_BYTES + count
+        short = wanted - self._free(self.directory)
         if short > 0:
             await trio.to_thread.run_sync(self._evict, short)
-            short = self._free_bytes_min + count - self._free(self.directory)
-        if short > 0:
-            return False
-        self._unchecked = 0
-        return True
+            short = wanted - self._free(self.directory)
+        return short <= 0

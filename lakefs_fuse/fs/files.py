@@ -21,7 +21,7 @@ from lakefs_fuse.data.publishing import Published, publish
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState, encode
 from lakefs_fuse.data.version import Version
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database
@@ -175,7 +175,7 @@ class FileTable:
             try:
                 return await file.draft.read(offset, length)
             except DraftEnded:
-                continue
+                await self._wait_published(file)
         if file.version is None:
             return b""
         return await self._reader.read(file.version, offset, length, readahead)  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ class FileTable:
                 await self.draft(file).write(offset, data)
                 return
             except DraftEnded:
-                continue
+                await self._wait_published(file)
 
     async def truncate(self, file: OpenFile, size: int) -> None:
         while True:
@@ -194,7 +194,13 @@ class FileTable:
                 await self.draft(file, anew=size == 0).truncate(size)
                 return
             except DraftEnded:
-                continue
+                await self._wait_published(file)
+
+    @staticmethod
+    async def _wait_published(file: OpenFile) -> None:
+        """The draft has ended; whoever ended it is about to take it away."""
+        async with file.publishing:
+            pass
 
     def draft(self, file: OpenFile, *, anew: bool = False) -> Draft:
         """The file's draft, begun now where it has none; ``anew`` where nothing of the old version counts."""
@@ -231,20 +237,25 @@ class FileTable:
             etag=meta.etag,
             size=meta.size,
         )
+        self._cache.pin(version)
+        if file.version is not None:
+            self._cache.unpin(file.version)
+        file.entry, file.version, file.draft, file.if_absent = entry, version, None, False
+        try:
+            self._record(entry, draft)
+        except CacheError as error:  # it is durable all the same; the next listing, or the next mount, finds out
+            log.error("%s is in the store, but that could not be noted: %s", file.key, error)
+        return version
+
+    def _record(self, entry: Entry, draft: Draft) -> None:
         batch = Batch()
         self._ns.changing(entry.parent, entry.name)
-        known = self._ns.tree.entry(entry.inode)
-        if known is not None:
+        if self._ns.tree.entry(entry.inode) is not None:
             self._ns.tree.update(batch, entry)
         else:  # somebody else's version has the name on this node, and ours replaced it: look again
             self._ns.tree.forget_listing(batch, entry.parent)
         self._journal.delete(batch, draft.id)
         self._db.commit(batch)
-        self._cache.pin(version)
-        if file.version is not None:
-            self._cache.unpin(file.version)
-        file.entry, file.version, file.draft, file.if_absent = entry, version, None, False
-        return version
 
     def _to_cache(self, draft: Draft, version: Version, published: Published) -> None:
         """What was just written is read back from local disk. A cache that cannot take it loses nothing."""

@@ -16,7 +16,7 @@ import msgspec
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.errors import FileError, LakeError, NotFound
+from lakefs_fuse.errors import CacheError, FileError, LakeError, NotFound
 from lakefs_fuse.fs.attributes import PERMISSIONS, describe
 from lakefs_fuse.fs.files import FileTable, OpenFile
 from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
@@ -287,8 +287,7 @@ class Filesystem:
         prefix = self._ns.key(entry)
         page = await self._client.list_page(prefix, keys_max=3)
         markers = {prefix, prefix + PLACEHOLDER}
-        local = any(child.is_local for child in self._ns.tree.children(entry.inode)) or self._files.is_dirty(entry)
-        if local or any(meta.key not in markers for meta in page.objects):
+        if self._files.is_dirty(entry) or any(meta.key not in markers for meta in page.objects):
             batch = Batch()
             self._ns.tree.forget_listing(batch, entry.inode)
             self._db.commit(batch)
@@ -330,7 +329,7 @@ class Filesystem:
         if file is not None:
             await self._files.unlink(file)
             entry = file.entry
-        if not entry.is_local:
+        if file is None or not entry.is_local:
             await self._keep_parent(parent, entry)
             await self._client.delete(self._ns.key(entry))
         self._remove(entry)
@@ -395,7 +394,12 @@ class Filesystem:
         )  # fmt: skip
         file = self._files.adopt_new(entry, key, if_absent=exclusive and self._client.capabilities.put_if_absent)
         self._touch_parent(batch, parent)
-        self._db.commit(batch)
+        try:
+            self._db.commit(batch)
+        except CacheError:
+            await self._files.unlink(file)
+            await self._files.release(file, writer=True)
+            raise
         return self._new_handle(file, True, opener), entry
 
     async def read(self, number: int, offset: int, length: int) -> Buffer:

@@ -155,7 +155,7 @@ class DirectoryMerge:
             self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.MARKER))
 
     def _vanished(self, batch: Batch, entry: Entry) -> None:
-        if entry.is_local or entry.name in self._touched or self._keep(entry):
+        if entry.name in self._touched or self._keep(entry):
             return
         self._tree.remove(batch, entry)
         self._metrics.entries_removed += 1
@@ -171,7 +171,7 @@ class DirectoryMerge:
             self._merge_directory(batch, entry, found.name)
         elif entry is None:
             self._merge_new_file(batch, found.name, found.meta)
-        elif not entry.is_local and (entry.etag, entry.size) != (found.meta.etag, found.meta.size):
+        elif entry.is_local or (entry.etag, entry.size) != (found.meta.etag, found.meta.size):
             self._replaced(batch, entry, found.meta)
 
     def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
@@ -187,7 +187,7 @@ class DirectoryMerge:
     def _merge_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
         file = self._tree.named(self._directory, name)
         if file is not None:
-            if file.is_local or self._keep(file):
+            if self._keep(file):
                 return
             self._shadowed[name] = ObjectMeta("", file.size, file.etag, file.mtime_ns)
             self._tree.remove(batch, file)

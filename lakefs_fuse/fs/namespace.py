@@ -122,10 +122,10 @@ class Namespace:
             return None, 0.0
         if not ask:
             entry = self.tree.child(directory, name)
-            if entry is not None and (entry.is_local or self._keep(entry)):
+            if entry is not None and self._keep(entry):
                 return entry, self._ttl_ns / NS
             fresh_s = max(self.fresh_s(directory), self._answer_fresh_s(directory, name))
-            if fresh_s > 0:
+            if fresh_s > 0 and not (entry is not None and entry.is_local):
                 return entry, fresh_s
             listing = self.tree.listing(directory)
             if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:

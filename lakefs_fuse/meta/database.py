@@ -16,6 +16,7 @@ synced. After a crash of the machine the tail of the log may be missing: names c
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,8 +40,11 @@ BLOCK_CACHE_BYTES = 32 << 20
 WRITE_BUFFER_BYTES = 16 << 20
 WRITE_BUFFERS = 2
 OPEN_FILES_MAX = 256
+REOPEN_PAUSE_S = 1.0
 INODES_RESERVED = 1 << 20
 """Inode numbers set aside at once, so that handing one out is not a write."""
+
+log = logging.getLogger(__name__)
 
 
 class Batch:
@@ -92,6 +96,7 @@ class Database:
         """``identity`` names the lake. Raises CacheError where the database holds another lake's names, or cannot be
         opened even after repair; then nothing in it was changed."""
         self._directory = directory
+        self._failed_at: float | None = None
         self._raw = _open_or_repair(directory)
         self._synced = WriteOptions()
         self._synced.sync = True
@@ -113,12 +118,40 @@ class Database:
         self._inode_reserved = self._inode_next
 
     def get(self, key: bytes) -> bytes | None:
-        value: bytes | None = self._raw.get(key)
+        """Raises CacheError."""
+        try:
+            value: bytes | None = self._raw.get(key)
+        except Exception as error:
+            raise self._broken(error) from error
         return value
 
     def commit(self, batch: Batch, *, sync: bool = False) -> None:
-        if len(batch):
+        """Raises CacheError; then nothing of the batch is there."""
+        if not len(batch):
+            return
+        if self._failed_at is not None:
+            self._reopen()
+        try:
             self._raw.write(batch._raw, self._synced if sync else self._plain)
+        except Exception as error:
+            self._failed_at = time.monotonic()
+            raise self._broken(error) from error
+
+    def _broken(self, error: Exception) -> CacheError:
+        return CacheError(f"the metadata cache in {self._directory} cannot be used now: {error}")
+
+    def _reopen(self) -> None:
+        """After a failed write (a full disk) RocksDB takes none until it is opened anew; tried once a second."""
+        failed_at = self._failed_at or 0.0
+        if time.monotonic() - failed_at < REOPEN_PAUSE_S:
+            raise CacheError(f"the metadata cache in {self._directory} could not be written a moment ago")
+        self._failed_at = time.monotonic()
+        try:
+            self.close()
+            self._raw = Rdict(str(self._directory), _options())
+        except Exception as error:
+            raise self._broken(error) from error
+        self._failed_at = None
 
     def scan(self, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Keys in [begin, end) in order, as of the first step: changes made while it is read are not seen.
@@ -127,7 +160,13 @@ class Database:
         alive for as long as the iterator, which then ends early or runs past it.
         """
         items = cast("Iterator[tuple[bytes, bytes]]", self._raw.items(from_key=begin))
-        for key, value in items:
+        while True:
+            try:
+                key, value = next(items)
+            except StopIteration:
+                return
+            except Exception as error:
+                raise self._broken(error) from error
             if key >= end:
                 return
             yield key, value
@@ -135,18 +174,27 @@ class Database:
     def new_inode(self) -> int:
         """A number that was never used in this cache directory before."""
         if self._inode_next >= self._inode_reserved:
-            self._inode_reserved = self._inode_next + INODES_RESERVED
-            self._raw.put(b"Minode", self._inode_reserved.to_bytes(8, "big"))
+            reserved = self._inode_next + INODES_RESERVED
+            batch = Batch()
+            batch.put(b"Minode", reserved.to_bytes(8, "big"))
+            self.commit(batch)
+            self._inode_reserved = reserved
         self._inode_next += 1
         return self._inode_next - 1
 
     def statistics(self) -> dict[str, int]:
         """Approximate, in bytes and keys."""
         names = ("estimate-num-keys", "estimate-live-data-size", "cur-size-all-mem-tables", "block-cache-usage")
-        return {name.replace("-", "_"): self._raw.property_int_value(f"rocksdb.{name}") or 0 for name in names}
+        try:
+            return {name.replace("-", "_"): self._raw.property_int_value(f"rocksdb.{name}") or 0 for name in names}
+        except Exception as error:
+            raise self._broken(error) from error
 
     def close(self) -> None:
-        self._raw.close()
+        try:
+            self._raw.close()
+        except Exception as error:  # what could not be written was refused to its writer already
+            log.warning("closing %s: %s", self._directory, error)
 
 
 def _open_or_repair(directory: Path) -> Rdict:

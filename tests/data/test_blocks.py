@@ -278,6 +278,7 @@ def test_a_full_disk_stops_writes_not_reads_and_is_tried_again(tmp_path: Path, m
     clock = Clock()
     cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), clock=clock)
     cache.write_block(VERSION, 0, block_of(DATA, 0))
+    cache.pin(VERSION)  # open, so that no room is made at its cost
     with monkeypatch.context() as patch:
         failing(patch, "pwrite", errno.ENOSPC)
         cache.write_block(VERSION, 1, block_of(DATA, 1))
@@ -290,6 +291,20 @@ def test_a_full_disk_stops_writes_not_reads_and_is_tried_again(tmp_path: Path, m
     cache.write_block(VERSION, 1, block_of(DATA, 1))
     assert cache.statistics().state is CacheState.OK
     assert cache.read_block(VERSION, 1) == block_of(DATA, 1)
+
+
+def test_a_quota_that_free_space_does_not_show_is_met_by_evicting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache(tmp_path)
+    for number in range(4):
+        cache.write_block(Version(f"k{number}", "e", MIB), 0, content(number, MIB))
+    used = cache.bytes_used
+    with monkeypatch.context() as patch:
+        failing(patch, "pwrite", errno.EDQUOT)
+        cache.write_block(VERSION, 0, block_of(DATA, 0))
+    assert cache.state is CacheState.FULL
+    assert used - 3 * MIB < cache.bytes_used <= used - MIB
 
 
 def test_a_failing_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

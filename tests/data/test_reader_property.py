@@ -77,7 +77,7 @@ async def run(directory: Path, steps: list[tuple[str, str, int, int]], bytes_max
                     readers.start_soon(read, versions[key], first, second)
                     readers.start_soon(read, versions[key], first + second // 2, second)
             elif what in ("restart", "crash"):
-                while reader.statistics().bytes_inflight:
+                while reader.statistics().blocks_pending:
                     await trio.sleep(0.001)
                 if what == "restart":
                     cache.close()
@@ -89,9 +89,9 @@ async def run(directory: Path, steps: list[tuple[str, str, int, int]], bytes_max
                     shutil.rmtree(path, ignore_errors=True)
             else:
                 damage(directory, what, first, second)
-        while reader.statistics().bytes_inflight:
+        while reader.statistics().blocks_pending:
             await trio.sleep(0.001)
-        assert reader.statistics().blocks_pending == 0
+        assert reader.statistics().bytes_inflight == 0
         cache.close()
 
 
