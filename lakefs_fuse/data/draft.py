@@ -17,91 +17,31 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass
-from enum import Enum
-from typing import Protocol
 
 import trio
 
 from lakefs_fuse.data.disk import punch_hole, pwrite_all
+from lakefs_fuse.data.draft_parts import Part, PartState
+from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
 from lakefs_fuse.data.gate import Gate
 from lakefs_fuse.data.hashing import hash_blocks
 from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
-from lakefs_fuse.data.parts import PartLayout
 from lakefs_fuse.data.record import DraftRecord, DraftState, UploadedPart
-from lakefs_fuse.data.staging import Staging
-from lakefs_fuse.data.uploader import UploadSlots
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
-from lakefs_fuse.errors import FileError, LakeError, StagingFull, StoreError
-from lakefs_fuse.metrics import UploadMetrics
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.errors import FileError, LakeError, StagingFull
 from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
 
 DRAFT_METADATA = "lakefs-draft"
-"""User metadata key that names the draft an object was made from."""
+"""User metadata key of the token: the draft an object was made from, and after a dot which change of it, if any."""
 THREAD_BYTES_MIN = 64 << 10
 """Reads and writes of staged bytes from this size on are worth a worker thread."""
 FILL_BYTES_MAX = 4 << 20
 log = logging.getLogger(__name__)
 RECENT_PARTS_KEPT = 2
 """The first part and so many complete ones behind the writer stay staged: headers and trailers are written late."""
-
-
-class PartState(Enum):
-    """DIRTY → UPLOADING → CLEAN → DROPPED; a write takes UPLOADING and CLEAN back to DIRTY, and fails on DROPPED."""
-
-    DIRTY = "dirty"
-    UPLOADING = "uploading"
-    CLEAN = "clean"
-    DROPPED = "dropped"
-
-
-@dataclass(slots=True)
-class Part:
-    state: PartState = PartState.DIRTY
-    generation: int = 0
-    """Grows with every write, so that an upload knows whether what it sent is still right."""
-    etag: str = ""
-    length: int = 0
-    announced: bool = False
-
-
-class DraftEnded(Exception):
-    """The draft was published or discarded while the caller waited for it: look at the file again."""
-
-
-class BaseReader(Protocol):
-    """Reads versions that are in the store."""
-
-    async def read(self, version: Version, offset: int, length: int) -> Buffer: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DraftServices:
-    """What all drafts of a mount share. ``save`` writes a record to the journal, synced if so asked."""
-
-    client: StoreClient
-    reader: BaseReader
-    staging: Staging
-    slots: UploadSlots
-    nursery: trio.Nursery
-    layout: PartLayout
-    metrics: UploadMetrics
-    save: Callable[[DraftRecord, bool], None]
-    clock_ns: Callable[[], int]
-
-
-@dataclass(slots=True)
-class DraftTarget:
-    """Where a draft is going. ``describe`` gives the object's metadata as of now; it is asked when an upload begins
-    and again when it ends."""
-
-    key: str
-    describe: Callable[[bool], Mapping[str, str]]
-    replaces: str = ""
-    if_absent: bool = False
 
 
 class Draft:
@@ -134,10 +74,16 @@ class Draft:
         self.upload_metadata: dict[str, str] = {}
         self.upload_failed = False
         self.upload_lock = trio.Lock()
+        self.restamp_id = ""
+        self.token = draft_id
+        self.changes = 0
+        self.recheck = False
+        self.unlinked = False
         self.uploading = 0
         self._gate = Gate()
         self._idle = trio.Event()
         self._staged_bytes = 0
+        self._busy_parts: Counter[int] = Counter()
         self._holders = 0
         self._closing = False
         self.fd = services.staging.create(draft_id, target.key) if restored_fd is None else restored_fd
@@ -149,29 +95,64 @@ class Draft:
     def making_room(self) -> bool:
         return self.uploading > 0 or self.state is DraftState.PUBLISHING
 
-    def drop_uploaded(self) -> int:
+    def drop_uploaded(self, *, keep_recent: bool = True) -> int:
+        """The journal is told before the bytes go, or a crash would take the holes for them."""
         if not self.services.client.capabilities.parts_replaceable:
             return 0  # all of it may have to be sent again
+        if self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
+            return 0
         clean = sorted(i for i, part in self.parts.items() if part.state is PartState.CLEAN and i > 0)
-        dropped = 0
-        for index in clean[:-RECENT_PARTS_KEPT]:
-            start, end = self.services.layout.range(index)
-            if not punch_hole(self.fd, start, end - start):
-                return dropped
+        leaving = [i for i in (clean[:-RECENT_PARTS_KEPT] if keep_recent else clean) if self._can_drop(i)]
+        if not leaving:
+            return 0
+        for index in leaving:
             self.parts[index].state = PartState.DROPPED
-            dropped += self.pages.forget(index) * PAGE_BYTES
-            for block in range(start // BLOCK_BYTES, end // BLOCK_BYTES):
-                self.hashes.pop(block, None)
+        self.save(sync=True)
+        dropped = sum(map(self._punch, leaving))
         self._staged_bytes -= dropped
         self.services.staging.release(dropped)
         return dropped
+
+    def _can_drop(self, index: int) -> bool:
+        start, end = self.services.layout.range(index)
+        return self.parts[index].length == end - start and not self._busy_parts[index] and self.pages.has_any(index)
+
+    def _punch(self, index: int) -> int:
+        start, end = self.services.layout.range(index)
+        try:
+            punched = punch_hole(self.fd, start, end - start)
+        except OSError as error:
+            log.warning("staged bytes of %s cannot be let go: %s", self.target.key, error)
+            punched = False
+        if not punched:
+            self.parts[index].state = PartState.CLEAN
+            return 0
+        for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            self.hashes.pop(block, None)
+        return self.pages.forget(index) * PAGE_BYTES
+
+    @contextmanager
+    def _using(self, start: int, end: int) -> Iterator[None]:
+        """Bytes [start, end) are not let go while they are read or written in a thread."""
+        layout = self.services.layout
+        indexes = range(layout.index(start), layout.index(max(start, end - 1)) + 1) if start < end else ()
+        self._busy_parts.update(indexes)
+        try:
+            yield
+        finally:
+            for index in indexes:
+                if self._busy_parts[index] > 1:
+                    self._busy_parts[index] -= 1
+                else:
+                    del self._busy_parts[index]
 
     # -- reading and writing
 
     async def read(self, offset: int, length: int) -> Buffer:
         """Bytes [offset, offset + length) cut at the draft's size."""
-        with self._held():
-            return await self._read(offset, min(offset + length, self.size))
+        end = min(offset + length, self.size)
+        with self._held(), self._using(offset, end):
+            return await self._read(offset, end)
 
     @contextmanager
     def _held(self) -> Iterator[None]:
@@ -229,9 +210,10 @@ class Draft:
         try:
             await self._fill_edges(offset, end)
             async with self._gate.shared():
-                self._check_alive()
+                self._begin_change()
                 self._refuse_dropped(offset, end)
-                await self._write_staged(offset, data)
+                with self._using(offset, end):
+                    await self._write_staged(offset, data)
                 added = self.pages.mark(offset, end) * PAGE_BYTES
                 self._staged_bytes += added
                 reserved -= added
@@ -247,7 +229,17 @@ class Draft:
             else:
                 await trio.to_thread.run_sync(pwrite_all, self.fd, data, offset)
         except OSError as error:
+            self._erase_unmarked(offset, offset + len(data))
             raise self.services.staging.translate(error) from error
+
+    def _erase_unmarked(self, start: int, end: int) -> None:
+        """A write that failed half-way leaves no bytes in pages that count as zeros."""
+        for begin, upto, local in list(self.pages.runs(start - start % PAGE_BYTES, end + -end % PAGE_BYTES)):
+            if not local:
+                try:
+                    punch_hole(self.fd, begin, upto - begin)
+                except OSError as error:
+                    log.warning("staged bytes of %s cannot be erased: %s", self.target.key, error)
 
     async def _fill_edges(self, offset: int, end: int) -> None:
         """A page that is written in part and whose rest is the base's is fetched whole first."""
@@ -262,6 +254,15 @@ class Draft:
         if self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
             raise DraftEnded
 
+    def _begin_change(self) -> None:
+        """Bytes change. What the failed attempt to publish may have made visible are not these, and the journal has
+        to know before a crash can ask."""
+        self._check_alive()
+        if self.state is DraftState.FAILED:
+            self.changes += 1
+            self.state, self.recheck, self.token = DraftState.WRITING, True, f"{self.id}.{self.changes}"
+            self.save(sync=True)
+
     async def fill(self, start: int, end: int) -> None:
         """Stage what [start, end) has from the base. The caller holds the gate alone."""
         stop = min(end, self.base_limit)
@@ -275,7 +276,7 @@ class Draft:
                 await self._write_staged(begin, data)
                 added = self.pages.mark(begin, step) * PAGE_BYTES
                 self._staged_bytes += added
-                self.services.staging.bytes_used += added
+                self.services.staging.take(added)
                 begin = step
 
     def _refuse_dropped(self, start: int, end: int) -> None:
@@ -307,6 +308,8 @@ class Draft:
         part = self.parts.get(index)
         if part is None or part.state is not PartState.DIRTY or part.announced or self.error is not None:
             return
+        if self.unlinked:
+            return
         if part.etag and not self.services.client.capabilities.parts_replaceable:
             return
         start, end = self.services.layout.range(index)
@@ -321,24 +324,30 @@ class Draft:
         if size > self.services.layout.file_bytes_max:
             raise FileError(27, f"a file holds at most {self.services.layout.file_bytes_max} bytes on this mount")
         async with self._gate.exclusive():
-            self._check_alive()
+            self._begin_change()
             if size < self.size:
-                layout = self.services.layout
-                if size and layout.range(layout.index(size - 1))[1] > size:
-                    self._refuse_dropped(size - 1, size)
-                await trio.to_thread.run_sync(os.ftruncate, self.fd, size)
-                gone = self.pages.truncate(size) * PAGE_BYTES
-                self._staged_bytes -= gone
-                self.services.staging.release(gone)
-                self.base_limit = min(self.base_limit, size)
-                for block in [block for block in self.hashes if (block + 1) * BLOCK_BYTES > size]:
-                    del self.hashes[block]
-                for index in [index for index in self.parts if index >= layout.index(size)]:
-                    part = self.parts[index]
-                    part.generation += 1
-                    if part.state is not PartState.UPLOADING:
-                        part.state = PartState.DIRTY
+                await self._cut(size)
             self.size = size
+
+    async def _cut(self, size: int) -> None:
+        layout = self.services.layout
+        if size and layout.range(layout.index(size - 1))[1] > size:
+            self._refuse_dropped(size - 1, size)
+        try:
+            await trio.to_thread.run_sync(os.ftruncate, self.fd, size)
+        except OSError as error:
+            raise self.services.staging.translate(error) from error
+        gone = self.pages.truncate(size) * PAGE_BYTES
+        self._staged_bytes -= gone
+        self.services.staging.release(gone)
+        self.base_limit = min(self.base_limit, size)
+        for block in [block for block in self.hashes if (block + 1) * BLOCK_BYTES > size]:
+            del self.hashes[block]
+        for index in [index for index in self.parts if index >= layout.index(size)]:
+            part = self.parts[index]
+            part.generation += 1
+            if part.state is not PartState.UPLOADING:
+                part.state = PartState.DIRTY
 
     # -- uploading
 
@@ -386,7 +395,7 @@ class Draft:
                 upload_id = await self.begin_upload()
                 body = FileSlice(self.fd, start, length)
                 ref = await self.services.client.upload_part(self.target.key, upload_id, index + 1, body)
-                hashes = await trio.to_thread.run_sync(hash_blocks, self.fd, start, start + length)
+                hashes = await trio.to_thread.run_sync(hash_blocks, self.fd, start, start + length, self.size)
             except BaseException:
                 part.state = PartState.DIRTY
                 self.upload_failed = True
@@ -409,11 +418,12 @@ class Draft:
         async with self.upload_lock:
             if not self.upload_id:
                 self.upload_intent_ns = self.services.clock_ns()
-                self.upload_metadata = {**self.target.describe(True), DRAFT_METADATA: self.id}
+                self.upload_metadata = {**self.target.describe(True), DRAFT_METADATA: self.token}
                 self.save(sync=True)
                 self.upload_id = await self.services.client.create_multipart(
                     self.target.key, metadata=self.upload_metadata
                 )
+                self.services.staging.note_upload(self.fd, self.upload_id)
                 self.save(sync=True)
             return self.upload_id
 
@@ -436,7 +446,13 @@ class Draft:
             replaces=self.target.replaces,
             upload_id=self.upload_id,
             upload_intent_ns=self.upload_intent_ns,
+            upload_metadata=self.upload_metadata,
+            restamp_id=self.restamp_id,
+            changes=self.changes,
+            token=self.token,
+            unlinked=self.unlinked,
             metadata=dict(self.target.describe(False)),
+            metadata_multipart=dict(self.target.describe(True)),
             parts=[
                 UploadedPart(index, part.etag, part.length, part.state is PartState.CLEAN)
                 for index, part in sorted(self.parts.items())
@@ -452,13 +468,15 @@ class Draft:
     # -- the end
 
     async def discard(self) -> None:
-        """Nobody wants these bytes: abort the upload, delete the staging file. The journal record is the caller's."""
+        """Nobody wants these bytes: abort the upload, delete the staging file. The journal record is the caller's, who
+        keeps it where ``error`` says that an upload is left."""
         self.state = DraftState.DISCARDED
         await self.wait_idle()
-        if self.upload_id:
+        self.error = None
+        for upload_id in filter(None, (self.upload_id, self.restamp_id)):
             try:
-                await self.services.client.abort_multipart(self.target.key, self.upload_id)
-            except StoreError as error:
+                await self.services.client.abort_multipart(self.target.key, upload_id)
+            except LakeError as error:
                 self.error = error
         self.close(unlink=True)
 

@@ -36,9 +36,7 @@ class Gate:
         finally:
             self._shared -= 1
             if not self._shared and self._exclusive_waiting:
-                with trio.CancelScope(shield=True):
-                    async with self._condition:
-                        self._condition.notify_all()
+                await self._wake()
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
@@ -48,12 +46,18 @@ class Gate:
                 while self._exclusive or self._shared:
                     await self._condition.wait()
                 self._exclusive = True
-        finally:
+        except BaseException:
             self._exclusive_waiting -= 1
+            await self._wake()  # those whom this one kept out
+            raise
+        self._exclusive_waiting -= 1
         try:
             yield
         finally:
             self._exclusive = False
-            with trio.CancelScope(shield=True):
-                async with self._condition:
-                    self._condition.notify_all()
+            await self._wake()
+
+    async def _wake(self) -> None:
+        with trio.CancelScope(shield=True):
+            async with self._condition:
+                self._condition.notify_all()

@@ -11,17 +11,19 @@ object's metadata.
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import trio
 
-from lakefs_fuse.data.draft import DRAFT_METADATA, THREAD_BYTES_MIN, Draft, Part, PartState
+from lakefs_fuse.data.draft import DRAFT_METADATA, THREAD_BYTES_MIN, Draft
+from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.hashing import hash_blocks
 from lakefs_fuse.data.record import DraftState
-from lakefs_fuse.data.version import BLOCK_BYTES
+from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
 
@@ -33,10 +35,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The version that is visible now, and the hash of each of its cache blocks (0: not staged any more)."""
+    """The version that is visible now, the hash of each of its cache blocks (0: not staged any more), and the
+    attributes that the object tells, apart from what only a single request does."""
 
     meta: ObjectMeta
     hashes: Sequence[int]
+    described: Mapping[str, str]
 
 
 async def publish(draft: Draft) -> Published:
@@ -44,17 +48,19 @@ async def publish(draft: Draft) -> Published:
 
     Raises LakeError; then the draft is `FAILED`, every byte is staged or in its upload, and it can be tried again.
     """
-    draft.state = DraftState.PUBLISHING
-    draft.error = None
-    draft.save()
     try:
+        if draft.recheck:
+            await _settle_earlier_attempt(draft)
+        draft.state = DraftState.PUBLISHING
+        draft.error = None
+        draft.save()
         await draft.wait_idle()
         draft.error = None
         dropped = any(part.state is PartState.DROPPED for part in draft.parts.values())
         if draft.size <= draft.services.layout.single_bytes_max and not dropped:
-            meta = await _put(draft)
+            meta, described = await _put(draft)
         else:
-            meta = await _complete(draft)
+            meta, described = await _complete(draft)
     except BaseException as error:
         draft.state = DraftState.FAILED
         draft.error = error if isinstance(error, LakeError) else LakeError(f"publishing was interrupted: {error!r}")
@@ -63,18 +69,46 @@ async def publish(draft: Draft) -> Published:
         raise
     draft.state = DraftState.PUBLISHED
     draft.services.metrics.publishes += 1
-    return Published(meta, await _all_hashes(draft))
+    return Published(meta, await _all_hashes(draft), described)
 
 
-async def _put(draft: Draft) -> ObjectMeta:
+async def visible_token(draft: Draft) -> tuple[str, ObjectMeta | None]:
+    """The token of the object that the draft's key has now ("" where there is none), and the object where the token
+    is one of this draft's: then an attempt whose answer was lost did work."""
+    try:
+        meta = await draft.services.client.head(draft.target.key)
+    except NotFound:
+        return "", None
+    token = (meta.metadata or {}).get(DRAFT_METADATA, "")
+    return token, meta if token.partition(".")[0] == draft.id else None
+
+
+async def _settle_earlier_attempt(draft: Draft) -> None:
+    """Bytes changed after an attempt failed. If it had made the older ones visible after all, its upload is gone, and
+    the object there is ours to replace; if not, its upload goes on, under the token it began with."""
+    _, older = await visible_token(draft)
+    if older is not None:
+        if draft.upload_id:
+            await draft.services.client.abort_multipart(draft.target.key, draft.upload_id)
+            _forget_upload(draft)
+        draft.target.if_absent, draft.target.replaces = False, older.etag
+        if draft.base is not None:
+            draft.base = Version(draft.target.key, older.etag, older.size)
+            draft.base_limit = min(draft.base_limit, older.size)
+    elif draft.upload_id:
+        draft.token = draft.upload_metadata.get(DRAFT_METADATA, draft.token)
+    draft.recheck = False
+
+
+async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
     await draft.fill(0, draft.size)
     client, target = draft.services.client, draft.target
     body: Body = FileSlice(draft.fd, 0, draft.size)
     if draft.size <= BODY_BYTES_MAX:
         body = await draft.read_staged(0, draft.size)
-    metadata = {**target.describe(False), DRAFT_METADATA: draft.id}
     draft.services.slots.ready()
     async with draft.services.slots.slot():
+        metadata, described = {**target.describe(False), DRAFT_METADATA: draft.token}, target.describe(True)
         try:
             meta = await client.put(target.key, body, metadata=metadata, if_absent=target.if_absent)
         except PreconditionFailed as error:
@@ -82,47 +116,45 @@ async def _put(draft: Draft) -> ObjectMeta:
     if draft.upload_id:
         await client.abort_multipart(target.key, draft.upload_id)
         draft.upload_id, draft.parts = "", {}
-    return meta
+    return meta, described
 
 
 async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
     """The store says that the name is taken, or the upload gone: perhaps by our own request, whose answer was lost."""
-    try:
-        meta = await draft.services.client.head(draft.target.key)
-    except NotFound:
-        raise error from None
-    if (meta.metadata or {}).get(DRAFT_METADATA) == draft.id:
+    token, meta = await visible_token(draft)
+    if meta is not None and token == draft.token and meta.size == draft.size:
         return meta
     if isinstance(error, PreconditionFailed):
-        raise FileError(17, f"{draft.target.key}: created by somebody else meanwhile") from error
+        raise FileError(errno.EEXIST, f"{draft.target.key}: created by somebody else meanwhile") from error
     raise error
 
 
-async def _complete(draft: Draft) -> ObjectMeta:
+async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
     if draft.upload_id and not draft.services.client.capabilities.parts_replaceable and _has_stale_parts(draft):
         await draft.services.client.abort_multipart(draft.target.key, draft.upload_id)
         _forget_upload(draft)
     try:
         meta = await _send_and_complete(draft)
-    except NotFound as error:
+    except NotFound:
+        log.warning("the multipart upload of %s is gone from the store: it starts anew", draft.target.key)
+        _forget_upload(draft)
         try:
-            meta = await _ours_after_all(draft, error)
-        except NotFound:
-            log.warning("the multipart upload of %s is gone from the store: it starts anew", draft.target.key)
-            _forget_upload(draft)
             meta = await _send_and_complete(draft)
+        except NotFound as error:
+            raise FileError(errno.ESTALE, f"{draft.target.key} was removed while it was changed") from error
     wanted = dict(draft.target.describe(True))
     began = {name: value for name, value in draft.upload_metadata.items() if name != DRAFT_METADATA}
     if wanted != began and draft.services.client.capabilities.part_copy:
         meta = await _restamp(draft, meta, wanted)
     draft.upload_id = ""
-    return meta
+    return meta, wanted
 
 
 async def _send_and_complete(draft: Draft) -> ObjectMeta:
     layout, client, key = draft.services.layout, draft.services.client, draft.target.key
     upload_id = await draft.begin_upload()
     count = layout.count(draft.size)
+    few = trio.CapacityLimiter(2 * draft.services.slots.slots)
     async with _collecting() as nursery:
         for index in range(count):
             part = draft.parts.setdefault(index, Part())
@@ -134,11 +166,11 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
                 )
             if part.state in (PartState.CLEAN, PartState.DROPPED) and part.length == length:
                 continue
-            nursery.start_soon(_send_part, draft, index, start, start + length)
+            nursery.start_soon(_send_part, draft, index, start, start + length, few)
     refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
     try:
         return await client.complete_multipart(key, upload_id, refs, if_absent=draft.target.if_absent)
-    except PreconditionFailed as error:
+    except (PreconditionFailed, NotFound) as error:
         return await _ours_after_all(draft, error)
 
 
@@ -175,7 +207,13 @@ def _forget_upload(draft: Draft) -> None:
     draft.save(sync=True)
 
 
-async def _send_part(draft: Draft, index: int, start: int, end: int) -> None:
+async def _send_part(draft: Draft, index: int, start: int, end: int, few: trio.CapacityLimiter) -> None:
+    """``few`` keeps parts that have to be fetched first from filling the disk."""
+    async with few:
+        await _copy_or_send_part(draft, index, start, end)
+
+
+async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> None:
     base, services = draft.base, draft.services
     untouched = not draft.pages.count(start, end)
     if (
@@ -203,18 +241,28 @@ async def _send_part(draft: Draft, index: int, start: int, end: int) -> None:
 async def _restamp(draft: Draft, meta: ObjectMeta, metadata: dict[str, str]) -> ObjectMeta:
     """The same bytes again with other metadata, copied by the store."""
     client, key = draft.services.client, draft.target.key
-    upload_id = await client.create_multipart(key, metadata={**metadata, DRAFT_METADATA: draft.id})
+    if draft.restamp_id:
+        await client.abort_multipart(key, draft.restamp_id)
+    upload_id = await client.create_multipart(key, metadata={**metadata, DRAFT_METADATA: draft.token})
+    draft.restamp_id = upload_id
+    draft.save(sync=True)
     try:
         refs = []
         for number, start in enumerate(range(0, meta.size, _copy_part_bytes(meta.size)), 1):
             end = min(start + _copy_part_bytes(meta.size), meta.size)
             refs.append(await client.upload_part_copy(key, upload_id, number, key, start, end, etag=meta.etag))
             draft.services.metrics.parts_copied += 1
-        return await client.complete_multipart(key, upload_id, refs)
-    except BaseException:
+        stamped = await client.complete_multipart(key, upload_id, refs)
+    except BaseException as error:
         with trio.CancelScope(shield=True):
             await client.abort_multipart(key, upload_id)
-        raise
+            draft.restamp_id = ""
+        if not isinstance(error, NotFound | PreconditionFailed):
+            raise
+        # Either it worked and the answer was lost, or somebody replaced what was visible already.
+        return (await visible_token(draft))[1] or meta
+    draft.restamp_id = ""
+    return stamped
 
 
 def _copy_part_bytes(size: int) -> int:
@@ -230,9 +278,11 @@ async def _all_hashes(draft: Draft) -> list[int]:
         for block in range(blocks):
             start, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, draft.size)
             if block not in draft.hashes and draft.pages.covers(start, end):
-                draft.hashes.update(hash_blocks(draft.fd, start, end))
+                draft.hashes.update(hash_blocks(draft.fd, start, end, draft.size))
         return [draft.hashes.get(block, 0) for block in range(blocks)]
 
-    if draft.size <= THREAD_BYTES_MIN:
-        return complete()
-    return await trio.to_thread.run_sync(complete)
+    try:
+        return complete() if draft.size <= THREAD_BYTES_MIN else await trio.to_thread.run_sync(complete)
+    except OSError as error:
+        log.warning("%s is stored, but cannot be read back from staging: %s", draft.target.key, error)
+        return [0] * blocks

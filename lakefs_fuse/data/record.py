@@ -8,14 +8,16 @@ import msgspec
 
 
 class DraftState(StrEnum):
-    """Life of a draft. Left to right, but `FAILED` goes back to `PUBLISHING` with every retry.
+    """Life of a draft. Left to right, but `FAILED` goes back: to `PUBLISHING` with every retry, to
+    `WRITING` with every change.
 
     ========== =========================== ==================================================================
     state      leaves to                   a crash here leaves behind
     ========== =========================== ==================================================================
     writing    publishing, discarded       staged bytes, perhaps an unfinished upload; the store shows nothing
     publishing published, failed           the same, or the published object (its metadata names the draft)
-    failed     publishing, discarded       staged bytes whose writer was told that they are not durable
+    failed     publishing, writing,        staged bytes whose writer was told that they are not durable
+               discarded
     published  –                           the object; the record goes with the row that names its version
     discarded  –                           at most a staging file and an unfinished upload, listed as orphan
     ========== =========================== ==================================================================
@@ -55,7 +57,18 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     upload_id: str = ""
     upload_intent_ns: int = 0
     """An upload was asked for at this time; it may exist even where ``upload_id`` was never learnt."""
+    upload_metadata: dict[str, str] = {}
+    """What the upload began with."""
+    restamp_id: str = ""
+    """Upload of a copy of the published object with newer attributes."""
+    changes: int = 0
+    token: str = ""
+    """What the object's metadata says once the bytes, as they are now, were published."""
+    unlinked: bool = False
+    """The name was deleted while the file was open: nobody wants these bytes once it is closed."""
     metadata: dict[str, str] = {}
+    metadata_multipart: dict[str, str] = {}
+    """Attributes as of now, as a single request tells them and as an upload does."""
     parts: list[UploadedPart] = []
     pages: dict[int, bytes] = {}
     error: str = ""

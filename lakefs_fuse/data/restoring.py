@@ -9,21 +9,30 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from lakefs_fuse.data.draft import DRAFT_METADATA, Draft, DraftServices, DraftTarget, Part, PartState
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.draft_parts import Part, PartState
+from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
 from lakefs_fuse.data.record import DraftRecord, DraftState
 from lakefs_fuse.data.version import Version
+from lakefs_fuse.errors import CacheError
 
 
 def restored(services: DraftServices, record: DraftRecord, describe: Callable[[bool], Mapping[str, str]]) -> Draft:
-    """Raises StagingFull or CacheError where the staging file cannot be opened."""
+    """Raises StagingFull or CacheError where the staging file is gone or cannot be opened."""
     base = Version(record.key, record.base_etag, record.base_size) if record.base_etag else None
-    fd = os.open(services.staging.path(record.id), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(services.staging.path(record.id), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise CacheError(f"the staged bytes of {record.key} are gone from this node: abort {record.id}") from error
+    except OSError as error:
+        raise services.staging.translate(error) from error
     target = DraftTarget(record.key, describe, replaces=record.replaces)
     draft = Draft(services, record.id, target, base=base, restored_fd=fd)
     draft.state, draft.created_ns = record.state, record.created_ns
     draft.size, draft.base_limit = record.size, record.base_limit
     draft.upload_id, draft.upload_intent_ns = record.upload_id, record.upload_intent_ns
-    draft.upload_metadata = {**record.metadata, DRAFT_METADATA: record.id}
+    draft.upload_metadata, draft.restamp_id = record.upload_metadata, record.restamp_id
+    draft.token, draft.changes, draft.recheck = record.token, record.changes, True
     draft.pages.load(record.pages)
     writing = record.state is DraftState.WRITING
     for part in record.parts:

@@ -1,7 +1,7 @@
 """Room on the local disk for bytes that are not in the store yet.
 
-Always true: staged bytes never exceed ``bytes_max``, and the disk keeps ``free_bytes_min`` free; a writer that finds no
-room waits for uploads to make some, and gets `StagingFull` only where nothing is under way that could.
+Always true: writers never stage more than ``bytes_max``, and the disk keeps ``free_bytes_min`` free; a writer that
+finds no room waits for uploads to make some, and gets `StagingFull` only where nothing is under way that could.
 Files lie in one directory under their draft's id. Extended attributes on a file name the key its bytes are meant for,
 so that it can be told what it is even where the journal is lost.
 """
@@ -21,6 +21,7 @@ from lakefs_fuse.metrics import UploadMetrics
 
 IN_FLIGHT_BYTES = 16 << 20
 KEY_XATTR = "user.lakefs.key"
+UPLOAD_XATTR = "user.lakefs.upload"
 WAIT_S_MAX = 1.0
 
 
@@ -31,8 +32,8 @@ class Stager(Protocol):
     def making_room(self) -> bool:
         """Uploads are under way that will let go of staged bytes when they end."""
 
-    def drop_uploaded(self) -> int:
-        """Let go of bytes that are in the store already; answers how many."""
+    def drop_uploaded(self, *, keep_recent: bool) -> int:
+        """Let go of bytes that are in the store already, or of those not written lately; answers how many."""
 
 
 class Staging:
@@ -74,6 +75,13 @@ class Staging:
             pass  # a filesystem without attributes: the journal alone tells what the file is
         return fd
 
+    def note_upload(self, fd: int, upload_id: str) -> None:
+        """Name the file's multipart upload on the file too, so that it can be aborted even without the journal."""
+        try:
+            os.setxattr(fd, UPLOAD_XATTR, upload_id.encode())
+        except OSError:
+            pass
+
     def translate(self, error: OSError) -> LakeError:
         """What an error of the staging disk means to the writer."""
         if error.errno in (28, 122):  # ENOSPC, EDQUOT
@@ -100,10 +108,12 @@ class Staging:
 
     async def reserve(self, count: int) -> None:
         """Wait for room for ``count`` more bytes and take it. Raises StagingFull."""
-        while not (self._fits(count) and await self._disk_fits(count)):
-            if sum(stager.drop_uploaded() for stager in list(self._stagers)):
+        while not (self._fits(count) and await self._disk_fits(count) and self._fits(count)):
+            if self._drop(keep_recent=True):
                 continue
             if not any(stager.making_room for stager in self._stagers):
+                if self._drop(keep_recent=False):
+                    continue
                 raise StagingFull(
                     f"{self.bytes_used} bytes are staged and none of them can be uploaded yet: "
                     "close files that are open for writing, or raise --staging-size"
@@ -113,6 +123,16 @@ class Staging:
             with trio.move_on_after(WAIT_S_MAX):
                 await room.wait()
         self.bytes_used += count
+
+    def take(self, count: int) -> None:
+        """Room for bytes that cannot wait, because what they are needed for makes room when it is done. Little by
+        little, by few tasks at once: the bound may be exceeded by what they hold."""
+        if not self._fits(count):
+            self._drop(keep_recent=False)
+        self.bytes_used += count
+
+    def _drop(self, *, keep_recent: bool) -> int:
+        return sum(stager.drop_uploaded(keep_recent=keep_recent) for stager in list(self._stagers))
 
     def _fits(self, count: int) -> bool:
         return self.bytes_used + count <= self.bytes_max

@@ -19,7 +19,7 @@ class UploadSlots:
 
     def __init__(self, slots: int, metrics: UploadMetrics, clock: Callable[[], float] = trio.current_time) -> None:
         self._limiter = trio.CapacityLimiter(slots)
-        self._slots = slots
+        self.slots = slots
         self._metrics = metrics
         self._clock = clock
         self._ready = 0
@@ -33,7 +33,7 @@ class UploadSlots:
 
     def _account(self) -> None:
         now = self._clock()
-        if self._ready and self._busy < self._slots:
+        if self._ready and self._busy < self.slots:
             self._metrics.idle_with_work_s += now - self._since
         self._since = now
 

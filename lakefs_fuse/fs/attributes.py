@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 
@@ -17,6 +17,9 @@ from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 
 NS = 1_000_000_000
 PERMISSIONS = 0o7777
+MODE_MAX = 0o177777
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+MICROSECOND = timedelta(microseconds=1)
 
 
 def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
@@ -29,7 +32,8 @@ def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
     if entry.gid != UNSET:
         described["gid"] = str(entry.gid)
     if with_mtime:
-        described["mtime"] = f"{entry.mtime_ns // NS}.{entry.mtime_ns % NS:09d}"
+        sign, ns = "-" if entry.mtime_ns < 0 else "", abs(entry.mtime_ns)
+        described["mtime"] = f"{sign}{ns // NS}.{ns % NS:09d}"
     return described
 
 
@@ -57,7 +61,7 @@ def _mode(text: str) -> int | None:
         return None
     octal = int(text, 8) if all(digit in "01234567" for digit in text) else None
     if octal is not None and (text.startswith("0") or stat.S_IFMT(octal) in (stat.S_IFREG, stat.S_IFDIR)):
-        decimal_type = stat.S_IFMT(int(text))
+        decimal_type = stat.S_IFMT(int(text)) if int(text) <= MODE_MAX else 0
         if text.startswith("0") or decimal_type not in (stat.S_IFREG, stat.S_IFDIR):
             return octal & PERMISSIONS
     return int(text) & PERMISSIONS
@@ -75,4 +79,4 @@ def _mtime_ns(text: str) -> int | None:
         return None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
-    return int(moment.timestamp()) * NS + moment.microsecond * 1000
+    return (moment - EPOCH) // MICROSECOND * 1000

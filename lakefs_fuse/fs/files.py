@@ -9,15 +9,16 @@ bytes handed to the block cache. Trio thread only; code between two awaits is at
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 import trio
 
 from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.draft import Draft, DraftEnded, DraftServices, DraftTarget
-from lakefs_fuse.data.publishing import Published, publish
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
+from lakefs_fuse.data.publishing import Published, publish, visible_token
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState, encode
 from lakefs_fuse.data.version import Version
@@ -241,11 +242,20 @@ class FileTable:
         if file.version is not None:
             self._cache.unpin(file.version)
         file.entry, file.version, file.draft, file.if_absent = entry, version, None, False
+        if dict(file.describe(True)) != published.described:
+            self._describe_again(file)
         try:
             self._record(entry, draft)
         except CacheError as error:  # it is durable all the same; the next listing, or the next mount, finds out
             log.error("%s is in the store, but that could not be noted: %s", file.key, error)
         return version
+
+    def _describe_again(self, file: OpenFile) -> None:
+        """Attributes were set after the store was told of them: whoever set them waits to publish them."""
+        try:
+            self.draft(file)
+        except LakeError as error:
+            log.error("attributes of %s are not durable: %s", file.key, error)
 
     def _record(self, entry: Entry, draft: Draft) -> None:
         batch = Batch()
@@ -259,41 +269,76 @@ class FileTable:
 
     def _to_cache(self, draft: Draft, version: Version, published: Published) -> None:
         """What was just written is read back from local disk. A cache that cannot take it loses nothing."""
-        path = self.services.staging.path(draft.id)
-        if not self._cache.adopt(path, version, published.hashes):
-            path.unlink(missing_ok=True)
+        self._cache.adopt(self.services.staging.path(draft.id), version, published.hashes)
 
-    async def unlink(self, file: OpenFile) -> None:
-        """The name is going; handles stay. Waits for a publishing under way, so that it cannot bring the name back."""
+    async def unlink(self, file: OpenFile, delete: Callable[[Entry], Awaitable[None]]) -> None:
+        """``delete`` takes the object away; handles stay. No publishing runs meanwhile, so none can bring the name
+        back. Where ``delete`` fails, the file is as it was."""
         file.unlinked = True
-        async with file.publishing:
-            if file.draft is None:
-                if file.handles and file.version is not None and file.version.size <= KEPT_BYTES_MAX:
-                    try:
-                        await self._reader.ensure(file.version, 0, file.version.size)
-                    except LakeError as error:
-                        log.warning("%s is deleted while open, and could not be kept: %s", file.key, error)
-            elif not file.handles:
+        try:
+            async with file.publishing:
+                if file.draft is None:
+                    await self._keep_for_handles(file)
+                if not file.entry.is_local or await self._may_be_visible(file):
+                    await delete(file.entry)
+        except BaseException:
+            file.unlinked = False
+            raise
+        if file.draft is not None:
+            file.draft.unlinked = True
+            if file.handles:
+                file.draft.save(sync=True)
+            else:
                 await self._discard(file)
         self._forget_if_idle(file)
+
+    async def _keep_for_handles(self, file: OpenFile) -> None:
+        if file.handles and file.version is not None and file.version.size <= KEPT_BYTES_MAX:
+            try:
+                await self._reader.ensure(file.version, 0, file.version.size)
+            except LakeError as error:
+                log.warning("%s is deleted while open, and could not be kept: %s", file.key, error)
+
+    @staticmethod
+    async def _may_be_visible(file: OpenFile) -> bool:
+        """An attempt to publish a new file failed without an answer, and the object may be there all the same."""
+        draft = file.draft
+        if draft is None or not (draft.recheck or draft.state is DraftState.FAILED):
+            return False
+        return (await visible_token(draft))[1] is not None
 
     async def _discard(self, file: OpenFile) -> None:
         draft, file.draft = file.draft, None
         if draft is not None:
             await draft.discard()
-            self.forget_record(draft.id)
+            if draft.error is None:
+                self.forget_record(draft.id)
+            else:  # its upload is left: the next mount tries again
+                log.warning("the upload of %s could not be ended: %s", file.key, draft.error)
+                draft.save(sync=True)
 
     def forget_record(self, draft_id: str) -> None:
         batch = Batch()
         self._journal.delete(batch, draft_id)
         self._db.commit(batch)
 
+    def close(self) -> None:
+        """The mount ends: what is staged is noted as it is, for the next one."""
+        for file in self.dirty():
+            if file.draft is not None:
+                try:
+                    file.draft.save(sync=True)
+                except CacheError as error:
+                    log.error("what is staged of %s could not be noted: %s", file.key, error)
+                file.draft.close(unlink=False)
+
     def learned(self, meta: ObjectMeta) -> None:
         """A GET told the metadata of an object: keep it where it belongs to a file in use."""
         if meta.metadata is None:
             return
         for file in self._files.values():
-            if file.key == meta.key and not file.entry.flags & Flag.ATTRIBUTES_KNOWN and file.draft is None:
+            known = file.entry.flags & Flag.ATTRIBUTES_KNOWN or file.entry.etag != meta.etag
+            if file.key == meta.key and not known and file.draft is None:
                 self.learn(file.entry, meta)
 
     def learn(self, entry: Entry, meta: ObjectMeta) -> Entry:

@@ -155,6 +155,7 @@ class Filesystem:
         entry = self.entry(inode)
         if entry.is_dir:
             return await self._set_directory(entry, change)
+        entry = await self.getattr(inode)
         file = self._files.acquire(entry, writer=False)
         try:
             if change.size is not None:
@@ -162,9 +163,6 @@ class Filesystem:
                 file.entry = msgspec.structs.replace(file.entry, mtime_ns=self._clock_ns(), ctime_ns=self._clock_ns())
             changed = self._changed(file.entry, change)
             if changed != file.entry:
-                if not file.entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL):
-                    await self.getattr(inode)
-                    changed = self._changed(file.entry, change)
                 file.times_set |= self._is_chosen(change)
                 file.entry = msgspec.structs.replace(changed, ctime_ns=self._clock_ns())
                 self._files.draft(file)
@@ -258,7 +256,7 @@ class Filesystem:
         self._ns.changing(parent, name)
         known = self._ns.tree.named(parent, name + b"/")
         if known is not None:
-            return known
+            return self._update(msgspec.structs.replace(draft, cookie=known.cookie, inode=known.inode))
         batch = Batch()
         entry = self._ns.tree.insert(
             batch, parent, name, Flag(draft.flags), mode=draft.mode, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now
@@ -287,7 +285,8 @@ class Filesystem:
         prefix = self._ns.key(entry)
         page = await self._client.list_page(prefix, keys_max=3)
         markers = {prefix, prefix + PLACEHOLDER}
-        if self._files.is_dirty(entry) or any(meta.key not in markers for meta in page.objects):
+        others = page.next_token is not None or any(meta.key not in markers for meta in page.objects)
+        if others or self._files.is_dirty(entry):
             batch = Batch()
             self._ns.tree.forget_listing(batch, entry.inode)
             self._db.commit(batch)
@@ -302,7 +301,7 @@ class Filesystem:
         above = self.entry(parent)
         if above.flags & Flag.MARKER:
             return
-        if any(child.cookie != leaving.cookie for child in self._ns.tree.children(parent)):
+        if any(child.cookie != leaving.cookie and not child.is_local for child in self._ns.tree.children(parent)):
             return
         await self._put_marker(above)
         above = self.entry(parent)
@@ -326,13 +325,18 @@ class Filesystem:
         if entry.is_dir:
             raise FileError(errno.EISDIR)
         file = self._files.get(entry.inode)
-        if file is not None:
-            await self._files.unlink(file)
-            entry = file.entry
-        if file is None or not entry.is_local:
-            await self._keep_parent(parent, entry)
-            await self._client.delete(self._ns.key(entry))
+        if file is None:
+            await self._delete_object(entry)
+        else:
+            await self._files.unlink(file, self._delete_object)
+        opened = self._files.get(entry.inode)
+        if opened is not None:  # meanwhile
+            opened.unlinked = True
         self._remove(entry)
+
+    async def _delete_object(self, entry: Entry) -> None:
+        await self._keep_parent(entry.parent, entry)
+        await self._client.delete(self._ns.key(entry))
 
     # -- files
 
@@ -361,6 +365,8 @@ class Filesystem:
             if now is None or now.inode != inode:
                 raise FileError(errno.ESTALE)
             entry = now
+        if writable or flags & os.O_TRUNC:
+            entry = await self.getattr(inode)  # the next version takes over what this one's metadata says
         file = self._files.acquire(entry, writer=writable)
         if flags & os.O_TRUNC and file.current.size:
             try:
@@ -397,7 +403,7 @@ class Filesystem:
         try:
             self._db.commit(batch)
         except CacheError:
-            await self._files.unlink(file)
+            file.unlinked = True
             await self._files.release(file, writer=True)
             raise
         return self._new_handle(file, True, opener), entry

@@ -138,16 +138,18 @@ class DirectoryMerge:
 
     def apply_one(self, name: bytes, found: Iterable[Found]) -> None:
         """The store was asked for one name only: ``found`` is all there is of it (a file, a directory, both, none)."""
-        batch = Batch()
         here = {item.sort_name: item for item in found}
-        for sort_name in (name, name + b"/"):
-            if sort_name in here:
-                self._merge(batch, here[sort_name])
-                continue
+        shown = here.get(name + b"/") or here.get(name)
+        for sort_name in (name, name + b"/"):  # first what goes: a directory would hide the file that replaced it
             entry = self._tree.named(self._directory, sort_name)
-            if entry is not None:
+            if entry is not None and (shown is None or sort_name != shown.sort_name):
+                batch = Batch()
                 self._vanished(batch, entry)
-        self._db.commit(batch)
+                self._db.commit(batch)
+        if shown is not None:
+            batch = Batch()
+            self._merge(batch, shown)
+            self._db.commit(batch)
 
     def _mark(self, batch: Batch) -> None:
         entry = self._tree.entry(self._directory)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import trio
 
 from lakefs_fuse.errors import FileError, LakeError, NotFound
-from lakefs_fuse.fs.keys import Hidden, HiddenCounts, is_reserved
+from lakefs_fuse.fs.keys import Hidden, is_reserved
 from lakefs_fuse.fs.listing import DirectoryMerge, Found, read_page
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
@@ -73,15 +73,6 @@ class Namespace:
         self._answers: dict[tuple[int, bytes], int] = {}
         self._asked: dict[int, int] = {}
         self._background = 0
-        self._hidden = HiddenCounts()
-        for listing in self.tree.listings():
-            self._count_hidden(listing, 1)
-
-    def _count_hidden(self, listing: Listing, sign: int) -> None:
-        self._hidden[Hidden.COMPONENT] += sign * listing.hidden_component
-        self._hidden[Hidden.NUL] += sign * listing.hidden_nul
-        self._hidden[Hidden.LONG] += sign * listing.hidden_long
-        self._hidden[Hidden.CONFLICT] += sign * listing.hidden_conflict
 
     # -- keys
 
@@ -231,10 +222,7 @@ class Namespace:
             token = page.next_token
             if token is None:
                 break
-        before = self.tree.listing(directory)
-        if before is not None:
-            self._count_hidden(before, -1)
-        self._count_hidden(merge.finish(), 1)
+        merge.finish()
 
     def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
         return DirectoryMerge(
@@ -274,7 +262,7 @@ class Namespace:
 
     def statistics(self) -> dict[str, object]:
         return {
-            "hidden_keys": {str(reason): self._hidden[reason] for reason in Hidden},
+            "hidden_keys": dict(zip(map(str, Hidden), self.tree.hidden, strict=True)),
             "listings_under_way": len(self._flights),
             "rocksdb": self._db.statistics(),
         }

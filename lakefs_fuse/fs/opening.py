@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import trio
@@ -21,7 +22,7 @@ import trio
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.disk import free_bytes
-from lakefs_fuse.data.draft import DraftServices
+from lakefs_fuse.data.draft_services import DraftServices
 from lakefs_fuse.data.parts import SPANS, PartLayout
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord
@@ -106,16 +107,21 @@ async def open_filesystem(
             free_bytes_min=config.free_bytes_min,
             metrics=metrics.cache,
         )
+        files: FileTable | None = None
         try:
             async with trio.open_nursery() as nursery:
-                filesystem = await _assemble(config, client, metrics, database, cache, nursery, clock_ns, rng, spans)
+                filesystem, files = await _assemble(
+                    config, client, metrics, database, cache, nursery, clock_ns, rng, spans
+                )
                 if not cache.counted:
-                    nursery.start_soon(trio.to_thread.run_sync, cache.scan)
+                    nursery.start_soon(partial(trio.to_thread.run_sync, cache.scan, abandon_on_cancel=True))
                 try:
                     yield filesystem
                 finally:
                     nursery.cancel_scope.cancel()
         finally:
+            if files is not None:
+                files.close()
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(cache.close)
             database.close()
@@ -131,7 +137,7 @@ async def _assemble(
     clock_ns: Callable[[], int],
     rng: random.Random | None,
     spans: tuple[tuple[int, int], ...],
-) -> Filesystem:
+) -> tuple[Filesystem, FileTable]:
     ids = rng or random.SystemRandom()
     files: FileTable
     filesystem: Filesystem
@@ -178,7 +184,7 @@ async def _assemble(
     status = Status(metrics, client.capabilities, cache, reader, namespace, files, recovery, clock_ns=clock_ns)
     filesystem = Filesystem(config, database, client, namespace, files, recovery, status, metrics, clock_ns=clock_ns)
     await _deal_with_orphans(config, filesystem, recovery)
-    return filesystem
+    return filesystem, files
 
 
 async def _deal_with_orphans(config: MountConfig, filesystem: Filesystem, recovery: Recovery) -> None:

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lakefs_fuse.data.disk import allocated_bytes
-from lakefs_fuse.data.draft import DRAFT_METADATA, DraftServices
+from lakefs_fuse.data.draft import DRAFT_METADATA
+from lakefs_fuse.data.draft_services import DraftServices
 from lakefs_fuse.data.publishing import publish
 from lakefs_fuse.data.record import DraftRecord, DraftState, decode
 from lakefs_fuse.data.restoring import restored
-from lakefs_fuse.data.staging import KEY_XATTR
+from lakefs_fuse.data.staging import KEY_XATTR, UPLOAD_XATTR
 from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database
@@ -47,6 +48,7 @@ class Recovery:
         self._journal = Journal(database)
         self._changed = changed
         self.orphans: dict[str, DraftRecord] = {}
+        self._room: dict[str, int] = {}
         self._busy: set[str] = set()
 
     async def load(self) -> None:
@@ -58,15 +60,21 @@ class Recovery:
                 log.error("journal record %s cannot be read (%s): its bytes stay in staging", draft_id, error)
                 self._forget(draft_id)
                 continue
-            self._drop_local_name(record)
-            if await self._is_published(record):
-                self._drop(record)
-            elif self._path(draft_id).exists() or record.upload_intent_ns:
+            self._drop_local_name(record.key)
+            if self._path(draft_id).exists() or record.upload_intent_ns:
                 self.orphans[draft_id] = record
             else:
                 self._forget(draft_id)
+        for record in list(self.orphans.values()):
+            try:
+                if record.unlinked or await self._is_published(record):
+                    await self.abort(record.id)
+            except LakeError as error:
+                log.warning("what became of %s cannot be told now: %s", record.key, error)
         self._find_unrecorded()
-        self._services.staging.bytes_used += sum(self._staged(draft_id) for draft_id in self.orphans)
+        for draft_id in self.orphans:
+            self._room[draft_id] = self._staged(draft_id)
+        self._services.staging.bytes_used += sum(self._room.values())
 
     def _path(self, draft_id: str) -> Path:
         return self._services.staging.path(draft_id)
@@ -82,21 +90,21 @@ class Recovery:
         for entry in os.scandir(self._services.staging.directory):
             if entry.name in self.orphans or not entry.is_file():
                 continue
-            try:
-                key = os.getxattr(entry.path, KEY_XATTR).decode(errors="replace")
-            except OSError:
-                key = ""
+            key, upload_id = _attribute(entry.path, KEY_XATTR), _attribute(entry.path, UPLOAD_XATTR)
+            if key:
+                self._drop_local_name(key)
             self.orphans[entry.name] = DraftRecord(
                 id=entry.name,
                 key=key,
+                upload_id=upload_id,
                 state=DraftState.FAILED,
                 created_ns=entry.stat().st_ctime_ns,
                 size=entry.stat().st_size,
                 error=f"{UNKNOWN_PREFIX}bytes in {entry.path}: copy what you need of them, then abort",
             )
 
-    def _drop_local_name(self, record: DraftRecord) -> None:
-        entry = self._ns.tree.resolve([name.encode("utf-8", "surrogatepass") for name in record.key.split("/")])
+    def _drop_local_name(self, key: str) -> None:
+        entry = self._ns.tree.resolve([name.encode("utf-8", "surrogatepass") for name in key.split("/")])
         if entry is not None and entry.is_local:
             batch = Batch()
             self._ns.tree.remove(batch, entry)
@@ -109,10 +117,7 @@ class Recovery:
             meta = await self._services.client.head(record.key)
         except NotFound:
             return False
-        except LakeError as error:
-            log.warning("whether %s was stored cannot be told now: %s", record.key, error)
-            return False
-        return (meta.metadata or {}).get(DRAFT_METADATA) == record.id
+        return bool(record.token) and (meta.metadata or {}).get(DRAFT_METADATA) == record.token
 
     def _forget(self, draft_id: str) -> None:
         batch = Batch()
@@ -121,9 +126,8 @@ class Recovery:
 
     def _drop(self, record: DraftRecord) -> None:
         """Its bytes are in the store, or wanted by nobody."""
-        if record.id in self.orphans:
-            self._services.staging.release(self._staged(record.id))
-            del self.orphans[record.id]
+        self.orphans.pop(record.id, None)
+        self._services.staging.release(self._room.pop(record.id, 0))
         self._services.staging.path(record.id).unlink(missing_ok=True)
         self._forget(record.id)
         self._refresh_parent(record)
@@ -153,13 +157,17 @@ class Recovery:
             try:
                 await (self.finish(orphan_id) if how == "finish" else self.abort(orphan_id))
             except LakeError as error:
-                log.error("orphan %s (%s) stays: %s", orphan_id, self.orphans[orphan_id].key, error)
+                log.error("orphan %s stays: %s", orphan_id, error)
+            except Exception:
+                log.exception("orphan %s stays", orphan_id)
 
     async def finish(self, orphan_id: str) -> None:
         """Publish an orphan. Raises FileError(EEXIST) where its key has another version now; both are kept then."""
         record = self._orphan(orphan_id)
         if record.error.startswith(UNKNOWN_PREFIX):
             raise FileError(errno.EINVAL, record.error)
+        if record.unlinked:
+            raise FileError(errno.EINVAL, f"{record.key} was deleted while it was open: abort orphan {orphan_id}")
         self._busy.add(orphan_id)
         try:
             await self._finish(record)
@@ -167,36 +175,53 @@ class Recovery:
             self._busy.discard(orphan_id)
 
     async def _finish(self, record: DraftRecord) -> None:
-        try:
-            etag = (await self._services.client.head(record.key)).etag
-        except NotFound:
-            etag = ""
-        if etag != record.replaces:
+        if await self._is_published(record):
+            await self._abort_uploads(record)
+            self._drop(record)
+            return
+        etag, token = await self._visible(record)
+        if etag != record.replaces and token.partition(".")[0] != record.id:
             raise FileError(
                 errno.EEXIST,
                 f"{record.key} was changed by somebody else since; the unfinished bytes are kept in "
                 f"{self._path(record.id)}: copy what you need of them, then abort",
             )
         await self._abort_unknown_upload(record)
-        draft = restored(self._services, record, lambda multipart: _metadata(record, multipart))
+        draft = restored(
+            self._services, record, lambda multipart: record.metadata_multipart if multipart else record.metadata
+        )
         try:
             async with draft.exclusive():
                 await publish(draft)
+        except BaseException:
+            self.orphans[record.id] = draft.record()
+            raise
         finally:
             draft.close(unlink=False)
         self._drop(record)
+
+    async def _visible(self, record: DraftRecord) -> tuple[str, str]:
+        """ETag and draft token of what the key has now; empty where there is none."""
+        try:
+            meta = await self._services.client.head(record.key)
+        except NotFound:
+            return "", ""
+        return meta.etag, (meta.metadata or {}).get(DRAFT_METADATA, "")
 
     async def abort(self, orphan_id: str) -> None:
         """Take an orphan's upload, bytes and record away."""
         record = self._orphan(orphan_id)
         self._busy.add(orphan_id)
         try:
-            if record.upload_id:
-                await self._services.client.abort_multipart(record.key, record.upload_id)
-            await self._abort_unknown_upload(record)
+            await self._abort_uploads(record)
             self._drop(record)
         finally:
             self._busy.discard(orphan_id)
+
+    async def _abort_uploads(self, record: DraftRecord) -> None:
+        for upload_id in filter(None, (record.upload_id, record.restamp_id)):
+            await self._services.client.abort_multipart(record.key, upload_id)
+        await self._abort_unknown_upload(record)
 
     async def _abort_unknown_upload(self, record: DraftRecord) -> None:
         """An upload was asked for and the daemon died before it learnt the id."""
@@ -207,5 +232,9 @@ class Recovery:
                 await self._services.client.abort_multipart(upload.key, upload.upload_id)
 
 
-def _metadata(record: DraftRecord, multipart: bool) -> dict[str, str]:
-    return {name: value for name, value in record.metadata.items() if name != "mtime" or not multipart}
+def _attribute(path: str, name: str) -> str:
+    """An extended attribute of a staging file, empty where there is none."""
+    try:
+        return os.getxattr(path, name).decode(errors="replace")
+    except OSError:
+        return ""

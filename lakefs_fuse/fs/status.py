@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.draft import Draft, PartState
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.fs.files import FileTable

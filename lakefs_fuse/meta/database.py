@@ -98,6 +98,10 @@ class Database:
         self._directory = directory
         self._failed_at: float | None = None
         self._raw = _open_or_repair(directory)
+        if not self._is_whole():
+            self.close()
+            _move_aside(directory)
+            self._raw = Rdict(str(directory), _options())
         self._synced = WriteOptions()
         self._synced.sync = True
         self._plain = WriteOptions()
@@ -116,6 +120,14 @@ class Database:
         reserved = self.get(b"Minode")
         self._inode_next = int.from_bytes(reserved or b"", "big") or 2
         self._inode_reserved = self._inode_next
+
+    def _is_whole(self) -> bool:
+        """After damage names may be left without what keeps their inode numbers from being given out again."""
+        try:
+            has_names = next(self.scan(b"D", b"O"), None) is not None
+            return not has_names or (self.get(b"Midentity") is not None and self.get(b"Minode") is not None)
+        except CacheError:
+            return False
 
     def get(self, key: bytes) -> bytes | None:
         """Raises CacheError."""
@@ -208,6 +220,11 @@ def _open_or_repair(directory: Path) -> Rdict:
         Rdict.repair(str(directory), _options())
         return Rdict(str(directory), _options())
     except Exception:
-        aside = directory.with_name(f"{directory.name}.damaged-{time.time_ns()}")
-        directory.rename(aside)
+        _move_aside(directory)
         return Rdict(str(directory), _options())
+
+
+def _move_aside(directory: Path) -> None:
+    aside = directory.with_name(f"{directory.name}.damaged-{time.time_ns()}")
+    log.warning("the metadata cache is damaged; it is kept as %s, and begun anew", aside)
+    directory.rename(aside)

@@ -2,7 +2,7 @@
 
 Always true: an inode number is never given to a second file; a cookie stays with its name; at most one file and one
 directory of the same name exist, and then the directory is what `child` answers; a directory that is not in the tree
-has no rows below it (`remove` takes them away). Nothing is held in memory.
+has no rows below it (`remove` takes them away). Nothing is held in memory but the sums of hidden keys.
 """
 
 from __future__ import annotations
@@ -43,6 +43,15 @@ class Tree:
 
     def __init__(self, database: Database) -> None:
         self._db = database
+        self.hidden = [0, 0, 0, 0]
+        """Sums of all listings' ``hidden_*``, in their order."""
+        for listing in self.listings():
+            self._count_hidden(listing, 1)
+
+    def _count_hidden(self, listing: Listing | None, sign: int) -> None:
+        if listing is not None:
+            counts = listing.hidden_component, listing.hidden_nul, listing.hidden_long, listing.hidden_conflict
+            self.hidden = [total + sign * count for total, count in zip(self.hidden, counts, strict=True)]
 
     # -- reading
 
@@ -125,7 +134,7 @@ class Tree:
                     below.append(child.inode)
             for kind in (b"N", b"D"):
                 batch.delete_range(_inode_key(kind, directory), _inode_key(kind, directory + 1))
-            batch.delete(_inode_key(b"L", directory))
+            self.forget_listing(batch, directory)
 
     # -- listings
 
@@ -134,9 +143,12 @@ class Tree:
         return None if row is None else Listing(*_LISTING.unpack(row))
 
     def set_listing(self, batch: Batch, directory: int, listing: Listing) -> None:
+        self._count_hidden(self.listing(directory), -1)
+        self._count_hidden(listing, 1)
         batch.put(_inode_key(b"L", directory), _LISTING.pack(*msgspec.structs.astuple(listing)))
 
     def forget_listing(self, batch: Batch, directory: int) -> None:
+        self._count_hidden(self.listing(directory), -1)
         batch.delete(_inode_key(b"L", directory))
 
     def listings(self) -> Iterator[Listing]:

@@ -143,7 +143,10 @@ class _Probe:
 
     def _find(self) -> dict[str, bool]:
         key = self._base + "object"
-        etag = self._put(key, BODY, {"mode": "33188", "mtime": "1.5"})
+        try:
+            etag = self._put(key, BODY, {"mode": "33188", "mtime": "1.5"})
+        except AccessDenied as error:
+            raise AccessDenied(f"{error}; to read only, mount with --read-only") from error
         head = self._ask(lambda: self._store.head(key))
         found = self._reading(key, len(BODY))
         found["metadata"] = dict(head.metadata or {}) == {"mode": "33188", "mtime": "1.5"}

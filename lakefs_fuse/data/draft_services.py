@@ -1,0 +1,54 @@
+"""What a draft is given: what all drafts of a mount share, and where this one is going."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from lakefs_fuse.data.parts import PartLayout
+from lakefs_fuse.data.record import DraftRecord
+from lakefs_fuse.data.staging import Staging
+from lakefs_fuse.data.uploader import UploadSlots
+from lakefs_fuse.data.version import Version
+from lakefs_fuse.metrics import UploadMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Buffer
+
+
+class DraftEnded(Exception):
+    """The draft was published or discarded while the caller waited for it: look at the file again."""
+
+
+class BaseReader(Protocol):
+    """Reads versions that are in the store."""
+
+    async def read(self, version: Version, offset: int, length: int) -> Buffer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DraftServices:
+    """What all drafts of a mount share. ``save`` writes a record to the journal, synced if so asked."""
+
+    client: StoreClient
+    reader: BaseReader
+    staging: Staging
+    slots: UploadSlots
+    nursery: trio.Nursery
+    layout: PartLayout
+    metrics: UploadMetrics
+    save: Callable[[DraftRecord, bool], None]
+    clock_ns: Callable[[], int]
+
+
+@dataclass(slots=True)
+class DraftTarget:
+    """Where a draft is going. ``describe`` gives the object's metadata as of now; it is asked when an upload begins
+    and again when it ends."""
+
+    key: str
+    describe: Callable[[bool], Mapping[str, str]]
+    replaces: str = ""
+    if_absent: bool = False

@@ -1,0 +1,153 @@
+"""What the tests of the filesystem share: a lake over a store in memory (or any other), and calls as the kernel makes."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.fs import Filesystem, open_filesystem
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Capabilities, ObjectStore
+from tests.memory_store import MemoryStore
+
+KIB = 1024
+SPANS = ((64 * KIB, 50), (256 * KIB, 9950))
+TTL_S = 60.0
+NS = 1_000_000_000
+
+
+@dataclass
+class Clock:
+    """Wall time that tests set, in ns since 1970."""
+
+    now_ns: int = 1_700_000_000 * NS
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, seconds: float) -> None:
+        self.now_ns += int(seconds * NS)
+
+
+@dataclass
+class Lake:
+    """A mounted filesystem, with paths instead of inodes."""
+
+    fs: Filesystem
+    metrics: Metrics
+    changes: list[tuple[int, bytes]] = field(default_factory=list)
+
+    async def lookup(self, path: str) -> Entry | None:
+        """Each component asked for, as the kernel does when it knows nothing."""
+        parent = ROOT_INODE
+        entry = None
+        for component in path.split("/"):
+            entry, _ = await self.fs.lookup(parent, component.encode())
+            if entry is None:
+                return None
+            parent = entry.inode
+        return entry
+
+    async def found(self, path: str) -> Entry:
+        entry = await self.lookup(path)
+        assert entry is not None, f"{path} is not there"
+        return entry
+
+    async def parent(self, path: str) -> tuple[int, bytes]:
+        above, _, name = path.rpartition("/")
+        return ((await self.found(above)).inode if above else ROOT_INODE), name.encode()
+
+    async def names(self, path: str = "") -> list[str]:
+        inode = (await self.found(path)).inode if path else ROOT_INODE
+        await self.fs.opendir(inode)
+        return sorted(entry.name.decode(errors="surrogateescape") for entry in self.fs.readdir(inode, 0))
+
+    async def open(self, path: str, flags: int = os.O_RDONLY) -> int:
+        return await self.fs.open((await self.found(path)).inode, flags)
+
+    async def create(self, path: str, flags: int = os.O_RDWR) -> int:
+        parent, name = await self.parent(path)
+        return (await self.fs.create(parent, name, 0o644, flags | os.O_CREAT, 0, 0))[0]
+
+    async def close(self, handle: int) -> None:
+        try:
+            await self.fs.flush(handle)
+        finally:
+            await self.fs.release(handle)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """A new file, closed."""
+        handle = await self.create(path)
+        await self.fs.write(handle, 0, data)
+        await self.close(handle)
+
+    async def read(self, path: str) -> bytes:
+        handle = await self.open(path)
+        try:
+            return await self.read_handle(handle)
+        finally:
+            await self.close(handle)
+
+    async def read_handle(self, handle: int) -> bytes:
+        pieces, at = [], 0
+        while piece := bytes(await self.fs.read(handle, at, 128 * KIB)):
+            pieces.append(piece)
+            at += len(piece)
+        return b"".join(pieces)
+
+    async def unlink(self, path: str) -> None:
+        await self.fs.unlink(*await self.parent(path))
+
+    async def mkdir(self, path: str) -> Entry:
+        parent, name = await self.parent(path)
+        return await self.fs.mkdir(parent, name, 0o755, 0, 0)
+
+    async def rmdir(self, path: str) -> None:
+        await self.fs.rmdir(*await self.parent(path))
+
+    def hidden(self) -> dict[str, int]:
+        namespace = self.fs.statistics()["namespace"]
+        assert isinstance(namespace, dict)
+        hidden = namespace["hidden_keys"]
+        assert isinstance(hidden, dict)
+        return {reason: count for reason, count in hidden.items() if count}
+
+
+@asynccontextmanager
+async def lake(
+    store: ObjectStore,
+    cache_dir: Path,
+    *,
+    clock: Clock | None = None,
+    capabilities: Capabilities | None = None,
+    retry_timeout_s: float = 0.2,
+    seed: object = None,
+    **config: object,
+) -> AsyncIterator[Lake]:
+    """A mount of ``store`` with parts of 64 KiB and no bound on the disk."""
+    metrics = Metrics()
+    if capabilities is None:
+        capabilities = store.capabilities if isinstance(store, MemoryStore) else Capabilities(name="local")
+    client = StoreClient(
+        store, capabilities, metrics.store, retry_timeout_s=retry_timeout_s, rng=random.Random(3)
+    )
+    settings = MountConfig(
+        store=StoreConfig(source=Source("file", "/nowhere", "")),
+        mountpoint="/nowhere",
+        cache_dir=str(cache_dir),
+        free_bytes_min=0,
+        metadata_ttl_s=TTL_S,
+        **config,  # type: ignore[arg-type]
+    )
+    rng = None if seed is None else random.Random(repr(seed))
+    async with open_filesystem(settings, client, metrics, clock_ns=clock or Clock(), rng=rng, spans=SPANS) as fs:
+        mounted = Lake(fs, metrics)
+        fs.on_change = lambda parent, name: mounted.changes.append((parent, name))
+        yield mounted

@@ -1,0 +1,135 @@
+"""What the tests of the write path share: drafts over a store in memory, with parts small enough to make many."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
+from lakefs_fuse.data.parts import PartLayout
+from lakefs_fuse.data.publishing import Published, publish
+from lakefs_fuse.data.record import DraftRecord
+from lakefs_fuse.data.staging import Staging
+from lakefs_fuse.data.uploader import UploadSlots
+from lakefs_fuse.data.version import Version
+from lakefs_fuse.metrics import StoreMetrics, UploadMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Buffer, Capabilities
+from tests.memory_store import MemoryStore
+
+KIB = 1024
+MIB = 1024 * KIB
+PART = 64 * KIB
+SPANS = ((PART, 50), (4 * PART, 9950))
+REACH_S_MAX = 20.0
+
+
+def noise(seed: object, size: int) -> bytes:
+    """Bytes that differ from seed to seed."""
+    return random.Random(repr(seed)).randbytes(size)
+
+
+async def reached(event: threading.Event) -> None:
+    """Wait, without keeping the loop from running, for a thread to get somewhere."""
+    with trio.fail_after(REACH_S_MAX):
+        while not event.is_set():
+            await trio.sleep(0.002)
+
+
+class StoreReader:
+    """Reads base versions straight from the store."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self._client = client
+
+    async def read(self, version: Version, offset: int, length: int) -> Buffer:
+        end = min(offset + length, version.size)
+        if end <= offset:
+            return b""
+        return (await self._client.get(version.key, offset, end, etag=version.etag)).data
+
+
+@dataclass
+class Bench:
+    """A place to write drafts on."""
+
+    store: MemoryStore
+    services: DraftServices
+    metrics: UploadMetrics
+    saved: dict[str, DraftRecord]
+    synced: dict[str, DraftRecord]
+    attributes: dict[str, str] = field(default_factory=lambda: {"mode": "33188"})
+    serial: int = 0
+
+    @property
+    def staging(self) -> Staging:
+        return self.services.staging
+
+    def describe(self, multipart: bool) -> Mapping[str, str]:
+        return dict(self.attributes)
+
+    def draft(self, key: str = "file", *, base: Version | None = None, if_absent: bool = False) -> Draft:
+        self.serial += 1
+        target = DraftTarget(key, self.describe, replaces=base.etag if base else "", if_absent=if_absent)
+        return Draft(self.services, f"draft{self.serial}", target, base=base)
+
+    def give(self, key: str, data: bytes) -> Version:
+        return Version(key, self.store.give(key, data).etag, len(data))
+
+    async def publish(self, draft: Draft) -> Published:
+        async with draft.exclusive():
+            return await publish(draft)
+
+    async def idle(self, draft: Draft) -> None:
+        with trio.fail_after(REACH_S_MAX):
+            await draft.wait_idle()
+
+
+@asynccontextmanager
+async def bench(
+    directory: Path,
+    *,
+    staging_bytes_max: int = 64 * MIB,
+    slots: int = 4,
+    capabilities: Capabilities | None = None,
+    spans: tuple[tuple[int, int], ...] = SPANS,
+    retry_timeout_s: float = 0.2,
+) -> AsyncIterator[Bench]:
+    """The bench; its store's hook is reset when the block ends, so that no thread is left waiting."""
+    store, metrics = MemoryStore(capabilities), UploadMetrics()
+    client = StoreClient(
+        store, store.capabilities, StoreMetrics(), retry_timeout_s=retry_timeout_s, uploads_max=slots,
+        rng=random.Random(7),
+    )  # fmt: skip
+    staging_dir = directory / "staging"
+    staging_dir.mkdir(exist_ok=True)
+    staging = Staging(staging_dir, bytes_max=staging_bytes_max, free_bytes_min=0, metrics=metrics)
+    saved: dict[str, DraftRecord] = {}
+    synced: dict[str, DraftRecord] = {}
+
+    def save(record: DraftRecord, sync: bool) -> None:
+        saved[record.id] = record
+        if sync:
+            synced[record.id] = record
+
+    async with trio.open_nursery() as nursery:
+        services = DraftServices(
+            client=client,
+            reader=StoreReader(client),
+            staging=staging,
+            slots=UploadSlots(slots, metrics),
+            nursery=nursery,
+            layout=PartLayout(spans),
+            metrics=metrics,
+            save=save,
+            clock_ns=lambda: store.now_ns,
+        )
+        yield Bench(store, services, metrics, saved, synced)
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,323 @@
+"""The request that makes a version visible: what happens when it fails, is answered by nobody, or comes too late."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.data.cache_file import block_hash
+from lakefs_fuse.data.draft import DRAFT_METADATA
+from lakefs_fuse.data.draft_parts import PartState
+from lakefs_fuse.data.record import DraftState
+from lakefs_fuse.data.version import BLOCK_BYTES
+from lakefs_fuse.errors import AccessDenied, FileError, StoreError, Unavailable
+from tests.memory_store import Failures, Request, When
+from tests.write.drafting import PART, bench, noise
+
+MIB = 1 << 20
+
+
+def what(name: str) -> Callable[[Request], bool]:
+    return lambda request: request.what == name
+
+
+async def test_a_failed_close_keeps_the_bytes_and_is_tried_again(tmp_path: Path) -> None:
+    data = noise(1, 5 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        await b.idle(draft)
+        b.store.hook = Failures(what("complete_multipart"), AccessDenied("no"))
+        with pytest.raises(AccessDenied):
+            await b.publish(draft)
+        assert draft.state is DraftState.FAILED
+        assert b.synced[draft.id].state is DraftState.FAILED
+        assert b.synced[draft.id].error == "no"
+        assert bytes(await draft.read(0, len(data))) == data
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert sorted(b.store.parts_sent()) == [1, 2, 3, 4, 5]
+        assert b.metrics.publishes == 1
+        draft.close(unlink=True)
+
+
+async def test_an_upload_that_is_gone_begins_anew(tmp_path: Path) -> None:
+    data = noise(2, 4 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        await b.idle(draft)
+        b.store.uploads.clear()
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.uploads == {}
+        draft.close(unlink=True)
+
+
+async def test_an_upload_that_is_gone_with_bytes_that_were_let_go_is_an_error(tmp_path: Path) -> None:
+    """Never an object with a hole in it."""
+    async with bench(tmp_path, staging_bytes_max=8 * PART) as b:
+        draft = b.draft()
+        for start in range(0, 20 * PART, PART):
+            await draft.write(start, noise(start, PART))
+        b.store.uploads.clear()
+        for _ in range(2):
+            with pytest.raises(StoreError):
+                await b.publish(draft)
+        assert "file" not in b.store.objects
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("size", [100, 5 * PART])
+async def test_an_answer_that_was_lost_is_asked_for(tmp_path: Path, size: int) -> None:
+    """The first answer is lost, the client's own retry is told that the name is taken or the upload gone."""
+    async with bench(tmp_path) as b:
+        draft = b.draft(if_absent=True)
+        await draft.write(0, noise(3, size))
+        publishing = "put" if size < PART else "complete_multipart"
+        b.store.hook = Failures(what(publishing), Unavailable("lost"), when="after")
+        published = await b.publish(draft)
+        assert published.meta.etag == b.store.head("file").etag
+        assert b.store.data("file") == noise(3, size)
+        assert b.store.count(publishing) == 2
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("size", [100, 5 * PART])
+@pytest.mark.parametrize("if_absent", [False, True])
+async def test_bytes_written_after_a_lost_answer_are_not_lost(tmp_path: Path, size: int, if_absent: bool) -> None:
+    """The attempt did work, nobody knew, and the file was changed: the newer bytes have to follow."""
+    data = bytearray(noise(4, size))
+    async with bench(tmp_path, retry_timeout_s=0) as b:
+        draft = b.draft(if_absent=if_absent)
+        await draft.write(0, bytes(data))
+        publishing = "put" if size < PART else "complete_multipart"
+        b.store.hook = Failures(what(publishing), Unavailable("lost"), when="after")
+        with pytest.raises(Unavailable):
+            await b.publish(draft)
+        assert b.store.data("file") == data
+        await draft.write(10, b"newer")
+        data[10:15] = b"newer"
+        assert b.synced[draft.id].state is DraftState.WRITING
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.uploads == {}
+        draft.close(unlink=True)
+
+
+async def test_a_cut_after_a_lost_answer_is_not_lost(tmp_path: Path) -> None:
+    """At a part's edge, where nothing has to be sent again."""
+    async with bench(tmp_path, retry_timeout_s=0) as b:
+        draft = b.draft()
+        await draft.write(0, noise(5, 5 * PART))
+        b.store.hook = Failures(what("complete_multipart"), Unavailable("lost"), when="after")
+        with pytest.raises(Unavailable):
+            await b.publish(draft)
+        await draft.truncate(3 * PART)
+        await b.publish(draft)
+        assert b.store.data("file") == noise(5, 5 * PART)[: 3 * PART]
+        draft.close(unlink=True)
+
+
+async def test_a_changed_base_that_we_replaced_ourselves_is_no_conflict(tmp_path: Path) -> None:
+    old = bytearray(noise(6, 20_000))
+    async with bench(tmp_path, retry_timeout_s=0) as b:
+        draft = b.draft("base", base=b.give("base", bytes(old)))
+        await draft.write(0, b"one")
+        b.store.hook = Failures(what("put"), Unavailable("lost"), when="after")
+        with pytest.raises(Unavailable):
+            await b.publish(draft)
+        draft.pages.forget(0)  # as if it had been let go: it has to be read from a base that is there
+        draft.base_limit = len(old)
+        await draft.truncate(10_000)
+        await b.publish(draft)
+        assert b.store.data("base") == b"one" + old[3:10_000]
+        draft.close(unlink=True)
+
+
+async def test_an_upload_that_goes_on_after_a_change_is_recognised(tmp_path: Path) -> None:
+    """Completing failed truly; after a change the same upload is completed, and that answer is lost."""
+    data = bytearray(noise(7, 5 * PART))
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, bytes(data))
+        b.store.hook = Failures(what("complete_multipart"), AccessDenied("no"))
+        with pytest.raises(AccessDenied):
+            await b.publish(draft)
+        await draft.write(3, b"changed")
+        data[3:10] = b"changed"
+        b.store.hook = Failures(what("complete_multipart"), Unavailable("lost"), when="after")
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.count("create_multipart") == 1
+        assert b.saved[draft.id].token == b.store.metadata("file")[DRAFT_METADATA]
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("size", [100, 5 * PART])
+async def test_exclusive_creation_yields_to_others(tmp_path: Path, size: int) -> None:
+    async with bench(tmp_path) as b:
+        draft = b.draft(if_absent=True)
+        await draft.write(0, noise(8, size))
+        b.store.give("file", b"theirs")
+        with pytest.raises(FileError) as caught:
+            await b.publish(draft)
+        assert caught.value.errno == errno.EEXIST
+        assert b.store.data("file") == b"theirs"
+        assert bytes(await draft.read(0, size)) == noise(8, size)
+        draft.close(unlink=True)
+
+
+async def test_attributes_changed_after_the_upload_began(tmp_path: Path) -> None:
+    data = noise(9, 5 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        await b.idle(draft)
+        b.attributes = {"mode": "33152", "uid": "7"}
+        published = await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.metadata("file") == {"mode": "33152", "uid": "7", DRAFT_METADATA: draft.id}
+        assert published.described == b.attributes
+        assert len(b.store.parts_sent()) == 5
+        assert b.metrics.parts_copied == 1
+        assert b.store.uploads == {}
+        draft.close(unlink=True)
+
+
+async def test_attributes_may_be_told_in_a_second_attempt(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, noise(10, 5 * PART))
+        await b.idle(draft)
+        b.attributes = {"mode": "33152"}
+        b.store.hook = Failures(what("upload_part_copy"), AccessDenied("no"))
+        with pytest.raises(AccessDenied):
+            await b.publish(draft)
+        assert b.store.uploads == {}
+        await b.publish(draft)
+        assert b.store.metadata("file")["mode"] == "33152"
+        assert b.store.data("file") == noise(10, 5 * PART)
+        assert b.store.uploads == {}
+        assert len(b.store.parts_sent()) == 5
+        draft.close(unlink=True)
+
+
+async def test_a_lost_answer_while_attributes_are_told(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, noise(11, 5 * PART))
+        await b.idle(draft)
+        b.attributes = {"mode": "33152"}
+        completed = 0
+
+        def second_answer_lost(request: Request, when: When) -> None:
+            nonlocal completed
+            if request.what == "complete_multipart" and when == "after":
+                completed += 1
+                if completed == 2:
+                    raise Unavailable("lost")
+
+        b.store.hook = second_answer_lost
+        published = await b.publish(draft)
+        assert published.meta.etag == b.store.objects["file"][1].etag
+        assert b.store.metadata("file")["mode"] == "33152"
+        draft.close(unlink=True)
+
+
+async def test_replaced_by_others_just_after_it_was_visible(tmp_path: Path) -> None:
+    """It was published, and then theirs was: nobody is told of an error."""
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, noise(12, 5 * PART))
+        await b.idle(draft)
+        b.attributes = {"mode": "33152"}
+
+        def replace(request: Request, when: When) -> None:
+            if request.what == "upload_part_copy" and when == "before":
+                b.store.give("file", b"theirs")
+
+        b.store.hook = replace
+        await b.publish(draft)
+        assert b.store.data("file") == b"theirs"
+        assert b.store.uploads == {}
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+async def test_a_base_that_changed_is_stale(tmp_path: Path, removed: bool) -> None:
+    async with bench(tmp_path, spans=((6 * MIB, 10_000),)) as b:
+        draft = b.draft("base", base=b.give("base", noise(13, 18 * MIB)))
+        await draft.write(0, b"x" * 4096)
+        if removed:
+            b.store.take("base")
+        else:
+            b.store.give("base", b"theirs")
+        with pytest.raises((FileError, StoreError)) as caught:
+            await b.publish(draft)
+        assert caught.value.errno == errno.ESTALE
+        assert draft.state is DraftState.FAILED
+        draft.close(unlink=True)
+
+
+async def test_fetching_a_base_does_not_fill_the_disk(tmp_path: Path) -> None:
+    """One byte is changed in each of many parts that are too small to be copied."""
+    size = 200 * PART
+    old = bytearray(noise(14, size))
+    async with bench(tmp_path, slots=2, staging_bytes_max=32 * PART) as b:
+        draft = b.draft("base", base=b.give("base", bytes(old)))
+        peak = 0
+
+        def watch(request: Request, when: When) -> None:
+            nonlocal peak
+            peak = max(peak, b.staging.bytes_used)
+
+        for at in range(0, size, 4 * PART):
+            await draft.write(at, b"!")
+            old[at] = ord("!")
+        b.store.hook = watch
+        await b.publish(draft)
+        assert b.store.data("base") == old
+        assert peak <= (32 + 2 * 2 * 4) * PART
+        draft.close(unlink=True)
+    assert b.staging.bytes_used == 0
+
+
+async def test_hashes_are_those_of_the_blocks(tmp_path: Path) -> None:
+    data = bytearray(noise(15, 40 * PART + 17))
+    async with bench(tmp_path, spans=((2 * MIB, 10_000),)) as b:
+        draft = b.draft()
+        await draft.write(0, bytes(data))
+        await b.idle(draft)
+        await draft.write(MIB + 5, b"later")
+        data[MIB + 5 : MIB + 10] = b"later"
+        published = await b.publish(draft)
+        blocks = [bytes(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+        assert published.hashes == [block_hash(block) for block in blocks]
+        draft.close(unlink=True)
+
+
+async def test_parts_smaller_than_a_block_have_right_hashes(tmp_path: Path) -> None:
+    data = noise(16, 40 * PART + 17)
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        published = await b.publish(draft)
+        blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+        assert published.hashes == [block_hash(block) for block in blocks]
+        draft.close(unlink=True)
+
+
+async def test_blocks_that_were_let_go_have_no_hash(tmp_path: Path) -> None:
+    async with bench(tmp_path, spans=((MIB, 10_000),), staging_bytes_max=8 * MIB) as b:
+        draft = b.draft()
+        for start in range(0, 16 * MIB, MIB // 2):
+            await draft.write(start, noise(start, MIB // 2))
+        published = await b.publish(draft)
+        gone = [index for index, part in draft.parts.items() if part.state is PartState.DROPPED]
+        assert gone
+        assert [index for index, found in enumerate(published.hashes) if found == 0] == gone
+        draft.close(unlink=True)

@@ -1,0 +1,160 @@
+"""Room for staged bytes: bounded, waited for, and refused only where none can come."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from lakefs_fuse.data.staging import IN_FLIGHT_BYTES, KEY_XATTR, UPLOAD_XATTR, Staging
+from lakefs_fuse.errors import CacheError, StagingFull
+from lakefs_fuse.metrics import UploadMetrics
+
+
+class Stager:
+    """Lets go of ``droppable`` bytes, of ``recent`` ones only when pressed; ``making_room`` as told."""
+
+    def __init__(self, staging: Staging, droppable: int = 0, recent: int = 0, making_room: bool = False) -> None:
+        self._staging = staging
+        self.droppable, self.recent, self.making_room = droppable, recent, making_room
+
+    def drop_uploaded(self, *, keep_recent: bool) -> int:
+        dropped, self.droppable = self.droppable, 0
+        if not keep_recent:
+            dropped, self.recent = dropped + self.recent, 0
+        self._staging.release(dropped)
+        return dropped
+
+
+def make(directory: Path, bytes_max: int = 1000, free: int = 1 << 40, **more: object) -> Staging:
+    return Staging(
+        directory, bytes_max=bytes_max, free_bytes_min=100, metrics=UploadMetrics(), free=lambda _: free,
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+async def test_room_is_bounded(tmp_path: Path) -> None:
+    staging = make(tmp_path)
+    await staging.reserve(600)
+    await staging.reserve(400)
+    assert staging.bytes_used == 1000
+    with pytest.raises(StagingFull) as caught:
+        await staging.reserve(1)
+    assert caught.value.errno == errno.ENOSPC
+    assert staging.bytes_used == 1000
+    staging.release(1)
+    await staging.reserve(1)
+
+
+async def test_uploaded_bytes_go_first(tmp_path: Path) -> None:
+    staging = make(tmp_path)
+    stager = Stager(staging, droppable=300, recent=300)
+    staging.register(stager)
+    await staging.reserve(1000)
+    await staging.reserve(300)
+    assert (stager.droppable, stager.recent) == (0, 300)
+    await staging.reserve(200)
+    assert stager.recent == 0
+    assert staging.bytes_used == 900
+    staging.unregister(stager)
+
+
+async def test_a_writer_waits_while_uploads_make_room(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    staging = make(tmp_path)
+    stager = Stager(staging, making_room=True, recent=1000)
+    staging.register(stager)
+    await staging.reserve(1000)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(staging.reserve, 500)
+        await trio.sleep(60)
+        assert staging.bytes_used == 1000
+        stager.droppable = 500
+        staging.notify()
+        await trio.testing.wait_all_tasks_blocked()
+    assert staging.bytes_used == 1000
+    assert stager.recent == 1000
+
+
+async def test_a_writer_that_waits_in_vain_is_told(tmp_path: Path, autojump_clock: trio.testing.MockClock) -> None:
+    staging = make(tmp_path)
+    stager = Stager(staging, making_room=True)
+    staging.register(stager)
+    await staging.reserve(1000)
+
+    async def give_up() -> None:
+        await trio.sleep(5)
+        stager.making_room = False
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(give_up)
+        with pytest.raises(StagingFull):
+            await staging.reserve(500)
+    assert staging.bytes_used == 1000
+
+
+async def test_many_at_once_stay_within_the_bound(tmp_path: Path) -> None:
+    staging = make(tmp_path, evict=lambda _: None, free=100 + IN_FLIGHT_BYTES + 1)
+    free = iter([0] * 5)
+    staging._free = lambda _: next(free, 1 << 40)  # the first of them have to wait for the disk, in a thread
+    refused = 0
+
+    async def reserve() -> None:
+        nonlocal refused
+        try:
+            await staging.reserve(400)
+        except StagingFull:
+            refused += 1
+        assert staging.bytes_used <= staging.bytes_max
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(5):
+            nursery.start_soon(reserve)
+    assert staging.bytes_used == 800
+    assert refused == 3
+
+
+async def test_the_cache_makes_room_on_the_disk(tmp_path: Path) -> None:
+    free = 50
+    asked: list[int] = []
+
+    def evict(short: int) -> None:
+        nonlocal free
+        asked.append(short)
+        free += short
+
+    staging = Staging(
+        tmp_path, bytes_max=1 << 30, free_bytes_min=100, metrics=UploadMetrics(), free=lambda _: free, evict=evict
+    )
+    await staging.reserve(10)
+    assert asked == [100 + IN_FLIGHT_BYTES + 10 - 50]
+    assert staging.bytes_used == 10
+
+
+async def test_a_full_disk_is_refused(tmp_path: Path) -> None:
+    staging = make(tmp_path, free=100)
+    with pytest.raises(StagingFull):
+        await staging.reserve(1)
+    assert staging.bytes_used == 0
+
+
+async def test_files_tell_what_they_are(tmp_path: Path) -> None:
+    staging = make(tmp_path)
+    fd = staging.create("id", "dir/é")
+    staging.note_upload(fd, "upload-1")
+    os.close(fd)
+    assert os.getxattr(tmp_path / "id", KEY_XATTR).decode() == "dir/é"
+    assert os.getxattr(tmp_path / "id", UPLOAD_XATTR) == b"upload-1"
+    assert (tmp_path / "id").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(CacheError):
+        staging.create("id", "dir/é")
+
+
+def test_errors_of_the_disk(tmp_path: Path) -> None:
+    staging = make(tmp_path)
+    assert isinstance(staging.translate(OSError(errno.ENOSPC, "full")), StagingFull)
+    assert isinstance(staging.translate(OSError(errno.EDQUOT, "quota")), StagingFull)
+    assert isinstance(staging.translate(OSError(errno.EIO, "broken")), CacheError)
