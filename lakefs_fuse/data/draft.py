@@ -16,28 +16,26 @@ since it was last saved are in the staging file and count for a new file, which 
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 
 import trio
 
-from lakefs_fuse.data.disk import punch_hole, pwrite_all
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
 from lakefs_fuse.data.gate import Gate
 from lakefs_fuse.data.hashing import hash_blocks
 from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
 from lakefs_fuse.data.record import DraftRecord, DraftState, UploadedPart
+from lakefs_fuse.data.staged_file import StagedFile
+from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import FileError, LakeError, StagingFull
 from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
 
 DRAFT_METADATA = "lakefs-draft"
 """User metadata key of the token: the draft an object was made from, and after a dot which change of it, if any."""
-THREAD_BYTES_MIN = 64 << 10
-"""Reads and writes of staged bytes from this size on are worth a worker thread."""
 FILL_BYTES_MAX = 4 << 20
 log = logging.getLogger(__name__)
 RECENT_PARTS_KEPT = 2
@@ -84,9 +82,9 @@ class Draft:
         self._idle = trio.Event()
         self._staged_bytes = 0
         self._busy_parts: Counter[int] = Counter()
-        self._holders = 0
         self._closing = False
-        self.fd = services.staging.create(draft_id, target.key) if restored_fd is None else restored_fd
+        fd = services.staging.create(draft_id, target.key) if restored_fd is None else restored_fd
+        self._file = StagedFile(fd, services.staging)
         services.staging.register(self)
 
     # -- what staging asks
@@ -119,12 +117,7 @@ class Draft:
 
     def _punch(self, index: int) -> int:
         start, end = self.services.layout.range(index)
-        try:
-            punched = punch_hole(self.fd, start, end - start)
-        except OSError as error:
-            log.warning("staged bytes of %s cannot be let go: %s", self.target.key, error)
-            punched = False
-        if not punched:
+        if not self._file.punch(start, end):
             self.parts[index].state = PartState.CLEAN
             return 0
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
@@ -151,25 +144,15 @@ class Draft:
     async def read(self, offset: int, length: int) -> Buffer:
         """Bytes [offset, offset + length) cut at the draft's size."""
         end = min(offset + length, self.size)
-        with self._held(), self._using(offset, end):
-            return await self._read(offset, end)
-
-    @contextmanager
-    def _held(self) -> Iterator[None]:
-        """Keeps the descriptor open: its number would be another file's once it is closed."""
         if self.fd < 0:
             raise DraftEnded
-        self._holders += 1
-        try:
-            yield
-        finally:
-            self._holders -= 1
-            if self._closing and not self._holders:
-                self._close_fd()
+        with self._file.held(), self._using(offset, end):
+            return await self._read(offset, end)
 
-    def _close_fd(self) -> None:
-        os.close(self.fd)
-        self.fd = -1
+    @property
+    def fd(self) -> int:
+        """The staging file's descriptor, -1 once the draft is closed and nobody reads."""
+        return self._file.fd
 
     async def _read(self, offset: int, end: int) -> Buffer:
         if offset >= end:
@@ -189,11 +172,7 @@ class Draft:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def read_staged(self, offset: int, length: int) -> bytes:
-        if length < THREAD_BYTES_MIN:
-            data = os.pread(self.fd, length, offset)
-        else:
-            data = await trio.to_thread.run_sync(os.pread, self.fd, length, offset)
-        return data if len(data) == length else data + bytes(length - len(data))
+        return await self._file.read(offset, length)
 
     async def write(self, offset: int, data: Buffer) -> None:
         """Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises."""
@@ -224,22 +203,16 @@ class Draft:
 
     async def _write_staged(self, offset: int, data: Buffer) -> None:
         try:
-            if len(data) < THREAD_BYTES_MIN:
-                pwrite_all(self.fd, data, offset)
-            else:
-                await trio.to_thread.run_sync(pwrite_all, self.fd, data, offset)
-        except OSError as error:
+            await self._file.write(offset, data)
+        except LakeError:
             self._erase_unmarked(offset, offset + len(data))
-            raise self.services.staging.translate(error) from error
+            raise
 
     def _erase_unmarked(self, start: int, end: int) -> None:
         """A write that failed half-way leaves no bytes in pages that count as zeros."""
         for begin, upto, local in list(self.pages.runs(start - start % PAGE_BYTES, end + -end % PAGE_BYTES)):
             if not local:
-                try:
-                    punch_hole(self.fd, begin, upto - begin)
-                except OSError as error:
-                    log.warning("staged bytes of %s cannot be erased: %s", self.target.key, error)
+                self._file.punch(begin, upto)
 
     async def _fill_edges(self, offset: int, end: int) -> None:
         """A page that is written in part and whose rest is the base's is fetched whole first."""
@@ -333,10 +306,7 @@ class Draft:
         layout = self.services.layout
         if size and layout.range(layout.index(size - 1))[1] > size:
             self._refuse_dropped(size - 1, size)
-        try:
-            await trio.to_thread.run_sync(os.ftruncate, self.fd, size)
-        except OSError as error:
-            raise self.services.staging.translate(error) from error
+        await self._file.cut(size)
         gone = self.pages.truncate(size) * PAGE_BYTES
         self._staged_bytes -= gone
         self.services.staging.release(gone)
@@ -417,6 +387,7 @@ class Draft:
         """The multipart upload's id; the intent is in the journal before the store is asked."""
         async with self.upload_lock:
             if not self.upload_id:
+                await self.abort_strays()
                 self.upload_intent_ns = self.services.clock_ns()
                 self.upload_metadata = {**self.target.describe(True), DRAFT_METADATA: self.token}
                 self.save(sync=True)
@@ -426,6 +397,12 @@ class Draft:
                 self.services.staging.note_upload(self.fd, self.upload_id)
                 self.save(sync=True)
             return self.upload_id
+
+    async def abort_strays(self) -> None:
+        """An upload was asked for, and the answer never came."""
+        if self.upload_intent_ns and not self.upload_id:
+            await abort_strays(self.services.client, self.target.key, self.upload_intent_ns)
+            self.upload_intent_ns = 0
 
     def exclusive(self) -> AbstractAsyncContextManager[None]:
         """Keep writers and truncation out, for `publishing`."""
@@ -473,11 +450,12 @@ class Draft:
         self.state = DraftState.DISCARDED
         await self.wait_idle()
         self.error = None
-        for upload_id in filter(None, (self.upload_id, self.restamp_id)):
-            try:
+        try:
+            for upload_id in filter(None, (self.upload_id, self.restamp_id)):
                 await self.services.client.abort_multipart(self.target.key, upload_id)
-            except LakeError as error:
-                self.error = error
+            await self.abort_strays()
+        except LakeError as error:
+            self.error = error
         self.close(unlink=True)
 
     def close(self, *, unlink: bool) -> None:
@@ -490,8 +468,7 @@ class Draft:
         self.services.staging.release(self._staged_bytes)
         self._staged_bytes = 0
         self.services.staging.unregister(self)
-        if not self._holders:
-            self._close_fd()
+        self._file.close()
 
     @property
     def staged_bytes(self) -> int:

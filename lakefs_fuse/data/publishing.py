@@ -19,10 +19,11 @@ from dataclasses import dataclass
 
 import trio
 
-from lakefs_fuse.data.draft import DRAFT_METADATA, THREAD_BYTES_MIN, Draft
+from lakefs_fuse.data.draft import DRAFT_METADATA, Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.hashing import hash_blocks
 from lakefs_fuse.data.record import DraftState
+from lakefs_fuse.data.staged_file import THREAD_BYTES_MIN
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
@@ -115,7 +116,8 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
             meta = await _ours_after_all(draft, error)
     if draft.upload_id:
         await client.abort_multipart(target.key, draft.upload_id)
-        draft.upload_id, draft.parts = "", {}
+        draft.upload_id, draft.upload_intent_ns, draft.parts = "", 0, {}
+    await draft.abort_strays()
     return meta, described
 
 

@@ -43,7 +43,7 @@ def learn(entry: Entry, metadata: Mapping[str, str]) -> Entry:
     uid, gid = _number(metadata.get("uid", "")), _number(metadata.get("gid", ""))
     return msgspec.structs.replace(
         entry,
-        flags=entry.flags | Flag.ATTRIBUTES_KNOWN,
+        flags=entry.flags | Flag.ATTRIBUTES_KNOWN | (0 if mtime_ns is None else Flag.MTIME_KEPT),
         mode=entry.mode if mode is None else mode,
         uid=entry.uid if uid is None else uid,
         gid=entry.gid if gid is None else gid,

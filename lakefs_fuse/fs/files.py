@@ -47,8 +47,6 @@ class OpenFile:
     writers: int = 0
     unlinked: bool = False
     if_absent: bool = False
-    times_set: bool = False
-    """The user chose the times (as opposed to the kernel reporting those of its writes)."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
 
     @property
@@ -61,7 +59,13 @@ class OpenFile:
         return self.draft is not None and self.draft.size == 0 and self.draft.base is None
 
     def describe(self, multipart: bool) -> Mapping[str, str]:
-        return attributes.describe(self.entry, with_mtime=self.times_set or not multipart)
+        """Metadata of the object. A multipart upload's is fixed when it begins, before the last write has a time."""
+        return attributes.describe(self.entry, with_mtime=not multipart or bool(self.entry.flags & Flag.MTIME_KEPT))
+
+    def written(self, now_ns: int) -> None:
+        """The bytes changed just now."""
+        flags = self.entry.flags & ~Flag.MTIME_KEPT
+        self.entry = msgspec.structs.replace(self.entry, flags=flags, mtime_ns=now_ns, ctime_ns=now_ns)
 
 
 class FileTable:
@@ -277,8 +281,7 @@ class FileTable:
         file.unlinked = True
         try:
             async with file.publishing:
-                if file.draft is None:
-                    await self._keep_for_handles(file)
+                await self._keep_for_handles(file)
                 if not file.entry.is_local or await self._may_be_visible(file):
                     await delete(file.entry)
         except BaseException:
@@ -293,11 +296,18 @@ class FileTable:
         self._forget_if_idle(file)
 
     async def _keep_for_handles(self, file: OpenFile) -> None:
-        if file.handles and file.version is not None and file.version.size <= KEPT_BYTES_MAX:
-            try:
-                await self._reader.ensure(file.version, 0, file.version.size)
-            except LakeError as error:
-                log.warning("%s is deleted while open, and could not be kept: %s", file.key, error)
+        """Who has the file open goes on reading what is about to go from the store."""
+        version = file.draft.base if file.draft is not None else file.version
+        wanted = min(version.size, file.draft.base_limit if file.draft is not None else version.size) if version else 0
+        if not file.handles or version is None or not 0 < wanted <= KEPT_BYTES_MAX:
+            return
+        try:
+            kept = await self._reader.ensure(version, 0, wanted)
+            why = "the cache has no room"
+        except LakeError as error:
+            kept, why = False, str(error)
+        if not kept:
+            log.warning("%s is deleted while open, and could not be kept: %s", file.key, why)
 
     @staticmethod
     async def _may_be_visible(file: OpenFile) -> bool:

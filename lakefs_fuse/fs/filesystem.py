@@ -17,7 +17,7 @@ import msgspec
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.errors import CacheError, FileError, LakeError, NotFound
-from lakefs_fuse.fs.attributes import PERMISSIONS, describe
+from lakefs_fuse.fs.attributes import PERMISSIONS, describe, learn
 from lakefs_fuse.fs.files import FileTable, OpenFile
 from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
 from lakefs_fuse.fs.namespace import Namespace
@@ -152,19 +152,19 @@ class Filesystem:
     async def setattr(self, inode: int, change: AttributeChange, handle: int | None = None) -> Entry:
         """Size, mode, owner, times. Without an open writer the change is durable when this returns."""
         self._refuse_read_only()
-        entry = self.entry(inode)
+        entry = await self.getattr(inode)
         if entry.is_dir:
             return await self._set_directory(entry, change)
-        entry = await self.getattr(inode)
         file = self._files.acquire(entry, writer=False)
         try:
             if change.size is not None:
                 await self._files.truncate(file, change.size)
-                file.entry = msgspec.structs.replace(file.entry, mtime_ns=self._clock_ns(), ctime_ns=self._clock_ns())
+                file.written(self._clock_ns())
             changed = self._changed(file.entry, change)
             if changed != file.entry:
-                file.times_set |= self._is_chosen(change)
-                file.entry = msgspec.structs.replace(changed, ctime_ns=self._clock_ns())
+                kept = file.draft is None or self._is_chosen(change)
+                flags = changed.flags | (Flag.MTIME_KEPT if kept else 0)
+                file.entry = msgspec.structs.replace(changed, flags=flags, ctime_ns=self._clock_ns())
                 self._files.draft(file)
             if file.draft is not None and not file.writers:
                 await self._files.publish(file)
@@ -175,7 +175,8 @@ class Filesystem:
     def _changed(self, entry: Entry, change: AttributeChange) -> Entry:
         """Only differences count: the defaults that an unset attribute shows are not a change when they are set."""
         now: dict[str, int] = {}
-        shown = {"mode": self.config.file_mode, "uid": self.default_uid, "gid": self.default_gid}
+        mode = self.config.dir_mode if entry.is_dir else self.config.file_mode
+        shown = {"mode": mode, "uid": self.default_uid, "gid": self.default_gid}
         for name, default in shown.items():
             wanted = getattr(change, name)
             if wanted is not None:
@@ -277,6 +278,7 @@ class Filesystem:
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         self._refuse_read_only()
+        self._directory(parent)
         entry, _ = await self._ns.lookup(parent, name)
         if entry is None:
             raise FileError(errno.ENOENT)
@@ -303,9 +305,13 @@ class Filesystem:
             return
         if any(child.cookie != leaving.cookie and not child.is_local for child in self._ns.tree.children(parent)):
             return
-        await self._put_marker(above)
-        above = self.entry(parent)
-        self._update(msgspec.structs.replace(above, flags=above.flags | Flag.MARKER))
+        try:
+            marker = await self._client.head(self._marker_key(above))
+            marked = learn(self.entry(parent), marker.metadata or {})
+        except NotFound:
+            await self._put_marker(above)
+            marked = self.entry(parent)
+        self._update(msgspec.structs.replace(marked, flags=marked.flags | Flag.MARKER))
 
     def _remove(self, entry: Entry) -> None:
         self._ns.changing(entry.parent, entry.name)
@@ -319,6 +325,7 @@ class Filesystem:
     async def unlink(self, parent: int, name: bytes) -> None:
         """The object is gone from the store when this returns; who has the file open keeps it."""
         self._refuse_read_only()
+        self._directory(parent)
         entry, _ = await self._ns.lookup(parent, name)
         if entry is None:
             raise FileError(errno.ENOENT)
@@ -374,7 +381,7 @@ class Filesystem:
             except BaseException:
                 await self._files.release(file, writer=writable)
                 raise
-            file.entry = msgspec.structs.replace(file.entry, mtime_ns=self._clock_ns(), ctime_ns=self._clock_ns())
+            file.written(self._clock_ns())
         return self._new_handle(file, writable, opener)
 
     async def create(
@@ -415,7 +422,7 @@ class Filesystem:
     async def write(self, number: int, offset: int, data: Buffer) -> int:
         file = self.handle(number).file
         await self._files.write(file, offset, data)
-        file.entry = msgspec.structs.replace(file.entry, mtime_ns=self._clock_ns(), ctime_ns=self._clock_ns())
+        file.written(self._clock_ns())
         return len(data)
 
     async def flush(self, number: int) -> None:

@@ -21,14 +21,13 @@ from lakefs_fuse.data.publishing import publish
 from lakefs_fuse.data.record import DraftRecord, DraftState, decode
 from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.data.staging import KEY_XATTR, UPLOAD_XATTR
+from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.journal import Journal
 
-INTENT_SLACK_NS = 2_000_000_000
-"""Stores date uploads to the second, by their own clock."""
 UNKNOWN_PREFIX = "unrecorded "
 log = logging.getLogger(__name__)
 
@@ -186,7 +185,6 @@ class Recovery:
                 f"{record.key} was changed by somebody else since; the unfinished bytes are kept in "
                 f"{self._path(record.id)}: copy what you need of them, then abort",
             )
-        await self._abort_unknown_upload(record)
         draft = restored(
             self._services, record, lambda multipart: record.metadata_multipart if multipart else record.metadata
         )
@@ -225,11 +223,8 @@ class Recovery:
 
     async def _abort_unknown_upload(self, record: DraftRecord) -> None:
         """An upload was asked for and the daemon died before it learnt the id."""
-        if record.upload_id or not record.upload_intent_ns:
-            return
-        for upload in await self._services.client.list_multipart(record.key):
-            if upload.key == record.key and upload.started_ns >= record.upload_intent_ns - INTENT_SLACK_NS:
-                await self._services.client.abort_multipart(upload.key, upload.upload_id)
+        if record.upload_intent_ns and not record.upload_id:
+            await abort_strays(self._services.client, record.key, record.upload_intent_ns)
 
 
 def _attribute(path: str, name: str) -> str:

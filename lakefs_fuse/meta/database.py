@@ -124,7 +124,7 @@ class Database:
     def _is_whole(self) -> bool:
         """After damage names may be left without what keeps their inode numbers from being given out again."""
         try:
-            has_names = next(self.scan(b"D", b"O"), None) is not None
+            has_names = next(self.scan(b"D", b"E"), None) is not None
             return not has_names or (self.get(b"Midentity") is not None and self.get(b"Minode") is not None)
         except CacheError:
             return False
@@ -216,6 +216,7 @@ def _open_or_repair(directory: Path) -> Rdict:
     except Exception as error:
         if "lock" in str(error).lower() and "hold" in str(error).lower():
             raise CacheError(f"{directory} is in use by another process") from error
+        log.warning("the metadata cache %s does not open, and is repaired: %s", directory, error)
     try:
         Rdict.repair(str(directory), _options())
         return Rdict(str(directory), _options())

@@ -29,6 +29,8 @@ class Flag(IntFlag):
     """Mode, owner and mtime were read from (or written to) the object's own metadata."""
     MARKER = 8
     """A directory that has a marker object."""
+    MTIME_KEPT = 16
+    """The mtime was chosen, or the bytes did not change since: it goes with the object, whatever its LastModified."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):

@@ -1,4 +1,4 @@
-"""What the tests of the filesystem share: a lake over a store in memory (or any other), and calls as the kernel makes."""
+"""What the tests of the filesystem share: a lake over a store in memory (or any other), asked as the kernel asks."""
 
 from __future__ import annotations
 
@@ -135,9 +135,7 @@ async def lake(
     metrics = Metrics()
     if capabilities is None:
         capabilities = store.capabilities if isinstance(store, MemoryStore) else Capabilities(name="local")
-    client = StoreClient(
-        store, capabilities, metrics.store, retry_timeout_s=retry_timeout_s, rng=random.Random(3)
-    )
+    client = StoreClient(store, capabilities, metrics.store, retry_timeout_s=retry_timeout_s, rng=random.Random(3))
     settings = MountConfig(
         store=StoreConfig(source=Source("file", "/nowhere", "")),
         mountpoint="/nowhere",

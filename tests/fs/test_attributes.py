@@ -24,7 +24,7 @@ def test_what_is_written_is_read(directory: bool, mode: int, uid: int, gid: int,
     blank = DIRECTORY if directory else FILE
     entry = msgspec.structs.replace(blank, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
     learnt = learn(blank, describe(entry, with_mtime=True))
-    assert learnt == msgspec.structs.replace(entry, flags=blank.flags | Flag.ATTRIBUTES_KNOWN)
+    assert learnt == msgspec.structs.replace(entry, flags=blank.flags | Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT)
 
 
 @given(modes, numbers, times)

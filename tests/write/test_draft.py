@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.data import draft as draft_module
+from lakefs_fuse.data import staged_file
+from lakefs_fuse.data.disk import pwrite_all
 from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.record import DraftState, decode, encode
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, StagingFull, Unavailable
@@ -263,9 +264,7 @@ async def test_cut_at_a_part_that_was_let_go_the_rest_is_zeros(tmp_path: Path) -
         draft.close(unlink=True)
 
 
-async def test_the_journal_knows_what_is_let_go_before_it_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_journal_knows_what_is_let_go_before_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with bench(tmp_path, staging_bytes_max=8 * PART) as b:
         draft = b.draft()
         punched: list[int] = []
@@ -277,7 +276,7 @@ async def test_the_journal_knows_what_is_let_go_before_it_goes(
             punched.append(index)
             return True
 
-        monkeypatch.setattr(draft_module, "punch_hole", punch)
+        monkeypatch.setattr(staged_file, "punch_hole", punch)
         for start in range(0, 20 * PART, PART):
             await draft.write(start, bytes(PART))
         assert punched
@@ -294,7 +293,7 @@ async def test_parts_in_use_are_not_let_go(tmp_path: Path, monkeypatch: pytest.M
         spot = 60 * PART
         index = b.services.layout.index(spot)
         assert draft.parts[index].state is PartState.CLEAN
-        pread, pwrite_all = os.pread, draft_module.pwrite_all
+        pread = os.pread
 
         def dropping_pread(fd: int, length: int, offset: int) -> bytes:
             trio.from_thread.run_sync(lambda: draft.drop_uploaded(keep_recent=False))
@@ -304,12 +303,12 @@ async def test_parts_in_use_are_not_let_go(tmp_path: Path, monkeypatch: pytest.M
             pwrite_all(fd, what, offset)
             trio.from_thread.run_sync(lambda: draft.drop_uploaded(keep_recent=False))
 
-        monkeypatch.setattr(draft_module.os, "pread", dropping_pread)
+        monkeypatch.setattr(os, "pread", dropping_pread)
         assert bytes(await draft.read(spot, PART)) == data[spot : spot + PART]
         assert draft.parts[index].state is PartState.CLEAN
         assert draft.parts[index + 2].state is PartState.DROPPED
-        monkeypatch.setattr(draft_module.os, "pread", pread)
-        monkeypatch.setattr(draft_module, "pwrite_all", dropping_pwrite)
+        monkeypatch.setattr(os, "pread", pread)
+        monkeypatch.setattr(staged_file, "pwrite_all", dropping_pwrite)
         await draft.write(spot, b"!" * PART)
         monkeypatch.undo()
         await b.publish(draft)
@@ -339,13 +338,13 @@ async def test_a_full_disk_is_an_error_and_leaves_no_trace(tmp_path: Path, monke
         draft = b.draft()
         await draft.write(0, b"before")
         used = b.staging.bytes_used
-        whole = draft_module.pwrite_all
+        whole = pwrite_all
 
         def half(fd: int, data: bytes, offset: int) -> None:
             whole(fd, data[: len(data) // 2], offset)
             raise OSError(errno.ENOSPC, "full")
 
-        monkeypatch.setattr(draft_module, "pwrite_all", half)
+        monkeypatch.setattr(staged_file, "pwrite_all", half)
         with pytest.raises(StagingFull):
             await draft.write(8192, b"y" * 8192)
         monkeypatch.undo()
@@ -364,11 +363,11 @@ async def test_a_failing_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
         def broken(fd: int, data: bytes, offset: int) -> None:
             raise OSError(errno.EIO, "broken")
 
-        monkeypatch.setattr(draft_module, "pwrite_all", broken)
+        monkeypatch.setattr(staged_file, "pwrite_all", broken)
         with pytest.raises(CacheError):
             await draft.write(0, b"x")
-        monkeypatch.setattr(draft_module.os, "ftruncate", lambda fd, size: broken(fd, b"", size))
-        monkeypatch.setattr(draft_module, "pwrite_all", lambda fd, data, offset: None)
+        monkeypatch.setattr(os, "ftruncate", lambda fd, size: broken(fd, b"", size))
+        monkeypatch.setattr(staged_file, "pwrite_all", lambda fd, data, offset: None)
         await draft.write(0, b"x")
         with pytest.raises(CacheError):
             await draft.truncate(0)

@@ -321,3 +321,33 @@ async def test_blocks_that_were_let_go_have_no_hash(tmp_path: Path) -> None:
         assert gone
         assert [index for index, found in enumerate(published.hashes) if found == 0] == gone
         draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("size", [5 * PART, 100])
+async def test_uploads_whose_ids_were_lost_are_aborted(tmp_path: Path, size: int) -> None:
+    """Also where the file turns out to be small after all; others' uploads of other keys stay."""
+    async with bench(tmp_path, retry_timeout_s=0) as b:
+        theirs = b.store.create_multipart("file.other")
+        draft = b.draft()
+        b.store.hook = Failures(what("create_multipart"), Unavailable("lost"), when="after", count=3)
+        await draft.write(0, noise(17, 5 * PART))
+        await b.idle(draft)
+        assert len(b.store.uploads) > 1
+        await draft.truncate(size)
+        b.store.hook = lambda request, when: None
+        await b.publish(draft)
+        assert b.store.data("file") == noise(17, 5 * PART)[:size]
+        assert list(b.store.uploads) == [theirs]
+        draft.close(unlink=True)
+
+
+async def test_a_discarded_draft_leaves_no_upload_whose_id_was_lost(tmp_path: Path) -> None:
+    async with bench(tmp_path, retry_timeout_s=0) as b:
+        draft = b.draft()
+        b.store.hook = Failures(what("create_multipart"), Unavailable("lost"), when="after", count=3)
+        await draft.write(0, noise(18, 5 * PART))
+        await b.idle(draft)
+        assert b.store.uploads
+        await draft.discard()
+        assert draft.error is None
+        assert b.store.uploads == {}

@@ -1,0 +1,136 @@
+"""The metadata database: batches, scans, inode numbers, and what it does when it is damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lakefs_fuse.errors import CacheError
+from lakefs_fuse.meta.database import INODES_RESERVED, Batch, Database
+
+
+def put(database: Database, *keys: bytes) -> None:
+    batch = Batch()
+    for key in keys:
+        batch.put(key, b"=" + key)
+    database.commit(batch)
+
+
+def test_what_is_committed_stays(tmp_path: Path) -> None:
+    database = Database(tmp_path / "meta", "lake")
+    put(database, b"Da", b"Db", b"Dc")
+    batch = Batch()
+    batch.delete(b"Da")
+    batch.delete_range(b"Db", b"Dc")
+    batch.put(b"Dd", b"d")
+    database.commit(batch, sync=True)
+    database.commit(Batch())
+    database.new_inode()
+    database.close()
+    database = Database(tmp_path / "meta", "lake")
+    assert list(database.scan(b"D", b"E")) == [(b"Dc", b"=Dc"), (b"Dd", b"d")]
+    assert database.get(b"Da") is None
+    database.close()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sets(st.binary(min_size=1, max_size=5), max_size=40), st.binary(max_size=3), st.binary(max_size=3))
+def test_scans_are_ordered_and_bounded(
+    tmp_path_factory: pytest.TempPathFactory, keys: set[bytes], begin: bytes, end: bytes
+) -> None:
+    database = Database(tmp_path_factory.mktemp("db") / "meta", "lake")
+    keys = {b"X" + key for key in keys}
+    put(database, *keys)
+    expected = sorted(key for key in keys if b"X" + begin <= key < b"X" + end)
+    assert [key for key, _ in database.scan(b"X" + begin, b"X" + end)] == expected
+    database.close()
+
+
+def test_a_scan_does_not_see_what_comes_later(tmp_path: Path) -> None:
+    database = Database(tmp_path / "meta", "lake")
+    put(database, b"Xa", b"Xc")
+    scan = database.scan(b"X", b"Y")
+    assert next(scan)[0] == b"Xa"
+    put(database, b"Xb", b"Xd")
+    assert [key for key, _ in scan] == [b"Xc"]
+    database.close()
+
+
+def test_inode_numbers_are_never_given_out_twice(tmp_path: Path) -> None:
+    seen: set[int] = set()
+    for _ in range(4):
+        database = Database(tmp_path / "meta", "lake")
+        numbers = [database.new_inode() for _ in range(100)]
+        assert numbers[0] >= 2
+        assert numbers == sorted(numbers)
+        assert seen.isdisjoint(numbers)
+        seen.update(numbers)
+        database.close()
+    database = Database(tmp_path / "meta", "lake")
+    database._inode_next = database._inode_reserved - 1
+    last = [database.new_inode() for _ in range(3)]
+    assert last == list(range(last[0], last[0] + 3))
+    database.close()
+    database = Database(tmp_path / "meta", "lake")
+    assert database.new_inode() > last[-1]
+    assert INODES_RESERVED > 1
+    database.close()
+
+
+def test_another_lake_is_refused_and_left_alone(tmp_path: Path) -> None:
+    database = Database(tmp_path / "meta", "lake")
+    put(database, b"Da")
+    database.new_inode()
+    database.close()
+    with pytest.raises(CacheError, match="belongs to lake"):
+        Database(tmp_path / "meta", "other")
+    database = Database(tmp_path / "meta", "lake")
+    assert database.get(b"Da") == b"=Da"
+    database.close()
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    database = Database(tmp_path / "meta", "lake")
+    with pytest.raises(CacheError, match="in use"):
+        Database(tmp_path / "meta", "lake")
+    database.close()
+
+
+@pytest.mark.parametrize("lost", [b"Midentity", b"Minode"])
+def test_names_without_what_guards_their_numbers_are_put_aside(tmp_path: Path, lost: bytes) -> None:
+    """Never an inode number that a name in the database has already."""
+    database = Database(tmp_path / "meta", "lake")
+    database.new_inode()
+    put(database, b"Da")
+    batch = Batch()
+    batch.delete(lost)
+    database.commit(batch, sync=True)
+    database.close()
+    database = Database(tmp_path / "meta", "lake")
+    assert list(database.scan(b"D", b"E")) == []
+    assert database.new_inode() == 2
+    database.close()
+    assert len(list(tmp_path.glob("meta.damaged-*"))) == 1
+
+
+def test_an_empty_database_is_whole(tmp_path: Path) -> None:
+    for _ in range(3):
+        Database(tmp_path / "meta", "lake").close()
+    assert list(tmp_path.glob("meta.damaged-*")) == []
+
+
+def test_a_database_beyond_repair_is_put_aside(tmp_path: Path) -> None:
+    database = Database(tmp_path / "meta", "lake")
+    database.new_inode()
+    put(database, b"Da")
+    database.close()
+    for path in (tmp_path / "meta").iterdir():
+        path.write_bytes(b"nonsense")
+    database = Database(tmp_path / "meta", "lake")
+    put(database, b"Db")
+    assert database.get(b"Db") == b"=Db"
+    assert database.statistics()["estimate_num_keys"] >= 1
+    database.close()

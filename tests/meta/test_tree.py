@@ -1,0 +1,209 @@
+"""Names and inodes against the simplest thing that could be right: nested dictionaries."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag, unpack
+from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.tree import Listing, Tree
+
+words = st.integers(0, UNSET)
+wide = st.integers(-(1 << 63), (1 << 63) - 1)
+entries = st.builds(
+    Entry,
+    parent=st.integers(1, 1 << 40),
+    cookie=st.integers(1, 1 << 40),
+    name=st.binary(min_size=1, max_size=255),
+    inode=st.integers(2, 1 << 40),
+    flags=st.integers(0, 31),
+    mode=words,
+    uid=words,
+    gid=words,
+    size=st.integers(0, 1 << 62),
+    mtime_ns=wide,
+    ctime_ns=wide,
+    etag=st.text(max_size=60),
+)
+
+
+@given(entries)
+def test_rows(entry: Entry) -> None:
+    assert unpack(entry.parent, entry.cookie, entry.pack()) == entry
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Directories by number; names are few, so that they collide."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.database = Database(Path(self.directory.name) / "meta", "lake")
+        self.tree = Tree(self.database)
+        self.model: dict[int, dict[bytes, Entry]] = {ROOT_INODE: {}}
+        self.listings: dict[int, Listing] = {}
+        self.inodes: set[int] = {ROOT_INODE}
+
+    def teardown(self) -> None:
+        if hasattr(self, "database"):
+            self.database.close()
+            self.directory.cleanup()
+
+    def _directory(self, which: int) -> int:
+        return sorted(self.model)[which % len(self.model)]
+
+    def _entry(self, which: int) -> Entry | None:
+        everything = [entry for names in self.model.values() for entry in names.values()]
+        return everything[which % len(everything)] if everything else None
+
+    @rule(which=st.integers(0, 50), name=st.sampled_from((b"a", b"b", b"a!", b"\xff")), directory=st.booleans())
+    def insert(self, which: int, name: bytes, directory: bool) -> None:
+        parent = self._directory(which)
+        sort_name = name + b"/" if directory else name
+        if sort_name in self.model[parent]:
+            return
+        batch = Batch()
+        entry = self.tree.insert(batch, parent, name, Flag.DIRECTORY if directory else Flag(0), size=which)
+        self.database.commit(batch)
+        assert entry.inode not in self.inodes
+        self.inodes.add(entry.inode)
+        self.model[parent][sort_name] = entry
+        if directory:
+            self.model[entry.inode] = {}
+
+    def _forget(self, entry: Entry) -> None:
+        del self.model[entry.parent][entry.sort_name]
+        if entry.is_dir:
+            for child in list(self.model[entry.inode].values()):
+                self._forget(child)
+            del self.model[entry.inode]
+            self.listings.pop(entry.inode, None)
+
+    @rule(which=st.integers(0, 50))
+    def remove(self, which: int) -> None:
+        entry = self._entry(which)
+        if entry is not None:
+            batch = Batch()
+            self.tree.remove(batch, entry)
+            self.database.commit(batch)
+            self._forget(entry)
+
+    @rule(which=st.integers(0, 50))
+    def renew(self, which: int) -> None:
+        entry = self._entry(which)
+        if entry is not None and not entry.is_dir:
+            batch = Batch()
+            renewed = self.tree.renew_inode(batch, entry)
+            self.database.commit(batch)
+            assert renewed.inode not in self.inodes
+            assert self.tree.entry(entry.inode) is None
+            self.inodes.add(renewed.inode)
+            self.model[entry.parent][entry.sort_name] = renewed
+
+    @rule(which=st.integers(0, 50), counts=st.tuples(*[st.integers(0, 3)] * 4))
+    def set_listing(self, which: int, counts: tuple[int, int, int, int]) -> None:
+        directory, listing, batch = self._directory(which), Listing(which, 1, *counts), Batch()
+        self.tree.set_listing(batch, directory, listing)
+        self.database.commit(batch)
+        self.listings[directory] = listing
+
+    @rule(which=st.integers(0, 50))
+    def forget_listing(self, which: int) -> None:
+        directory, batch = self._directory(which), Batch()
+        self.tree.forget_listing(batch, directory)
+        self.database.commit(batch)
+        self.listings.pop(directory, None)
+
+    @rule()
+    def reopen(self) -> None:
+        self.database.close()
+        self.database = Database(Path(self.directory.name) / "meta", "lake")
+        self.tree = Tree(self.database)
+
+    @precondition(lambda self: hasattr(self, "model"))
+    @invariant()
+    def agrees(self) -> None:
+        for directory, names in self.model.items():
+            found = list(self.tree.children(directory))
+            assert found == sorted(names.values(), key=lambda entry: entry.cookie)
+            assert self.tree.is_empty(directory) == (not names)
+            assert self.tree.listing(directory) == self.listings.get(directory)
+            for sort_name, entry in names.items():
+                assert self.tree.named(directory, sort_name) == entry
+                assert self.tree.entry(entry.inode) == entry
+                shown = names.get(entry.name + b"/", entry)
+                assert self.tree.child(directory, entry.name) == shown
+                path = self.tree.path(entry.inode)
+                assert path is not None
+                assert path[-1] == entry.name
+        rows = sum(len(names) for names in self.model.values())
+        assert len(list(self.database.scan(b"D", b"E"))) == rows
+        assert len(list(self.database.scan(b"N", b"O"))) == rows
+        assert len(list(self.database.scan(b"I", b"J"))) == rows
+        sums = zip(*(list(_counts(listing)) for listing in self.listings.values()), strict=True)
+        assert self.tree.hidden == ([sum(column) for column in sums] or [0, 0, 0, 0])
+
+
+def _counts(listing: Listing) -> tuple[int, int, int, int]:
+    return listing.hidden_component, listing.hidden_nul, listing.hidden_long, listing.hidden_conflict
+
+
+TestTree = TreeMachine.TestCase
+TestTree.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Database:
+    return Database(tmp_path / "meta", "lake")
+
+
+def test_paths(database: Database) -> None:
+    tree, batch = Tree(database), Batch()
+    parent = ROOT_INODE
+    for name in (b"a", b"b", b"c"):
+        parent = tree.insert(batch, parent, name, Flag.DIRECTORY).inode
+    database.commit(batch)
+    assert tree.path(ROOT_INODE) == []
+    assert tree.path(parent) == [b"a", b"b", b"c"]
+    assert tree.path(999) is None
+    found = tree.resolve([b"a", b"b", b"c"])
+    assert found is not None
+    assert found.inode == parent
+    assert tree.resolve([b"a", b"x"]) is None
+    assert tree.resolve([]) is None
+    database.close()
+
+
+def test_reading_on_after_a_cookie(database: Database) -> None:
+    tree, batch = Tree(database), Batch()
+    made = [tree.insert(batch, ROOT_INODE, b"n%d" % number, Flag(0)) for number in range(10)]
+    database.commit(batch)
+    first = list(itertools.islice(tree.children(ROOT_INODE), 4))
+    assert first == made[:4]
+    batch = Batch()
+    tree.remove(batch, made[3])
+    tree.remove(batch, made[5])
+    database.commit(batch)
+    assert list(tree.children(ROOT_INODE, first[-1].cookie)) == [made[4], *made[6:]]
+    database.close()
+
+
+def test_the_journal(database: Database) -> None:
+    journal, batch = Journal(database), Batch()
+    journal.put(batch, "one", b"1")
+    journal.put(batch, "two", b"2")
+    database.commit(batch, sync=True)
+    assert dict(journal.records()) == {"one": b"1", "two": b"2"}
+    batch = Batch()
+    journal.delete(batch, "one")
+    database.commit(batch)
+    assert dict(journal.records()) == {"two": b"2"}
+    database.close()

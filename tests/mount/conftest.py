@@ -1,0 +1,120 @@
+"""Lakes for tests: mounted by the real program, taken away again whatever happens."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.mount.lakes import Lake, Outside, file_lake, s3_lake
+from tests.servers import Server, make_bucket
+
+FIXTURES = {"seaweedfs": "seaweed", "moto": "moto", "rclone": "rclone"}
+LakeMaker = Callable[..., Lake]
+STORES = os.environ.get("LAKEFS_TEST_STORES", "seaweedfs").split(",")
+
+
+@pytest.fixture(scope="session")
+def dev_fuse() -> Path:
+    """The kernel's device, which these tests cannot do without."""
+    device = Path("/dev/fuse")
+    assert device.exists(), "no /dev/fuse: these tests mount for real"
+    return device
+
+
+@pytest.fixture
+def make_lake(
+    dev_fuse: Path, tmp_path: Path, request: pytest.FixtureRequest, new_bucket: Callable[[Server], str]
+) -> Iterator[LakeMaker]:
+    """Make a lake, not mounted yet: ``make_lake("file", "seaweedfs", "moto" or "rclone", *mount options)``."""
+    with ExitStack() as stack:
+
+        def make(store: str, *options: str, through: Server | None = None) -> Lake:
+            directory = tmp_path / f"lake-{random.getrandbits(32):x}"
+            if store == "file":
+                return stack.enter_context(file_lake(directory, *options))
+            server: Server = request.getfixturevalue({"seaweedfs": "seaweed"}.get(store, store))
+            bucket = new_bucket(server)
+            return stack.enter_context(s3_lake(server, bucket, directory, *options, through=through))
+
+        yield make
+
+
+@pytest.fixture
+def lake(make_lake: LakeMaker) -> Lake:
+    """A mounted lake on a local directory."""
+    return make_lake("file").mount()
+
+
+@pytest.fixture
+def s3(make_lake: LakeMaker) -> Lake:
+    """A mounted lake on SeaweedFS."""
+    return make_lake("seaweedfs").mount()
+
+
+@pytest.fixture(params=STORES)
+def either(request: pytest.FixtureRequest, make_lake: LakeMaker) -> Lake:
+    """A mounted lake on each of the stores that the environment names."""
+    return make_lake(request.param).mount()
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory of its own in a lake that the tests of a module share."""
+
+    lake: Lake
+    path: Path
+    prefix: str
+
+    def count(self, dotted: str) -> int:
+        """A counter of the shared daemon: only differences mean something."""
+        return self.lake.number(dotted)
+
+    @property
+    def outside(self) -> Outside:
+        return self.lake.outside
+
+    def stored(self, name: str) -> bytes:
+        """The object of a file, from the store."""
+        return self.outside.read(self.prefix + name)
+
+    def names(self) -> set[str]:
+        """Objects of files in this directory, from the store."""
+        keys = (key.removeprefix(self.prefix) for key in self.outside.objects() if key.startswith(self.prefix))
+        return {key for key in keys if key and not key.endswith("/")}
+
+
+@pytest.fixture(scope="module", params=["file", "seaweedfs"])
+def shared_lake(
+    request: pytest.FixtureRequest, dev_fuse: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Lake]:
+    """One mount for a whole module, on each store."""
+    directory = tmp_path_factory.mktemp("shared")
+    with ExitStack() as stack:
+        if request.param == "file":
+            lake = stack.enter_context(file_lake(directory))
+        else:
+            server: Server = request.getfixturevalue("seaweed")
+            bucket = f"shared-{random.SystemRandom().getrandbits(48):012x}"
+            make_bucket(server, bucket)
+            lake = stack.enter_context(s3_lake(server, bucket, directory))
+        yield lake.mount()
+
+
+def new_place(lake: Lake) -> Place:
+    """A new directory in a lake."""
+    name = f"place-{random.SystemRandom().getrandbits(48):012x}"
+    path = lake.path / name
+    path.mkdir()
+    return Place(lake, path, name + "/")
+
+
+@pytest.fixture
+def here(shared_lake: Lake) -> Place:
+    """A new directory in the shared lake."""
+    return new_place(shared_lake)

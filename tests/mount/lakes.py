@@ -1,0 +1,342 @@
+"""A lake mounted by the real program, with the store as another client sees it.
+
+`Lake` runs the `lakefs-fuse` command as a user would and never imports what it tests. Whatever a test does, `close`
+leaves no mount and no daemon behind, and fails the test if the daemon's log holds a traceback or a secret.
+
+Sizes are small; the environment raises them:
+
+=========================== ======= ==================================================================
+LAKEFS_TEST_STORES          *       stores of the tests that can run on any: file, seaweedfs, moto, rclone, by commas;
+                                    by default SeaweedFS, and other tests have a store that belongs to what they say
+LAKEFS_TEST_LARGE_MIB       40      size of a file that takes several parts (at least 33)
+LAKEFS_TEST_DIRECTORIES     30      directories of the lake that is listed
+LAKEFS_TEST_OBJECTS         3000    objects in them, all together
+LAKEFS_TEST_IMAGES          500     files that a DataLoader reads
+LAKEFS_TEST_FIO_MIB         6       size of each file that fio writes and verifies
+LAKEFS_TEST_CHECKPOINT_MIB  48      size of the state dict that torch saves and loads
+=========================== ======= ==================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from tests import servers
+from tests.servers import Server, s3_client
+
+MIB = 1 << 20
+PART_BYTES = 16 * MIB
+"""The first parts of an upload are so large; smaller files are one PUT."""
+STOP_TIMEOUT_S = 30.0
+CLI = [sys.executable, "-P", "-m", "lakefs_fuse"]
+
+Stats = dict[str, object]
+
+
+def scale(name: str, default: int) -> int:
+    """A size of a test, from the environment; see the module's head."""
+    return int(os.environ.get(f"LAKEFS_TEST_{name}", default))
+
+
+LARGE_BYTES = scale("LARGE_MIB", 40) * MIB
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    """Bytes that do not repeat, the same for a seed."""
+    return hashlib.shake_128(seed.to_bytes(8, "little")).digest(size)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 15.0) -> None:
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:.0f} s"
+        time.sleep(0.03)
+
+
+class Outside(Protocol):
+    """The store as another client sees it; keys are relative to the lake."""
+
+    source_prefix: str
+    """What the lake's keys begin with in the bucket."""
+
+    def objects(self) -> dict[str, int]:
+        """Keys and sizes, directory markers included."""
+
+    def read(self, key: str) -> bytes: ...
+    def replace(self, key: str, data: bytes) -> None:
+        """Another client's atomic upload."""
+
+    def delete(self, key: str) -> None: ...
+    def metadata(self, key: str) -> Mapping[str, str]: ...
+    def uploads(self) -> list[str]:
+        """Keys of unfinished multipart uploads."""
+
+
+class Directory:
+    """A ``file:///dir`` lake seen with ordinary system calls."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.source_prefix = root, ""
+        root.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def source(self) -> str:
+        return f"file://{self.root}"
+
+    def objects(self) -> dict[str, int]:
+        return {
+            str(path.relative_to(self.root)): path.stat().st_size
+            for path in self.root.rglob("*")
+            if path.is_file() and not path.is_relative_to(self.root / ".lakefs")
+        }
+
+    def read(self, key: str) -> bytes:
+        return (self.root / key).read_bytes()
+
+    def replace(self, key: str, data: bytes) -> None:
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(".new-" + path.name)
+        new.write_bytes(data)
+        new.rename(path)
+
+    def delete(self, key: str) -> None:
+        (self.root / key).unlink()
+
+    def metadata(self, key: str) -> Mapping[str, str]:
+        document = json.loads(os.getxattr(self.root / key, "user.lakefs.metadata"))
+        found: dict[str, str] = document["metadata"]
+        return found
+
+    def uploads(self) -> list[str]:
+        return [json.loads(path.read_text())["key"] for path in self.root.glob(".lakefs/uploads/*/upload.json")]
+
+
+class Bucket:
+    """A lake in a bucket, seen with boto3."""
+
+    def __init__(self, server: Server, bucket: str, prefix: str) -> None:
+        self.bucket, self.source_prefix = bucket, prefix
+        self.client = s3_client(server)
+
+    @property
+    def source(self) -> str:
+        return f"s3://{self.bucket}/{self.source_prefix}".rstrip("/")
+
+    def objects(self) -> dict[str, int]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.source_prefix)
+        found = [item for page in pages for item in page.get("Contents", ())]
+        return {item["Key"][len(self.source_prefix) :]: item["Size"] for item in found}
+
+    def read(self, key: str) -> bytes:
+        body: bytes = self.client.get_object(Bucket=self.bucket, Key=self.source_prefix + key)["Body"].read()
+        return body
+
+    def replace(self, key: str, data: bytes) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=self.source_prefix + key, Body=data)
+
+    def delete(self, key: str) -> None:
+        self.client.delete_object(Bucket=self.bucket, Key=self.source_prefix + key)
+
+    def metadata(self, key: str) -> Mapping[str, str]:
+        found: dict[str, str] = self.client.head_object(Bucket=self.bucket, Key=self.source_prefix + key)["Metadata"]
+        return found
+
+    def uploads(self) -> list[str]:
+        answer = self.client.list_multipart_uploads(Bucket=self.bucket)
+        return [upload["Key"][len(self.source_prefix) :] for upload in answer.get("Uploads", ())]
+
+
+def environment(home: Path) -> dict[str, str]:
+    """What the program is started with: the test identity, and nothing of this user's own configuration."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "XDG_"))}
+    return {
+        **inherited,
+        "HOME": str(home),
+        "LC_ALL": "C.UTF-8",
+        "AWS_ACCESS_KEY_ID": servers.ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": servers.SECRET_KEY,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+class Lake:
+    """One lake on one mountpoint with one cache directory; mounted any number of times, one after another."""
+
+    def __init__(self, outside: Outside, source: str, directory: Path, *options: str) -> None:
+        self.outside = outside
+        self.source = source
+        self.path = directory / "mnt"
+        self.cache_dir = directory / "cache"
+        self.log_file = directory / "log"
+        self.options = options
+        self.expected_tracebacks = 0
+        self.command = CLI
+        for made in (self.path, directory / "home"):
+            made.mkdir(parents=True)
+        self.env = environment(directory / "home")
+        self.pid = 0
+
+    # -- the program
+
+    def cli(self, *args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.command, *args],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            cwd="/",
+        )
+
+    def try_mount(self, *options: str) -> subprocess.CompletedProcess[str]:
+        args = ["--cache-dir", str(self.cache_dir), "--log-file", str(self.log_file), "--free-space", "64M"]
+        return self.cli("mount", self.source, str(self.path), *args, *self.options, *options)
+
+    def mount(self, *options: str) -> Lake:
+        done = self.try_mount(*options)
+        assert done.returncode == 0, f"{done.stderr}\n{self.log()}"
+        self.pid = self.number("daemon.pid")
+        return self
+
+    def umount(self) -> None:
+        done = self.cli("umount", str(self.path))
+        assert done.returncode == 0, f"{done.stderr}\n{self.log()}"
+        assert not os.path.ismount(self.path)
+        assert not is_running(self.pid)
+        self.pid = 0
+
+    def remount(self, *options: str, empty_cache: bool = False) -> Lake:
+        self.umount()
+        if empty_cache:
+            shutil.rmtree(self.cache_dir)
+        return self.mount(*options)
+
+    def kill(self) -> None:
+        """A crash: SIGKILL, and the dead mount cleared away as the program itself advises."""
+        self._signal(signal.SIGKILL)
+        refused = self.try_mount()
+        assert refused.returncode == 1
+        assert f"fusermount3 -u -z {self.path}" in refused.stderr
+        cleared = self.cli("umount", str(self.path))
+        assert cleared.returncode == 0, cleared.stderr
+
+    def _signal(self, number: signal.Signals) -> None:
+        pidfd = os.pidfd_open(self.pid)
+        try:
+            signal.pidfd_send_signal(pidfd, number)
+            assert select.select([pidfd], [], [], STOP_TIMEOUT_S)[0], "the daemon does not end"
+        finally:
+            os.close(pidfd)
+        self.pid = 0
+
+    def serving(self) -> bool:
+        """The daemon of the last mount runs."""
+        return is_running(self.pid)
+
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace") if self.log_file.exists() else ""
+
+    def close(self) -> None:
+        """Detach, end the daemon by its id, and look at what it logged."""
+        with contextlib.suppress(FileNotFoundError):
+            subprocess.run(["fusermount3", "-u", "-z", str(self.path)], capture_output=True, check=False)
+        if self.pid:
+            try:
+                self._signal(signal.SIGTERM)
+            except ProcessLookupError:
+                pass
+            except AssertionError:
+                os.kill(self.pid, signal.SIGKILL)
+                raise
+        log = self.log()
+        assert servers.SECRET_KEY not in log
+        assert log.count("Traceback") == self.expected_tracebacks, log[-6000:]
+
+    # -- what it says
+
+    def stats(self) -> Stats:
+        done = self.cli("stats", "--json", str(self.path))
+        assert done.returncode == 0, done.stderr
+        values: Stats = json.loads(done.stdout)
+        return values
+
+    def number(self, dotted: str) -> int:
+        return number(self.stats(), dotted)
+
+    def unfinished(self) -> list[dict[str, object]]:
+        files = self.stats()["unfinished"]
+        assert isinstance(files, list)
+        return files
+
+    def staged_files(self) -> list[str]:
+        return os.listdir(self.cache_dir / "staging")
+
+
+def is_running(pid: int) -> bool:
+    """A process that ended and was not waited for yet does not count."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def number(stats: Stats, dotted: str) -> int:
+    """A value of `stats --json` by its path, as in ``store.requests.list``."""
+    value: object = stats
+    for name in dotted.split("."):
+        assert isinstance(value, dict)
+        value = value[name]
+    assert isinstance(value, int)
+    return value
+
+
+@contextlib.contextmanager
+def file_lake(directory: Path, *options: str) -> Iterator[Lake]:
+    """A lake on a local directory, not mounted yet."""
+    outside = Directory(directory / "store")
+    lake = Lake(outside, outside.source, directory / "node", *options)
+    try:
+        yield lake
+    finally:
+        lake.close()
+
+
+@contextlib.contextmanager
+def s3_lake(
+    server: Server,
+    bucket: str,
+    directory: Path,
+    *options: str,
+    prefix: str = "some/lake/",
+    through: Server | None = None,
+) -> Iterator[Lake]:
+    """A lake in a bucket, not mounted yet; ``through`` is the same server behind a proxy, which only the mount uses."""
+    outside = Bucket(server, bucket, prefix)
+    url = (through or server).url
+    lake = Lake(
+        outside, outside.source, directory / "node", "--endpoint-url", url, "--region", servers.REGION, *options
+    )
+    try:
+        yield lake
+    finally:
+        lake.close()
+        outside.client.close()

@@ -1,0 +1,171 @@
+"""What names cost: counted in upcalls and store requests, never in seconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import LakeMaker
+from tests.mount.lakes import MIB, Bucket, Directory, Lake, number, scale
+
+DIRECTORIES = scale("DIRECTORIES", 30)
+OBJECTS = scale("OBJECTS", 3000)
+RSS_BYTES_MAX = 250 * MIB
+
+
+def fill(lake: Lake) -> set[str]:
+    """The objects of a data set, put there by somebody else; fewer where each is a request."""
+    objects = OBJECTS if isinstance(lake.outside, Directory) else OBJECTS // 5
+    names = {f"class-{index % DIRECTORIES:04d}/image-{index:07d}.jpg" for index in range(objects)}
+    if isinstance(lake.outside, Directory):
+        for index in range(DIRECTORIES):
+            (lake.outside.root / f"class-{index:04d}").mkdir()
+        for name in names:
+            (lake.outside.root / name).write_bytes(b"x")
+    else:
+        assert isinstance(lake.outside, Bucket)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(partial(lake.outside.replace, data=b"x"), names))
+    return names
+
+
+def find(lake: Lake) -> set[str]:
+    done = subprocess.run(
+        ["find", ".", "-type", "f", "-printf", "%P\n"], cwd=lake.path, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("store", ["file", "seaweedfs"])
+def test_a_lake_is_listed_once(make_lake: LakeMaker, store: str) -> None:
+    lake = make_lake(store, "--metadata-ttl", "1h")
+    names = fill(lake)
+    lake.mount()
+    assert find(lake) == names
+    first = lake.stats()
+    pages = DIRECTORIES * (1 + OBJECTS // DIRECTORIES // 1000) + 1
+    assert number(first, "store.requests.list") <= pages + DIRECTORIES
+    assert number(first, "store.requests.head") <= 1
+    assert number(first, "memory.rss") < RSS_BYTES_MAX
+    assert find(lake) == names
+    second = lake.stats()
+    assert second["store"] == first["store"], "no request at all"
+    assert number(second, "memory.rss") < number(first, "memory.rss") + 10 * MIB
+    assert number(second, "upcalls.lookup") == number(first, "upcalls.lookup")
+    asked = number(second, "upcalls.getattr") - number(first, "upcalls.getattr")
+    assert asked <= 1, "a directory whose names were read has a new atime, as the kernel sees it"
+    lake.remount("--metadata-ttl", "1h")
+    assert find(lake) == names
+    again = lake.stats()
+    assert number(again, "store.requests.list") == 0
+    assert number(again, "store.requests.head") <= 1
+    assert number(again, "memory.rss") < RSS_BYTES_MAX
+
+
+def test_after_the_ttl_one_list_for_each_directory_that_is_used(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--metadata-ttl", "2")
+    names = fill(lake)
+    lake.mount()
+    assert find(lake) == names
+    time.sleep(2.2)
+    before = lake.number("store.requests.list")
+    used = sorted(names)[: OBJECTS // DIRECTORIES]
+    assert len({Path(name).parent for name in used}) == 1
+    for name in used:
+        os.stat(lake.path / name)
+    asked = lake.number("store.requests.list") - before
+    assert 1 <= asked <= 4, "the directory and the root, once each (twice if the TTL passed while we looked)"
+
+
+def test_stat_within_the_ttl_costs_nothing(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--metadata-ttl", "1h")
+    names = fill(lake)
+    lake.mount()
+    assert find(lake) == names
+    before = lake.stats()
+    for name in names:
+        assert os.stat(lake.path / name).st_size == 1
+    for _ in range(200):
+        assert not os.path.exists(lake.path / "class-0000" / "missing")
+    after = lake.stats()
+    assert after["store"] == before["store"]
+    assert number(after, "upcalls.getattr") == number(before, "upcalls.getattr")
+    lookups = number(after, "upcalls.lookup") - number(before, "upcalls.lookup")
+    assert lookups <= 1, "a name that is missing is asked for once"
+
+
+def test_one_name_of_a_directory_never_listed_is_asked_for_by_itself(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--metadata-ttl", "1h")
+    fill(lake)
+    lake.mount()
+    name = f"class-{1 % DIRECTORIES:04d}/image-{1:07d}.jpg"
+    assert (lake.path / name).read_bytes() == b"x"
+    assert lake.number("store.requests.list") <= 3
+    assert lake.number("namespace.listings") == 0
+
+
+def test_what_others_change_is_seen_after_the_ttl(make_lake: LakeMaker) -> None:
+    lake = make_lake("seaweedfs", "--metadata-ttl", "1")
+    for name in ("d/kept", "d/replaced", "d/removed", "gone/x"):
+        lake.outside.replace(name, b"before")
+    lake.mount()
+    assert find(lake) == {"d/kept", "d/replaced", "d/removed", "gone/x"}
+    lake.outside.replace("d/replaced", b"after that")
+    lake.outside.replace("d/new", b"new")
+    lake.outside.replace("more/new", b"new")
+    lake.outside.delete("d/removed")
+    lake.outside.delete("gone/x")
+    time.sleep(1.2)
+    assert find(lake) == {"d/kept", "d/replaced", "d/new", "more/new"}
+    assert (lake.path / "d" / "replaced").read_bytes() == b"after that"
+    assert (lake.path / "d" / "kept").read_bytes() == b"before"
+    assert not (lake.path / "d" / "removed").exists()
+
+
+def test_changes_of_this_node_are_seen_at_once_and_cost_no_listing(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--metadata-ttl", "1h").mount()
+    (lake.path / "d").mkdir()
+    assert find(lake) == set()
+    lists = lake.number("store.requests.list")
+    for index in range(20):
+        (lake.path / "d" / f"{index}").write_bytes(b"x")
+        assert len(os.listdir(lake.path / "d")) == index + 1
+    (lake.path / "d" / "7").unlink()
+    assert sorted(os.listdir(lake.path / "d"), key=int) == [str(index) for index in range(20) if index != 7]
+    assert lake.number("store.requests.list") == lists
+
+
+def test_keys_that_cannot_be_paths_are_counted_and_break_nothing(make_lake: LakeMaker) -> None:
+    lake = make_lake("moto")
+    for name in ("good", "n" * 300, "/empty", "../up", "./here", "both", "both/below"):
+        lake.outside.replace(f"d/{name}", name.encode())
+    lake.mount()
+    assert sorted(os.listdir(lake.path / "d")) == ["both", "good"]
+    assert (lake.path / "d" / "good").read_bytes() == b"good"
+    assert (lake.path / "d" / "both" / "below").read_bytes() == b"both/below"
+    hidden = {reason: lake.number(f"namespace.hidden_keys.{reason}") for reason in ("component", "long", "conflict")}
+    assert hidden == {"component": 3, "long": 1, "conflict": 1}
+    assert len(lake.outside.objects()) == 7, "they are left alone"
+
+
+def test_opening_and_reading_what_is_in_the_page_cache(lake: Lake) -> None:
+    """OPEN, no READ, no request. After a close the kernel asks once for st_blocks when fstat is called, which
+    Python's open() does."""
+    (lake.path / "f").write_bytes(b"x" * 50_000)
+    assert (lake.path / "f").read_bytes() == b"x" * 50_000
+    before = lake.stats()
+    assert (lake.path / "f").read_bytes() == b"x" * 50_000
+    after = lake.stats()
+    cost = {
+        name: number(after, f"upcalls.{name}") - number(before, f"upcalls.{name}")
+        for name in ("lookup", "open", "read", "getattr")
+    }
+    assert cost.pop("getattr") <= 1
+    assert cost == {"lookup": 0, "open": 1, "read": 0}
+    assert after["store"] == before["store"]

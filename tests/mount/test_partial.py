@@ -1,0 +1,173 @@
+"""No partial file is ever visible: whoever else holds, inherits or closes descriptors of a file being written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.mount.conftest import Place
+from tests.mount.lakes import noise
+
+
+@contextmanager
+def watching(here: Place, name: str) -> Iterator[set[bytes]]:
+    """Every content that the store shows of a file while the body runs."""
+    seen: set[bytes] = set()
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.01):
+            if name in here.names():
+                seen.add(here.stored(name))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_shell_redirection_publishes_once(here: Place) -> None:
+    published, put = here.count("upload.publishes"), here.count("store.requests.put")
+    with watching(here, "f") as seen:
+        subprocess.run(["bash", "-c", "(sleep 0.3; echo one; sleep 0.3; echo two) > f"], cwd=here.path, check=True)
+        assert here.stored("f") == b"one\ntwo\n"
+    assert seen <= {b"one\ntwo\n"}
+    assert here.count("upload.publishes") == published + 1
+    assert here.count("store.requests.put") == put + 1
+
+
+def test_shell_redirection_over_an_existing_file(here: Place) -> None:
+    (here.path / "f").write_bytes(b"the old version\n")
+    with watching(here, "f") as seen:
+        subprocess.run(["sh", "-c", "(sleep 0.2; echo one; sleep 0.2; echo two) > f"], cwd=here.path, check=True)
+    assert seen == {b"the old version\n", b"one\ntwo\n"} or seen == {b"the old version\n"}
+    assert here.stored("f") == b"one\ntwo\n"
+
+
+def test_shell_loops_and_pipes(here: Place) -> None:
+    script = """
+    for i in 1 2 3; do echo $i; sleep 0.1; done > loop
+    { echo a; /bin/echo b; (echo c); } > group
+    exec 3> held; echo first >&3; /bin/echo second >&3; sleep 0.2; echo third >&3; exec 3>&-
+    seq 5 | tee teed > /dev/null
+    echo more >> loop
+    """
+    with watching(here, "group") as seen:
+        subprocess.run(["bash", "-ec", script], cwd=here.path, check=True)
+    assert seen <= {b"a\nb\nc\n"}
+    assert here.stored("held") == b"first\nsecond\nthird\n"
+    assert here.stored("loop") == b"1\n2\n3\nmore\n"
+    assert here.stored("group") == b"a\nb\nc\n"
+    assert here.stored("teed") == b"1\n2\n3\n4\n5\n"
+
+
+def test_a_child_that_inherits_a_descriptor_does_not_publish(here: Place) -> None:
+    """`subprocess.run` in the middle of writing a checkpoint: the child closes everything it inherited."""
+    published = here.count("upload.publishes")
+    data = noise(200_000)
+    with (here.path / "model").open("wb", buffering=0) as stream:
+        stream.write(data[:100_000])
+        os.set_inheritable(stream.fileno(), True)
+        for close_fds in (True, False):
+            subprocess.run(["true"], close_fds=close_fds, check=True)
+        assert here.names() == set()
+        stream.write(data[100_000:])
+    assert here.stored("model") == data
+    assert here.count("upload.publishes") == published + 1
+
+
+def test_forked_writers_share_one_file(here: Place) -> None:
+    """Each child writes its slice and ends; the parent's close publishes all of it, once."""
+    published = here.count("upload.publishes")
+    piece, count = 50_000, 4
+    fd = os.open(here.path / "shared", os.O_CREAT | os.O_WRONLY)
+    children = []
+    for number in range(count):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.pwrite(fd, noise(piece, number), number * piece)
+                os.close(fd)
+            finally:
+                os._exit(0)
+        children.append(child)
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+    assert here.names() == set()
+    os.close(fd)
+    assert here.stored("shared") == b"".join(noise(piece, number) for number in range(count))
+    assert here.count("upload.publishes") == published + 1
+
+
+def test_the_child_goes_on_where_the_parent_closed(here: Place) -> None:
+    """A daemon that forks into the background with its log open: what it writes at last is stored when it ends."""
+    fd = os.open(here.path / "log", os.O_CREAT | os.O_WRONLY)
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os.write(fd, b"child\n")
+            os.close(fd)
+        finally:
+            os._exit(0)
+    os.write(fd, b"parent\n")
+    os.close(fd)
+    assert here.stored("log") == b"parent\n", "close() of the one who opened it is a promise"
+    os.close(write_end)
+    os.close(read_end)
+    assert os.waitpid(child, 0)[1] == 0
+    assert here.stored("log") == b"parent\nchild\n"
+
+
+def test_a_duplicate_closed_in_mid_write(here: Place) -> None:
+    """Closing a duplicate in the writer's own process is a flush like any other: durable, but never torn."""
+    fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY)
+    os.write(fd, b"one\n")
+    os.close(os.dup(fd))
+    os.write(fd, b"two\n")
+    os.close(fd)
+    assert here.stored("f") == b"one\ntwo\n"
+
+
+def test_nothing_is_visible_before_close(here: Place) -> None:
+    old, new = noise(3_000_000, 1), noise(3_000_000, 2)
+    file = here.path / "f"
+    file.write_bytes(old)
+    with file.open("r+b", buffering=0) as stream:
+        for at in range(0, len(new), 500_000):
+            stream.write(new[at : at + 500_000])
+            assert here.stored("f") == old
+    assert here.stored("f") == new
+
+
+def test_two_writers_of_one_file(here: Place) -> None:
+    """The first close shows what both have written up to then; the last one the rest."""
+    file = here.path / "f"
+    file.write_bytes(bytes(10))
+    first, second = os.open(file, os.O_WRONLY), os.open(file, os.O_WRONLY)
+    os.pwrite(first, b"aaaaa", 0)
+    os.pwrite(second, b"bbb", 5)
+    os.close(first)
+    assert here.stored("f")[:5] == b"aaaaa"
+    os.pwrite(second, b"cc", 8)
+    os.close(second)
+    assert here.stored("f") == b"aaaaabbbcc"
+
+
+def test_reading_descriptors_do_not_publish(here: Place) -> None:
+    with (here.path / "f").open("wb", buffering=0) as stream:
+        stream.write(b"half")
+        assert (here.path / "f").read_bytes() == b"half"
+        subprocess.run(["cat", str(here.path / "f")], stdout=subprocess.DEVNULL, check=True)
+        time.sleep(0.05)
+        assert here.names() == set()
+    assert here.stored("f") == b"half"

@@ -1,0 +1,240 @@
+"""What training jobs do: read images with worker processes, save and load checkpoints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from tests.mount.conftest import STORES, LakeMaker
+from tests.mount.lakes import MIB, Lake, number, scale
+
+IMAGES = scale("IMAGES", 500)
+CHECKPOINT_BYTES = scale("CHECKPOINT_MIB", 48) * MIB
+READ_BYTES_MIN = 128 << 10
+"""The kernel may cut what it wants into reads of this size."""
+
+STATE = """
+import sys, torch
+torch.set_num_threads(1)
+path, size = sys.argv[1], int(sys.argv[2])
+def state():
+    torch.manual_seed(7)
+    pieces = 12
+    return {f"layer{i}.weight": torch.rand(size // 4 // pieces) for i in range(pieces)}
+def same(one, other):
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+"""
+
+SAVE_AND_LOAD = (
+    STATE
+    + """
+import ctypes, json, mmap, os
+def absent_runs(path):
+    libc = ctypes.CDLL(None, use_errno=True)
+    length = os.path.getsize(path)
+    pages = -(-length // mmap.PAGESIZE)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), length, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED) as view:
+        here = (ctypes.c_ubyte * pages)()
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + [ctypes.c_int] * 3 + [ctypes.c_long]
+        libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        at = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        assert libc.mincore(at, length, here) == 0
+    runs, run = [], 0
+    for byte in bytes(here) + b"\\1":
+        if byte & 1:
+            runs += [run] if run else []
+            run = 0
+        else:
+            run += 1
+    return [run * mmap.PAGESIZE for run in runs]
+saved = state()
+torch.save(saved, path)
+print(json.dumps("saved"), flush=True)
+for line in sys.stdin:
+    absent = absent_runs(path)
+    loaded = torch.load(path)
+    print(json.dumps(absent), flush=True)
+    same(saved, loaded)
+"""
+)
+
+LOAD_AGAIN = (
+    STATE
+    + """
+saved = state()
+same(saved, torch.load(path))
+same(saved, torch.load(path, mmap=True))
+"""
+)
+
+SAFETENSORS = (
+    STATE
+    + """
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+saved = state()
+if len(sys.argv) > 3:
+    with open(path, "wb") as file:
+        file.write(save(saved, metadata={"format": "pt"}))
+same(saved, load_file(path))
+with safe_open(path, framework="pt") as file:
+    assert torch.equal(file.get_slice("layer3.weight")[10:20], saved["layer3.weight"][10:20])
+"""
+)
+
+SAVE_FILE = (
+    STATE
+    + """
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+try:
+    save_file(state(), path)
+except SafetensorError as error:
+    assert "os error 95" in str(error)
+else:
+    raise AssertionError("saved by a rename?")
+"""
+)
+
+LOADER = """
+import hashlib, os, sys, torch
+from torch.utils.data import DataLoader, Dataset
+class Images(Dataset):
+    def __init__(self, root):
+        self.paths = sorted(os.path.join(at, name) for at, _, names in os.walk(root) for name in names)
+    def __len__(self):
+        return len(self.paths)
+    def __getitem__(self, index):
+        with open(self.paths[index], "rb") as file:
+            data = file.read()
+        number = int(os.path.basename(self.paths[index]).split(".")[0])
+        assert data[:8] == number.to_bytes(8, "little"), self.paths[index]
+        pixels = torch.frombuffer(bytearray(data[8:3080]), dtype=torch.uint8).reshape(3, 32, 32)
+        return pixels, number, len(data)
+images = Images(sys.argv[1])
+for epoch in range(2):
+    torch.manual_seed(epoch)
+    seen = []
+    for pixels, numbers, sizes in DataLoader(images, batch_size=16, shuffle=True, num_workers=4):
+        seen += numbers.tolist()
+    assert sorted(seen) == list(range(int(sys.argv[2]))), len(seen)
+    print("epoch", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@contextmanager
+def script(text: str, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python program that is talked to in lines; it must end with 0."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", text, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.communicate(timeout=300)
+    assert process.returncode == 0
+
+
+def run(text: str, *args: str) -> None:
+    with script(text, *args):
+        pass
+
+
+def answer(process: subprocess.Popen[str]) -> object:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def ask(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def test_a_checkpoint_just_saved_is_loaded_from_memory(s3: Lake) -> None:
+    """No GET ever, and no READ but for pages that the kernel itself had dropped."""
+    path = s3.path / "model.pt"
+    excess = []
+    with script(SAVE_AND_LOAD, str(path), str(CHECKPOINT_BYTES)) as process:
+        assert answer(process) == "saved"
+        assert s3.outside.objects()["model.pt"] == path.stat().st_size > CHECKPOINT_BYTES
+        for _ in range(3):
+            before = s3.stats()
+            ask(process)
+            absent = answer(process)
+            assert isinstance(absent, list)
+            after = s3.stats()
+            assert number(after, "store.requests.get") == 0
+            assert number(after, "upcalls.open") - number(before, "upcalls.open") == 2
+            reads = number(after, "upcalls.read") - number(before, "upcalls.read")
+            excess.append(reads - sum(1 + run // READ_BYTES_MIN for run in absent))
+            if excess[-1] <= 0:
+                break
+    assert min(excess) <= 0, f"READs beyond what was missing from the page cache: {excess}"
+    assert s3.outside.uploads() == []
+
+
+def test_a_checkpoint_is_loaded_by_a_mount_that_knows_nothing(either: Lake) -> None:
+    path = either.path / "model.pt"
+    with script(SAVE_AND_LOAD, str(path), str(CHECKPOINT_BYTES)) as process:
+        assert answer(process) == "saved"
+    either.remount(empty_cache=True)
+    run(LOAD_AGAIN, str(path), str(CHECKPOINT_BYTES))
+    size = path.stat().st_size
+    assert size <= either.number("store.bytes.read") <= size + MIB, "each block is fetched once"
+    assert either.number("memory.rss") < 400 * MIB
+
+
+def test_safetensors(either: Lake) -> None:
+    path = either.path / "model.safetensors"
+    run(SAFETENSORS, str(path), str(CHECKPOINT_BYTES), "save")
+    assert either.outside.objects()["model.safetensors"] > CHECKPOINT_BYTES // 12 * 11
+    either.remount(empty_cache=True)
+    run(SAFETENSORS, str(path), str(CHECKPOINT_BYTES))
+
+
+def test_safetensors_save_file_needs_a_rename(lake: Lake) -> None:
+    """It writes a temporary file and renames it: it says that this is not supported, and leaves nothing behind."""
+    run(SAVE_FILE, str(lake.path / "model.safetensors"), "100000")
+    assert lake.outside.objects() == {}
+    assert list(lake.path.iterdir()) == []
+
+
+def put_images(lake: Lake) -> None:
+    def put(index: int) -> None:
+        data = index.to_bytes(8, "little") + bytes([index % 251]) * (4096 + index * 37 % 20_000)
+        lake.outside.replace(f"train/class-{index % 10}/{index:06d}.bin", data)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(put, range(IMAGES)))
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_data_loader_with_four_workers(store: str, make_lake: LakeMaker) -> None:
+    lake = make_lake(store)
+    put_images(lake)
+    lake.mount()
+    with script(LOADER, str(lake.path / "train"), str(IMAGES)) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "epoch\n"
+        first = lake.stats()
+        ask(process)
+        assert process.stdout.readline() == "epoch\n"
+        second = lake.stats()
+        ask(process)
+    assert number(first, "store.requests.get") == IMAGES
+    assert number(first, "store.requests.list") <= 24
+    assert second["store"] == first["store"], "the second epoch asks the store for nothing"
+    lake.remount()
+    assert all(path.read_bytes()[8:9] for path in (lake.path / "train" / "class-3").iterdir())
+    assert lake.number("store.requests.get") == 0, "the cache outlives the daemon"
