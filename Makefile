@@ -1,10 +1,11 @@
 # Every target sets up what it needs: system packages (apt), a virtual environment in .venv, the program in it.
 #
 #   make demo            the main job on a local directory as the store      make demo STORE=s3   on a real S3 server
-#   make test            the tests (PYTEST="-k name -x" to choose)           make lint            ruff and mypy, strict
+#   make test            the tests (PYTEST="-k name -x" and JOBS=1 to choose)     make lint       ruff and mypy, strict
 
 STORE ?= file
 PYTEST ?=
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/fuse/hooks.c)
@@ -16,7 +17,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python scripts/demo.py --store $(STORE)
 
 test: $(VENV)/.installed-test
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(PYTEST)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from tests.mount.conftest import Place, new_place
 from tests.mount.lakes import Lake, eventually, s3_lake
 from tests.servers import Server, make_bucket
 
-RETRY_S = "1.5"
+RETRY_S = "1.2"
 """How long a request is tried again."""
 
 

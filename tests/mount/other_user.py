@@ -6,6 +6,7 @@ directory that everybody can read. Where the tests are not run by root, the user
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import shutil
@@ -109,8 +110,29 @@ def _python(directory: Path, env: dict[str, str]) -> str:
 @contextmanager
 def other_user() -> Iterator[User]:
     """An unprivileged user; /dev/fuse is open to everybody meanwhile, as it is on any desktop."""
+    with _device_open_to_all():
+        yield from _user()
+
+
+@contextmanager
+def _device_open_to_all() -> Iterator[None]:
+    """One test process at a time, so that none takes the permission away from another."""
+    device = Path("/dev/fuse")
+    if os.geteuid() != 0:
+        yield
+        return
+    with open(Path(tempfile.gettempdir()) / f"lakefs-test-dev-fuse-{os.geteuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        mode = stat.S_IMODE(device.stat().st_mode)
+        device.chmod(0o666)
+        try:
+            yield
+        finally:
+            device.chmod(mode)
+
+
+def _user() -> Iterator[User]:
     directory = Path(tempfile.mkdtemp(prefix="lakefs-test-"))
-    device, mode = Path("/dev/fuse"), stat.S_IMODE(os.stat("/dev/fuse").st_mode)
     try:
         directory.chmod(0o755)
         home = directory / "home"
@@ -118,7 +140,6 @@ def other_user() -> Iterator[User]:
         env = environment(home)
         if os.geteuid() == 0:
             entry = pwd.getpwnam("nobody")
-            device.chmod(0o666)
             prefix = ["setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups"]
             user = User(entry.pw_uid, entry.pw_gid, directory, prefix, env, _python(directory, env))
         else:
@@ -126,6 +147,4 @@ def other_user() -> Iterator[User]:
         user.own(home)
         yield user
     finally:
-        if os.geteuid() == 0:
-            device.chmod(mode)
         shutil.rmtree(directory)

@@ -45,17 +45,17 @@ def writer(target: Path, data: bytes, scratch: Path) -> Iterator[None]:
 
 
 def written_back(lake: Lake, name: str, size: int) -> None:
-    """Wait until the daemon has taken ``size`` bytes of a file; the kernel writes back when it sees fit."""
-    deadline = time.monotonic() + 15
+    """Wait until the daemon has taken ``size`` bytes of a file; syncfs starts that, but does not wait."""
+    deadline = time.monotonic() + 60
     while [(file["path"], file["bytes"]) for file in lake.unfinished()] != [(name, size)]:
         assert time.monotonic() < deadline, f"{lake.unfinished()}\n{lake.log()}"
-        time.sleep(0.03)
+        subprocess.run(["sync", "-f", str(lake.path)], check=True)
+        time.sleep(0.1)
 
 
 def crash_while_writing(lake: Lake, name: str, data: bytes, scratch: Path) -> None:
     """The daemon is killed when it has all the bytes and has sent the complete parts, but the file is open."""
     with writer(lake.path / name, data, scratch):
-        subprocess.run(["sync", "-f", str(lake.path)], check=True)
         written_back(lake, name, len(data))
         eventually(lambda: lake.number("upload.parts") >= len(data) // PART_BYTES, "parts uploaded")
         lake.kill()
