@@ -88,5 +88,8 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_file: str | None = None
     log_level: str = "INFO"
     foreground: bool = False
+    attributes: str = "listing"
+    """Where mode, owner and mtime of objects not opened here yet come from: ``listing`` (defaults and LastModified) or
+    ``objects`` (one HEAD for each, once, before it is shown)."""
     orphans: str = "keep"
     """What to do with files a dead daemon left unfinished: ``keep`` (list them), ``finish`` or ``abort``."""

@@ -63,6 +63,7 @@ class Options(TypedDict):
     uploads: int | None
     requests: int | None
     retry_timeout: float | None
+    attributes: str | None
     orphans: str | None
     log_file: str | None
     log_level: str | None
@@ -114,6 +115,8 @@ class MountCommand(click.Command):
 @click.option(
     "--retry-timeout", type=DURATION, help=f"How long a failing request is tried again.  {_default('retry_timeout_s')}"
 )
+@click.option("--attributes", type=click.Choice(["listing", "objects"]), help="Where mode, owner and mtime of objects "
+              f"come from: the listing, or one HEAD each, once.  {_default('attributes')}")  # fmt: skip
 @click.option("--orphans", type=click.Choice(["keep", "finish", "abort"]), help="What to do with files that a dead "
               f"daemon left unfinished.  {_default('orphans')}")  # fmt: skip
 @click.option("--log-file", type=click.Path(), help="[default: one per mountpoint in the user's state directory]")
@@ -177,6 +180,7 @@ def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
             dir_mode=options["dir_mode"],
             uploads_max=options["uploads"],
             log_level=options["log_level"],
+            attributes=options["attributes"],
             orphans=options["orphans"],
         ),
     )

@@ -17,6 +17,7 @@ import msgspec
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.errors import CacheError, FileError, LakeError, NotFound
+from lakefs_fuse.fs.asking import ask_all, is_unasked
 from lakefs_fuse.fs.attributes import PERMISSIONS, describe, learn
 from lakefs_fuse.fs.files import FileTable, OpenFile
 from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
@@ -106,13 +107,14 @@ class Filesystem:
         """The entry of a name (None: there is none), and for how many seconds that may be remembered."""
         self._directory(parent)
         entry, fresh_s = await self._ns.lookup(parent, name)
+        if entry is not None and self.config.attributes == "objects":
+            return await self.getattr(entry.inode), fresh_s
         return (self.entry(entry.inode) if entry else None), fresh_s
 
     async def getattr(self, inode: int) -> Entry:
         """As `entry`, but asks the store, once for each version, for attributes that LIST does not tell."""
         entry = self.entry(inode)
-        unasked = not entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL)
-        if unasked and not self._files.is_dirty(entry):
+        if is_unasked(entry) and not self._files.is_dirty(entry):
             await self._learn(inode, entry)
         return self.entry(inode)
 
@@ -137,7 +139,10 @@ class Filesystem:
     async def opendir(self, inode: int) -> float:
         """A complete listing is there when this returns; it may be remembered for so many seconds."""
         self._directory(inode)
-        return await self._ns.ensure_listed(inode)
+        fresh_s = await self._ns.ensure_listed(inode)
+        if self.config.attributes == "objects":
+            await ask_all(self._ns.tree.children(inode), self.getattr)
+        return fresh_s
 
     def listing_fresh_s(self, inode: int) -> float:
         """For how many seconds more the listing of a directory may be remembered."""

@@ -32,7 +32,8 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
     arguments = """mount s3://bucket/some/prefix mnt --cache-dir cache --cache-size 3GiB --staging-size 2G
         --free-space 100M --endpoint-url http://localhost:8333/ --region eu-1 --profile lab --addressing-style path
         --ca-bundle ca.pem --metadata-ttl 5m --read-only --allow-other --uid 1000 --gid 100 --file-mode 600
-        --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --log-file lake.log
+        --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --attributes objects
+        --log-file lake.log
         --log-level debug --foreground""".split()
     assert run(arguments) == 0
     (config,) = mounted
@@ -66,6 +67,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "log_level": "DEBUG",
         "foreground": True,
         "orphans": "finish",
+        "attributes": "objects",
     }
 
 
@@ -98,6 +100,7 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert int(told["--requests"]) == config.store.requests_max
     assert float(told["--retry-timeout"]) == config.store.retry_timeout_s
     assert told["--orphans"] == config.orphans
+    assert told["--attributes"] == config.attributes
     assert told["--log-level"] == config.log_level
     assert told["--addressing-style"] == config.store.addressing_style
     modes = f"{told.pop('--file-mode')}, {told.pop('--dir-mode')}"
@@ -145,6 +148,7 @@ def test_an_option_value_that_looks_like_an_option_is_a_value(mounted: list[Moun
         (["--cache-size", "lots"], "--cache-size"),
         (["--uploads", "0"], "--uploads"),
         (["--orphans", "eat"], "--orphans"),
+        (["--attributes", "guess"], "--attributes"),
         (["--ca-bundle", "/nonexistent/ca.pem"], "--ca-bundle"),
         (["--endpoint-url", "localhost:8333"], "--endpoint-url"),
         (["--endpoint-url", "http://key:topsecret@localhost"], "--endpoint-url"),

@@ -110,6 +110,27 @@ def test_times_without_being_told(lake: Lake) -> None:
     assert asked_again(lake, file) == [(0o644, shown)]
 
 
+def test_exact_attributes_of_objects_nobody_opened(either: Lake) -> None:
+    """With ``--attributes objects`` plain stat and listings are right at once, and each object is asked about once."""
+    (either.path / "dir").mkdir()
+    for name in ("dir/one", "two"):
+        file = either.path / name
+        file.write_bytes(b"x")
+        file.chmod(0o600)
+        os.utime(file, ns=(LONG_AGO_NS, LONG_AGO_NS))
+    either.remount("--attributes", "objects", empty_cache=True)
+    names = [entry for place in (either.path, either.path / "dir") for entry in os.scandir(place) if entry.is_file()]
+    for path in (either.path / "two", *names):
+        found = os.stat(path)
+        assert (stat.S_IMODE(found.st_mode), found.st_mtime_ns) == (0o600, LONG_AGO_NS)
+    assert sorted(entry.name for entry in names) == ["one", "two"]
+    asked_for = either.number("store.requests.head")
+    assert 2 <= asked_for <= 3, "each file, and the directory, once"
+    either.remount("--attributes", "objects")
+    assert os.stat(either.path / "dir" / "one").st_mtime_ns == LONG_AGO_NS
+    assert either.number("store.requests.head") == 0
+
+
 def test_cp_of_a_source_tree(either: Lake, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(PACKAGE, tree / "package", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
