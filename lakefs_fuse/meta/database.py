@@ -168,8 +168,8 @@ class Database:
     def scan(self, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Keys in [begin, end) in order, as of the first step: changes made while it is read are not seen.
 
-        The end is checked here and not by `ReadOptions.set_iterate_upper_bound`: rocksdict 0.3 does not keep the bound
-        alive for as long as the iterator, which then ends early or runs past it.
+        The end is checked here and not by `ReadOptions.set_iterate_upper_bound`: with it, iterators of rocksdict 0.3
+        were seen to end early and to run past the bound.
         """
         items = cast("Iterator[tuple[bytes, bytes]]", self._raw.items(from_key=begin))
         while True:
