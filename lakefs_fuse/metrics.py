@@ -53,14 +53,13 @@ class UploadMetrics:
     parts_copied: int = 0
     publishes: int = 0
     failures: int = 0
-    spills: int = 0
     writer_waits: int = 0
     idle_with_work_s: float = 0.0
 
 
 @dataclass(slots=True)
 class NamespaceMetrics:
-    """Listing. ``hidden_*`` count keys that cannot be paths, as last seen (see docs/SEMANTICS.md)."""
+    """Listing: LISTs of whole directories and their pages, questions about single names, and what they changed."""
 
     listings: int = 0
     listing_pages: int = 0

@@ -469,7 +469,3 @@ class Draft:
         self._staged_bytes = 0
         self.services.staging.unregister(self)
         self._file.close()
-
-    @property
-    def staged_bytes(self) -> int:
-        return self._staged_bytes

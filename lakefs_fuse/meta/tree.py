@@ -92,9 +92,6 @@ class Tree:
             inode = entry.parent
         return names[::-1]
 
-    def is_empty(self, parent: int) -> bool:
-        return next(self.children(parent), None) is None
-
     # -- changing
 
     def insert(self, batch: Batch, parent: int, name: bytes, flags: Flag, **attributes: int | str) -> Entry:

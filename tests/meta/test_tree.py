@@ -134,7 +134,7 @@ class TreeMachine(RuleBasedStateMachine):
         for directory, names in self.model.items():
             found = list(self.tree.children(directory))
             assert found == sorted(names.values(), key=lambda entry: entry.cookie)
-            assert self.tree.is_empty(directory) == (not names)
+            assert (next(self.tree.children(directory), None) is None) == (not names)
             assert self.tree.listing(directory) == self.listings.get(directory)
             for sort_name, entry in names.items():
                 assert self.tree.named(directory, sort_name) == entry
