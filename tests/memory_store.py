@@ -18,6 +18,7 @@ from lakefs_fuse.store.protocol import Body, Capabilities, Fetched, ListPage, Ob
 
 When = Literal["before", "after"]
 WAIT_S_MAX = 20.0
+START_NS = 1_700_000_000_000_000_000
 
 
 @dataclass(frozen=True)
@@ -78,17 +79,21 @@ class MemoryStore:
     """An `ObjectStore`; see the module's head. Thread-safe but for the hook."""
 
     def __init__(self, capabilities: Capabilities | None = None, *, page_keys_max: int = 1000) -> None:
+        self.clock: Callable[[], int] = lambda: START_NS
         self.capabilities = capabilities or Capabilities(name="memory")
         self.page_keys_max = page_keys_max
         self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
         self.uploads: dict[str, Upload] = {}
         self.requests: list[Request] = []
         self.hook: Callable[[Request, When], None] = lambda _request, _when: None
-        self.now_ns = 1_700_000_000_000_000_000
         self.parts_in_flight: Counter[tuple[str, int]] = Counter()
         self.parts_collided = False
         self._lock = threading.RLock()
         self._serial = 0
+
+    @property
+    def now_ns(self) -> int:
+        return self.clock()
 
     # -- what tests do from outside
 
@@ -191,7 +196,8 @@ class MemoryStore:
     ) -> ListPage:
         request = self._begin("list", prefix)
         with self._lock:
-            names = [name for name in self._names(prefix, delimiter) if token is None or self._place(name[0]) > token]
+            begin = token if token is not None else self._place(start_after) if start_after else ""
+            names = [name for name in self._names(prefix, delimiter) if self._place(name[0]) > begin]
             page = names[: min(keys_max, self.page_keys_max)]
             answer = ListPage(
                 [self._listed(name) for name, common in page if not common],
@@ -299,6 +305,10 @@ class MemoryStore:
                 for upload_id, upload in self.uploads.items()
                 if upload.key.startswith(prefix)
             ]
+
+    def time_ns(self) -> int:
+        self._begin("time_ns", "")
+        return self.now_ns
 
     def close(self) -> None:
         """Nothing is held."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -85,6 +85,10 @@ class StoreClient:
         """See `ObjectStore.head`."""
         return await self._call("head", partial(self._store.head, key), abandon=True)
 
+    async def time_ns(self) -> int:
+        """See `ObjectStore.time_ns`."""
+        return await self._call("head", self._store.time_ns, abandon=True)
+
     async def list_page(
         self,
         prefix: str,
@@ -105,7 +109,9 @@ class StoreClient:
         )
         return await self._call("list", call, abandon=True)
 
-    async def list_all(self, prefix: str, *, delimiter: str = "", start_after: str = "") -> AsyncIterator[ListPage]:
+    async def list_all(
+        self, prefix: str, *, delimiter: str = "", start_after: str = ""
+    ) -> AsyncGenerator[ListPage, None]:
         """Every page; one that is left early is closed with `aclose` (contextlib.aclosing)."""
         token: str | None = None
         while True:

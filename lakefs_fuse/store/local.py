@@ -29,6 +29,7 @@ class LocalStore:
         self, root: str, *, rng: random.Random | None = None, now_ns: Callable[[], int] = time.time_ns
     ) -> None:
         """Raises NoSuchBucket, AccessDenied, ConfigError."""
+        self._now_ns = now_ns
         self._tree = LocalTree(root, rng or random.SystemRandom(), now_ns)
         self._listing = LocalListing(self._tree)
         self._uploads = LocalUploads(self._tree)
@@ -185,6 +186,10 @@ class LocalStore:
         """See `ObjectStore.list_multipart`."""
         with translated("list uploads of", prefix):
             return self._uploads.unfinished(prefix)
+
+    def time_ns(self) -> int:
+        """See `ObjectStore.time_ns`."""
+        return self._now_ns()
 
     def close(self) -> None:
         """Nothing is held."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 from botocore import exceptions as boto
@@ -280,6 +281,23 @@ class S3Store:
             if not answer.get("IsTruncated") or not following["KeyMarker"] or following == markers:
                 return found
             markers = {name: value for name, value in following.items() if value}
+
+    def time_ns(self) -> int:
+        """See `ObjectStore.time_ns`. Raises Unsupported where answers have no Date."""
+        try:
+            answer: Answer = self._client.head_bucket(Bucket=self._bucket)
+        except boto.ClientError as error:
+            # Policies that allow a prefix only may refuse this; the refusal is dated all the same.
+            answer = error.response
+            if answer["ResponseMetadata"]["HTTPStatusCode"] != 403:
+                raise from_boto("ask for the time", error) from error
+        except (boto.BotoCoreError, OSError, ValueError) as error:
+            raise from_boto("ask for the time", error) from error
+        try:
+            date = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
+        except (KeyError, ValueError):
+            raise Unsupported("the store's answers do not say when they were made (Date)") from None
+        return int(date.timestamp()) * 1_000_000_000 + 500_000_000
 
     def close(self) -> None:
         """Give back connections."""

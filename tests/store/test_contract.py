@@ -82,6 +82,14 @@ def test_put_head_and_list_agree(lake: Lake) -> None:
         assert before_ns < meta.mtime_ns < time.time_ns() + 3_000_000_000
 
 
+def test_the_store_says_what_time_it_is(lake: Lake) -> None:
+    before_ns = time.time_ns()
+    said_ns = lake.store.time_ns()
+    assert before_ns - 1_500_000_000 < said_ns < time.time_ns() + 1_500_000_000
+    if lake.name != "local":
+        assert said_ns % 1_000_000_000 == 500_000_000
+
+
 def test_an_object_put_again_is_another_version_without_the_old_metadata(lake: Lake) -> None:
     first = lake.store.put("a", b"first", metadata={"mode": "1"})
     second = lake.store.put("a", b"other")

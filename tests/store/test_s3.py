@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from xml.etree.ElementTree import ParseError
 
 import pytest
+import urllib3
+from botocore.awsrequest import AWSResponse
 
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -65,6 +68,37 @@ def test_keys_that_are_no_paths_are_read_as_they_are(on_moto: S3Store, moto: Ser
     on_moto.delete("a//b")
     assert on_moto.delete_many(["./x", "dir/"]) == {}
     assert {meta.key for meta in on_moto.list_page("").objects} == set(keys) - {"a//b", "./x", "dir/"}
+
+
+@pytest.mark.parametrize(
+    ("status", "date", "expected"),
+    [
+        (403, "Tue, 14 Nov 2023 22:13:20 GMT", 1_700_000_000_500_000_000),
+        (200, "Tue, 14 Nov 2023 22:13:20 GMT", 1_700_000_000_500_000_000),
+        (200, None, Unsupported),
+        (200, "some day", Unsupported),
+        (403, None, Unsupported),
+        (404, "Tue, 14 Nov 2023 22:13:20 GMT", NotFound),
+        (503, "Tue, 14 Nov 2023 22:13:20 GMT", Unavailable),
+    ],
+)
+def test_the_time_is_the_date_of_an_answer_even_of_a_refusal(
+    moto: Server, bucket: str, status: int, date: str | None, expected: int | type[StoreError]
+) -> None:
+    access = connect(s3_config(moto, bucket))
+    headers = {} if date is None else {"date": date}
+
+    def answer(**_: object) -> AWSResponse:
+        return AWSResponse("", status, headers, urllib3.HTTPResponse(io.BytesIO(), preload_content=False))
+
+    access.client.meta.events.register_first("before-send.s3.HeadBucket", answer)
+    store = S3Store(access)
+    with contextlib.closing(store):
+        if isinstance(expected, int):
+            assert store.time_ns() == expected
+        else:
+            with pytest.raises(expected):
+                store.time_ns()
 
 
 def test_a_prefix_hides_what_lies_outside(moto: Server, bucket: str) -> None:
