@@ -5,6 +5,7 @@ Nothing in this file is a secret: credentials only ever come from boto3's own ch
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,6 +20,30 @@ TIB = 1024 * GIB
 
 RESERVED_NAME = ".lakefs"
 """First component of every key this program keeps for itself; hidden from listings, refused in paths."""
+
+PACK_MODES = ("auto", "always", "never")
+PACK_THRESHOLD_BYTES_MAX = 64 * MIB
+"""Size that packs aim at: a larger file gains nothing from being in one."""
+REFRESH_S_MIN = 0.1
+
+SIZE_BYTES_MAX = 1 << 62
+_SIZE_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _SIZE_UNITS[_letter] = _SIZE_UNITS[_letter + "ib"] = 1024**_power
+    _SIZE_UNITS[_letter + "b"] = 1000**_power
+_NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: ``10GiB``, ``500M`` (a bare unit letter is binary), ``1073741824``. Raises ConfigError."""
+    match = _NUMBER_AND_UNIT.fullmatch(text.strip())
+    factor = _SIZE_UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is not a size: expected for example 10GiB, 500M or 1073741824")
+    size = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+    if size > SIZE_BYTES_MAX:
+        raise ConfigError(f"{text!r} is more than any disk holds")
+    return size
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -66,6 +91,14 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Store requests in flight, uploads of parts not counted."""
 
 
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
+    """What holds for paths that match ``path``, a glob of `lakefs_fuse.rules`; None leaves a setting as it was."""
+
+    path: str
+    pack: str | None = None
+    pack_threshold_bytes: int | None = None
+
+
 class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One mount of one lake on this node."""
 
@@ -93,3 +126,13 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``objects`` (one HEAD for each, once, before it is shown)."""
     orphans: str = "keep"
     """What to do with files a dead daemon left unfinished: ``keep`` (list them), ``finish`` or ``abort``."""
+    pack: str = "auto"
+    """Whether files up to ``pack_threshold_bytes`` share packs: ``auto`` (where several close together), ``always`` or
+    ``never``. ``rules`` may say otherwise for some paths."""
+    pack_threshold_bytes: int = 1 * MIB
+    refresh_s: float = 5.0
+    """How often the store is asked for commits of others; at least REFRESH_S_MIN."""
+    rules: tuple[Rule, ...] = ()
+    """In the order of their file, which the daemon does not read."""
+    relocate_after_s: float = 60.0
+    """Plain objects that were renamed are copied to their new key by the store after so many seconds; 0 leaves them."""

@@ -41,6 +41,10 @@ class StagingFull(LakeError):
     errno = errno.ENOSPC
 
 
+class DamagedCommit(LakeError):
+    """A commit object, or an index, in the store cannot be used: cut short, changed, of another format, or hostile."""
+
+
 class FileError(LakeError):
     """A POSIX answer to a file operation; the only kind whose errno differs from one instance to the next."""
 

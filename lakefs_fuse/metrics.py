@@ -71,6 +71,30 @@ class NamespaceMetrics:
 
 
 @dataclass(slots=True)
+class CommitMetrics:
+    """Commits. ``files_packed`` and ``bytes_packed`` were closed here and went into a pack; ``batch_files_max`` is the
+    largest number of files in one. ``lag_s`` is how long after its time the newest commit of another node was
+    applied."""
+
+    written: int = 0
+    operations_written: int = 0
+    failures: int = 0
+    applied: int = 0
+    operations_applied: int = 0
+    damaged: int = 0
+    future: int = 0
+    polls: int = 0
+    packs: int = 0
+    files_packed: int = 0
+    bytes_packed: int = 0
+    batch_files_max: int = 0
+    operations_batch_max: int = 0
+    lag_s: float = 0.0
+    objects_deleted: int = 0
+    relocated: int = 0
+
+
+@dataclass(slots=True)
 class Metrics:
     """All counters of one daemon."""
 
@@ -79,6 +103,7 @@ class Metrics:
     cache: CacheMetrics = field(default_factory=CacheMetrics)
     upload: UploadMetrics = field(default_factory=UploadMetrics)
     namespace: NamespaceMetrics = field(default_factory=NamespaceMetrics)
+    commits: CommitMetrics = field(default_factory=CommitMetrics)
 
     def as_dict(self) -> dict[str, object]:
         """Nested plain values, the shape of ``stats --json`` before gauges are added."""
@@ -90,4 +115,5 @@ class Metrics:
             "cache": asdict(self.cache),
             "upload": asdict(self.upload),
             "namespace": asdict(self.namespace),
+            "commits": asdict(self.commits),
         }

@@ -19,20 +19,26 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "metrics": frozenset(),
     "config": frozenset({"errors"}),
+    "nurseries": frozenset({"errors"}),
+    "rules": frozenset({"errors", "config"}),
     "logs": FOUNDATION,
     "store": FOUNDATION,
     "meta": FOUNDATION,
-    "data": FOUNDATION | {"store"},
-    "fs": FOUNDATION | {"store", "meta", "data"},
+    "data": FOUNDATION | {"nurseries", "store"},
+    "catalog": FOUNDATION | {"nurseries", "store", "meta", "rules"},
+    "fs": FOUNDATION | {"nurseries", "store", "meta", "data", "catalog", "rules"},
     "fuse": FOUNDATION | {"fs", "meta"},
     "control": FOUNDATION,
-    "cli": FOUNDATION | {"control"},
+    "offline_protocol": FOUNDATION,
+    "cli": FOUNDATION | {"control", "rules", "offline_protocol"},
     "__main__": frozenset({"cli"}),
     "lake": FOUNDATION | {"store", "fs"},
     "daemon": FOUNDATION | {"lake", "fuse", "control", "logs"},
+    "admin": FOUNDATION | {"nurseries", "store", "meta", "data", "catalog", "fs", "offline_protocol"},
+    "offline": FOUNDATION | {"store", "catalog", "admin", "offline_protocol"},
 }
 """By first component of the module. `fuse` takes entries of `meta` as `fs` hands them out; `control` is given a view
-of the filesystem; `lake` and `daemon` put the layers together."""
+of the filesystem; `lake`, `daemon` and `offline` put the layers together."""
 
 ONLY_IN = {
     "pyfuse3": "fuse",
@@ -143,4 +149,4 @@ def test_the_command_line_starts_without_the_filesystem() -> None:
         seen.add(layer)
         used = {imported_layer(name) for path in modules() if layer_of(path) == layer for name in imports(path)}
         queue += [found for found in used if found is not None and found not in seen]
-    assert seen.isdisjoint({"fs", "fuse", "data", "meta", "store", "lake", "daemon"})
+    assert seen.isdisjoint({"fs", "fuse", "data", "meta", "store", "catalog", "admin", "lake", "daemon", "offline"})

@@ -6,8 +6,7 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from typing import TypedDict, Unpack
-from urllib.parse import urlsplit
+from typing import Unpack
 
 import click
 import platformdirs
@@ -15,45 +14,31 @@ from msgspec import structs
 
 from lakefs_fuse.cli import preflight, spawn
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, SIZE
-from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, SIZE, default_text
+from lakefs_fuse.cli.store_options import StoreOptions, absolute, build_store, given, store_options
+from lakefs_fuse.config import PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.errors import ConfigError
+from lakefs_fuse.rules import check_pack_threshold, read_rules
 
 APP = "lakefs-fuse"
 
-_DEFAULTS: dict[str, object] = {
-    field.name: field.default for kind in (StoreConfig, MountConfig) for field in structs.fields(kind)
-}
+_DEFAULTS: dict[str, object] = {field.name: field.default for field in structs.fields(MountConfig)}
 
 
 def _default(name: str) -> str:
-    """What config.py says, for the help text: sizes in the largest unit, modes in octal."""
-    value = _DEFAULTS[name]
-    if name.endswith("_mode"):
-        return f"[default: {value:o}]"
-    if "bytes" in name and isinstance(value, int):
-        unit, bits = next((unit, bits) for unit, bits in _SIZE_UNITS if value % (1 << bits) == 0)
-        return f"[default: {value >> bits}{unit}]"
-    return f"[default: {value:g}]" if isinstance(value, float) else f"[default: {value}]"
+    return default_text(name, _DEFAULTS[name])
 
 
-_SIZE_UNITS = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10), ("", 0))
-
-
-class Options(TypedDict):
+class Options(StoreOptions):
     """The options of `mount` as click hands them over; None where config.py's default holds."""
 
     cache_dir: str | None
     cache_size: int | None
     staging_size: int | None
     free_space: int | None
-    endpoint_url: str | None
-    region: str | None
-    profile: str | None
-    addressing_style: str | None
-    ca_bundle: str | None
     metadata_ttl: float | None
+    refresh: float | None
     read_only: bool
     allow_other: bool
     uid: int | None
@@ -61,8 +46,10 @@ class Options(TypedDict):
     file_mode: int | None
     dir_mode: int | None
     uploads: int | None
-    requests: int | None
-    retry_timeout: float | None
+    pack: str | None
+    pack_threshold: int | None
+    rules: str | None
+    relocate_after: float | None
     attributes: str | None
     orphans: str | None
     log_file: str | None
@@ -96,12 +83,11 @@ class MountCommand(click.Command):
 @click.option(
     "--free-space", type=SIZE, help=f"Disk space that cache and staging leave free.  {_default('free_bytes_min')}"
 )
-@click.option("--endpoint-url", metavar="URL", help="S3 endpoint, where it is not AWS.")
-@click.option("--region", help="As boto3 takes it; else from its own configuration.")
-@click.option("--profile", help="Profile of ~/.aws to take credentials and settings from.")
-@click.option("--addressing-style", type=click.Choice(["auto", "path", "virtual"]), help=_default("addressing_style"))
-@click.option("--ca-bundle", type=click.Path(), help="PEM file of certificate authorities to trust.")
+@store_options
 @click.option("--metadata-ttl", type=DURATION, help=f"How long a listing is believed.  {_default('metadata_ttl_s')}")
+@click.option(
+    "--refresh", type=DURATION, help=f"How often the store is asked for commits of others.  {_default('refresh_s')}"
+)
 @click.option("--read-only/--read-write", help="Refuse every change.")
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
 @click.option("--uid", type=click.IntRange(0, 2**32 - 2), help="Owner of files that name none.  [default: you]")
@@ -109,12 +95,14 @@ class MountCommand(click.Command):
 @click.option("--file-mode", type=OCTAL_MODE, help=f"Mode of files that name none.  {_default('file_mode')}")
 @click.option("--dir-mode", type=OCTAL_MODE, help=f"Mode of directories that name none.  {_default('dir_mode')}")
 @click.option("--uploads", type=click.IntRange(1, 64), help=f"Parts uploaded at once.  {_default('uploads_max')}")
+@click.option("--pack", type=click.Choice(PACK_MODES), help="Whether small files share packs: where several close "
+              f"together, all, or none.  {_default('pack')}")  # fmt: skip
 @click.option(
-    "--requests", type=click.IntRange(1, 1024), help=f"Other store requests at once.  {_default('requests_max')}"
+    "--pack-threshold", type=SIZE, help=f"Largest file that goes into a pack.  {_default('pack_threshold_bytes')}"
 )
-@click.option(
-    "--retry-timeout", type=DURATION, help=f"How long a failing request is tried again.  {_default('retry_timeout_s')}"
-)
+@click.option("--rules", type=click.Path(), metavar="FILE", help="TOML file of settings that differ by path.")
+@click.option("--relocate-after", type=DURATION, help="Plain objects that were renamed are copied to their new key by "
+              f"the store after so long; 0 leaves them.  {_default('relocate_after_s')}")  # fmt: skip
 @click.option("--attributes", type=click.Choice(["listing", "objects"]), help="Where mode, owner and mtime of objects "
               f"come from: the listing, or one HEAD each, once.  {_default('attributes')}")  # fmt: skip
 @click.option("--orphans", type=click.Choice(["keep", "finish", "abort"]), help="What to do with files that a dead "
@@ -139,46 +127,36 @@ def mount(source: str, mountpoint: str, **options: Unpack[Options]) -> None:
 
 def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
     """Raises ConfigError. Paths come out absolute, because the daemon works elsewhere."""
-    parsed = Source.parse(source)
-    endpoint_url = _checked_endpoint(options["endpoint_url"])
-    ca_bundle = options["ca_bundle"]
-    if ca_bundle is not None and not os.access(ca_bundle, os.R_OK):
-        raise ConfigError(f"--ca-bundle {ca_bundle} cannot be read")
-    store = structs.replace(
-        StoreConfig(source=parsed),
-        **_given(
-            endpoint_url=endpoint_url,
-            region=options["region"],
-            profile=options["profile"],
-            addressing_style=options["addressing_style"],
-            ca_bundle=_absolute(ca_bundle),
-            retry_timeout_s=options["retry_timeout"],
-            requests_max=options["requests"],
-        ),
-    )
+    store = build_store(Source.parse(source), options)
+    _check_packing(options)
     point = real_mountpoint(mountpoint)
     foreground = options["foreground"]
     config = MountConfig(
         store=store,
         mountpoint=point,
-        cache_dir=_absolute(options["cache_dir"]) or default_cache_dir(store),
-        log_file=_absolute(options["log_file"]) or (None if foreground else default_log_file(point)),
+        cache_dir=absolute(options["cache_dir"]) or default_cache_dir(store),
+        log_file=absolute(options["log_file"]) or (None if foreground else default_log_file(point)),
         read_only=options["read_only"],
         allow_other=options["allow_other"],
         foreground=foreground,
     )
     return structs.replace(
         config,
-        **_given(
+        **given(
             cache_bytes_max=options["cache_size"],
             staging_bytes_max=options["staging_size"],
             free_bytes_min=options["free_space"],
             metadata_ttl_s=options["metadata_ttl"],
+            refresh_s=options["refresh"],
             uid=options["uid"],
             gid=options["gid"],
             file_mode=options["file_mode"],
             dir_mode=options["dir_mode"],
             uploads_max=options["uploads"],
+            pack=options["pack"],
+            pack_threshold_bytes=options["pack_threshold"],
+            rules=None if options["rules"] is None else read_rules(os.path.expanduser(options["rules"])),
+            relocate_after_s=options["relocate_after"],
             log_level=options["log_level"],
             attributes=options["attributes"],
             orphans=options["orphans"],
@@ -186,25 +164,12 @@ def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
     )
 
 
-def _given(**values: object) -> dict[str, object]:
-    """Those that were given, so that defaults stay in config.py alone."""
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _absolute(path: str | None) -> str | None:
-    return None if path is None else os.path.abspath(os.path.expanduser(path))
-
-
-def _checked_endpoint(url: str | None) -> str | None:
-    if url is None:
-        return None
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
-        # Not repeated in the message: it may be a secret.
-        raise ConfigError("--endpoint-url must not hold credentials: put them in the environment or ~/.aws")
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"--endpoint-url {url}: expected for example https://s3.example.com or http://localhost:8333")
-    return url.rstrip("/")
+def _check_packing(options: Options) -> None:
+    """Raises ConfigError."""
+    if options["pack_threshold"] is not None:
+        check_pack_threshold(options["pack_threshold"], "--pack-threshold")
+    if options["refresh"] is not None and options["refresh"] < REFRESH_S_MIN:
+        raise ConfigError(f"--refresh {options['refresh']:g}: expected {REFRESH_S_MIN:g} s or more")
 
 
 def default_cache_dir(store: StoreConfig) -> str:

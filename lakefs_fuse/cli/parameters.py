@@ -9,14 +9,12 @@ import re
 
 import click
 
-_SIZE_UNITS = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgt", start=1):
-    _SIZE_UNITS[_letter] = _SIZE_UNITS[_letter + "ib"] = 1024**_power
-    _SIZE_UNITS[_letter + "b"] = 1000**_power
+from lakefs_fuse.config import parse_size
+from lakefs_fuse.errors import ConfigError
+
 _DURATION_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 
-SIZE_BYTES_MAX = 1 << 62
 DURATION_S_MAX = 10 * 365 * 86400.0
 
 
@@ -28,14 +26,10 @@ class Size(click.ParamType[int]):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        match = _NUMBER_AND_UNIT.fullmatch(str(value).strip())
-        factor = _SIZE_UNITS.get(match[2].lower()) if match else None
-        if match is None or factor is None:
-            self.fail(f"{value!r} is not a size: expected for example 10GiB, 500M or 1073741824", param, ctx)
-        size = int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
-        if size > SIZE_BYTES_MAX:
-            self.fail(f"{value!r} is more than any disk holds", param, ctx)
-        return size
+        try:
+            return parse_size(str(value))
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
 
 
 class Duration(click.ParamType[float]):
@@ -91,3 +85,16 @@ def format_duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+_LARGEST_FIRST = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10), ("", 0))
+
+
+def default_text(name: str, value: object) -> str:
+    """A default of config.py for the help text: sizes in the largest unit, modes in octal."""
+    if name.endswith("_mode"):
+        return f"[default: {value:o}]"
+    if "bytes" in name and isinstance(value, int):
+        unit, bits = next((unit, bits) for unit, bits in _LARGEST_FIRST if value % (1 << bits) == 0)
+        return f"[default: {value >> bits}{unit}]"
+    return f"[default: {value:g}]" if isinstance(value, float) else f"[default: {value}]"

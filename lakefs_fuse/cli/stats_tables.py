@@ -35,6 +35,7 @@ def render(values: Values, before: Values | None = None, interval_s: float = 1.0
         _store(values, before, interval_s),
         _cache(values),
         _writing(values),
+        _commits(values),
         _upcalls(values, before, interval_s),
     ]
     files = _unfinished(values)
@@ -104,6 +105,19 @@ def _writing(values: Values) -> Text:
         ("uploads: ", "bold"),
         f"{number(upload, 'parts'):,.0f} parts, {number(upload, 'publishes'):,.0f} files, "
         f"{number(upload, 'failures'):,.0f} failures",
+    )
+
+
+def _commits(values: Values) -> Text:
+    commits = section(values, "commits")
+    return Text.assemble(
+        ("commits: ", "bold"),
+        f"{number(commits, 'written'):,.0f} written, {number(commits, 'applied'):,.0f} applied, "
+        f"{number(commits, 'operations_waiting'):,.0f} changes waiting, last {number(commits, 'lag_s'):.1f} s behind; ",
+        ("packs: ", "bold"),
+        f"{number(commits, 'files_packed'):,.0f} files in {number(commits, 'packs'):,.0f} from here, "
+        f"{format_bytes(number(commits, 'pack_bytes_live'))} live, "
+        f"{format_bytes(number(commits, 'pack_bytes_dead'))} dead in {number(commits, 'packs_known'):,.0f} known",
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
+from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.runtime import client_socket_paths
 from lakefs_fuse.errors import LakeError
@@ -64,6 +65,10 @@ class ControlClient:
     def hello(self) -> protocol.Hello:
         """Who answers."""
         return _expect(protocol.Hello, self.call(protocol.Ping()))
+
+    def store(self) -> StoreConfig:
+        """The mounted lake and how its store is reached."""
+        return _expect(protocol.StoreOf, self.call(protocol.GetStore())).store
 
     def follow(self, request: protocol.MakeDurable | protocol.WaitEnd) -> Iterator[protocol.Reply]:
         """`Progress` as it comes, then one `Done` or `Failed`, which ends it. Sends before it returns."""

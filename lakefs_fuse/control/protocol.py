@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
+from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import EXIT_FAILURE, LakeError
 
 REQUEST_BYTES_MAX = 64 * 1024
@@ -56,7 +57,11 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Asks for `Hello`."""
 
 
-Request = Stats | ListUnfinished | MakeDurable | FinishOrphan | AbortOrphan | Unmount | WaitEnd | Ping
+class GetStore(msgspec.Struct, frozen=True, tag="get_store"):
+    """Asks for `StoreOf`."""
+
+
+Request = GetStore | Stats | ListUnfinished | MakeDurable | FinishOrphan | AbortOrphan | Unmount | WaitEnd | Ping
 
 
 class UnfinishedFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +85,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     source: str
     mountpoint: str
     log_file: str
+
+
+class StoreOf(msgspec.Struct, frozen=True, tag="store"):
+    """The lake that is mounted and how its store is reached, for work on it beside the mount. Nothing secret."""
+
+    store: StoreConfig
 
 
 class Statistics(msgspec.Struct, frozen=True, tag="statistics"):
@@ -115,7 +126,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     files: tuple[UnfinishedFile, ...] = ()
 
 
-Reply = Hello | Statistics | UnfinishedFiles | Progress | Done | Failed
+Reply = Hello | StoreOf | Statistics | UnfinishedFiles | Progress | Done | Failed
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -156,6 +156,8 @@ class ControlServer:
         match request:
             case protocol.Stats():
                 return protocol.Statistics(self.statistics())
+            case protocol.GetStore():
+                return protocol.StoreOf(self._config.store)
             case protocol.ListUnfinished():
                 files = self._fs.unfinished()
                 return protocol.UnfinishedFiles(wire_files(files), len(files))

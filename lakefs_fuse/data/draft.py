@@ -27,10 +27,10 @@ from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarg
 from lakefs_fuse.data.gate import Gate
 from lakefs_fuse.data.hashing import hash_blocks
 from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
-from lakefs_fuse.data.record import DraftRecord, DraftState, UploadedPart
+from lakefs_fuse.data.record import BaseExtent, DraftRecord, DraftState, UploadedPart
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.strays import abort_strays
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.data.version import BLOCK_BYTES, Extent
 from lakefs_fuse.errors import FileError, LakeError, StagingFull
 from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
 
@@ -51,7 +51,7 @@ class Draft:
         draft_id: str,
         target: DraftTarget,
         *,
-        base: Version | None = None,
+        base: Extent | None = None,
         restored_fd: int | None = None,
     ) -> None:
         """Raises StagingFull or CacheError where there can be no staging file."""
@@ -72,7 +72,6 @@ class Draft:
         self.upload_metadata: dict[str, str] = {}
         self.upload_failed = False
         self.upload_lock = trio.Lock()
-        self.restamp_id = ""
         self.token = draft_id
         self.changes = 0
         self.recheck = False
@@ -165,11 +164,15 @@ class Draft:
             self._refuse_dropped(start, stop)
             known = min(stop, self.base_limit)
             if start < known and self.base is not None:
-                pieces.append(await self.services.reader.read(self.base, start, known - start))
+                pieces.append(await self.read_base(self.base, start, known - start))
                 start = known
             if start < stop:
                 pieces.append(bytes(stop - start))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def read_base(self, base: Extent, offset: int, length: int) -> Buffer:
+        """Bytes of the version that this draft was opened on."""
+        return await self.services.reader.read(base.version, base.offset + offset, length)
 
     async def read_staged(self, offset: int, length: int) -> bytes:
         return await self._file.read(offset, length)
@@ -245,7 +248,7 @@ class Draft:
             self._refuse_dropped(begin, upto)
             while begin < upto:
                 step = min(upto, begin + FILL_BYTES_MAX)
-                data = await self.services.reader.read(self.base, begin, step - begin)
+                data = await self.read_base(self.base, begin, step - begin)
                 await self._write_staged(begin, data)
                 added = self.pages.mark(begin, step) * PAGE_BYTES
                 self._staged_bytes += added
@@ -417,14 +420,13 @@ class Draft:
             state=self.state,
             created_ns=self.created_ns,
             size=self.size,
-            base_etag=self.base.etag if self.base else "",
-            base_size=self.base.size if self.base else 0,
+            base=self._base_extent(),
             base_limit=self.base_limit,
             replaces=self.target.replaces,
+            path=self.target.path,
             upload_id=self.upload_id,
             upload_intent_ns=self.upload_intent_ns,
             upload_metadata=self.upload_metadata,
-            restamp_id=self.restamp_id,
             changes=self.changes,
             token=self.token,
             unlinked=self.unlinked,
@@ -439,6 +441,12 @@ class Draft:
             error=str(self.error) if self.error else "",
         )
 
+    def _base_extent(self) -> BaseExtent | None:
+        base = self.base
+        if base is None:
+            return None
+        return BaseExtent(base.version.key, base.version.etag, base.version.size, base.offset, base.size)
+
     def save(self, *, sync: bool = False) -> None:
         self.services.save(self.record(), sync)
 
@@ -451,8 +459,8 @@ class Draft:
         await self.wait_idle()
         self.error = None
         try:
-            for upload_id in filter(None, (self.upload_id, self.restamp_id)):
-                await self.services.client.abort_multipart(self.target.key, upload_id)
+            if self.upload_id:
+                await self.services.client.abort_multipart(self.target.key, self.upload_id)
             await self.abort_strays()
         except LakeError as error:
             self.error = error

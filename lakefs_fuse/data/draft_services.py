@@ -52,3 +52,5 @@ class DraftTarget:
     describe: Callable[[bool], Mapping[str, str]]
     replaces: str = ""
     if_absent: bool = False
+    path: str = ""
+    """Where the file is in the lake, where that is not ``key``."""

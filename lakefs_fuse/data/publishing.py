@@ -1,8 +1,8 @@
 """From a draft to an object: the last parts, and the one request that makes the new version visible.
 
 Small files are one PUT. Others complete the upload that began while they were written; parts that nobody changed are
-copied from the base by the store itself. Attributes that changed after the upload began (its metadata was fixed then)
-are put right by a second upload that copies every part, never by sending the bytes again.
+copied from the base by the store itself. What is said of attributes in the object's metadata is fixed when its request
+begins; the caller says later changes elsewhere.
 
 `publish` may be called again after it failed; what the store has already is not sent twice. A crash before the
 completing request leaves the old version visible, after it the new one; which of both is told by the draft's id in the
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -24,20 +23,20 @@ from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.hashing import hash_blocks
 from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.data.staged_file import THREAD_BYTES_MIN
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.data.version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
+from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
 
 BODY_BYTES_MAX = 1 << 20
 """Up to here an object is sent from memory, by the client's fast path."""
-COPY_PART_BYTES = 256 << 20
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
     """The version that is visible now, the hash of each of its cache blocks (0: not staged any more), and the
-    attributes that the object tells, apart from what only a single request does."""
+    attributes that the object tells."""
 
     meta: ObjectMeta
     hashes: Sequence[int]
@@ -94,7 +93,7 @@ async def _settle_earlier_attempt(draft: Draft) -> None:
             _forget_upload(draft)
         draft.target.if_absent, draft.target.replaces = False, older.etag
         if draft.base is not None:
-            draft.base = Version(draft.target.key, older.etag, older.size)
+            draft.base = Extent.whole(Version(draft.target.key, older.etag, older.size))
             draft.base_limit = min(draft.base_limit, older.size)
     elif draft.upload_id:
         draft.token = draft.upload_metadata.get(DRAFT_METADATA, draft.token)
@@ -109,7 +108,8 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
         body = await draft.read_staged(0, draft.size)
     draft.services.slots.ready()
     async with draft.services.slots.slot():
-        metadata, described = {**target.describe(False), DRAFT_METADATA: draft.token}, target.describe(True)
+        described = dict(target.describe(False))
+        metadata = {**described, DRAFT_METADATA: draft.token}
         try:
             meta = await client.put(target.key, body, metadata=metadata, if_absent=target.if_absent)
         except PreconditionFailed as error:
@@ -144,12 +144,9 @@ async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
             meta = await _send_and_complete(draft)
         except NotFound as error:
             raise FileError(errno.ESTALE, f"{draft.target.key} was removed while it was changed") from error
-    wanted = dict(draft.target.describe(True))
     began = {name: value for name, value in draft.upload_metadata.items() if name != DRAFT_METADATA}
-    if wanted != began and draft.services.client.capabilities.part_copy:
-        meta = await _restamp(draft, meta, wanted)
     draft.upload_id = ""
-    return meta, wanted
+    return meta, began
 
 
 async def _send_and_complete(draft: Draft) -> ObjectMeta:
@@ -157,7 +154,7 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
     upload_id = await draft.begin_upload()
     count = layout.count(draft.size)
     few = trio.CapacityLimiter(2 * draft.services.slots.slots)
-    async with _collecting() as nursery:
+    async with collecting() as nursery:
         for index in range(count):
             part = draft.parts.setdefault(index, Part())
             start, end = layout.range(index)
@@ -174,22 +171,6 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
         return await client.complete_multipart(key, upload_id, refs, if_absent=draft.target.if_absent)
     except (PreconditionFailed, NotFound) as error:
         return await _ours_after_all(draft, error)
-
-
-@asynccontextmanager
-async def _collecting() -> AsyncIterator[trio.Nursery]:
-    """A nursery whose first error of ours is raised as itself, not as a group."""
-    try:
-        async with trio.open_nursery() as nursery:
-            yield nursery
-    except BaseExceptionGroup as group:
-        errors, others = group.split(LakeError)
-        if others is not None or errors is None:
-            raise
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
 
 
 def _has_stale_parts(draft: Draft) -> bool:
@@ -229,7 +210,13 @@ async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> 
         async with services.slots.slot():
             part = draft.parts[index]
             ref = await services.client.upload_part_copy(
-                draft.target.key, draft.upload_id, index + 1, base.key, start, end, etag=base.etag
+                draft.target.key,
+                draft.upload_id,
+                index + 1,
+                base.version.key,
+                base.offset + start,
+                base.offset + end,
+                etag=base.version.etag,
             )
             services.metrics.parts_copied += 1
             draft.settle_part(index, part.generation, ref, end - start)
@@ -238,38 +225,6 @@ async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> 
     await draft.fill(start, end)
     services.slots.ready()
     await draft.upload_part(index)
-
-
-async def _restamp(draft: Draft, meta: ObjectMeta, metadata: dict[str, str]) -> ObjectMeta:
-    """The same bytes again with other metadata, copied by the store."""
-    client, key = draft.services.client, draft.target.key
-    if draft.restamp_id:
-        await client.abort_multipart(key, draft.restamp_id)
-    upload_id = await client.create_multipart(key, metadata={**metadata, DRAFT_METADATA: draft.token})
-    draft.restamp_id = upload_id
-    draft.save(sync=True)
-    try:
-        refs = []
-        for number, start in enumerate(range(0, meta.size, _copy_part_bytes(meta.size)), 1):
-            end = min(start + _copy_part_bytes(meta.size), meta.size)
-            refs.append(await client.upload_part_copy(key, upload_id, number, key, start, end, etag=meta.etag))
-            draft.services.metrics.parts_copied += 1
-        stamped = await client.complete_multipart(key, upload_id, refs)
-    except BaseException as error:
-        with trio.CancelScope(shield=True):
-            await client.abort_multipart(key, upload_id)
-            draft.restamp_id = ""
-        if not isinstance(error, NotFound | PreconditionFailed):
-            raise
-        # Either it worked and the answer was lost, or somebody replaced what was visible already.
-        return (await visible_token(draft))[1] or meta
-    draft.restamp_id = ""
-    return stamped
-
-
-def _copy_part_bytes(size: int) -> int:
-    """Few parts, each within S3's 5 GiB, at most 10,000 of them."""
-    return max(COPY_PART_BYTES, -(-size // 8000))
 
 
 async def _all_hashes(draft: Draft) -> list[int]:

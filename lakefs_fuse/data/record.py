@@ -39,6 +39,16 @@ class UploadedPart(msgspec.Struct, frozen=True, array_like=True):
     staged: bool
 
 
+class BaseExtent(msgspec.Struct, frozen=True, array_like=True):
+    """What a draft was opened on: ``size`` bytes from ``offset`` of an object of ``object_bytes``."""
+
+    key: str
+    etag: str
+    object_bytes: int
+    offset: int
+    size: int
+
+
 class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One journal record. Sizes in bytes, times in ns since 1970."""
 
@@ -47,9 +57,10 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: DraftState
     created_ns: int
     size: int
-    base_etag: str = ""
-    """ETag of the version that pages not staged come from; empty where there is none."""
-    base_size: int = 0
+    path: str = ""
+    """Where the file is in the lake; empty where that is ``key``."""
+    base: BaseExtent | None = None
+    """The version that pages not staged come from."""
     base_limit: int = 0
     """Bytes of the base that still count: it was truncated to so many."""
     replaces: str = ""
@@ -59,8 +70,6 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An upload was asked for at this time; it may exist even where ``upload_id`` was never learnt."""
     upload_metadata: dict[str, str] = {}
     """What the upload began with."""
-    restamp_id: str = ""
-    """Upload of a copy of the published object with newer attributes."""
     changes: int = 0
     token: str = ""
     """What the object's metadata says once the bytes, as they are now, were published."""

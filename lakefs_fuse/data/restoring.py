@@ -13,25 +13,28 @@ from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
 from lakefs_fuse.data.record import DraftRecord, DraftState
-from lakefs_fuse.data.version import Version
+from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import CacheError
 
 
 def restored(services: DraftServices, record: DraftRecord, describe: Callable[[bool], Mapping[str, str]]) -> Draft:
     """Raises StagingFull or CacheError where the staging file is gone or cannot be opened."""
-    base = Version(record.key, record.base_etag, record.base_size) if record.base_etag else None
+    base = None
+    if record.base is not None:
+        there = record.base
+        base = Extent(Version(there.key, there.etag, there.object_bytes), there.offset, there.size)
     try:
         fd = os.open(services.staging.path(record.id), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise CacheError(f"the staged bytes of {record.key} are gone from this node: abort {record.id}") from error
     except OSError as error:
         raise services.staging.translate(error) from error
-    target = DraftTarget(record.key, describe, replaces=record.replaces)
+    target = DraftTarget(record.key, describe, replaces=record.replaces, path=record.path)
     draft = Draft(services, record.id, target, base=base, restored_fd=fd)
     draft.state, draft.created_ns = record.state, record.created_ns
     draft.size, draft.base_limit = record.size, record.base_limit
     draft.upload_id, draft.upload_intent_ns = record.upload_id, record.upload_intent_ns
-    draft.upload_metadata, draft.restamp_id = record.upload_metadata, record.restamp_id
+    draft.upload_metadata = record.upload_metadata
     draft.token, draft.changes, draft.recheck = record.token, record.changes, True
     draft.pages.load(record.pages)
     writing = record.state is DraftState.WRITING

@@ -24,3 +24,20 @@ class Version:
     def block_bytes(self, index: int) -> int:
         """Length of block ``index``, 0 beyond the end."""
         return max(0, min(BLOCK_BYTES, self.size - index * BLOCK_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [offset, offset + size) of a version: all of a plain object, or a file in a pack."""
+
+    version: Version
+    offset: int
+    size: int
+
+    @classmethod
+    def whole(cls, version: Version) -> Extent:
+        return cls(version, 0, version.size)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.offset and self.size == self.version.size

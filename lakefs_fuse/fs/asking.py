@@ -10,17 +10,16 @@ import errno
 from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 
-import trio
-
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.nurseries import collecting
 
 ASKED_AT_ONCE = 256
 """Entries in memory, and tasks, at a time; how many requests run at once is the client's bound."""
 
 
 def is_unasked(entry: Entry) -> bool:
-    return not entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL)
+    return not entry.flags & (Flag.ATTRIBUTES_KNOWN | Flag.LOCAL | Flag.SYMLINK)
 
 
 async def ask_all(entries: Iterable[Entry], getattr: Callable[[int], Awaitable[Entry]]) -> None:
@@ -28,7 +27,7 @@ async def ask_all(entries: Iterable[Entry], getattr: Callable[[int], Awaitable[E
     vanished meanwhile is passed over."""
     unasked = (entry for entry in entries if is_unasked(entry))
     while batch := list(islice(unasked, ASKED_AT_ONCE)):
-        async with trio.open_nursery(strict_exception_groups=False) as nursery:
+        async with collecting() as nursery:
             for entry in batch:
                 nursery.start_soon(_ask, entry.inode, getattr)
 

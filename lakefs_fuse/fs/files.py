@@ -2,12 +2,14 @@
 
 An `OpenFile` belongs to one inode. It reads from its draft where it has one, else from the version it is pinned to; it
 stays in the table while a handle is open or its newest bytes are not in the store. Publishing is what `close()` and
-`fsync()` wait for; it ends with the new version in the tree, the journal record gone, both in one batch, and the staged
-bytes handed to the block cache. Trio thread only; code between two awaits is atomic.
+`fsync()` wait for (`storing` says how); it ends with the new version in the tree and the journal record gone. A file
+that is renamed keeps its inode, handles and draft; one whose bytes are moved (into a pack, to its new key) is read on
+from where they are now. Trio thread only; code between two awaits is atomic.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,16 +17,18 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
+from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
-from lakefs_fuse.data.publishing import Published, publish, visible_token
+from lakefs_fuse.data.publishing import visible_token
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState, encode
-from lakefs_fuse.data.version import Version
-from lakefs_fuse.errors import CacheError, LakeError
+from lakefs_fuse.data.version import Extent
+from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.storing import Stored, Storing
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.journal import Journal
@@ -37,11 +41,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OpenFile:
-    """One inode in use. ``entry`` is what is known of the file now; its size is the draft's while there is one."""
+    """One inode in use. ``entry`` is what is known of the file now; its size is the draft's while there is one. ``key``
+    is its path, and the key that a plain object of it would have; ``extent`` where its bytes are."""
 
     entry: Entry
     key: str
-    version: Version | None
+    extent: Extent | None
     draft: Draft | None = None
     handles: int = 0
     writers: int = 0
@@ -78,12 +83,15 @@ class FileTable:
         cache: BlockCache,
         reader: BlockReader,
         services: Callable[[Callable[[DraftRecord, bool], None]], DraftServices],
+        storing: Storing,
         *,
         new_id: Callable[[], str],
+        look_again: Callable[[], Awaitable[object]],
     ) -> None:
+        """``look_again`` asks the store what others committed."""
         self._db, self._ns, self._cache, self._reader = database, namespace, cache, reader
         self._journal = Journal(database)
-        self._new_id = new_id
+        self._new_id, self._storing, self.look_again = new_id, storing, look_again
         self.services = services(self._save)
         self._files: dict[int, OpenFile] = {}
 
@@ -119,6 +127,20 @@ class FileTable:
     def dirty(self) -> list[OpenFile]:
         return [file for file in self._files.values() if file.draft is not None]
 
+    def being_written(self, bytes_max: int) -> int:
+        """Files no larger than this that somebody writes and does not close yet."""
+        return sum(
+            file.writers > 0
+            and not file.publishing.locked()
+            and file.draft is not None
+            and file.draft.size <= bytes_max
+            for file in self._files.values()
+        )
+
+    def is_aimed_at(self, key: str) -> bool:
+        """Something that is being written will be stored at this key, or belongs to the file whose key it is."""
+        return any(file.draft is not None and key in (file.key, file.draft.target.key) for file in self._files.values())
+
     def __len__(self) -> int:
         return len(self._files)
 
@@ -126,11 +148,10 @@ class FileTable:
         """One more handle on a file."""
         file = self._files.get(entry.inode)
         if file is None:
-            key = self._ns.key(entry)
-            version = None if entry.is_local else Version(key, entry.etag, entry.size)
-            file = self._files[entry.inode] = OpenFile(entry, key, version)
-            if version is not None:
-                self._cache.pin(version)
+            extent = self._ns.extent(entry)
+            file = self._files[entry.inode] = OpenFile(entry, self._ns.key(entry), extent)
+            if extent is not None:
+                self._cache.pin(extent.version)
         file.handles += 1
         file.writers += writer
         return file
@@ -160,8 +181,8 @@ class FileTable:
         if file.handles or file.draft is not None or self._files.get(file.entry.inode) is not file:
             return
         del self._files[file.entry.inode]
-        if file.version is not None:
-            self._cache.unpin(file.version)
+        if file.extent is not None:
+            self._cache.unpin(file.extent.version)
 
     async def _publish_late(self, file: OpenFile) -> None:
         """Nobody waits for these bytes any more (a mapping outlived its file, a close was not the opener's)."""
@@ -181,9 +202,26 @@ class FileTable:
                 return await file.draft.read(offset, length)
             except DraftEnded:
                 await self._wait_published(file)
-        if file.version is None:
-            return b""
-        return await self._reader.read(file.version, offset, length, readahead)  # type: ignore[arg-type]
+        while True:
+            extent = file.extent
+            if extent is None or offset >= extent.size:
+                return b""
+            length = min(length, extent.size - offset)
+            ahead = readahead if extent.is_whole else None
+            try:
+                return await self._reader.read(
+                    extent.version,
+                    extent.offset + offset,
+                    length,
+                    ahead,  # type: ignore[arg-type]
+                )
+            except FileError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                if file.extent == extent:
+                    await self.look_again()
+                if file.extent == extent:
+                    raise
 
     async def write(self, file: OpenFile, offset: int, data: Buffer) -> None:
         while True:
@@ -210,13 +248,24 @@ class FileTable:
     def draft(self, file: OpenFile, *, anew: bool = False) -> Draft:
         """The file's draft, begun now where it has none; ``anew`` where nothing of the old version counts."""
         if file.draft is None:
-            target = DraftTarget(
-                file.key, file.describe, replaces=file.version.etag if file.version else "", if_absent=file.if_absent
-            )
-            base = None if anew else file.version
-            file.draft = Draft(self.services, self._new_id(), target, base=base)
+            replaces = file.extent.version.etag if file.extent else ""
+            target = DraftTarget(file.key, file.describe, replaces=replaces, if_absent=file.if_absent)
+            base = None if anew else file.extent
+            draft_id = self._new_id()
+            self.aim(file, draft_id, target)
+            file.draft = Draft(self.services, draft_id, target, base=base)
             file.draft.save()
         return file.draft
+
+    def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
+        """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,
+        there that belong to another name."""
+        taken = self._ns.tree.objects.used(file.key) is not None or any(
+            other.draft is not None and not other.unlinked and other.draft.target.key == file.key
+            for other in self._files.values()
+            if other is not file
+        )
+        target.key, target.path = (OBJECTS + draft_id, file.key) if taken else (file.key, "")
 
     # -- publishing
 
@@ -227,63 +276,111 @@ class FileTable:
             if draft is None or file.unlinked:
                 return
             async with draft.exclusive():
-                published = await publish(draft)
-                version = self._accept(file, draft, published)
-            await trio.to_thread.run_sync(self._to_cache, draft, version, published)
-            draft.close(unlink=False)
+                if not draft.upload_intent_ns:
+                    self.aim(file, draft.id, draft.target)
+                stored = await self._storing.store(file, draft)
+                self._accept(file, draft, stored)
+            if stored.published is not None:
+                await trio.to_thread.run_sync(self._to_cache, draft, stored)
+            draft.close(unlink=stored.published is None)
         self._forget_if_idle(file)
 
-    def _accept(self, file: OpenFile, draft: Draft, published: Published) -> Version:
-        meta = published.meta
-        version = Version(file.key, meta.etag, meta.size)
-        entry = msgspec.structs.replace(
-            file.entry,
-            flags=(file.entry.flags & ~Flag.LOCAL) | Flag.ATTRIBUTES_KNOWN,
-            etag=meta.etag,
-            size=meta.size,
-        )
-        self._cache.pin(version)
-        if file.version is not None:
-            self._cache.unpin(file.version)
-        file.entry, file.version, file.draft, file.if_absent = entry, version, None, False
-        if dict(file.describe(True)) != published.described:
-            self._describe_again(file)
+    def _accept(self, file: OpenFile, draft: Draft, stored: Stored) -> None:
+        self._cache.pin(stored.extent.version)
+        if file.extent is not None:
+            self._cache.unpin(file.extent.version)
+        now = file.entry
+        file.entry, file.extent, file.draft, file.if_absent = stored.entry, stored.extent, None, False
         try:
-            self._record(entry, draft)
+            self._record(file.entry, draft)
+            if not file.unlinked and not _is_told(now, stored.told):
+                self._storing.set_attributes(file, now)
         except CacheError as error:  # it is durable all the same; the next listing, or the next mount, finds out
             log.error("%s is in the store, but that could not be noted: %s", file.key, error)
-        return version
-
-    def _describe_again(self, file: OpenFile) -> None:
-        """Attributes were set after the store was told of them: whoever set them waits to publish them."""
-        try:
-            self.draft(file)
-        except LakeError as error:
-            log.error("attributes of %s are not durable: %s", file.key, error)
 
     def _record(self, entry: Entry, draft: Draft) -> None:
         batch = Batch()
         self._ns.changing(entry.parent, entry.name)
-        if self._ns.tree.entry(entry.inode) is not None:
+        row = self._ns.tree.entry(entry.inode)
+        if row is not None and self._ns.is_removed(entry):
+            # Another node saw these bytes, and removed or renamed them, before their writer heard that they are there.
+            self._ns.tree.remove(batch, row)
+            self._ns.tell(entry.parent, entry.name)
+        elif row is not None:
             self._ns.tree.update(batch, entry)
         else:  # somebody else's version has the name on this node, and ours replaced it: look again
             self._ns.tree.forget_listing(batch, entry.parent)
         self._journal.delete(batch, draft.id)
         self._db.commit(batch)
 
-    def _to_cache(self, draft: Draft, version: Version, published: Published) -> None:
+    def _to_cache(self, draft: Draft, stored: Stored) -> None:
         """What was just written is read back from local disk. A cache that cannot take it loses nothing."""
-        self._cache.adopt(self.services.staging.path(draft.id), version, published.hashes)
+        if stored.published is not None:
+            path = self.services.staging.path(draft.id)
+            self._cache.adopt(path, stored.extent.version, stored.published.hashes)
+
+    # -- what commits change
+
+    def updated(self, entry: Entry) -> None:
+        """The row of a file has other attributes, or another name."""
+        file = self._files.get(entry.inode)
+        if file is None or file.unlinked:
+            return
+        if file.draft is None:
+            file.entry = entry
+            self._pin(file, self._ns.extent(entry))
+        else:
+            flags = (file.entry.flags & ~Flag.XATTRS) | (entry.flags & Flag.XATTRS)
+            file.entry = msgspec.structs.replace(
+                file.entry, parent=entry.parent, cookie=entry.cookie, name=entry.name, flags=flags
+            )
+
+    def relocated(self, entry: Entry) -> None:
+        """The same bytes are elsewhere now."""
+        file = self._files.get(entry.inode)
+        if file is None:
+            return
+        extent = self._ns.extent(entry)
+        if file.draft is not None and file.draft.base == file.extent:
+            file.draft.base = extent
+        self._pin(file, extent)
+        place = {"place": entry.place, "offset": entry.offset, "etag": entry.etag, "stamp": entry.stamp}
+        file.entry = msgspec.structs.replace(file.entry, **place)
+
+    def _pin(self, file: OpenFile, extent: Extent | None) -> None:
+        if extent == file.extent:
+            return
+        if extent is not None:
+            self._cache.pin(extent.version)
+        if file.extent is not None:
+            self._cache.unpin(file.extent.version)
+        file.extent = extent
+
+    def moved(self) -> None:
+        """Directories, or files, have other names: what is being written goes there too."""
+        for file in self._files.values():
+            above = None if file.unlinked else self._ns.tree.path(file.entry.parent)
+            if above is None:
+                continue
+            key = b"/".join([*above, file.entry.name]).decode("utf-8", "surrogatepass")
+            if key == file.key:
+                continue
+            file.key, draft = key, file.draft
+            if draft is not None:
+                if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING:
+                    draft.target.path = key
+                else:
+                    self.aim(file, draft.id, draft.target)
+                draft.save()
 
     async def unlink(self, file: OpenFile, delete: Callable[[Entry], Awaitable[None]]) -> None:
-        """``delete`` takes the object away; handles stay. No publishing runs meanwhile, so none can bring the name
+        """``delete`` takes the name away; handles stay. No publishing runs meanwhile, so none can bring the name
         back. Where ``delete`` fails, the file is as it was."""
         file.unlinked = True
         try:
             async with file.publishing:
                 await self._keep_for_handles(file)
-                if not file.entry.is_local or await self._may_be_visible(file):
-                    await delete(file.entry)
+                await delete(await self._with_late_object(file))
         except BaseException:
             file.unlinked = False
             raise
@@ -297,25 +394,30 @@ class FileTable:
 
     async def _keep_for_handles(self, file: OpenFile) -> None:
         """Who has the file open goes on reading what is about to go from the store."""
-        version = file.draft.base if file.draft is not None else file.version
-        wanted = min(version.size, file.draft.base_limit if file.draft is not None else version.size) if version else 0
-        if not file.handles or version is None or not 0 < wanted <= KEPT_BYTES_MAX:
+        extent = file.draft.base if file.draft is not None else file.extent
+        wanted = min(extent.size, file.draft.base_limit if file.draft is not None else extent.size) if extent else 0
+        if not file.handles or extent is None or not 0 < wanted <= KEPT_BYTES_MAX:
             return
         try:
-            kept = await self._reader.ensure(version, 0, wanted)
+            kept = await self._reader.ensure(extent.version, extent.offset, extent.offset + wanted)
             why = "the cache has no room"
         except LakeError as error:
             kept, why = False, str(error)
         if not kept:
             log.warning("%s is deleted while open, and could not be kept: %s", file.key, why)
 
-    @staticmethod
-    async def _may_be_visible(file: OpenFile) -> bool:
-        """An attempt to publish a new file failed without an answer, and the object may be there all the same."""
+    async def _with_late_object(self, file: OpenFile) -> Entry:
+        """An attempt to publish failed without an answer, and the object may be there all the same."""
         draft = file.draft
         if draft is None or not (draft.recheck or draft.state is DraftState.FAILED):
-            return False
-        return (await visible_token(draft))[1] is not None
+            return file.entry
+        meta = (await visible_token(draft))[1]
+        if meta is None:
+            return file.entry
+        if meta.key == file.key:
+            return msgspec.structs.replace(file.entry, etag=meta.etag)
+        self._storing.forsake(meta)
+        return file.entry
 
     async def _discard(self, file: OpenFile) -> None:
         draft, file.draft = file.draft, None
@@ -348,7 +450,7 @@ class FileTable:
             return
         for file in self._files.values():
             known = file.entry.flags & Flag.ATTRIBUTES_KNOWN or file.entry.etag != meta.etag
-            if file.key == meta.key and not known and file.draft is None:
+            if not known and file.draft is None and file.extent is not None and file.extent.version.key == meta.key:
                 self.learn(file.entry, meta)
 
     def learn(self, entry: Entry, meta: ObjectMeta) -> Entry:
@@ -362,3 +464,9 @@ class FileTable:
         if file is not None:
             file.entry = learnt
         return learnt
+
+
+def _is_told(entry: Entry, told: Mapping[str, str]) -> bool:
+    """An object's metadata says what the entry does; an mtime nobody chose is its LastModified."""
+    wanted = attributes.describe(entry, with_mtime=bool(entry.flags & Flag.MTIME_KEPT))
+    return all(told.get(name) == value for name, value in wanted.items())

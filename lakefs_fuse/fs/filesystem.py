@@ -14,15 +14,19 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lakefs_fuse.catalog.committer import Committer
+from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.errors import CacheError, FileError, LakeError, NotFound
 from lakefs_fuse.fs.asking import ask_all, is_unasked
-from lakefs_fuse.fs.attributes import PERMISSIONS, describe, learn
+from lakefs_fuse.fs.attributes import PERMISSIONS
+from lakefs_fuse.fs.changes import Changes
 from lakefs_fuse.fs.files import FileTable, OpenFile
-from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
+from lakefs_fuse.fs.keys import PLACEHOLDER
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.recovery import Recovery
+from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.status import Status
 from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.meta.database import Batch, Database
@@ -69,17 +73,27 @@ class Filesystem:
         namespace: Namespace,
         files: FileTable,
         recovery: Recovery,
+        committer: Committer,
+        deletions: Deletions,
+        relocator: Relocator,
         status: Status,
         metrics: Metrics,
         *,
         clock_ns: Callable[[], int],
     ) -> None:
         self.config, self.metrics = config, metrics
+        self._committer, self._deletions = committer, deletions
         self._db, self._client, self._ns, self._files = database, client, namespace, files
         self._recovery, self._status = recovery, status
         self._clock_ns = clock_ns
         self.on_change: Callable[[int, bytes], None] = lambda _parent, _name: None
         """Told of names that changed behind the kernel's back; the adapter above sets it."""
+        self._changes = Changes(
+            config, database, namespace, files, committer, client.capabilities,
+            relocator=relocator, clock_ns=clock_ns, touched_root=self._touched_root,
+        )  # fmt: skip
+        self.on_statistics: Callable[[], None] = lambda: None
+        """Called before counters are read; the adapter above adds what it counts elsewhere."""
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
         self._root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
@@ -119,7 +133,8 @@ class Filesystem:
         return self.entry(inode)
 
     async def _learn(self, inode: int, entry: Entry) -> None:
-        key = self._marker_key(entry) if entry.is_dir else self._ns.key(entry)
+        extent = None if entry.is_dir else self._ns.extent(entry)
+        key = self._marker_key(entry) if extent is None else extent.version.key
         try:
             meta = await self._client.head(key)
         except NotFound:
@@ -127,8 +142,12 @@ class Filesystem:
                 return
             meta = ObjectMeta(key, 0, "", 0)
         now = self.entry(inode)
-        if now.is_dir or now.etag == meta.etag:
+        if now.is_dir or (extent is not None and extent == self._ns.extent(now) and extent.version.etag == meta.etag):
             self._files.learn(now, meta)
+
+    def _marker_key(self, entry: Entry) -> str:
+        key = self._ns.key(entry)
+        return key if self._client.capabilities.lists_markers else key + PLACEHOLDER
 
     def attribute_fresh_s(self, entry: Entry) -> float:
         """For how many seconds the attributes of an entry may be remembered."""
@@ -151,6 +170,8 @@ class Filesystem:
     def readdir(self, inode: int, after: int) -> Iterator[Entry]:
         """Entries with cookies beyond ``after``, in cookie order, attributes of files being written included."""
         for entry in self._ns.tree.children(inode, after):
+            if entry.flags & Flag.SHADOWED:
+                continue
             file = self._files.get(entry.inode)
             yield entry if file is None else file.current
 
@@ -158,8 +179,11 @@ class Filesystem:
         """Size, mode, owner, times. Without an open writer the change is durable when this returns."""
         self._refuse_read_only()
         entry = await self.getattr(inode)
+        file = self._files.get(inode)
+        if change.size is None and (file is None or (file.draft is None and not file.unlinked)):
+            return self._set_attributes(entry, change)
         if entry.is_dir:
-            return await self._set_directory(entry, change)
+            raise FileError(errno.EISDIR)
         file = self._files.acquire(entry, writer=False)
         try:
             if change.size is not None:
@@ -198,23 +222,13 @@ class Filesystem:
             return False
         return change.atime_ns is not None or abs(change.mtime_ns - self._clock_ns()) > LATE_TIMES_NS
 
-    async def _set_directory(self, entry: Entry, change: AttributeChange) -> Entry:
-        if change.size is not None:
-            raise FileError(errno.EISDIR)
+    def _set_attributes(self, entry: Entry, change: AttributeChange) -> Entry:
         if entry.inode == ROOT_INODE:
             raise FileError(errno.EPERM, "the root's attributes are options of the mount")
         changed = self._changed(entry, change)
         if changed == entry:
             return entry
-        changed = msgspec.structs.replace(changed, flags=entry.flags | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
-        await self._put_marker(changed)
-        return self._update(changed)
-
-    def _update(self, entry: Entry) -> Entry:
-        batch = Batch()
-        self._ns.tree.update(batch, entry)
-        self._db.commit(batch)
-        return entry
+        return self._changes.set_attributes(msgspec.structs.replace(changed, ctime_ns=self._clock_ns()))
 
     @property
     def default_uid(self) -> int:
@@ -224,131 +238,62 @@ class Filesystem:
     def default_gid(self) -> int:
         return os.getgid() if self.config.gid is None else self.config.gid
 
-    # -- directories
-
     def _refuse_read_only(self) -> None:
         if self.config.read_only:
             raise FileError(errno.EROFS)
 
-    def _checked_key(self, parent: int, component: str) -> str:
-        """The key of a new name. Raises FileError: ENAMETOOLONG for a store, prefix included; EINVAL where this store
-        would change a character of it, so that nobody writes a file that can never be stored."""
-        refused = self._client.capabilities.characters_refused
-        if any(character in component for character in refused):
-            raise FileError(errno.EINVAL, f"this store cannot hold names with any of {refused!r}")
-        return checked_key(self._ns.prefix(parent), component, len(self.config.store.source.prefix.encode()))
-
-    def _marker_key(self, entry: Entry) -> str:
-        key = self._ns.key(entry)
-        return key if self._client.capabilities.lists_markers else key + PLACEHOLDER
-
-    async def _put_marker(self, entry: Entry) -> None:
-        """Make a directory exist in the store even when it is empty."""
-        await self._client.put(self._marker_key(entry), b"", metadata=describe(entry, with_mtime=True))
+    # -- changes of names
 
     async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
         self._refuse_read_only()
         self._directory(parent)
-        component = checked_name(parent, name)
-        self._checked_key(parent, component + "/" + PLACEHOLDER)
-        if (await self._ns.lookup(parent, name))[0] is not None:
-            raise FileError(errno.EEXIST)
-        now = self._clock_ns()
-        draft = Entry(
-            parent, 0, name, 0, Flag.DIRECTORY | Flag.MARKER | Flag.ATTRIBUTES_KNOWN, mode & PERMISSIONS, uid, gid,
-            mtime_ns=now, ctime_ns=now,
-        )  # fmt: skip
-        await self._put_marker(draft)
-        self._ns.changing(parent, name)
-        known = self._ns.tree.named(parent, name + b"/")
-        if known is not None:
-            return self._update(msgspec.structs.replace(draft, cookie=known.cookie, inode=known.inode))
-        batch = Batch()
-        entry = self._ns.tree.insert(
-            batch, parent, name, Flag(draft.flags), mode=draft.mode, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now
-        )
-        self._ns.listed_empty(batch, entry.inode)
-        self._touch_parent(batch, parent)
-        self._db.commit(batch)
-        return entry
-
-    def _touch_parent(self, batch: Batch, parent: int) -> None:
-        now = self._clock_ns()
-        if parent == ROOT_INODE:
-            self._root = msgspec.structs.replace(self._root, mtime_ns=now, ctime_ns=now)
-            return
-        entry = self._ns.tree.entry(parent)
-        if entry is not None:
-            self._ns.tree.update(batch, msgspec.structs.replace(entry, mtime_ns=now, ctime_ns=now))
+        return await self._changes.mkdir(parent, name, mode, uid, gid)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         self._refuse_read_only()
         self._directory(parent)
-        entry, _ = await self._ns.lookup(parent, name)
-        if entry is None:
-            raise FileError(errno.ENOENT)
-        if not entry.is_dir:
-            raise FileError(errno.ENOTDIR)
-        prefix = self._ns.key(entry)
-        page = await self._client.list_page(prefix, keys_max=3)
-        markers = {prefix, prefix + PLACEHOLDER}
-        others = page.next_token is not None or any(meta.key not in markers for meta in page.objects)
-        if others or self._files.is_dirty(entry):
-            batch = Batch()
-            self._ns.tree.forget_listing(batch, entry.inode)
-            self._db.commit(batch)
-            raise FileError(errno.ENOTEMPTY)
-        await self._keep_parent(parent, entry)
-        for key in {self._marker_key(entry), *(meta.key for meta in page.objects)}:
-            await self._client.delete(key)  # the marker even if it was not listed: some stores keep showing the prefix
-        self._remove(entry)
-
-    async def _keep_parent(self, parent: int, leaving: Entry) -> None:
-        """A directory that only its last name made visible gets a marker before that name goes."""
-        above = self.entry(parent)
-        if above.flags & Flag.MARKER:
-            return
-        if any(child.cookie != leaving.cookie and not child.is_local for child in self._ns.tree.children(parent)):
-            return
-        try:
-            marker = await self._client.head(self._marker_key(above))
-            marked = learn(self.entry(parent), marker.metadata or {})
-        except NotFound:
-            await self._put_marker(above)
-            marked = self.entry(parent)
-        self._update(msgspec.structs.replace(marked, flags=marked.flags | Flag.MARKER))
-
-    def _remove(self, entry: Entry) -> None:
-        self._ns.changing(entry.parent, entry.name)
-        known = self._ns.tree.named(entry.parent, entry.sort_name)
-        if known is not None:
-            batch = Batch()
-            self._ns.tree.remove(batch, known)
-            self._touch_parent(batch, entry.parent)
-            self._db.commit(batch)
+        await self._changes.rmdir(parent, name)
 
     async def unlink(self, parent: int, name: bytes) -> None:
-        """The object is gone from the store when this returns; who has the file open keeps it."""
+        """The name is gone here when this returns, and from the store soon after; who has the file open keeps it."""
         self._refuse_read_only()
         self._directory(parent)
-        entry, _ = await self._ns.lookup(parent, name)
-        if entry is None:
-            raise FileError(errno.ENOENT)
-        if entry.is_dir:
-            raise FileError(errno.EISDIR)
-        file = self._files.get(entry.inode)
-        if file is None:
-            await self._delete_object(entry)
-        else:
-            await self._files.unlink(file, self._delete_object)
-        opened = self._files.get(entry.inode)
-        if opened is not None:  # meanwhile
-            opened.unlinked = True
-        self._remove(entry)
+        await self._changes.unlink(parent, name)
 
-    async def _delete_object(self, entry: Entry) -> None:
-        await self._keep_parent(entry.parent, entry)
-        await self._client.delete(self._ns.key(entry))
+    async def rename(self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int = 0) -> None:
+        """In the store when this returns, at once for every observer. ``flags`` as renameat2(2)."""
+        self._refuse_read_only()
+        self._directory(parent_old)
+        self._directory(parent_new)
+        await self._changes.rename(parent_old, name_old, parent_new, name_new, flags)
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
+        self._refuse_read_only()
+        self._directory(parent)
+        return await self._changes.symlink(parent, name, target, uid, gid)
+
+    def readlink(self, inode: int) -> bytes:
+        return self._changes.readlink(self.entry(inode))
+
+    def xattr(self, inode: int, name: str) -> bytes:
+        return self._changes.xattr(self.entry(inode), name)
+
+    def xattr_names(self, inode: int) -> list[str]:
+        return self._changes.xattr_names(self.entry(inode))
+
+    async def set_xattr(self, inode: int, name: str, value: bytes | None, flags: int = 0) -> None:
+        """``value`` None removes it."""
+        self._refuse_read_only()
+        self._changes.set_xattr(await self.getattr(inode), name, value, flags)
+
+    async def sync_names(self) -> None:
+        """Every change of a name made before is in the store when this returns. Raises LakeError."""
+        if not self.config.read_only:
+            await self._committer.flush()
+
+    def _touched_root(self) -> None:
+        now = self._clock_ns()
+        self._root = msgspec.structs.replace(self._root, mtime_ns=now, ctime_ns=now)
 
     # -- files
 
@@ -395,8 +340,7 @@ class Filesystem:
         """Seen on this node at once, in the store when it is closed."""
         self._refuse_read_only()
         self._directory(parent)
-        component = checked_name(parent, name)
-        key = self._checked_key(parent, component)
+        key = self._changes.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
         known, _ = await self._ns.lookup(parent, name, ask=exclusive)
         if known is not None:
@@ -411,13 +355,13 @@ class Filesystem:
             mode=mode & PERMISSIONS, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now,
         )  # fmt: skip
         file = self._files.adopt_new(entry, key, if_absent=exclusive and self._client.capabilities.put_if_absent)
-        self._touch_parent(batch, parent)
         try:
             self._db.commit(batch)
         except CacheError:
             file.unlinked = True
             await self._files.release(file, writer=True)
             raise
+        self._changes.touch(parent)
         return self._new_handle(file, True, opener), entry
 
     async def read(self, number: int, offset: int, length: int) -> Buffer:
@@ -444,9 +388,24 @@ class Filesystem:
         if handle is not None:
             await self._files.release(handle.file, writer=handle.writable)
 
+    # -- what works on the whole lake
+
+    @property
+    def namespace(self) -> Namespace:
+        return self._ns
+
+    @property
+    def database(self) -> Database:
+        return self._db
+
+    async def look_again(self) -> None:
+        """Everything that others have committed is in effect here when this returns. Raises LakeError."""
+        await self._files.look_again()
+
     # -- what the control socket asks
 
     def statistics(self) -> dict[str, object]:
+        self.on_statistics()
         return self._status.statistics()
 
     def unfinished(self) -> list[Unfinished]:
@@ -463,6 +422,9 @@ class Filesystem:
                     await self._files.publish(file)
                 except LakeError as error:
                     failed = failed or error
+        await self.sync_names()
+        if not below and not self.config.read_only:
+            await self._deletions.drain()
         if failed is not None:
             raise failed
 

@@ -6,6 +6,10 @@ this node changed since the LIST began (``touched``) and files that are being wr
 what the page says of them is older than what is known here.
 
 Another version under a name gets another inode, so that no open handle, and no page in the kernel, ever mixes two.
+
+What commits say of a name stands, unless the LIST shows a plain object that the commit did not know and that is not
+older; names that commits removed stay away by the same rule. A directory of which nothing but removed names may be left
+is a `ghost`: the caller looks below it, and says `add_directory` where there is something to see.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ import msgspec
 
 from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, HiddenCounts, is_reserved, why_hidden
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.entry import PENDING, Entry, Flag
+from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
@@ -77,18 +82,24 @@ class DirectoryMerge:
         metrics: NamespaceMetrics,
         directory: int,
         *,
+        prefix: str,
         now_ns: int,
         touched: Collection[bytes] = (),
         keep: Callable[[Entry], bool] = lambda _: False,
         changed: Callable[[int, bytes], None] = lambda _parent, _name: None,
+        overridden: Callable[[Entry], None] = lambda _: None,
     ) -> None:
-        """``changed(parent, name)`` is told of names the kernel may remember wrongly."""
+        """``prefix`` is the directory's. ``changed(parent, name)`` is told of names the kernel may remember wrongly,
+        ``overridden`` of plain objects that took a name from a commit."""
         self._db, self._tree, self._metrics = database, tree, metrics
         self._directory = directory
         self._now_ns = now_ns
         self._touched = touched
         self._keep = keep
-        self._changed = changed
+        self._changed, self._overridden = changed, overridden
+        self._prefix = prefix.encode("utf-8", "surrogatepass")
+        self._outsiders: list[Entry] = []
+        self.ghosts: list[bytes] = []
         self._was_listed = tree.listing(directory) is not None
         self._seen = array("Q")
         self.hidden = HiddenCounts()
@@ -98,7 +109,7 @@ class DirectoryMerge:
         """Merge one page; committed when it returns."""
         batch = Batch()
         self.hidden += names.hidden
-        directories = {found.name for found in names.found if found.meta is None}
+        directories = {found.name for found in names.found if found.meta is None and not self._is_ghost(found.name)}
         for found in names.found:
             if found.meta is not None and found.name in directories:
                 self._shadowed[found.name] = found.meta
@@ -107,6 +118,7 @@ class DirectoryMerge:
         if names.marker:
             self._mark(batch)
         self._db.commit(batch)
+        self._tell_overridden()
         self._metrics.listing_pages += 1
 
     def finish(self) -> Listing:
@@ -139,6 +151,9 @@ class DirectoryMerge:
     def apply_one(self, name: bytes, found: Iterable[Found]) -> None:
         """The store was asked for one name only: ``found`` is all there is of it (a file, a directory, both, none)."""
         here = {item.sort_name: item for item in found}
+        if name + b"/" in here and name not in self._touched and self._is_ghost(name):
+            del here[name + b"/"]
+            self.ghosts.append(name)
         shown = here.get(name + b"/") or here.get(name)
         for sort_name in (name, name + b"/"):  # first what goes: a directory would hide the file that replaced it
             entry = self._tree.named(self._directory, sort_name)
@@ -150,6 +165,20 @@ class DirectoryMerge:
             batch = Batch()
             self._merge(batch, shown)
             self._db.commit(batch)
+            self._tell_overridden()
+
+    def _tell_overridden(self) -> None:
+        outsiders, self._outsiders = self._outsiders, []
+        for entry in outsiders:
+            self._overridden(entry)
+
+    def add_directory(self, name: bytes) -> None:
+        """A ghost has something below it."""
+        batch = Batch()
+        there = self._tree.named(self._directory, name + b"/") is not None or name in self._touched
+        if not there and self._may_have(batch, name):
+            self._insert_directory(batch, name)
+        self._db.commit(batch)
 
     def _mark(self, batch: Batch) -> None:
         entry = self._tree.entry(self._directory)
@@ -157,11 +186,50 @@ class DirectoryMerge:
             self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.MARKER))
 
     def _vanished(self, batch: Batch, entry: Entry) -> None:
-        if entry.name in self._touched or self._keep(entry):
+        if entry.name in self._touched:
+            return
+        if entry.is_dir:
+            self._directory_vanished(batch, entry)
+            return
+        if self._keep(entry) or not _needs_object(entry):
             return
         self._tree.remove(batch, entry)
         self._metrics.entries_removed += 1
         self._changed(self._directory, entry.name)
+
+    def _directory_vanished(self, batch: Batch, entry: Entry) -> None:
+        """No key lies below it any more: what commits say of it and of names below it stays."""
+        if not entry.stamp and not self._stays(entry.inode):
+            self._tree.remove(batch, entry)
+            self._metrics.entries_removed += 1
+            self._changed(self._directory, entry.name)
+            return
+        if entry.flags & (Flag.LISTED | Flag.MARKER):
+            flags = entry.flags & ~(Flag.LISTED | Flag.MARKER)
+            self._tree.update(batch, msgspec.structs.replace(entry, flags=flags))
+            self._remove_plain(batch, entry.inode)
+
+    def _stays(self, directory: int) -> bool:
+        """Something below a directory is there whatever the listing says."""
+        for child in self._tree.children(directory):
+            if child.is_dir:
+                if child.stamp or self._stays(child.inode):
+                    return True
+            elif self._keep(child) or not _needs_object(child):
+                return True
+        return False
+
+    def _remove_plain(self, batch: Batch, directory: int) -> None:
+        for child in self._tree.children(directory):
+            if child.is_dir:
+                if child.stamp or self._stays(child.inode):
+                    self._remove_plain(batch, child.inode)
+                    continue
+            elif self._keep(child) or not _needs_object(child):
+                continue
+            self._tree.remove(batch, child)
+            self._metrics.entries_removed += 1
+            self._changed(directory, child.name)
 
     def _merge(self, batch: Batch, found: Found) -> None:
         entry = self._tree.named(self._directory, found.sort_name)
@@ -173,10 +241,18 @@ class DirectoryMerge:
             self._merge_directory(batch, entry, found.name)
         elif entry is None:
             self._merge_new_file(batch, found.name, found.meta)
-        elif entry.is_local or (entry.etag, entry.size) != (found.meta.etag, found.meta.size):
+        elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_copy(entry, found.meta)):
             self._replaced(batch, entry, found.meta)
 
+    def _is_copy(self, entry: Entry, meta: ObjectMeta) -> bool:
+        """The object that the name means was copied to the name's own key: a commit will say so."""
+        row = self._tree.objects.get(entry.place) if entry.place else None
+        return row is not None and not entry.offset and (row.etag, row.size) == (meta.etag, meta.size)
+
     def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
+        tombstone = self._tree.tombstones.get(self._prefix + name)
+        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
+            return
         if self._tree.named(self._directory, name + b"/") is not None:
             self._shadowed[name] = meta
             return
@@ -184,22 +260,43 @@ class DirectoryMerge:
             batch, self._directory, name, Flag(0),
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
+        if tombstone is not None:
+            self._outsiders.append(entry)
         self._added(entry)
 
     def _merge_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
+        if self._is_ghost(name):
+            self.ghosts.append(name)
+        elif self._may_have(batch, name):
+            if entry is None:
+                self._insert_directory(batch, name)
+            elif not entry.flags & Flag.LISTED:
+                self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.LISTED))
+
+    def _is_ghost(self, name: bytes) -> bool:
+        """Of a directory that a LIST shows perhaps nothing but removed names is left."""
+        if self._tree.named(self._directory, name + b"/") is not None:
+            return False
+        return next(self._tree.tombstones.below(self._prefix + name + b"/"), None) is not None
+
+    def _may_have(self, batch: Batch, name: bytes) -> bool:
+        """A directory hides the file of its name, unless that is being written here."""
         file = self._tree.named(self._directory, name)
-        if file is not None:
-            if self._keep(file):
-                return
+        if file is None or file.flags & Flag.SHADOWED:
+            return True
+        if self._keep(file):
+            return False
+        if file.stamp:
+            self._tree.update(batch, msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED))
+        else:
             self._shadowed[name] = ObjectMeta("", file.size, file.etag, file.mtime_ns)
             self._tree.remove(batch, file)
-            self._changed(self._directory, name)
-        if entry is None:
-            self._added(
-                self._tree.insert(
-                    batch, self._directory, name, Flag.DIRECTORY, mtime_ns=self._now_ns, ctime_ns=self._now_ns
-                )
-            )
+        self._changed(self._directory, name)
+        return True
+
+    def _insert_directory(self, batch: Batch, name: bytes) -> None:
+        flags, now_ns = Flag.DIRECTORY | Flag.LISTED, self._now_ns
+        self._added(self._tree.insert(batch, self._directory, name, flags, mtime_ns=now_ns, ctime_ns=now_ns))
 
     def _added(self, entry: Entry) -> None:
         self._seen.append(entry.cookie)
@@ -214,6 +311,27 @@ class DirectoryMerge:
             entry.parent, entry.cookie, entry.name, entry.inode,
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
-        self._tree.renew_inode(batch, fresh)
+        renewed = self._tree.renew_inode(batch, fresh)
+        if entry.stamp:
+            self._outsiders.append(renewed)
         self._metrics.entries_changed += 1
         self._changed(self._directory, entry.name)
+
+
+def _needs_object(entry: Entry) -> bool:
+    """The entry is what a listing shows, and goes with it. What was made here and is not committed stays."""
+    return entry.is_local or (entry.is_plain and entry.stamp < PENDING)
+
+
+def _is_it(entry: Entry, meta: ObjectMeta) -> bool:
+    """The entry is this plain object."""
+    return entry.is_plain and (entry.etag, entry.size) == (meta.etag, meta.size)
+
+
+def _is_hidden(entry: Entry, meta: ObjectMeta) -> bool:
+    """A commit knew of this plain object, or is newer, and says that the name is something else."""
+    if entry.stamp >= PENDING:
+        return True
+    if not entry.stamp or entry.is_plain:
+        return False
+    return entry.etag == meta.etag or meta.mtime_ns + NS <= entry.stamp

@@ -19,14 +19,16 @@ from dataclasses import dataclass, field
 
 import trio
 
+from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import FileError, LakeError, NotFound
-from lakefs_fuse.fs.keys import Hidden, is_reserved
+from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, is_reserved
 from lakefs_fuse.fs.listing import DirectoryMerge, Found, read_page
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
 
 NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
@@ -64,6 +66,8 @@ class Namespace:
         changed: Callable[[int, bytes], None],
     ) -> None:
         self.tree = Tree(database)
+        self.overridden: Callable[[Entry], None] = lambda _: None
+        """Told of plain objects that took a name from a commit."""
         self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
         self._ttl_ns = int(ttl_s * NS)
         self._clock_ns = clock_ns
@@ -86,6 +90,43 @@ class Namespace:
     def key(self, entry: Entry) -> str:
         """The key of a file, or of a directory's marker."""
         return self.prefix(entry.parent) + entry.sort_name.decode("utf-8", "surrogatepass")
+
+    def directory(self, path: str) -> int | None:
+        """Inode of a directory by its path; None where it is not known."""
+        if not path:
+            return ROOT_INODE
+        names = [name.encode("utf-8", "surrogatepass") for name in path.split("/")]
+        entry = self.tree.resolve(names)
+        return entry.inode if entry is not None and entry.is_dir else None
+
+    def at(self, path: str) -> Entry | None:
+        """What is known under a path; None for nothing, and for the root."""
+        return self.tree.resolve([name.encode("utf-8", "surrogatepass") for name in path.split("/")])
+
+    def extent(self, entry: Entry) -> Extent | None:
+        """Where a file's bytes are; None for one that is not in the store yet. Raises FileError(EIO)."""
+        if entry.flags & (Flag.LOCAL | Flag.SYMLINK):
+            return None
+        if not entry.place:
+            return Extent.whole(Version(self.key(entry), entry.etag, entry.size))
+        row = self.tree.objects.get(entry.place)
+        if row is None:
+            raise FileError(errno.EIO, f"the object of {self.key(entry)} is not known here: delete the cache directory")
+        return Extent(Version(row.key, row.etag, row.size), entry.offset, entry.size)
+
+    def own_etag(self, path: str, parent: int | None = None) -> str:
+        """ETag of the plain object that is known to lie at a path's own key, seen or hidden; empty for none. ``parent``
+        is the inode of its directory, where that is known."""
+        above, _, name = path.rpartition("/")
+        directory = self.directory(above) if parent is None else parent
+        entry = None if directory is None else self.tree.named(directory, name.encode("utf-8", "surrogatepass"))
+        if entry is not None and entry.etag:
+            return entry.etag
+        tombstone = self.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+        if tombstone is not None and tombstone.etag:
+            return tombstone.etag
+        used = self.tree.objects.used(path)
+        return "" if used is None else used.etag
 
     # -- freshness
 
@@ -163,7 +204,9 @@ class Namespace:
                 found += await self._head_if_missing(found, name, key)
         if self.tree.path(directory) is None:
             raise FileError(errno.ESTALE)
-        self._merge(directory, flight).apply_one(name, found)
+        merge = self._merge(directory, flight)
+        merge.apply_one(name, found)
+        await self._look_below_ghosts(merge, prefix)
         self._remember_answer(directory, name, asked_ns)
 
     async def _head_if_missing(self, found: list[Found], name: bytes, key: str) -> list[Found]:
@@ -222,7 +265,28 @@ class Namespace:
             token = page.next_token
             if token is None:
                 break
+        await self._look_below_ghosts(merge, prefix)
+        if self.tree.path(directory) is None:
+            raise FileError(errno.ESTALE)
         merge.finish()
+
+    async def _look_below_ghosts(self, merge: DirectoryMerge, prefix: str) -> None:
+        for name in merge.ghosts:
+            below = prefix + name.decode("utf-8", "surrogatepass") + "/"
+            token: str | None = None
+            while True:
+                page = await self._client.list_page(below, token=token)
+                token = page.next_token
+                if any(not self._is_removed(meta) for meta in page.objects):
+                    merge.add_directory(name)
+                    break
+                if token is None:
+                    break
+
+    def _is_removed(self, meta: ObjectMeta) -> bool:
+        path = meta.key.removesuffix(PLACEHOLDER).encode("utf-8", "surrogatepass")
+        tombstone = self.tree.tombstones.get(path)
+        return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
 
     def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
         return DirectoryMerge(
@@ -230,10 +294,12 @@ class Namespace:
             self.tree,
             self._metrics,
             directory,
+            prefix=self.prefix(directory),
             now_ns=self._clock_ns(),
             touched=flight.touched,
             keep=self._keep,
             changed=self._changed,
+            overridden=self.overridden,
         )
 
     # -- changing
@@ -255,6 +321,17 @@ class Namespace:
         for flight in self._watched.get(directory, ()):
             flight.touched.add(name)
         self._answers.pop((directory, name), None)
+
+    def tell(self, directory: int, name: bytes) -> None:
+        """A name is another than the kernel may remember."""
+        self._changed(directory, name)
+
+    def is_removed(self, entry: Entry) -> bool:
+        """A commit removed the plain object that a file is."""
+        if not entry.is_plain:
+            return False
+        tombstone = self.tree.tombstones.get(self.key(entry).encode("utf-8", "surrogatepass"))
+        return tombstone is not None and tombstone.etag == entry.etag and tombstone.stamp > entry.stamp
 
     def listed_empty(self, batch: Batch, directory: int) -> None:
         """A directory that this node has just made is known to hold nothing."""

@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -19,26 +18,19 @@ from pathlib import Path
 
 import trio
 
+from lakefs_fuse.catalog.index import bring_in
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.disk import free_bytes
-from lakefs_fuse.data.draft_services import DraftServices
-from lakefs_fuse.data.parts import SPANS, PartLayout
-from lakefs_fuse.data.reader import BlockReader
-from lakefs_fuse.data.record import DraftRecord
-from lakefs_fuse.data.staging import Staging
-from lakefs_fuse.data.uploader import UploadSlots
+from lakefs_fuse.data.parts import SPANS
 from lakefs_fuse.errors import CacheError, MountError
+from lakefs_fuse.fs.assembly import Assembly, Ground
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem
-from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.recovery import Recovery
-from lakefs_fuse.fs.status import Status
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.protocol import ObjectMeta
 
 ROOM_BYTES_MIN = 64 * MIB
 """A mount needs so much of the disk beyond what it leaves free."""
@@ -110,9 +102,14 @@ async def open_filesystem(
         files: FileTable | None = None
         try:
             async with trio.open_nursery() as nursery:
-                filesystem, files = await _assemble(
-                    config, client, metrics, database, cache, nursery, clock_ns, rng, spans
-                )
+                # Before anything reads the database: what counts rows does so once.
+                await bring_in(database, client, directory / "index")
+                ids = rng or random.SystemRandom()
+                parts = Assembly(Ground(config, client, metrics, database, cache, nursery, clock_ns, ids, spans))
+                filesystem, files = parts.filesystem, parts.files
+                await parts.begin()
+                await _deal_with_orphans(config, filesystem, parts.recovery)
+                parts.start()
                 if not cache.counted:
                     nursery.start_soon(partial(trio.to_thread.run_sync, cache.scan, abandon_on_cancel=True))
                 try:
@@ -127,69 +124,10 @@ async def open_filesystem(
             database.close()
 
 
-async def _assemble(
-    config: MountConfig,
-    client: StoreClient,
-    metrics: Metrics,
-    database: Database,
-    cache: BlockCache,
-    nursery: trio.Nursery,
-    clock_ns: Callable[[], int],
-    rng: random.Random | None,
-    spans: tuple[tuple[int, int], ...],
-) -> tuple[Filesystem, FileTable]:
-    ids = rng or random.SystemRandom()
-    files: FileTable
-    filesystem: Filesystem
-
-    def keep(entry: Entry) -> bool:
-        return files.is_dirty(entry)
-
-    def learned(meta: ObjectMeta) -> None:
-        files.learned(meta)
-
-    def changed(parent: int, name: bytes) -> None:
-        filesystem.on_change(parent, name)
-
-    namespace = Namespace(
-        database, client, metrics.namespace, nursery,
-        ttl_s=config.metadata_ttl_s, clock_ns=clock_ns, keep=keep, changed=changed,
-    )  # fmt: skip
-    reader = BlockReader(client, cache, metrics.cache, nursery, learned=learned)
-    staging = Staging(
-        Path(config.cache_dir).absolute() / "staging",
-        bytes_max=config.staging_bytes_max,
-        free_bytes_min=config.free_bytes_min,
-        metrics=metrics.upload,
-        evict=cache.evict,
-    )
-
-    def services(save: Callable[[DraftRecord, bool], None]) -> DraftServices:
-        return DraftServices(
-            client=client,
-            reader=reader,
-            staging=staging,
-            slots=UploadSlots(config.uploads_max, metrics.upload),
-            nursery=nursery,
-            layout=PartLayout(spans, staging_bytes_max=config.staging_bytes_max),
-            metrics=metrics.upload,
-            save=save,
-            clock_ns=clock_ns,
-        )
-
-    files = FileTable(
-        database, namespace, cache, reader, services, new_id=lambda: uuid.UUID(int=ids.getrandbits(128), version=4).hex
-    )
-    recovery = Recovery(database, namespace, files.services, changed=changed)
-    status = Status(metrics, client.capabilities, cache, reader, namespace, files, recovery, clock_ns=clock_ns)
-    filesystem = Filesystem(config, database, client, namespace, files, recovery, status, metrics, clock_ns=clock_ns)
-    await _deal_with_orphans(config, filesystem, recovery)
-    return filesystem, files
-
-
 async def _deal_with_orphans(config: MountConfig, filesystem: Filesystem, recovery: Recovery) -> None:
-    await recovery.load()
     if config.orphans != "keep" and not config.read_only:
         await recovery.resolve_all(config.orphans)
     for item in filesystem.unfinished():
+        if item.state != "orphan":
+            continue
         log.warning("orphan %s: %d bytes of %s that a daemon left unfinished", item.id, item.bytes, item.path)

@@ -14,16 +14,18 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.data.disk import allocated_bytes
 from lakefs_fuse.data.draft import DRAFT_METADATA
 from lakefs_fuse.data.draft_services import DraftServices
-from lakefs_fuse.data.publishing import publish
 from lakefs_fuse.data.record import DraftRecord, DraftState, decode
 from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.data.staging import KEY_XATTR, UPLOAD_XATTR
 from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound
+from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.storing import Storing
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.journal import Journal
@@ -40,15 +42,20 @@ class Recovery:
         database: Database,
         namespace: Namespace,
         services: DraftServices,
+        storing: Storing,
         *,
+        read_only: bool,
         changed: Callable[[int, bytes], None],
     ) -> None:
         self._db, self._ns, self._services = database, namespace, services
+        self._storing, self._read_only = storing, read_only
         self._journal = Journal(database)
         self._changed = changed
         self.orphans: dict[str, DraftRecord] = {}
         self._room: dict[str, int] = {}
         self._busy: set[str] = set()
+        self.uncovered = False
+        """A name that went had been renamed over one that commits tell of: they have to be read again."""
 
     async def load(self) -> None:
         """Read the journal and the staging directory; called once, before the mount answers."""
@@ -59,7 +66,7 @@ class Recovery:
                 log.error("journal record %s cannot be read (%s): its bytes stay in staging", draft_id, error)
                 self._forget(draft_id)
                 continue
-            self._drop_local_name(record.key)
+            self._drop_local_name(_path(record))
             if self._path(draft_id).exists() or record.upload_intent_ns:
                 self.orphans[draft_id] = record
             else:
@@ -103,20 +110,35 @@ class Recovery:
             )
 
     def _drop_local_name(self, key: str) -> None:
-        entry = self._ns.tree.resolve([name.encode("utf-8", "surrogatepass") for name in key.split("/")])
+        entry = self._ns.at(key)
         if entry is not None and entry.is_local:
+            self.uncovered = self.uncovered or bool(entry.stamp or entry.etag)
             batch = Batch()
             self._ns.tree.remove(batch, entry)
+            self._ns.tree.forget_listing(batch, entry.parent)
             self._db.commit(batch)
 
     async def _is_published(self, record: DraftRecord) -> bool:
         if record.state is DraftState.WRITING:
             return False
+        if self._is_in_pack(record):
+            return True
         try:
             meta = await self._services.client.head(record.key)
         except NotFound:
             return False
-        return bool(record.token) and (meta.metadata or {}).get(DRAFT_METADATA) == record.token
+        if not record.token or (meta.metadata or {}).get(DRAFT_METADATA) != record.token:
+            return False
+        if not self._read_only and (await self._visible(record))[0] in (record.replaces, meta.etag):
+            self._storing.say(_path(record), meta)
+        return True
+
+    def _is_in_pack(self, record: DraftRecord) -> bool:
+        """A commit has a file of this size and of this very nanosecond under the name."""
+        entry = self._ns.at(_path(record))
+        if entry is None or not entry.place or entry.size != record.size:
+            return False
+        return attributes.describe(entry, with_mtime=True).get("mtime") == record.metadata.get("mtime")
 
     def _forget(self, draft_id: str) -> None:
         batch = Batch()
@@ -132,7 +154,7 @@ class Recovery:
         self._refresh_parent(record)
 
     def _refresh_parent(self, record: DraftRecord) -> None:
-        *above, name = [part.encode("utf-8", "surrogatepass") for part in record.key.split("/")]
+        *above, name = [part.encode("utf-8", "surrogatepass") for part in _path(record).split("/")]
         parent = self._ns.tree.resolve(above)
         inode = ROOT_INODE if not above else parent.inode if parent is not None else None
         if inode is not None:
@@ -182,7 +204,7 @@ class Recovery:
         if etag != record.replaces and token.partition(".")[0] != record.id:
             raise FileError(
                 errno.EEXIST,
-                f"{record.key} was changed by somebody else since; the unfinished bytes are kept in "
+                f"{_path(record)} was changed by somebody else since; the unfinished bytes are kept in "
                 f"{self._path(record.id)}: copy what you need of them, then abort",
             )
         draft = restored(
@@ -190,7 +212,9 @@ class Recovery:
         )
         try:
             async with draft.exclusive():
-                await publish(draft)
+                if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:
+                    draft.target.key, draft.target.path = OBJECTS + record.id, _path(record)
+                await self._storing.finish(draft, _path(record))
         except BaseException:
             self.orphans[record.id] = draft.record()
             raise
@@ -199,10 +223,20 @@ class Recovery:
         self._drop(record)
 
     async def _visible(self, record: DraftRecord) -> tuple[str, str]:
-        """ETag and draft token of what the key has now; empty where there is none."""
+        """ETag and draft token of the object that the name means now; empty where there is none."""
+        path = _path(record)
+        entry = self._ns.at(path)
+        if entry is not None and (entry.is_dir or entry.is_symlink):
+            return str(entry.file_type), ""
+        extent = self._ns.extent(entry) if entry is not None else None
+        if extent is not None and extent.version.key not in (path, record.key):
+            return extent.version.etag, ""
         try:
-            meta = await self._services.client.head(record.key)
+            meta = await self._services.client.head(path)
         except NotFound:
+            return "", ""
+        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
             return "", ""
         return meta.etag, (meta.metadata or {}).get(DRAFT_METADATA, "")
 
@@ -217,14 +251,19 @@ class Recovery:
             self._busy.discard(orphan_id)
 
     async def _abort_uploads(self, record: DraftRecord) -> None:
-        for upload_id in filter(None, (record.upload_id, record.restamp_id)):
-            await self._services.client.abort_multipart(record.key, upload_id)
+        if record.upload_id:
+            await self._services.client.abort_multipart(record.key, record.upload_id)
         await self._abort_unknown_upload(record)
 
     async def _abort_unknown_upload(self, record: DraftRecord) -> None:
         """An upload was asked for and the daemon died before it learnt the id."""
         if record.upload_intent_ns and not record.upload_id:
             await abort_strays(self._services.client, record.key, record.upload_intent_ns)
+
+
+def _path(record: DraftRecord) -> str:
+    """Where the file is in the lake."""
+    return record.path or record.key
 
 
 def _attribute(path: str, name: str) -> str:

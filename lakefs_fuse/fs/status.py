@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from lakefs_fuse.catalog.committer import Committer
+from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import PartState
@@ -13,6 +15,7 @@ from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.recovery import Recovery
+from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.protocol import Capabilities
@@ -32,12 +35,16 @@ class Status:
         namespace: Namespace,
         files: FileTable,
         recovery: Recovery,
+        committer: Committer,
+        deletions: Deletions,
+        relocator: Relocator,
         *,
         clock_ns: Callable[[], int],
     ) -> None:
         self._metrics, self._capabilities = metrics, capabilities
         self._cache, self._reader = cache, reader
         self._ns, self._files, self._recovery = namespace, files, recovery
+        self._committer, self._deletions, self._relocator = committer, deletions, relocator
         self._clock_ns = clock_ns
 
     def statistics(self) -> dict[str, object]:
@@ -60,6 +67,17 @@ class Status:
             "failed": sum(draft.error is not None for draft in drafts),
             "orphans": len(self._recovery.orphans),
         }
+        objects = self._ns.tree.objects
+        told["commits"] = {
+            **dataclasses.asdict(self._metrics.commits),
+            "operations_waiting": self._committer.waiting,
+            "deletions_waiting": self._deletions.waiting,
+            "relocations_waiting": self._relocator.waiting,
+            "packs_known": objects.packs,
+            "pack_bytes": objects.bytes_packed,
+            "pack_bytes_live": objects.bytes_live,
+            "pack_bytes_dead": max(0, objects.bytes_packed - objects.bytes_live),
+        }
         told["staging"] = {"bytes": staging.bytes_used, "bytes_max": staging.bytes_max}
         told["files"] = {"in_use": len(self._files)}
         told["capabilities"] = dataclasses.asdict(self._capabilities)
@@ -69,8 +87,13 @@ class Status:
         """Files being written and orphans, oldest first."""
         now = self._clock_ns()
         of_drafts = [self._of_draft(file.draft, now) for file in self._files.dirty() if file.draft is not None]
+        of_names = []
+        if self._committer.waiting:
+            error = str(self._committer.error or "")
+            count = self._committer.waiting
+            of_names = [Unfinished("names", f"{count} changes of names", 0, "journaled", 0.0, error, 0, 0)]
         of_orphans = [self._of_orphan(record, now) for record in self._recovery.orphans.values()]
-        return sorted(of_drafts + of_orphans, key=lambda item: -item.age_s)
+        return sorted(of_drafts + of_names + of_orphans, key=lambda item: -item.age_s)
 
     def _of_draft(self, draft: Draft, now: int) -> Unfinished:
         done = [part for part in draft.parts.values() if part.state in (PartState.CLEAN, PartState.DROPPED)]

@@ -2,8 +2,8 @@
  * Kernel hooks: what pyfuse3 does not pass on.
  *
  * Loaded with RTLD_GLOBAL before pyfuse3, so that pyfuse3's call of fuse_session_new arrives here. The operation table
- * is copied, FLUSH is wrapped, and libfuse's own function does the rest. Without this library the mount works as well,
- * but cannot tell which process closes a file.
+ * is copied, FLUSH and GETXATTR are wrapped, and libfuse's own function does the rest. Without this library the mount
+ * works as well, but cannot tell which process closes a file, and answers more requests in Python.
  *
  * Single-threaded by construction: libfuse calls the handlers from the one thread that reads /dev/fuse, and the Python
  * coroutine of a request begins to run before the next request is read.
@@ -13,6 +13,7 @@
 #undef fuse_session_new
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -21,11 +22,30 @@ static const struct fuse_ctx *(*context_of)(fuse_req_t);
 static void (*next_flush)(fuse_req_t, fuse_ino_t, struct fuse_file_info *);
 static int session_hooked;
 static int64_t flush_pid;
+static int (*reply_error)(fuse_req_t, int);
+static void (*next_getxattr)(fuse_req_t, fuse_ino_t, const char *, size_t);
+static int64_t xattrs_answered;
 
 static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
 	flush_pid = context_of(request)->pid;
 	next_flush(request, inode, info);
+}
+
+/*
+ * The kernel asks for security.capability before the first write to every file, and ls(1) for access lists. There are
+ * none here, ever, and saying so takes no Python.
+ */
+static void getxattr(fuse_req_t request, fuse_ino_t inode, const char *name, size_t size)
+{
+	int error = strncmp(name, "security.", 9) == 0 ? ENODATA : strncmp(name, "system.", 7) == 0 ? EOPNOTSUPP : 0;
+
+	if (error) {
+		xattrs_answered++;
+		reply_error(request, error);
+	} else {
+		next_getxattr(request, inode, name, size);
+	}
 }
 
 struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_lowlevel_ops *table, size_t size,
@@ -40,6 +60,7 @@ struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_
 	if (libfuse) {
 		*(void **)&next = dlsym(libfuse, "fuse_session_new");
 		*(void **)&context_of = dlsym(libfuse, "fuse_req_ctx");
+		*(void **)&reply_error = dlsym(libfuse, "fuse_reply_err");
 	}
 	if (!next)
 		return NULL;
@@ -50,6 +71,10 @@ struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_
 		operations.flush = flush;
 		session_hooked = 1;
 	}
+	if (operations.getxattr && reply_error) {
+		next_getxattr = operations.getxattr;
+		operations.getxattr = getxattr;
+	}
 	return next(args, &operations, size < sizeof(operations) ? size : sizeof(operations), userdata);
 }
 
@@ -57,6 +82,12 @@ struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_
 int lakefs_hooks_active(void)
 {
 	return session_hooked;
+}
+
+/* Requests for extended attributes that were answered here. */
+int64_t lakefs_hooks_xattrs_answered(void)
+{
+	return xattrs_answered;
 }
 
 /* The thread that sent the FLUSH whose handler runs now; 0 where it is in another pid namespace. */

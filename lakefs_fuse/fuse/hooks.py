@@ -19,6 +19,7 @@ def _load() -> ctypes.CDLL | None:
         except OSError:
             continue
         library.lakefs_hooks_flush_pid.restype = ctypes.c_int64
+        library.lakefs_hooks_xattrs_answered.restype = ctypes.c_int64
         return library
     return None
 
@@ -34,6 +35,11 @@ def active() -> bool:
 def flush_pid() -> int:
     """Thread that sent the FLUSH being handled, to be asked before the handler's first await; 0 if not known."""
     return int(_library.lakefs_hooks_flush_pid()) if _library is not None else 0
+
+
+def xattrs_answered() -> int:
+    """GETXATTR requests that were answered without entering Python."""
+    return int(_library.lakefs_hooks_xattrs_answered()) if _library is not None else 0
 
 
 def process_of(thread: int) -> int:

@@ -36,7 +36,7 @@ INVALIDATIONS_MAX = 4096
 P = ParamSpec("P")
 T = TypeVar("T")
 Handler: TypeAlias = "Callable[Concatenate[Operations, P], Coroutine[Any, Any, T]]"
-UNREMARKABLE = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE)
+UNREMARKABLE = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP)
 """Answers that are everyday life, and not worth a line in the log."""
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,14 @@ class Operations(pyfuse3.Operations):
         send, receive = trio.open_memory_channel[tuple[int, bytes]](INVALIDATIONS_MAX)
         self._invalid, self._invalid_queue = send, receive
         fs.on_change = self._forget_name
+        fs.on_statistics = self._count_answered
+        self._answered = 0
+
+    def _count_answered(self) -> None:
+        """Requests that the hooks answered are requests, too."""
+        answered = hooks.xattrs_answered()
+        self.upcalls["getxattr"] += answered - self._answered
+        self._answered = answered
 
     # -- telling the kernel
 
@@ -154,6 +162,22 @@ class Operations(pyfuse3.Operations):
         entry = await self.fs.setattr(inode, change, fh)
         return self._attributes(entry, self.fs.attribute_fresh_s(entry))
 
+    @upcall("getxattr")
+    async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
+        return self.fs.xattr(inode, os.fsdecode(name))
+
+    @upcall("listxattr")
+    async def listxattr(self, inode: int, ctx: object) -> Sequence[bytes]:
+        return [os.fsencode(name) for name in self.fs.xattr_names(inode)]
+
+    @upcall("setxattr")
+    async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: object) -> None:
+        await self.fs.set_xattr(inode, os.fsdecode(name), value)
+
+    @upcall("removexattr")
+    async def removexattr(self, inode: int, name: bytes, ctx: object) -> None:
+        await self.fs.set_xattr(inode, os.fsdecode(name), None)
+
     # -- directories
 
     @upcall("opendir")
@@ -175,7 +199,7 @@ class Operations(pyfuse3.Operations):
 
     @upcall("fsyncdir")
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        """Names are in the store when the call that made them returns."""
+        await self.fs.sync_names()
 
     @upcall("mkdir")
     async def mkdir(self, parent: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
@@ -194,12 +218,16 @@ class Operations(pyfuse3.Operations):
     async def rename(
         self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int, ctx: object
     ) -> None:
-        """An object store has no rename, and copying behind one is not atomic."""
-        raise pyfuse3.FUSEError(errno.EOPNOTSUPP)
+        await self.fs.rename(parent_old, name_old, parent_new, name_new, flags)
 
     @upcall("symlink")
-    async def symlink(self, parent: int, name: bytes, target: bytes, ctx: object) -> pyfuse3.EntryAttributes:
-        raise pyfuse3.FUSEError(errno.EOPNOTSUPP)
+    async def symlink(self, parent: int, name: bytes, target: bytes, ctx: Any) -> pyfuse3.EntryAttributes:
+        entry = await self.fs.symlink(parent, name, target, ctx.uid, ctx.gid)
+        return self._attributes(entry, self.config.metadata_ttl_s)
+
+    @upcall("readlink")
+    async def readlink(self, inode: int, ctx: object) -> bytes:
+        return self.fs.readlink(inode)
 
     @upcall("link")
     async def link(self, inode: int, new_parent: int, new_name: bytes, ctx: object) -> pyfuse3.EntryAttributes:

@@ -14,7 +14,7 @@ import msgspec
 
 ROOT_INODE = 1
 
-HEAD = Struct("<QBBIIIQqqBB")
+HEAD = Struct("<QHIIIQqqQIQB")
 UNSET = 0xFFFF_FFFF
 """A mode, uid or gid nobody has said: the mount's default is shown."""
 
@@ -31,6 +31,24 @@ class Flag(IntFlag):
     """A directory that has a marker object."""
     MTIME_KEPT = 16
     """The mtime was chosen, or the bytes did not change since: it goes with the object, whatever its LastModified."""
+    LISTED = 32
+    """A directory that the last listing of its parent showed: plain objects lie below it."""
+    SYMLINK = 64
+    """The target is in a row of its own, by inode."""
+    XATTRS = 128
+    """Extended attributes are in a row of their own, by inode."""
+    SHADOWED = 256
+    """A file that a directory of the same name hides."""
+    ATTRIBUTED = 512
+    """A commit changed the attributes of this version, at ``ctime_ns``."""
+
+
+_DIRECTORY, _LOCAL, _SYMLINK = int(Flag.DIRECTORY), int(Flag.LOCAL), int(Flag.SYMLINK)
+"""Plain integers: an operation on an enum costs a microsecond, and there are many for every request."""
+_NO_OBJECT = _DIRECTORY | _LOCAL | _SYMLINK
+
+PENDING = 1 << 63
+"""Stamps from here on are sequence numbers of changes made here and not committed yet: newer than any commit."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
@@ -38,6 +56,10 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     ``cookie`` orders the directory for readdir and stays with the name for as long as the name exists; ``inode`` is
     new for every version that somebody else put under the name. Times in ns since 1970, ``size`` in bytes.
+
+    ``stamp`` is the time of the commit that says what this name is, 0 where no commit does. ``place`` 0 is the plain
+    object at the name's own key, with ``etag``; otherwise it numbers a row of the object table, the bytes begin at
+    ``offset`` in it, and ``etag`` is that of the plain object at the own key that is hidden (empty: of none).
     """
 
     parent: int
@@ -52,30 +74,44 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     mtime_ns: int = 0
     ctime_ns: int = 0
     etag: str = ""
+    stamp: int = 0
+    place: int = 0
+    offset: int = 0
 
     @property
     def is_dir(self) -> bool:
-        return bool(self.flags & Flag.DIRECTORY)
+        return bool(self.flags & _DIRECTORY)
 
     @property
     def is_local(self) -> bool:
-        return bool(self.flags & Flag.LOCAL)
+        return bool(self.flags & _LOCAL)
 
     @property
     def sort_name(self) -> bytes:
         """The name as the store lists it: directories end in a slash, which is also their place in the order."""
-        return self.name + b"/" if self.flags & Flag.DIRECTORY else self.name
+        return self.name + b"/" if self.flags & _DIRECTORY else self.name
+
+    @property
+    def is_symlink(self) -> bool:
+        return bool(self.flags & _SYMLINK)
+
+    @property
+    def is_plain(self) -> bool:
+        """A file that is the plain object at its own key, and in the store."""
+        return not self.place and not self.flags & _NO_OBJECT
 
     @property
     def file_type(self) -> int:
-        return stat.S_IFDIR if self.flags & Flag.DIRECTORY else stat.S_IFREG
+        if self.flags & _DIRECTORY:
+            return stat.S_IFDIR
+        return stat.S_IFLNK if self.flags & _SYMLINK else stat.S_IFREG
 
     def pack(self) -> bytes:
         etag = self.etag.encode()
         return (
             HEAD.pack(
-                self.inode, self.flags, 0, self.mode, self.uid, self.gid, self.size, self.mtime_ns, self.ctime_ns,
-                len(etag), 0,
+                self.inode, self.flags, self.mode, self.uid, self.gid, self.size, self.mtime_ns, self.ctime_ns,
+                self.stamp, self.place, self.offset, len(etag),
             )
             + etag
             + self.name
@@ -84,8 +120,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 def unpack(parent: int, cookie: int, row: bytes) -> Entry:
     """The entry of a row; `parent` and `cookie` are its key. Raises struct.error for a row that was cut."""
-    inode, flags, _, mode, uid, gid, size, mtime_ns, ctime_ns, etag_length, _ = HEAD.unpack_from(row)
+    (inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns, stamp, place, offset, etag_length) = HEAD.unpack_from(row)
     at = HEAD.size + etag_length
     return Entry(
-        parent, cookie, row[at:], inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns, row[HEAD.size : at].decode()
-    )
+        parent, cookie, row[at:], inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns,
+        row[HEAD.size : at].decode(), stamp, place, offset,
+    )  # fmt: skip

@@ -14,6 +14,8 @@ import msgspec
 
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag, unpack
+from lakefs_fuse.meta.objects import Objects
+from lakefs_fuse.meta.tombstones import Tombstones
 
 _PAIR = Struct(">QQ")
 _LISTING = Struct("<qQIIII")
@@ -33,6 +35,10 @@ class Listing(msgspec.Struct, frozen=True):
     hidden_long: int = 0
     hidden_conflict: int = 0
 
+    @property
+    def hides_keys(self) -> bool:
+        return bool(self.hidden_component or self.hidden_nul or self.hidden_long or self.hidden_conflict)
+
 
 def _inode_key(kind: bytes, inode: int) -> bytes:
     return kind + inode.to_bytes(8, "big")
@@ -43,6 +49,8 @@ class Tree:
 
     def __init__(self, database: Database) -> None:
         self._db = database
+        self.objects = Objects(database)
+        self.tombstones = Tombstones(database)
         self.hidden = [0, 0, 0, 0]
         """Sums of all listings' ``hidden_*``, in their order."""
         for listing in self.listings():
@@ -81,6 +89,9 @@ class Tree:
         for key, row in scan:
             yield unpack(parent, int.from_bytes(key[9:], "big"), row)
 
+    def has_children(self, directory: int) -> bool:
+        return next(self.children(directory), None) is not None
+
     def path(self, inode: int) -> list[bytes] | None:
         """Names from the root down to an inode ([] for the root); None where the chain is broken."""
         names: list[bytes] = []
@@ -98,28 +109,63 @@ class Tree:
         """A new name; the caller knows that there is none of that sort name."""
         inode = self._db.new_inode()
         entry = Entry(parent, inode, name, inode, int(flags), **attributes)  # type: ignore[arg-type]
-        batch.put(_inode_key(b"N", parent) + entry.sort_name, inode.to_bytes(8, "big"))
-        batch.put(_inode_key(b"I", inode), _PAIR.pack(parent, inode))
-        batch.put(b"D" + _PAIR.pack(parent, inode), entry.pack())
+        self._attach(batch, entry)
+        if entry.place:
+            batch.share(entry.place, 1, entry.size)
         return entry
+
+    def _attach(self, batch: Batch, entry: Entry) -> None:
+        place = _PAIR.pack(entry.parent, entry.cookie)
+        batch.put(_inode_key(b"N", entry.parent) + entry.sort_name, entry.cookie.to_bytes(8, "big"))
+        batch.put(_inode_key(b"I", entry.inode), place)
+        batch.put(b"D" + place, entry.pack())
+
+    def _detach(self, batch: Batch, entry: Entry) -> None:
+        batch.delete(_inode_key(b"N", entry.parent) + entry.sort_name)
+        batch.delete(b"D" + _PAIR.pack(entry.parent, entry.cookie))
+        batch.delete(_inode_key(b"I", entry.inode))
 
     def update(self, batch: Batch, entry: Entry) -> None:
         """Write an entry's attributes; name, parent, cookie and inode are those it was read with."""
+        self._share(batch, self._at(entry.parent, entry.cookie), entry)
         batch.put(b"D" + _PAIR.pack(entry.parent, entry.cookie), entry.pack())
+
+    @staticmethod
+    def _share(batch: Batch, before: Entry | None, after: Entry | None) -> None:
+        if before is not None and before.place:
+            batch.share(before.place, -1, -before.size)
+        if after is not None and after.place:
+            batch.share(after.place, 1, after.size)
 
     def renew_inode(self, batch: Batch, entry: Entry) -> Entry:
         """Somebody else put another version under the name: it gets an inode of its own, and handles keep the old."""
         renewed = msgspec.structs.replace(entry, inode=self._db.new_inode())
         batch.delete(_inode_key(b"I", entry.inode))
+        self._forget_rows(batch, entry)
         batch.put(_inode_key(b"I", renewed.inode), _PAIR.pack(entry.parent, entry.cookie))
         self.update(batch, renewed)
         return renewed
 
+    def detach(self, batch: Batch, entry: Entry) -> None:
+        """Take an entry out of its directory, to be `attach`ed elsewhere; what is below it stays below it."""
+        self._detach(batch, entry)
+
+    def attach(self, batch: Batch, entry: Entry, parent: int, name: bytes) -> Entry:
+        """Put a detached entry into a directory that has no such name; it keeps its inode."""
+        moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=self._db.new_inode())
+        self._attach(batch, moved)
+        return moved
+
+    def _forget_rows(self, batch: Batch, entry: Entry) -> None:
+        for kind in (b"S", b"X"):
+            batch.delete(_inode_key(kind, entry.inode))
+
     def remove(self, batch: Batch, entry: Entry) -> None:
         """Take a name away, and everything below it."""
-        batch.delete(_inode_key(b"N", entry.parent) + entry.sort_name)
-        batch.delete(b"D" + _PAIR.pack(entry.parent, entry.cookie))
-        batch.delete(_inode_key(b"I", entry.inode))
+        self._detach(batch, entry)
+        self._share(batch, entry, None)
+        if entry.flags & (Flag.SYMLINK | Flag.XATTRS):
+            self._forget_rows(batch, entry)
         if not entry.is_dir:
             return
         below = [entry.inode]
@@ -127,11 +173,34 @@ class Tree:
             directory = below.pop()
             for child in self.children(directory):
                 batch.delete(_inode_key(b"I", child.inode))
+                self._share(batch, child, None)
+                if child.flags & (Flag.SYMLINK | Flag.XATTRS):
+                    self._forget_rows(batch, child)
                 if child.is_dir:
                     below.append(child.inode)
             for kind in (b"N", b"D"):
                 batch.delete_range(_inode_key(kind, directory), _inode_key(kind, directory + 1))
             self.forget_listing(batch, directory)
+
+    # -- what some entries have beside their row
+
+    def target(self, inode: int) -> bytes:
+        """Of a symbolic link; empty where there is none."""
+        return self._db.get(_inode_key(b"S", inode)) or b""
+
+    def set_target(self, batch: Batch, inode: int, target: bytes) -> None:
+        batch.put(_inode_key(b"S", inode), target)
+
+    def xattrs(self, inode: int) -> dict[str, bytes]:
+        raw = self._db.get(_inode_key(b"X", inode))
+        return {} if raw is None else msgspec.msgpack.decode(raw, type=dict[str, bytes])
+
+    def set_xattrs(self, batch: Batch, inode: int, xattrs: dict[str, bytes]) -> None:
+        """The entry's flag is the caller's."""
+        if xattrs:
+            batch.put(_inode_key(b"X", inode), msgspec.msgpack.encode(xattrs))
+        else:
+            batch.delete(_inode_key(b"X", inode))
 
     # -- listings
 
@@ -147,6 +216,13 @@ class Tree:
     def forget_listing(self, batch: Batch, directory: int) -> None:
         self._count_hidden(self.listing(directory), -1)
         batch.delete(_inode_key(b"L", directory))
+
+    def forget_listings(self) -> None:
+        """Every directory has to be listed again by whoever wants to know what is in it."""
+        batch = Batch()
+        batch.delete_range(b"L", b"M")
+        self._db.commit(batch)
+        self.hidden = [0, 0, 0, 0]
 
     def listings(self) -> Iterator[Listing]:
         for _, row in self._db.scan(b"L", b"M"):

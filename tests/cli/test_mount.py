@@ -13,7 +13,7 @@ from lakefs_fuse import __version__
 from lakefs_fuse.cli import preflight, run, spawn
 from lakefs_fuse.cli.mount import mount
 from lakefs_fuse.cli.parameters import SIZE
-from lakefs_fuse.config import GIB, MIB, MountConfig, Source, StoreConfig
+from lakefs_fuse.config import GIB, MIB, MountConfig, Rule, Source, StoreConfig
 
 
 @pytest.fixture
@@ -29,11 +29,12 @@ def mounted(monkeypatch: pytest.MonkeyPatch) -> list[MountConfig]:
 def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ca.pem").touch()
+    (tmp_path / "rules.toml").write_text('[[rule]]\npath = "ckpt/**"\npack = "never"\n')
     arguments = """mount s3://bucket/some/prefix mnt --cache-dir cache --cache-size 3GiB --staging-size 2G
         --free-space 100M --endpoint-url http://localhost:8333/ --region eu-1 --profile lab --addressing-style path
         --ca-bundle ca.pem --metadata-ttl 5m --read-only --allow-other --uid 1000 --gid 100 --file-mode 600
         --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --attributes objects
-        --log-file lake.log
+        --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --relocate-after 0
         --log-level debug --foreground""".split()
     assert run(arguments) == 0
     (config,) = mounted
@@ -68,6 +69,11 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "foreground": True,
         "orphans": "finish",
         "attributes": "objects",
+        "pack": "always",
+        "pack_threshold_bytes": 256 << 10,
+        "refresh_s": 1.5,
+        "rules": ({"path": "ckpt/**", "pack": "never", "pack_threshold_bytes": None},),
+        "relocate_after_s": 0.0,
     }
 
 
@@ -102,6 +108,10 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert told["--orphans"] == config.orphans
     assert told["--attributes"] == config.attributes
     assert told["--log-level"] == config.log_level
+    assert told["--pack"] == config.pack
+    assert SIZE.convert(told["--pack-threshold"], None, None) == config.pack_threshold_bytes
+    assert float(told["--refresh"]) == config.refresh_s
+    assert float(told["--relocate-after"]) == config.relocate_after_s
     assert told["--addressing-style"] == config.store.addressing_style
     modes = f"{told.pop('--file-mode')}, {told.pop('--dir-mode')}"
     rows = re.findall(r"^\| `(--[a-z-]+)[^|]*\| ([^|]+) \|", options_table(), re.MULTILINE)
@@ -122,6 +132,17 @@ def test_options_as_mount8_passes_them(mounted: list[MountConfig]) -> None:
     assert config.allow_other
     assert config.read_only
     assert (config.cache_bytes_max, config.file_mode, config.uid) == (5 * GIB, 0o640, 7)
+
+
+def test_packing_through_mount8(mounted: list[MountConfig], tmp_path: Path) -> None:
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\npath = "**/*.json"\npack-threshold = "4KiB"\n')
+    options = f"pack=never,pack_threshold=2M,refresh=10,relocate_after=5m,rules={rules}"
+    assert run(["mount", "file:///data", "/mnt/lake", "-o", options]) == 0
+    (config,) = mounted
+    assert (config.pack, config.pack_threshold_bytes, config.refresh_s) == ("never", 2 * MIB, 10.0)
+    assert config.relocate_after_s == 300.0
+    assert config.rules == (Rule(path="**/*.json", pack_threshold_bytes=4096),)
 
 
 def test_the_last_one_wins_wherever_it_comes_from(mounted: list[MountConfig]) -> None:
@@ -149,6 +170,14 @@ def test_an_option_value_that_looks_like_an_option_is_a_value(mounted: list[Moun
         (["--uploads", "0"], "--uploads"),
         (["--orphans", "eat"], "--orphans"),
         (["--attributes", "guess"], "--attributes"),
+        (["--pack", "sometimes"], "--pack"),
+        (["--pack-threshold", "-1"], "--pack-threshold"),
+        (["--pack-threshold", "65M"], "--pack-threshold"),
+        (["--refresh", "-5"], "--refresh"),
+        (["--refresh", "0"], "--refresh"),
+        (["--relocate-after", "-1"], "--relocate-after"),
+        (["--rules", "/nonexistent/rules.toml"], "--rules"),
+        (["-o", "pack=sometimes"], "--pack"),
         (["--ca-bundle", "/nonexistent/ca.pem"], "--ca-bundle"),
         (["--endpoint-url", "localhost:8333"], "--endpoint-url"),
         (["--endpoint-url", "http://key:topsecret@localhost"], "--endpoint-url"),

@@ -11,7 +11,7 @@ import pytest
 from lakefs_fuse.control import protocol, runtime
 from lakefs_fuse.control.client import ControlClient, connect
 from lakefs_fuse.errors import LakeError, MountError
-from tests.control.fakes import FakeFile, FakeFilesystem, serving_in_thread
+from tests.control.fakes import FakeFile, FakeFilesystem, mount_config, serving_in_thread
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def test_calls_and_progress(runtime_dir: Path) -> None:
         with client:
             assert (client.pid, client.uid) == (os.getpid(), os.geteuid())
             assert client.hello().mountpoint == "/mnt/lake"
+            assert client.store() == mount_config("/mnt/lake").store
             assert [file.id for file in client.unfinished().files] == ["1", "2"]
             *progress, last = client.follow(protocol.MakeDurable())
             assert progress

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import os
 import random
+import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import trio
+
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import Filesystem, open_filesystem
+from lakefs_fuse.fs.filesystem import AttributeChange
+from lakefs_fuse.fs.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
-from tests.memory_store import MemoryStore
+from tests.memory_store import START_NS, MemoryStore
 
 KIB = 1024
 SPANS = ((64 * KIB, 50), (256 * KIB, 9950))
 TTL_S = 60.0
 NS = 1_000_000_000
+SETTLE_S_MAX = 20.0
+NEVER_S = 1e9
+__all__ = ["RENAME_EXCHANGE", "RENAME_NOREPLACE", "Clock", "Lake", "lake", "two_lakes"]
 
 
 @dataclass
 class Clock:
     """Wall time that tests set, in ns since 1970."""
 
-    now_ns: int = 1_700_000_000 * NS
+    now_ns: int = START_NS
 
     def __call__(self) -> int:
         return self.now_ns
@@ -112,6 +121,64 @@ class Lake:
     async def rmdir(self, path: str) -> None:
         await self.fs.rmdir(*await self.parent(path))
 
+    async def rename(self, old: str, new: str, flags: int = 0) -> None:
+        await self.fs.rename(*await self.parent(old), *await self.parent(new), flags)
+
+    async def symlink(self, path: str, target: str) -> Entry:
+        parent, name = await self.parent(path)
+        return await self.fs.symlink(parent, name, target.encode(), 0, 0)
+
+    async def readlink(self, path: str) -> str:
+        return self.fs.readlink((await self.found(path)).inode).decode()
+
+    async def setattr(self, path: str, **change: int) -> Entry:
+        return await self.fs.setattr((await self.found(path)).inode, AttributeChange(**change))
+
+    async def getattr(self, path: str) -> Entry:
+        return await self.fs.getattr((await self.found(path)).inode)
+
+    async def set_xattr(self, path: str, name: str, value: bytes | None, flags: int = 0) -> None:
+        await self.fs.set_xattr((await self.found(path)).inode, name, value, flags)
+
+    async def xattrs(self, path: str) -> dict[str, bytes]:
+        inode = (await self.found(path)).inode
+        return {name: self.fs.xattr(inode, name) for name in self.fs.xattr_names(inode)}
+
+    async def tree(self, path: str = "") -> dict[str, object]:
+        """Every name below ``path``, with what an observer can tell of it: a file's bytes, a link's target."""
+        seen: dict[str, object] = {}
+        for name in await self.names(path):
+            below = f"{path}/{name}" if path else name
+            entry = await self.getattr(below)
+            if entry.is_dir:
+                seen[below] = None
+                seen.update(await self.tree(below))
+            else:
+                seen[below] = await self.readlink(below) if entry.is_symlink else await self.read(below)
+        return seen
+
+    # -- commits
+
+    async def poll(self) -> int:
+        """Apply what others committed; answers how many commits that were."""
+        applied = await self.fs._files.look_again()
+        assert isinstance(applied, int)
+        return applied
+
+    async def sync(self) -> None:
+        """Changes of names are in the store, and the objects that they left behind are gone from it."""
+        await self.fs.sync_names()
+        with trio.fail_after(SETTLE_S_MAX):
+            while self.commits()["deletions_waiting"]:
+                with suppress(LakeError):  # tried again
+                    await self.fs._deletions.drain()
+                await trio.sleep(0.002)
+
+    def commits(self) -> dict[str, int]:
+        told = self.fs.statistics()["commits"]
+        assert isinstance(told, dict)
+        return told
+
     def hidden(self) -> dict[str, int]:
         namespace = self.fs.statistics()["namespace"]
         assert isinstance(namespace, dict)
@@ -131,7 +198,11 @@ async def lake(
     seed: object = None,
     **config: object,
 ) -> AsyncIterator[Lake]:
-    """A mount of ``store`` with parts of 64 KiB and no bound on the disk."""
+    """A mount of ``store`` with parts of 64 KiB and no bound on the disk, which polls when it is told to. A store in
+    memory goes by the lake's clock."""
+    clock = clock or Clock()
+    if isinstance(store, MemoryStore):
+        store.clock = clock
     metrics = Metrics()
     if capabilities is None:
         capabilities = store.capabilities if isinstance(store, MemoryStore) else Capabilities(name="local")
@@ -142,10 +213,32 @@ async def lake(
         cache_dir=str(cache_dir),
         free_bytes_min=0,
         metadata_ttl_s=TTL_S,
-        **config,  # type: ignore[arg-type]
+        **{"refresh_s": NEVER_S, "relocate_after_s": 0.0} | config,  # type: ignore[arg-type]
     )
     rng = None if seed is None else random.Random(repr(seed))
-    async with open_filesystem(settings, client, metrics, clock_ns=clock or Clock(), rng=rng, spans=SPANS) as fs:
+    async with open_filesystem(settings, client, metrics, clock_ns=clock, rng=rng, spans=SPANS) as fs:
         mounted = Lake(fs, metrics)
         fs.on_change = lambda parent, name: mounted.changes.append((parent, name))
         yield mounted
+
+
+@asynccontextmanager
+async def two_lakes(
+    store: ObjectStore, root: Path, *, clock: Clock | None = None, **config: object
+) -> AsyncIterator[tuple[Lake, Lake]]:
+    """Two nodes over one store."""
+    clock = clock or Clock()
+    async with (
+        lake(store, root / "one", clock=clock, **config) as one,  # type: ignore[arg-type]
+        lake(store, root / "two", clock=clock, **config) as two,  # type: ignore[arg-type]
+    ):
+        yield one, two
+
+
+def entries_of(store: MemoryStore) -> list[str]:
+    """Keys in the store that are not this program's own."""
+    return sorted(key for key in store.objects if not key.startswith(".lakefs/"))
+
+
+def permissions(entry: Entry) -> int:
+    return stat.S_IMODE(entry.mode)

@@ -1,29 +1,37 @@
 """Operations on a mounted lake and on a plain directory side by side, and the comparison of both.
 
 Every operation answers a plain value or an errno from either side; they must be equal. The lake is asked as the kernel
-asks: a path is looked up name by name, `close` is flush and release.
+asks: a path is looked up name by name, `close` is flush and release. A second lake over the same store polls now and
+then, and must show the same as soon as it did.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
-import shutil
+import stat
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.filesystem import AttributeChange, file_type_and_mode
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.local import LocalStore
-from tests.fs.lakes import TTL_S, Clock, Lake, lake
+from lakefs_fuse.store.protocol import ObjectStore
+from tests.fs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake
+from tests.memory_store import MemoryStore
 from tests.write.drafting import noise
 
 NS = 1_000_000_000
 FILES = ("a", "b", "d/x", "d/y", "d/e/z", "d/e")
 DIRECTORIES = ("d", "d/e", "b", "q")
+LIBC = ctypes.CDLL(None, use_errno=True)
+AT_FDCWD = -100
+TICK_S = 0.001
 PATHS = tuple(sorted({*FILES, *DIRECTORIES}))
 
 Answer = object
@@ -49,6 +57,28 @@ class Handle:
     writable: bool
 
 
+def refused_by_kernel(old: str, new: str, entries: list[Entry | None], flags: int) -> str:
+    """What the kernel answers itself, knowing the directories: nothing moves into itself."""
+    source, target = entries
+    if source is None:
+        return "ENOENT"
+    if flags and flags != RENAME_EXCHANGE and target is not None:
+        return "EEXIST"
+    if flags == RENAME_EXCHANGE and target is None:
+        return "ENOENT"
+    if new.startswith(old + "/"):
+        return "EINVAL"
+    if old.startswith(new + "/"):
+        return "EINVAL" if flags == RENAME_EXCHANGE else "ENOTEMPTY"
+    return ""
+
+
+def renameat2(old: Path, new: Path, flags: int) -> None:
+    arguments = AT_FDCWD, os.fsencode(old), AT_FDCWD, os.fsencode(new), flags
+    if LIBC.renameat2(*arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def name_of(code: int | None) -> str:
     return errno.errorcode.get(code or 0, str(code))
 
@@ -70,45 +100,57 @@ def theirs(call: Callable[[], Answer]) -> Answer:
 class Model:
     """The lake ``mounted`` over ``root/lake``, and the plain directory ``root/plain``."""
 
-    def __init__(self, root: Path) -> None:
-        self.store_dir, self.plain, self._caches = root / "lake", root / "plain", root / "caches"
-        for directory in (self.store_dir, self.plain, self._caches):
+    def __init__(self, root: Path, *, in_memory: bool, pack: str) -> None:
+        self.plain, self._caches = root / "plain", root / "caches"
+        store_dir = root / "lake"
+        for directory in (store_dir, self.plain, self._caches):
             directory.mkdir(parents=True)
-        self.store = LocalStore(str(self.store_dir))
         self.clock = Clock()
+        self.store: ObjectStore
+        if in_memory:
+            self.store = MemoryStore(page_keys_max=3)
+        else:
+            self.store = LocalStore(str(store_dir), now_ns=self.clock)
+        self._pack = pack
         self.handles: list[Handle] = []
         self.chosen_mtimes: dict[str, int] = {}
         self._mounts = 0
         self._stack = AsyncExitStack()
         self.mounted: Lake
+        self.second: Lake
 
     async def mount(self) -> None:
         cache = self._caches / str(self._mounts)
-        self.mounted = await self._stack.enter_async_context(lake(self.store, cache, clock=self.clock))
+        mount = lake(self.store, cache, clock=self.clock, pack=self._pack)
+        self.mounted = await self._stack.enter_async_context(mount)
 
     async def unmount(self) -> None:
         await self._stack.aclose()
 
     async def run(self, operations: list[Operation]) -> None:
-        await self.mount()
-        try:
-            for operation in operations:
-                await getattr(self, operation.what)(*operation.arguments)
-            await self.compare_everything()
-        finally:
-            for handle in self.handles:
-                os.close(handle.theirs)
-            await self.unmount()
+        async with lake(self.store, self._caches / "second", clock=self.clock, pack=self._pack) as self.second:
+            await self.mount()
+            try:
+                for operation in operations:
+                    self.clock.advance(TICK_S)
+                    await getattr(self, operation.what)(*operation.arguments)
+                await self.compare_everything()
+            finally:
+                for handle in self.handles:
+                    os.close(handle.theirs)
+                await self.unmount()
 
     # -- names
 
     def _forget_mtime(self, path: str) -> None:
         self.chosen_mtimes.pop(path, None)
 
-    async def _resolve(self, path: str) -> Entry:
+    async def _resolve(self, path: str, mounted: Lake | None = None) -> Entry:
         parent, entry = ROOT_INODE, None
         for component in path.split("/"):
-            entry, _ = await self.mounted.fs.lookup(parent, component.encode())
+            if entry is not None and entry.is_symlink:
+                raise FileNotFoundError  # where links lead, there is nothing
+            entry, _ = await (mounted or self.mounted).fs.lookup(parent, component.encode())
             if entry is None:
                 raise FileNotFoundError
             parent = entry.inode
@@ -117,7 +159,10 @@ class Model:
 
     async def _place(self, path: str) -> tuple[int, bytes]:
         above, _, name = path.rpartition("/")
-        return ((await self._resolve(above)).inode if above else ROOT_INODE), name.encode()
+        directory = await self._resolve(above) if above else None
+        if directory is not None and directory.is_symlink:
+            raise FileNotFoundError
+        return (directory.inode if directory else ROOT_INODE), name.encode()
 
     async def _ours(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         try:
@@ -153,23 +198,92 @@ class Model:
         assert await self._named(path, self.mounted.fs.unlink) == expected
         self._forget_mtime(path)
 
+    async def rename(self, old: str, new: str, flags: int) -> None:
+        expected = theirs(lambda: renameat2(self.plain / old, self.plain / new, flags))
+
+        async def move() -> Answer:
+            source, target = await self._place(old), await self._place(new)
+            entries = [(await self.mounted.fs.lookup(*place))[0] for place in (source, target)]
+            refused = refused_by_kernel(old, new, entries, flags)
+            if refused:
+                return refused
+            await self.mounted.fs.rename(*source, *target, flags)
+            return None
+
+        assert await self._ours(move) == expected
+        if expected is None and old != new:
+            self._renamed(old, new, flags == RENAME_EXCHANGE)
+
+    def _renamed(self, old: str, new: str, exchange: bool) -> None:
+        moved = {old: new, new: old} if exchange else {old: new, new: ""}
+
+        def now(path: str) -> str:
+            for before, after in moved.items():
+                if path == before or path.startswith(before + "/"):
+                    return after + path[len(before) :] if after else ""
+            return path
+
+        self.chosen_mtimes = {now(path): mtime_ns for path, mtime_ns in self.chosen_mtimes.items() if now(path)}
+        for handle in self.handles:
+            handle.path = now(handle.path)
+
+    async def symlink(self, path: str, target: str) -> None:
+        async def make(parent: int, name: bytes) -> Answer:
+            await self.mounted.fs.symlink(parent, name, target.encode(), os.getuid(), os.getgid())
+            return None
+
+        expected = theirs(lambda: os.symlink(target, self.plain / path))
+        assert await self._named(path, make) == expected
+
     async def stat(self, path: str) -> None:
+        assert await self._status(self.mounted, path) == theirs(lambda: self._plain_status(path))
+
+    async def _status(self, mounted: Lake, path: str) -> Answer:
+        """Type, mode, size or target, chosen mtime and extended attributes of a path."""
+
         async def ask() -> Answer:
-            entry = await self.mounted.fs.getattr((await self._resolve(path)).inode)
-            size = 0 if entry.is_dir else entry.size
+            entry = await mounted.fs.getattr((await self._resolve(path, mounted)).inode)
+            names = mounted.fs.xattr_names(entry.inode)
+            xattrs = {name: mounted.fs.xattr(entry.inode, name) for name in names}
             mtime_ns = entry.mtime_ns if path in self.chosen_mtimes else 0
-            return file_type_and_mode(entry, self.mounted.fs.config), size, mtime_ns
+            if entry.is_symlink:
+                return stat.S_IFLNK, mounted.fs.readlink(entry.inode), xattrs
+            size = 0 if entry.is_dir else entry.size
+            return file_type_and_mode(entry, mounted.fs.config), size, mtime_ns, xattrs
 
-        def ask_plain() -> Answer:
-            status = os.stat(self.plain / path)
-            size = 0 if os.path.isdir(self.plain / path) else status.st_size
-            return status.st_mode, size, status.st_mtime_ns if path in self.chosen_mtimes else 0
+        return await self._ours(ask)
 
-        assert await self._ours(ask) == theirs(ask_plain)
+    def _plain_status(self, path: str) -> Answer:
+        plain = self.plain / path
+        status = os.lstat(plain)
+        xattrs: dict[str, bytes] = {}
+        if stat.S_ISLNK(status.st_mode):
+            return stat.S_IFLNK, os.readlink(plain).encode(), xattrs
+        xattrs = {name: os.getxattr(plain, name) for name in os.listxattr(plain) if name.startswith("user.")}
+        size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+        return status.st_mode, size, status.st_mtime_ns if path in self.chosen_mtimes else 0, xattrs
+
+    async def set_xattr(self, path: str, name: str, value: bytes | None) -> None:
+        plain = self.plain / path
+        if plain.is_symlink():
+            return  # the kernel refuses user.* there
+
+        def set_plain() -> None:
+            if value is None:
+                os.removexattr(plain, name)
+            else:
+                os.setxattr(plain, name, value)
+
+        async def set_ours() -> Answer:
+            await self.mounted.fs.set_xattr((await self._resolve(path)).inode, name, value)
+            return None
+
+        expected = theirs(set_plain)
+        assert await self._ours(set_ours) == expected
 
     async def read_directory(self, path: str, piece: int, remove: bool) -> None:
         """In pieces; with ``remove``, the first file of every piece is deleted while the listing goes on."""
-        if not (self.plain / path).is_dir():
+        if not (self.plain / path).is_dir() or (self.plain / path).is_symlink():
             return
         inode = (await self._resolve(path)).inode if path else ROOT_INODE
         names = sorted(os.listdir(self.plain / path))
@@ -192,6 +306,8 @@ class Model:
     async def open(self, path: str, flags: int, create: bool) -> None:
         """Flags beyond the access mode: O_TRUNC, O_EXCL."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
+        if (self.plain / path).is_symlink():
+            return  # the kernel opens what it leads to
         if (self.plain / path).is_dir() and not writable and not flags & os.O_TRUNC:
             return  # that is opendir
         created = os.O_CREAT if create else 0
@@ -254,12 +370,15 @@ class Model:
     async def utime(self, path: str, mtime_ns: int) -> None:
         def set_plain() -> None:
             os.utime(self.plain / path, ns=(mtime_ns, mtime_ns))
-            if (self.plain / path).is_file():
+            if (self.plain / path).is_file() and not (self.plain / path).is_symlink():
                 self.chosen_mtimes[path] = mtime_ns
 
         await self._set(path, AttributeChange(mtime_ns=mtime_ns, atime_ns=mtime_ns), set_plain)
 
     async def _set(self, path: str, change: AttributeChange, set_plain: Callable[[], None]) -> None:
+        if (self.plain / path).is_symlink():
+            return  # the kernel follows it
+
         async def call() -> Answer:
             await self.mounted.fs.setattr((await self._resolve(path)).inode, change)
             return None
@@ -305,14 +424,33 @@ class Model:
             if close:
                 await self.close(before)
 
-    # -- the mount
+    # -- the mounts
 
     async def expire(self) -> None:
         self.clock.advance(TTL_S + 1)
 
+    async def sync_names(self) -> None:
+        await self.mounted.fs.sync_names()
+
+    async def settle(self) -> None:
+        """Everything is in the store, and what nobody wants is gone from it."""
+        for which, handle in enumerate(self.handles):
+            if handle.writable:
+                await self.flush(which)
+        await self.mounted.sync()
+
+    async def second_mount_sees(self) -> None:
+        """Once it polled; plain objects are found within the TTL."""
+        await self.settle()
+        await self.expire()
+        await self.second.poll()
+        await self.compare_tree(self.second, being_written={handle.path for handle in self.handles if handle.path})
+
     async def remount(self, empty: bool) -> None:
         while self.handles:
             await self.close(0)
+        if empty:
+            await self.mounted.sync()
         await self.unmount()
         self._stack = AsyncExitStack()
         self._mounts += empty
@@ -321,41 +459,53 @@ class Model:
     # -- the comparison
 
     async def compare_everything(self) -> None:
-        for which, handle in enumerate(self.handles):
-            if handle.writable:
-                await self.flush(which)
+        await self.settle()
         while self.handles:
             await self.close(0)
-        await self.compare_tree()
+        await self.compare_tree(self.mounted)
+        await self.mounted.sync()
         self.compare_store()
         told = self.mounted.fs.statistics()
         assert told["dirty"] == {"files": 0, "bytes": 0, "failed": 0, "orphans": 0}
         assert told["staging"]["bytes"] == 0  # type: ignore[index]
         assert told["cache"]["damaged"] == 0  # type: ignore[index]
+        assert told["commits"]["damaged"] == 0  # type: ignore[index]
+        await self.second_mount_sees()
+        await self.remount(False)
+        await self.compare_tree(self.mounted)
         await self.remount(True)
-        await self.compare_tree()
+        await self.compare_tree(self.mounted)
         assert list(self._caches.glob("*/meta.damaged*")) == []
 
-    async def compare_tree(self) -> None:
+    async def compare_tree(self, mounted: Lake, being_written: frozenset[str] | set[str] = frozenset()) -> None:
         for directory, below, files in os.walk(self.plain):
             path = os.path.relpath(directory, self.plain)
             path = "" if path == "." else path
-            assert await self.mounted.names(path) == sorted(below + files)
+            assert await mounted.names(path) == sorted(below + files)
             for name in below + files:
-                await self.stat(f"{path}/{name}" if path else name)
+                named = f"{path}/{name}" if path else name
+                if named not in being_written:
+                    assert await self._status(mounted, named) == self._plain_status(named), named
             for name in files:
-                plain = Path(directory, name).read_bytes()
-                assert await self.mounted.read(f"{path}/{name}" if path else name) == plain
+                plain = Path(directory, name)
+                if not plain.is_symlink():
+                    assert await mounted.read(f"{path}/{name}" if path else name) == plain.read_bytes()
 
     def compare_store(self) -> None:
-        """Objects are files: everything, and nothing else, lies in the store under its own name."""
+        """No upload is left over, and a plain object under a file's own name is that file."""
         assert self.store.list_multipart("") == []
-        stored = {meta.key: meta for meta in self.store.list_page("").objects if not meta.key.endswith("/")}
-        plain = {str(path.relative_to(self.plain)): path for path in self.plain.rglob("*") if path.is_file()}
-        assert sorted(stored) == sorted(plain)
-        for key, path in plain.items():
-            data = path.read_bytes()
-            assert bytes(self.store.get(key, 0, max(1, len(data))).data) == data
-
-    def remove(self) -> None:
-        shutil.rmtree(self.store_dir.parent)
+        token, keys = None, []
+        while True:
+            page = self.store.list_page("", token=token)
+            keys += [meta.key for meta in page.objects if not meta.key.endswith("/")]
+            token = page.next_token
+            if token is None:
+                break
+        own = [key for key in keys if not key.startswith(".lakefs/")]
+        used = {row.key for row in self.mounted.fs._ns.tree.objects.rows() if row.entries}
+        for key in own:
+            plain = self.plain / key
+            if key not in used:
+                data = plain.read_bytes()
+                assert bytes(self.store.get(key, 0, max(1, len(data))).data) == data
+        assert {key for key in keys if key.startswith(OBJECTS)} <= used

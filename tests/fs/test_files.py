@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import AccessDenied, FileError, LakeError, Unavailable
+from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.filesystem import AttributeChange, file_type_and_mode
 from lakefs_fuse.meta.entry import ROOT_INODE
-from tests.fs.lakes import TTL_S, Clock, Lake, lake
+from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.write.drafting import noise, reached
 
@@ -232,8 +232,9 @@ async def test_deleted_while_open(tmp_path: Path, size: int) -> None:
     async with lake(store, tmp_path) as m:
         reader, writer = await m.open("file"), await m.open("file", os.O_RDWR)
         await m.unlink("file")
-        assert store.objects == {}
         assert await m.names() == []
+        await m.sync()
+        assert entries_of(store) == []
         assert await m.read_handle(reader) == noise(3, size)
         await m.fs.write(writer, 50, b"changed")
         expected = noise(3, size)[:50] + b"changed" + noise(3, size)[57:]
@@ -242,6 +243,7 @@ async def test_deleted_while_open(tmp_path: Path, size: int) -> None:
         await m.close(writer)
         assert await m.read_handle(reader) == expected
         await m.close(reader)
+        await m.sync()
         assert store.data("file") == b"another"
         assert store.uploads == {}
         assert m.fs.unfinished() == []
@@ -274,27 +276,55 @@ async def test_deleted_while_it_is_published(tmp_path: Path) -> None:
             nursery.start_soon(m.unlink, "file")
             await trio.sleep(0.01)
             pause.resume()
-        assert store.objects == {}
         assert await m.names() == []
         await m.close(handle)
-        assert store.objects == {}
+        await m.sync()
+        assert entries_of(store) == []
 
 
-async def test_a_deletion_that_failed_changed_nothing(tmp_path: Path) -> None:
+async def test_a_deletion_that_the_journal_refused_changed_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is written after it is still published."""
     store = MemoryStore()
     store.give("file", b"old")
-    async with lake(store, tmp_path, retry_timeout_s=0) as m:
+    async with lake(store, tmp_path) as m:
         handle = await m.open("file", os.O_RDWR)
         await m.fs.write(handle, 0, b"new")
-        store.hook = Failures(lambda request: request.what == "delete", Unavailable("away"))
-        with pytest.raises(Unavailable):
-            await m.unlink("file")
+
+        def full(change: object) -> None:
+            raise CacheError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(m.fs._committer, "enqueue", full)
+            with pytest.raises(CacheError):
+                await m.unlink("file")
         assert await m.names() == ["file"]
         await m.close(handle)
         assert store.data("file") == b"new"
         await m.unlink("file")
-        assert store.objects == {}
+        await m.sync()
+        assert entries_of(store) == []
+
+
+async def test_a_deletion_that_the_store_does_not_take_yet_is_not_forgotten(tmp_path: Path) -> None:
+    """Here the name is gone at once; the commit, and then the object's deletion, are tried until they work."""
+    store = MemoryStore()
+    store.give("file", b"old")
+    async with lake(store, tmp_path, retry_timeout_s=0) as m:
+        await m.names()
+        store.hook = Failures(is_put, Unavailable("away"), count=2)
+        await m.unlink("file")
+        assert await m.names() == []
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await m.fs.sync_names()
+        assert (m.commits()["operations_waiting"], m.commits()["failures"]) == (1, 2)
+        assert await m.names() == []
+        store.hook = Failures(lambda request: request.what == "delete", Unavailable("away"))
+        await m.sync()
+        assert entries_of(store) == []
+        assert m.commits()["operations_waiting"] == 0
 
 
 async def test_deleting_what_failed_to_publish_and_did(tmp_path: Path) -> None:
@@ -308,7 +338,8 @@ async def test_deleting_what_failed_to_publish_and_did(tmp_path: Path) -> None:
             await m.close(handle)
         assert "file" in store.objects
         await m.unlink("file")
-        assert store.objects == {}
+        await m.sync()
+        assert entries_of(store) == []
         clock.advance(TTL_S + 1)
         assert await m.names() == []
 
@@ -354,24 +385,30 @@ async def test_setting_one_attribute_keeps_the_others_and_the_bytes(tmp_path: Pa
     store.give("file", noise(8, size), S3FS)
     async with lake(store, tmp_path) as m:
         await m.fs.setattr((await m.found("file")).inode, AttributeChange(mode=0o100644))
-        kept = store.metadata("file")
-        assert (kept["mode"], kept["uid"], kept["gid"]) == ("33188", "7", "8")
+        await m.sync()
         assert store.data("file") == noise(8, size)
-        entry = await m.fs.getattr((await m.found("file")).inode)
+        assert store.count("put", "file") == 0
+        assert store.count("upload_part_copy") == 0
+        entry = await m.getattr("file")
         assert entry.mtime_ns == 1_600_000_000_250_000_000
     async with lake(store, tmp_path / "other") as m:
-        entry = await m.fs.getattr((await m.found("file")).inode)
-        assert (entry.mode, entry.uid) == (0o644, 7)
+        entry = await m.getattr("file")
+        assert (entry.mode, entry.uid, entry.gid) == (0o644, 7, 8)
+        assert entry.mtime_ns == 1_600_000_000_250_000_000
+        assert await m.read("file") == noise(8, size)
 
 
 async def test_attributes_of_a_directory(tmp_path: Path) -> None:
     store = MemoryStore()
     store.give("d/", b"", {"mode": "16832", "uid": "7", "gid": "8"})
     store.give("d/x")
-    async with lake(store, tmp_path) as m:
+    async with lake(store, tmp_path / "one") as m:
         await m.fs.setattr((await m.found("d")).inode, AttributeChange(mode=0o644))
-        assert dict(store.metadata("d/"), mtime="") == {"mode": "16804", "uid": "7", "gid": "8", "mtime": ""}
         assert (await m.found("d")).mode == 0o644
+        await m.sync()
+        async with lake(store, tmp_path / "other") as other:
+            entry = await other.getattr("d")
+            assert (entry.is_dir, entry.mode, entry.uid, entry.gid) == (True, 0o644, 7, 8)
         for change, code in ((AttributeChange(size=1), errno.EISDIR),):
             with pytest.raises(FileError) as caught:
                 await m.fs.setattr((await m.found("d")).inode, change)
@@ -401,8 +438,11 @@ async def test_attributes_set_while_the_file_is_published(tmp_path: Path, size: 
         if other is not None:
             await m.close(other)
         await durable(m)
-        assert store.metadata("file")["mode"] == "33152"
-        assert store.data("file") == noise(9, size)
+        await m.sync()
+        assert (await m.getattr("file")).mode == 0o600
+    async with lake(store, tmp_path / "other") as m:
+        assert (await m.getattr("file")).mode == 0o600
+        assert await m.read("file") == noise(9, size)
 
 
 async def test_chosen_times_travel_with_the_object(tmp_path: Path) -> None:
@@ -471,13 +511,17 @@ async def test_a_read_only_mount_changes_nothing(tmp_path: Path) -> None:
             lambda: m.open("d/file", os.O_WRONLY),
             lambda: m.open("d/file", os.O_RDONLY | os.O_TRUNC),
             lambda: m.fs.setattr(inode, AttributeChange(size=0)),
+            lambda: m.fs.setattr(inode, AttributeChange(mode=0o600)),
+            lambda: m.rename("d/file", "d/new"),
+            lambda: m.symlink("d/link", "file"),
+            lambda: m.set_xattr("d/file", "user.a", b"1"),
         )
         for change in changes:
             with pytest.raises(FileError) as caught:
                 await change()
             assert caught.value.errno == errno.EROFS
         assert await m.read("d/file") == b"x"
-    assert {request.what for request in store.requests} <= {"list", "head", "get"}
+    assert {request.what for request in store.requests} <= {"list", "head", "get", "time_ns"}
 
 
 async def test_handles_and_inodes_that_are_not(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from lakefs_fuse.data import publishing
+from tests.fs.lakes import RENAME_EXCHANGE, RENAME_NOREPLACE
 from tests.fs.model import DIRECTORIES, FILES, PATHS, Model, Operation
 from tests.write.drafting import noise
 
 EXAMPLES = int(os.environ.get("LAKEFS_MODEL_EXAMPLES", "200"))
+SCRATCH = os.environ.get("LAKEFS_MODEL_SCRATCH")
 KIB = 1024
 NS = 1_000_000_000
 
@@ -39,6 +41,7 @@ def operation(what: str, *arguments: st.SearchStrategy[object]) -> st.SearchStra
     return st.tuples(*arguments).map(lambda drawn: Operation(what, drawn))
 
 
+renamings = st.sampled_from((0, 0, 0, RENAME_NOREPLACE, RENAME_EXCHANGE))
 openings = st.sampled_from(
     (
         (os.O_RDWR, True),
@@ -81,7 +84,16 @@ operations = st.one_of(
     operation("stat", paths),
     operation("chmod", paths, st.sampled_from((0o600, 0o644, 0o755))),
     operation("utime", files, st.sampled_from((0, 1_600_000_000 * NS + 123_456_789, 1_700_000_000 * NS + 1))),
+    operation("rename", paths, paths, renamings),
+    operation("rename", paths, paths, renamings),
+    operation("rename", paths, paths, renamings),
+    operation("rename", files, files, renamings),
+    operation("symlink", files, st.sampled_from(("nowhere", "../no/where"))),
+    operation("set_xattr", paths, st.sampled_from(("user.a", "user.b")), st.sampled_from((b"", b"one", b"two", None))),
     operation("expire"),
+    operation("sync_names"),
+    operation("settle"),
+    operation("second_mount_sees"),
     operation("remount", st.booleans()),
 )
 
@@ -105,14 +117,15 @@ def small_parts_may_be_copied() -> object:
         yield
 
 
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-@given(preludes, st.lists(operations, min_size=15, max_size=60))
-def test_a_lake_is_a_directory(prelude: list[Operation], sequence: list[Operation]) -> None:
+@given(preludes, st.lists(operations, min_size=15, max_size=60), st.booleans(), st.sampled_from(("auto", "always")))
+def test_a_lake_is_a_directory(prelude: list[Operation], sequence: list[Operation], in_memory: bool, pack: str) -> None:
     os.umask(0o022)
-    with tempfile.TemporaryDirectory() as root:
-        trio.run(Model(Path(root)).run, [*prelude, *sequence])
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as root:
+        trio.run(Model(Path(root), in_memory=in_memory, pack=pack).run, [*prelude, *sequence])

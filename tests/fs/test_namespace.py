@@ -16,11 +16,13 @@ from lakefs_fuse.fs import namespace as namespace_module
 from lakefs_fuse.fs.keys import PLACEHOLDER
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.store.protocol import Capabilities
-from tests.fs.lakes import TTL_S, Clock, Lake, lake
+from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.write.drafting import reached
 
 UNSORTED = Capabilities(name="unsorted", sorted_listing=False)
+AT_MOUNT = ("list", "time_ns", "list")
+"""What a mount asks before anybody asks it: for an index, the store's clock, and for commits."""
 NO_MARKERS = Capabilities(name="no markers", lists_markers=False)
 
 
@@ -120,37 +122,48 @@ async def test_the_reserved_directory_is_hidden_and_not_counted(tmp_path: Path) 
 
 async def test_markers_are_directories(tmp_path: Path) -> None:
     store = store_of("empty/", "full/", "full/x", "a/b/c/")
-    async with lake(store, tmp_path) as m:
+    async with lake(store, tmp_path / "one") as m:
         assert await m.names() == ["a", "empty", "full"]
         assert await m.names("empty") == []
         assert await m.names("full") == ["x"]
         assert await m.names("a") == ["b"]
         await m.rmdir("empty")
+        assert await m.names() == ["a", "full"]
+        await m.sync()
         assert "empty/" not in store.objects
         await m.unlink("full/x")
+        assert await m.names() == ["a", "full"]
+    async with lake(store, tmp_path / "other") as m:
         assert await m.names() == ["a", "full"]
 
 
 async def test_placeholders_where_markers_are_not_listed(tmp_path: Path) -> None:
-    store, clock = store_of("a/b/x", capabilities=NO_MARKERS), Clock()
-    async with lake(store, tmp_path, clock=clock) as m:
+    """They are read, and removed with their directory; new directories are in commits and need none."""
+    store, clock = store_of("a/b/x", f"old/{PLACEHOLDER}", capabilities=NO_MARKERS), Clock()
+    async with lake(store, tmp_path / "one", clock=clock) as m:
+        assert await m.names() == ["a", "old"]
+        assert await m.names("old") == []
         await m.mkdir("made")
-        assert f"made/{PLACEHOLDER}" in store.objects
         await m.unlink("a/b/x")
-        assert f"a/b/{PLACEHOLDER}" in store.objects
+        await m.sync()
+        assert entries_of(store) == [f"old/{PLACEHOLDER}"]
     clock.advance(TTL_S + 1)
     async with lake(store, tmp_path / "other", clock=clock) as m:
-        assert await m.names() == ["a", "made"]
+        assert await m.names() == ["a", "made", "old"]
         assert await m.names("made") == []
         assert await m.names("a/b") == []
         made = await m.found("made")
-        assert (await m.fs.getattr(made.inode)).mode == 0o755
         heads = store.count("head")
-        await m.fs.getattr(made.inode)
+        assert (await m.fs.getattr(made.inode)).mode == 0o755
         assert store.count("head") == heads
         await m.rmdir("a/b")
         await m.rmdir("made")
-        assert sorted(store.objects) == [f"a/{PLACEHOLDER}"]
+        await m.rmdir("old")
+        assert await m.names() == ["a"]
+        await m.sync()
+        assert entries_of(store) == []
+    async with lake(store, tmp_path / "third", clock=clock) as m:
+        assert await m.names() == ["a"]
 
 
 async def test_attributes_of_a_directory_without_a_marker_are_asked_for_once(tmp_path: Path) -> None:
@@ -164,7 +177,7 @@ async def test_attributes_of_a_directory_without_a_marker_are_asked_for_once(tmp
 
 
 async def test_a_directory_outlives_its_last_name(tmp_path: Path) -> None:
-    """What only its names made visible gets a marker before the last of them goes."""
+    """What only its names made visible is committed before the last of them goes."""
     store, clock = store_of("a/b/only"), Clock()
     async with lake(store, tmp_path, clock=clock) as m:
         await m.names("a/b")
@@ -176,7 +189,9 @@ async def test_a_directory_outlives_its_last_name(tmp_path: Path) -> None:
         clock.advance(TTL_S + 1)
         assert await m.names() == ["a"]
         await m.rmdir("a")
-        assert store.objects == {}
+        await m.sync()
+        assert entries_of(store) == []
+        assert await m.names() == []
 
 
 async def test_a_directory_outlives_a_file_that_was_never_stored(tmp_path: Path) -> None:
@@ -213,7 +228,7 @@ async def test_only_empty_directories_are_removed(tmp_path: Path) -> None:
         with pytest.raises(FileError) as caught:
             await m.mkdir("fresh")
         assert caught.value.errno == errno.EEXIST
-    assert len(store.objects) == 6
+    assert entries_of(store) == ["d/x", "deep/a/b/c", "file", "fresh/unsaved", "odd//x"]
 
 
 # -- what asking costs
@@ -256,11 +271,12 @@ async def test_a_second_mount_asks_nothing(tmp_path: Path) -> None:
     async with lake(store, tmp_path, clock=clock) as m:
         assert {path: await m.names(path) for path in await m.names()} == first
         assert {path: (await m.found(path)).inode for path in first} == inodes
-    assert len(store.requests) == before
+    assert [request.what for request in store.requests[before:]] == list(AT_MOUNT)
+    before += len(AT_MOUNT)
     clock.advance(TTL_S)
     async with lake(store, tmp_path, clock=clock) as m:
         assert {path: await m.names(path) for path in await m.names()} == first
-    assert len(store.requests) == before + 8
+    assert len(store.requests) == before + len(AT_MOUNT) + 8
 
 
 async def test_a_clock_that_went_back_asks_again(tmp_path: Path) -> None:
@@ -284,11 +300,11 @@ async def test_single_names_are_asked_for_and_remembered(tmp_path: Path) -> None
         assert m.metrics.namespace.point_lookups == 2
         await m.found("name1")
         assert await m.lookup("absent") is None
-        assert store.count("list") == 2
+        assert store.count("list") == AT_MOUNT.count("list") + 2
         clock.advance(TTL_S + 1)
         store.give("absent")
         await m.found("absent")
-        assert store.count("list") == 3
+        assert store.count("list") == AT_MOUNT.count("list") + 3
 
 
 async def test_many_questions_list_the_directory_in_the_background(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.journal import Journal
 from tests.fs.lakes import SPANS, TTL_S, Clock, Lake, lake
-from tests.memory_store import Failures, MemoryStore, Request
-from tests.write.drafting import noise
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
+from tests.write.drafting import noise, reached
 
 KIB = 1024
 PART = 64 * KIB
@@ -48,7 +48,7 @@ async def uploaded(store: MemoryStore, m: Lake, parts: int) -> None:
 
 
 def orphan(m: Lake) -> Unfinished:
-    (found,) = m.fs.unfinished()
+    (found,) = (each for each in m.fs.unfinished() if each.id != "names")
     assert found.state == "orphan"
     return found
 
@@ -551,3 +551,86 @@ async def test_states_are_told(tmp_path: Path) -> None:
         assert (found.state, found.parts_done, found.bytes_done) == (DraftState.WRITING, 5, 5 * PART)
         assert found.age_s == 0
         await m.close(handle)
+
+
+# -- commits
+
+
+def is_commit(request: Request) -> bool:
+    return request.what == "put" and request.key.startswith(".lakefs/commits/")
+
+
+@pytest.mark.parametrize("orphans", ["keep", "finish"])
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_died_while_its_pack_was_stored(tmp_path: Path, orphans: str, when: When) -> None:
+    """Stored: the file is there, once, and nothing is an orphan. Not stored: its bytes are kept."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack="always") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, b"packed")
+        store.hook = pause = Pause(is_commit, when)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.flush, handle)
+            await reached(pause.reached)
+            dead = die(tmp_path / "cache", tmp_path / "dead")
+            stored = dict(store.objects)
+            nursery.cancel_scope.cancel()
+            pause.resume()
+    store.hook = lambda request, when: None
+    store.objects = stored
+    async with lake(store, dead, orphans=orphans) as m:
+        if when == "after" or orphans == "finish":
+            assert await m.read("file") == b"packed"
+            assert m.fs.unfinished() == []
+        else:
+            assert await m.lookup("file") is None
+            assert orphan(m).path == "file"
+
+
+async def test_died_writing_a_file_that_was_renamed(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.mkdir("tmp")
+        handle = await m.create("tmp/file")
+        await m.fs.write(handle, 0, noise("new", LARGE))
+        await uploaded(store, m, 5)
+        await m.rename("tmp", "final")
+        await m.rename("final/file", "final/renamed")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    async with lake(store, dead, orphans="finish") as m:
+        assert await m.names() == ["final"]
+        assert await m.names("final") == ["renamed"]
+        assert await m.read("final/renamed") == noise("new", LARGE)
+        await m.sync()
+    assert store.uploads == {}
+    async with lake(store, tmp_path / "fresh") as m:
+        assert await m.tree() == {"final": None, "final/renamed": noise("new", LARGE)}
+
+
+async def test_an_orphan_of_a_file_that_others_committed_since(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    dead = await died_writing(store, tmp_path, 100)
+    clock.advance(10)
+    async with lake(store, tmp_path / "other", pack="always", clock=clock) as other:
+        await other.write("file", b"theirs")
+    async with lake(store, dead, clock=clock) as m:
+        with pytest.raises(FileError) as caught:
+            await m.fs.finish_orphan(orphan(m).id)
+        assert caught.value.errno == errno.EEXIST
+        assert await m.read("file") == b"theirs"
+
+
+async def test_died_after_a_new_file_was_renamed_over_a_committed_one(tmp_path: Path) -> None:
+    """The file that was to be replaced is there again: nobody else ever saw it go."""
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="always") as m:
+        await m.write("kept", b"committed")
+        handle = await m.create("new")
+        await m.fs.write(handle, 0, b"not stored")
+        await m.rename("new", "kept")
+        assert await m.names() == ["kept"]
+        await m.sync()
+    async with lake(store, tmp_path, pack="always") as m:
+        assert await m.names() == ["kept"]
+        assert await m.read("kept") == b"committed"
+        assert [item.path for item in m.fs.unfinished()] == ["kept"]

@@ -16,6 +16,8 @@ from tests.servers import Server, make_bucket
 
 FIXTURES = {"seaweedfs": "seaweed", "moto": "moto", "rclone": "rclone"}
 LakeMaker = Callable[..., Lake]
+SHARED_OPTIONS = ("--refresh", "1h", "--relocate-after", "0")
+"""Nobody else commits to the shared lake, and its tests count requests: none that come later by themselves."""
 STORES = os.environ.get("LAKEFS_TEST_STORES", "seaweedfs").split(",")
 
 
@@ -83,6 +85,10 @@ class Place:
         """The object of a file, from the store."""
         return self.outside.read(self.prefix + name)
 
+    def settle(self) -> None:
+        """Names in the store are as they are here."""
+        self.lake.settle()
+
     def names(self) -> set[str]:
         """Objects of files in this directory, from the store."""
         keys = (key.removeprefix(self.prefix) for key in self.outside.objects() if key.startswith(self.prefix))
@@ -97,20 +103,21 @@ def shared_lake(
     directory = tmp_path_factory.mktemp("shared")
     with ExitStack() as stack:
         if request.param == "file":
-            lake = stack.enter_context(file_lake(directory))
+            lake = stack.enter_context(file_lake(directory, *SHARED_OPTIONS))
         else:
             server: Server = request.getfixturevalue("seaweed")
             bucket = f"shared-{random.SystemRandom().getrandbits(48):012x}"
             make_bucket(server, bucket)
-            lake = stack.enter_context(s3_lake(server, bucket, directory))
+            lake = stack.enter_context(s3_lake(server, bucket, directory, *SHARED_OPTIONS))
         yield lake.mount()
 
 
 def new_place(lake: Lake) -> Place:
-    """A new directory in a lake."""
+    """A new directory in a lake, in the store already: what a test counts afterwards is its own."""
     name = f"place-{random.SystemRandom().getrandbits(48):012x}"
     path = lake.path / name
     path.mkdir()
+    lake.sync()
     return Place(lake, path, name + "/")
 
 

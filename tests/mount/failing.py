@@ -48,7 +48,7 @@ def failing_lake(seaweed: Server, directory: Path) -> Iterator[tuple[Lake, Fault
     """Mounted; names are looked up anew after a moment."""
     bucket = f"failing-{random.SystemRandom().getrandbits(48):012x}"
     make_bucket(seaweed, bucket)
-    options = ("--retry-timeout", RETRY_S, "--metadata-ttl", "0.2")
+    options = ("--retry-timeout", RETRY_S, "--metadata-ttl", "0.2", "--refresh", "1h")
     with faulty(seaweed) as (proxied, faults), s3_lake(seaweed, bucket, directory, *options, through=proxied) as lake:
         yield lake.mount(), faults
         faults.clear()

@@ -40,6 +40,8 @@ MIB = 1 << 20
 PART_BYTES = 16 * MIB
 """The first parts of an upload are so large; smaller files are one PUT."""
 STOP_TIMEOUT_S = 30.0
+START_HEADS, START_LISTS = 1, 2
+"""What every mount asks when it begins: what time it is there; which indexes and which commits there are."""
 CLI = [sys.executable, "-P", "-m", "lakefs_fuse"]
 
 Stats = dict[str, object]
@@ -79,8 +81,11 @@ class Outside(Protocol):
     def objects(self) -> dict[str, int]:
         """Keys and sizes, directory markers included."""
 
+    def versions(self) -> dict[str, tuple[str, int]]:
+        """Keys with their ETags and LastModified (ns since 1970), as a listing tells them."""
+
     def read(self, key: str) -> bytes: ...
-    def replace(self, key: str, data: bytes) -> None:
+    def replace(self, key: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
         """Another client's atomic upload."""
 
     def delete(self, key: str) -> None: ...
@@ -107,14 +112,21 @@ class Directory:
             if path.is_file() and not path.is_relative_to(self.root / ".lakefs")
         }
 
+    def versions(self) -> dict[str, tuple[str, int]]:
+        raise AssertionError("only a bucket tells ETags to other clients")
+
     def read(self, key: str) -> bytes:
         return (self.root / key).read_bytes()
 
-    def replace(self, key: str, data: bytes) -> None:
+    def replace(self, key: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
         path = self.root / key
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(".new-" + path.name)
         new.write_bytes(data)
+        if metadata:
+            version = f"{new.stat().st_mtime_ns}-{len(data)}"
+            document = {"version": version, "metadata": dict(metadata)}
+            os.setxattr(new, "user.lakefs.metadata", json.dumps(document).encode())
         new.rename(path)
 
     def delete(self, key: str) -> None:
@@ -145,12 +157,25 @@ class Bucket:
         found = [item for page in pages for item in page.get("Contents", ())]
         return {item["Key"][len(self.source_prefix) :]: item["Size"] for item in found}
 
+    def versions(self) -> dict[str, tuple[str, int]]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.source_prefix)
+        return {
+            item["Key"][len(self.source_prefix) :]: (
+                item["ETag"].strip('"'),
+                int(item["LastModified"].timestamp() * 1_000_000_000),
+            )
+            for page in pages
+            for item in page.get("Contents", ())
+        }
+
     def read(self, key: str) -> bytes:
         body: bytes = self.client.get_object(Bucket=self.bucket, Key=self.source_prefix + key)["Body"].read()
         return body
 
-    def replace(self, key: str, data: bytes) -> None:
-        self.client.put_object(Bucket=self.bucket, Key=self.source_prefix + key, Body=data)
+    def replace(self, key: str, data: bytes, metadata: Mapping[str, str] | None = None) -> None:
+        self.client.put_object(
+            Bucket=self.bucket, Key=self.source_prefix + key, Body=data, Metadata=dict(metadata or {})
+        )
 
     def delete(self, key: str) -> None:
         self.client.delete_object(Bucket=self.bucket, Key=self.source_prefix + key)
@@ -285,6 +310,23 @@ class Lake:
         files = self.stats()["unfinished"]
         assert isinstance(files, list)
         return files
+
+    def sync(self) -> None:
+        """Every change of a name is in the store when this returns."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def settle(self) -> None:
+        """As `sync`, and the objects that the changes left behind are deleted."""
+        self.sync()
+        eventually(lambda: self.number("commits.deletions_waiting") == 0, "plain objects of removed names are deleted")
+
+    def plain(self) -> dict[str, int]:
+        """Objects that any S3 client takes for files, with their sizes."""
+        return {key: size for key, size in self.outside.objects().items() if not key.startswith(".lakefs/")}
 
     def staged_files(self) -> list[str]:
         return os.listdir(self.cache_dir / "staging")

@@ -43,7 +43,7 @@ def close_error(fd: int) -> str:
 
 def write_new(path: Path, data: bytes) -> int:
     """A descriptor of a new file that holds ``data``."""
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY)
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o644)
     at = 0
     while at < len(data):
         at += os.write(fd, data[at : at + MIB])

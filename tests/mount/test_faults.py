@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.mount.failing import Failing, failing_lake, failing_place
 from tests.mount.lakes import MIB, PART_BYTES, Lake, noise
 from tests.servers import Server
 
+COMMITS = ".lakefs/commits/"
 KINDS = ("error_500", "slow_down", "reset", "truncate")
 
 
@@ -66,22 +68,174 @@ def test_a_write_survives(failing: Failing, kind: str, size: int) -> None:
     assert failing.lake.number("dirty.files") == 0
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+def commits(lake: Lake) -> list[str]:
+    return sorted(key for key in lake.outside.objects() if key.startswith(COMMITS))
+
+
+def tree_of(root: Path) -> dict[str, str | bytes | None]:
+    """What every name below is: bytes of files, targets of links, None for directories."""
+    found: dict[str, str | bytes | None] = {}
+    for path in root.rglob("*"):
+        name = str(path.relative_to(root))
+        found[name] = os.readlink(path) if path.is_symlink() else None if path.is_dir() else path.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("kind", [*KINDS[:3], "lose_answer"])
 def test_names_survive(failing: Failing, kind: str) -> None:
-    """Listings, mkdir, unlink and rmdir."""
-    faults, directory = failing.faults, failing.path / "d"
-    failing.put_by_others("d/f", b"x")
-    inject(faults, kind, 2, method="GET", containing="list-type")
-    assert [entry.name for entry in directory.iterdir()] == ["f"]
-    inject(faults, kind, 1, method="PUT", containing="")
-    (failing.path / "new").mkdir()
-    inject(faults, kind, 1, method="DELETE", containing="")
-    (directory / "f").unlink()
-    inject(faults, kind, 1, method="DELETE", containing="")
-    directory.rmdir()
-    assert faults.injected[kind] >= 3
-    assert {entry.name for entry in failing.path.iterdir()} == {"new"}
+    """Listings, mkdir, symlink, rename, unlink and rmdir: each happens once, in one commit, and nothing else does."""
+    faults, lake, here = failing.faults, failing.lake, failing.path
+    failing.put_by_others("d/f", b"in a directory")
+    failing.put_by_others("old", b"renamed")
+    failing.put_by_others("over", b"replaced")
+    failing.put_by_others("gone", b"removed")
+    if kind != "lose_answer":
+        inject(faults, kind, 2, method="GET", containing="list-type")
+        assert [entry.name for entry in (here / "d").iterdir()] == ["f"]
+    changes: list[Callable[[], object]] = [
+        (here / "made").mkdir,
+        lambda: (here / "link").symlink_to("d2/f"),
+        lambda: (here / "old").rename(here / "made" / "new"),
+        lambda: (here / "d").rename(here / "d2"),
+        lambda: (here / "made" / "new").replace(here / "over"),
+        (here / "gone").unlink,
+        (here / "made").rmdir,
+    ]
+    for change in changes:
+        lake.sync()
+        before, hit = commits(lake), faults.injected[kind]
+        inject(faults, kind, 2, method="PUT", containing=COMMITS)
+        change()
+        lake.sync()
+        assert faults.injected[kind] == hit + 2
+        made = set(commits(lake)) - set(before)
+        assert len(made) == 1, "once, however often it was sent"
+    expected = {"d2": None, "d2/f": b"in a directory", "link": "d2/f", "over": b"renamed"}
+    assert tree_of(here) == expected
+    assert lake.unfinished() == []
+    lake.remount(empty_cache=True)
+    assert tree_of(here) == expected
+
+
+@pytest.mark.parametrize("kind", [*KINDS[:3], "lose_answer"])
+def test_the_deletion_of_objects_survives(failing: Failing, kind: str) -> None:
+    paths = [failing.put_by_others(f"f{index}", b"x") for index in range(3)]
+    for method in ("POST", "DELETE"):
+        inject(failing.faults, kind, 2, method=method, containing="")
+    for path in paths:
+        path.unlink()
+    assert list(failing.path.iterdir()) == []
+    failing.lake.settle()
+    assert failing.faults.injected[kind] == 2
     assert failing.here.names() == set()
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_rename_that_fails_did_not_happen(failing: Failing, kind: str) -> None:
+    """Neither here nor for others, at once or later; what was journaled before it is not lost."""
+    lake, here = failing.lake, failing.path
+    failing.put_by_others("f", b"bytes")
+    failing.put_by_others("target", b"keeps its bytes")
+    failing.put_by_others("d/below", b"below")
+    (here / "journaled").mkdir()
+    inject(failing.faults, kind, 100_000, method="PUT", containing=COMMITS)
+    for old, new in (("f", "g"), ("f", "target"), ("d", "e"), ("d", "journaled")):
+        with (here / "target").open("rb", buffering=0) as reader:
+            with pytest.raises(OSError) as raised:
+                os.rename(here / old, here / new)
+            assert raised.value.errno == errno.EIO
+            assert reader.read() == b"keeps its bytes"
+    expected = {"f": b"bytes", "target": b"keeps its bytes", "d": None, "d/below": b"below", "journaled": None}
+    assert tree_of(here) == expected
+    failing.faults.clear()
+    lake.sync()
+    assert tree_of(here) == expected
+    lake.remount(empty_cache=True)
+    assert tree_of(here) == expected
+    os.rename(here / "f", here / "target")
+    os.rename(here / "d", here / "journaled")
+    expected = {"target": b"bytes", "journaled": None, "journaled/below": b"below"}
+    assert tree_of(here) == expected
+    lake.remount(empty_cache=True)
+    assert tree_of(here) == expected
+
+
+def test_a_rename_whose_answers_are_lost_is_asked_for(failing: Failing) -> None:
+    """The store made it, and says so when asked: the call succeeds."""
+    lake, here = failing.lake, failing.path
+    failing.put_by_others("d/f", b"bytes")
+    (here / "journaled").mkdir()
+    failing.faults.lose_answer(100_000, method="PUT", containing=COMMITS)
+    os.rename(here / "d", here / "e")
+    failing.faults.clear()
+    lake.sync()
+    expected = {"e": None, "e/f": b"bytes", "journaled": None}
+    assert tree_of(here) == expected
+    lake.remount(empty_cache=True)
+    assert tree_of(here) == expected
+
+
+@pytest.mark.parametrize("then", ["nothing", "unlink", "again", "replaced"])
+def test_a_rename_of_which_nothing_is_known_when_it_fails(failing: Failing, then: str) -> None:
+    """Made in the store, but that could not even be asked: soon it is in effect, and whatever is done to the old name
+    meanwhile takes no bytes from the new one."""
+    lake, here = failing.lake, failing.path
+    failing.put_by_others("f", b"bytes")
+    (here / "journaled").mkdir()
+    lake.sync()
+    failing.faults.lose_answer(100_000, method="PUT", containing=COMMITS)
+    failing.faults.reset(100_000, method="HEAD")
+    with pytest.raises(OSError) as raised:
+        os.rename(here / "f", here / "g")
+    assert raised.value.errno == errno.EIO
+    with contextlib.suppress(FileNotFoundError):  # it may be seen by now
+        if then == "unlink":
+            (here / "f").unlink()
+        failing.faults.clear()
+        if then == "again":
+            os.rename(here / "f", here / "g")
+    failing.faults.clear()
+    if then == "replaced":
+        (here / "f").write_bytes(b"new")
+    lake.sync()
+    possible = [{"g": b"bytes", "journaled": None}]
+    if then == "replaced":  # the rename came before it, or while it was written
+        possible = [{"f": b"new", "g": b"bytes", "journaled": None}, {"g": b"new", "journaled": None}]
+    seen = tree_of(here)
+    assert seen in possible
+    lake.remount(empty_cache=True)
+    assert tree_of(here) == seen
+
+
+def test_names_are_changed_while_the_store_is_away(failing: Failing) -> None:
+    """At once here; an fsync of a directory says that they are not in the store; when it is back they are."""
+    lake, here = failing.lake, failing.path
+    failing.put_by_others("gone", b"x")
+    failing.put_by_others("kept", b"x").stat()
+    assert sorted(os.listdir(here)) == ["gone", "kept"]
+    failing.faults.slow_down(100_000, method="PUT")
+    (here / "gone").unlink()
+    (here / "link").symlink_to("kept")
+    (here / "kept").chmod(0o600)
+    os.setxattr(here / "kept", "user.note", b"hello")
+    with pytest.raises(OSError) as raised:
+        lake.sync()
+    assert raised.value.errno == errno.EIO
+    assert sorted(os.listdir(here)) == ["kept", "link"]
+    (unfinished,) = lake.unfinished()
+    assert unfinished["state"] == "journaled"
+    assert unfinished["error"]
+    assert lake.cli("flush", str(lake.path)).returncode == 1
+    assert lake.cli("umount", str(lake.path)).returncode == 1, "it would not leave changes behind unasked"
+    failing.faults.clear()
+    lake.settle()
+    assert lake.unfinished() == []
+    assert failing.here.names() == {"kept"}
+    lake.remount(empty_cache=True)
+    assert sorted(os.listdir(here)) == ["kept", "link"]
+    assert os.readlink(here / "link") == "kept"
+    assert (here / "kept").stat().st_mode & 0o777 == 0o600
+    assert os.getxattr(here / "kept", "user.note") == b"hello"
 
 
 def test_a_truncated_listing_is_not_believed(failing: Failing) -> None:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
 import os
 import stat
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
-
-import pytest
 
 from tests.mount.conftest import Place
 from tests.mount.lakes import MIB, noise
-
-
-def error_of(call: Callable[[], object]) -> str:
-    """The name of the errno that a call fails with."""
-    with pytest.raises(OSError) as raised:
-        call()
-    return errno.errorcode[raised.value.errno or 0]
-
-
-def opened(path: Path, flags: int) -> Callable[[], int]:
-    return lambda: os.open(path, flags, 0o644)
+from tests.mount.posix_errors import error_of, opened
 
 
 def test_create_read_back_overwrite(here: Place) -> None:
@@ -184,67 +169,6 @@ def test_private_mapping_reads(here: Place) -> None:
         assert view[:] == data
 
 
-def test_unlink_while_open(here: Place) -> None:
-    data = noise(400_000)
-    file = here.path / "gone"
-    file.write_bytes(data)
-    fd = os.open(file, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    file.unlink()
-    assert here.names() == set()
-    assert not file.exists()
-    assert os.pread(fd, len(data), 0) == data
-    os.close(fd)
-
-
-def test_unlink_while_it_is_written(here: Place) -> None:
-    file = here.path / "temporary"
-    fd = os.open(file, os.O_RDWR | os.O_CREAT)
-    os.write(fd, b"scratch")
-    file.unlink()
-    os.write(fd, b" space")
-    assert os.pread(fd, 100, 0) == b"scratch space"
-    os.close(fd)
-    assert here.names() == set()
-    assert not file.exists()
-    assert list(here.path.iterdir()) == []
-
-
-def test_a_new_file_under_the_name_of_one_that_is_open(here: Place) -> None:
-    file = here.path / "name"
-    file.write_bytes(b"old" * 1000)
-    with file.open("rb", buffering=0) as old:
-        file.unlink()
-        file.write_bytes(b"new")
-        assert old.read() == b"old" * 1000
-    assert file.read_bytes() == b"new"
-    assert here.stored("name") == b"new"
-
-
-def test_directories(here: Place) -> None:
-    inner = here.path / "a" / "b"
-    inner.mkdir(parents=True)
-    (inner / "f").write_bytes(b"x")
-    assert error_of(inner.rmdir) == "ENOTEMPTY"
-    assert error_of(inner.mkdir) == "EEXIST"
-    assert [child.name for child in (here.path / "a").iterdir()] == ["b"]
-    (inner / "f").unlink()
-    assert inner.is_dir(), "a directory that its last file has left stays"
-    inner.rmdir()
-    (here.path / "a").rmdir()
-    assert list(here.path.iterdir()) == []
-    assert here.names() == set()
-
-
-def test_rmdir_knows_what_others_put_there(here: Place) -> None:
-    directory = here.path / "busy"
-    directory.mkdir()
-    assert list(directory.iterdir()) == []
-    here.outside.replace(here.prefix + "busy/theirs", b"x")
-    assert error_of(directory.rmdir) == "ENOTEMPTY"
-    assert here.stored("busy/theirs") == b"x"
-
-
 def test_errors(here: Place) -> None:
     file, directory = here.path / "file", here.path / "directory"
     file.write_bytes(b"x")
@@ -295,25 +219,6 @@ def test_a_character_that_the_store_would_change_is_refused(here: Place) -> None
     else:
         file.write_bytes(b"x")
         assert here.names() == {"back\\slash"}
-
-
-def test_what_an_object_store_cannot_do(here: Place) -> None:
-    file = here.path / "file"
-    file.write_bytes(b"x")
-    assert error_of(lambda: file.rename(here.path / "other")) == errno.errorcode[errno.EOPNOTSUPP]
-    assert error_of(lambda: (here.path / "link").symlink_to("file")) == errno.errorcode[errno.EOPNOTSUPP]
-    assert error_of(lambda: os.link(file, here.path / "link")) == "EPERM"
-    assert error_of(lambda: os.mkfifo(here.path / "fifo")) == "EPERM"
-    assert here.names() == {"file"}
-
-
-def test_mv_copies_where_rename_is_refused(here: Place) -> None:
-    """mv(1) falls back to copying for EXDEV only, so it says that this is not supported and keeps the file."""
-    (here.path / "file").write_bytes(b"kept")
-    moved = subprocess.run(["mv", "file", "other"], cwd=here.path, capture_output=True, text=True, check=False)
-    assert moved.returncode != 0
-    assert "not supported" in moved.stderr
-    assert here.names() == {"file"}
 
 
 def test_reserved_names(here: Place) -> None:
@@ -378,20 +283,6 @@ def test_copy_within_the_mount(here: Place) -> None:
     (here.path / "from").write_bytes(data)
     subprocess.run(["cp", "from", "to"], cwd=here.path, check=True)
     assert here.stored("to") == data
-
-
-def test_listing_while_deleting(here: Place) -> None:
-    """`rm -r` deletes while it lists: nothing is skipped, nothing comes twice."""
-    (here.path / "many").mkdir()
-    for number in range(200):
-        (here.path / "many" / f"{number:03d}").touch()
-    seen = []
-    with os.scandir(here.path / "many") as entries:
-        for entry in entries:
-            seen.append(entry.name)
-            os.unlink(entry.path)
-    assert sorted(seen) == [f"{number:03d}" for number in range(200)]
-    assert here.names() == set()
 
 
 def test_locks_of_this_node(here: Place) -> None:

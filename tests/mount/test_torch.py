@@ -93,14 +93,11 @@ with safe_open(path, framework="pt") as file:
 SAVE_FILE = (
     STATE
     + """
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-try:
-    save_file(state(), path)
-except SafetensorError as error:
-    assert "os error 95" in str(error)
-else:
-    raise AssertionError("saved by a rename?")
+from safetensors.torch import load_file, save_file
+for turn in range(3):
+    saved = {name: value + turn for name, value in state().items()}
+    save_file(saved, path)
+    same(saved, load_file(path))
 """
 )
 
@@ -203,11 +200,17 @@ def test_safetensors(either: Lake) -> None:
     run(SAFETENSORS, str(path), str(CHECKPOINT_BYTES))
 
 
-def test_safetensors_save_file_needs_a_rename(lake: Lake) -> None:
-    """It writes a temporary file and renames it: it says that this is not supported, and leaves nothing behind."""
-    run(SAVE_FILE, str(lake.path / "model.safetensors"), "100000")
-    assert lake.outside.objects() == {}
-    assert list(lake.path.iterdir()) == []
+@pytest.mark.parametrize("size", [100_000, CHECKPOINT_BYTES])
+def test_safetensors_save_file(either: Lake, size: int) -> None:
+    """It writes a temporary file and renames it, over the one before as well."""
+    path = either.path / "model.safetensors"
+    run(SAVE_FILE, str(path), str(size))
+    assert [entry.name for entry in either.path.iterdir()] == ["model.safetensors"]
+    saved = path.read_bytes()
+    assert len(saved) > size // 12 * 11
+    either.remount(empty_cache=True)
+    assert [entry.name for entry in either.path.iterdir()] == ["model.safetensors"]
+    assert path.read_bytes() == saved
 
 
 def put_images(lake: Lake) -> None:

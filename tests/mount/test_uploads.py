@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,7 +14,7 @@ from tests.mount.lakes import LARGE_BYTES, MIB, PART_BYTES, Stats, eventually, n
 
 def test_backwards_in_pieces(here: Place) -> None:
     data = noise(LARGE_BYTES)
-    fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY)
+    fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)
     for at in range(len(data) - MIB, -1, -MIB):
         os.pwrite(fd, data[at : at + MIB], at)
     os.close(fd)
@@ -35,7 +36,7 @@ def idle_s(stats: Stats) -> float:
 def test_parts_go_up_before_close(here: Place) -> None:
     data = noise(LARGE_BYTES)
     before = here.lake.stats()
-    fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY)
+    fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)
     for at in range(0, len(data), MIB):
         os.write(fd, data[at : at + MIB])
     eventually(lambda: here.count("upload.parts") > number(before, "upload.parts"), "the first part goes up")
@@ -98,7 +99,7 @@ def test_cutting_a_large_object(here: Place) -> None:
 
 
 def test_a_large_sparse_file(here: Place) -> None:
-    fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY)
+    fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)
     os.pwrite(fd, b"end", LARGE_BYTES - 3)
     os.pwrite(fd, b"middle", PART_BYTES - 3)
     os.close(fd)
@@ -113,7 +114,7 @@ def test_a_file_larger_than_staging(make_lake: LakeMaker) -> None:
     """The writer waits for uploads; it neither fails nor fills the disk."""
     lake = make_lake("seaweedfs", "--staging-size", "160M", "--uploads", "2").mount()
     pieces, piece = 16, 16 * MIB
-    fd = os.open(lake.path / "f", os.O_CREAT | os.O_WRONLY)
+    fd = os.open(lake.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)
     for index in range(pieces):
         os.write(fd, noise(1024, index) * (piece // 1024))
         assert lake.number("staging.bytes") <= 160 * MIB
@@ -126,9 +127,9 @@ def test_a_file_larger_than_staging(make_lake: LakeMaker) -> None:
 
 
 def test_many_small_files_at_once(here: Place) -> None:
-    """Sixteen open files, closed one after another while others are written."""
+    """Sixteen open files, closed one after another while others are written: each alone, so each is an object."""
     put = here.count("store.requests.put")
-    fds = {f"f{index}": os.open(here.path / f"f{index}", os.O_CREAT | os.O_WRONLY) for index in range(16)}
+    fds = {f"f{index}": os.open(here.path / f"f{index}", os.O_CREAT | os.O_WRONLY, 0o644) for index in range(16)}
     for name, fd in fds.items():
         os.write(fd, name.encode() * 1000)
     for fd in fds.values():
@@ -137,11 +138,25 @@ def test_many_small_files_at_once(here: Place) -> None:
     assert here.count("store.requests.put") == put + 16
 
 
+def test_many_small_files_closed_together(here: Place) -> None:
+    """Sixteen open files, closed by as many threads: durable when their closes return, with a few PUTs."""
+    put, packed = here.count("store.requests.put"), here.count("commits.files_packed")
+    fds = {f"f{index}": os.open(here.path / f"f{index}", os.O_CREAT | os.O_WRONLY, 0o644) for index in range(16)}
+    for name, fd in fds.items():
+        os.write(fd, name.encode() * 1000)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(os.close, fds.values()))
+    assert here.count("dirty.files") == 0
+    assert here.count("store.requests.put") <= put + 8
+    assert here.count("commits.files_packed") - packed + len(here.names()) == 16
+    assert {name: (here.path / name).read_bytes() for name in fds} == {name: name.encode() * 1000 for name in fds}
+
+
 @pytest.mark.parametrize("sleep_s", [0.0, 0.3])
 def test_a_slow_writer_finds_its_parts_uploaded_at_close(here: Place, sleep_s: float) -> None:
     data = noise(2 * PART_BYTES + 10)
     parts = here.count("store.requests.part")
-    fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY)
+    fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)
     os.write(fd, data)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     time.sleep(sleep_s)

@@ -18,7 +18,7 @@ from lakefs_fuse.data.publishing import Published, publish
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
-from lakefs_fuse.data.version import Version
+from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.metrics import StoreMetrics, UploadMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, Capabilities
@@ -75,13 +75,13 @@ class Bench:
     def describe(self, multipart: bool) -> Mapping[str, str]:
         return dict(self.attributes)
 
-    def draft(self, key: str = "file", *, base: Version | None = None, if_absent: bool = False) -> Draft:
+    def draft(self, key: str = "file", *, base: Extent | None = None, if_absent: bool = False) -> Draft:
         self.serial += 1
-        target = DraftTarget(key, self.describe, replaces=base.etag if base else "", if_absent=if_absent)
+        target = DraftTarget(key, self.describe, replaces=base.version.etag if base else "", if_absent=if_absent)
         return Draft(self.services, f"draft{self.serial}", target, base=base)
 
-    def give(self, key: str, data: bytes) -> Version:
-        return Version(key, self.store.give(key, data).etag, len(data))
+    def give(self, key: str, data: bytes) -> Extent:
+        return Extent.whole(Version(key, self.store.give(key, data).etag, len(data)))
 
     async def publish(self, draft: Draft) -> Published:
         async with draft.exclusive():

@@ -171,73 +171,56 @@ async def test_exclusive_creation_yields_to_others(tmp_path: Path, size: int) ->
         draft.close(unlink=True)
 
 
-async def test_attributes_changed_after_the_upload_began(tmp_path: Path) -> None:
-    data = noise(9, 5 * PART)
+@pytest.mark.parametrize("size", [100, 5 * PART])
+async def test_what_the_object_tells_of_attributes_is_answered(tmp_path: Path, size: int) -> None:
+    """A single request tells them as they are when it begins, an upload as they were when that began. The caller hears
+    which it was, so that it can say elsewhere what changed since; no byte is sent or copied for it."""
+    data = noise(9, size)
     async with bench(tmp_path) as b:
         draft = b.draft()
         await draft.write(0, data)
         await b.idle(draft)
+        began = {"mode": "33188"}
         b.attributes = {"mode": "33152", "uid": "7"}
         published = await b.publish(draft)
+        told = began if size > PART else b.attributes
+        assert published.described == told
+        assert b.store.metadata("file") == {**told, DRAFT_METADATA: draft.id}
         assert b.store.data("file") == data
-        assert b.store.metadata("file") == {"mode": "33152", "uid": "7", DRAFT_METADATA: draft.id}
-        assert published.described == b.attributes
-        assert len(b.store.parts_sent()) == 5
-        assert b.metrics.parts_copied == 1
+        assert len(b.store.parts_sent()) == (5 if size > PART else 0)
+        assert b.metrics.parts_copied == 0
         assert b.store.uploads == {}
         draft.close(unlink=True)
 
 
-async def test_attributes_may_be_told_in_a_second_attempt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [100, 5 * PART])
+async def test_a_second_attempt_answers_what_the_object_tells(tmp_path: Path, size: int) -> None:
     async with bench(tmp_path) as b:
         draft = b.draft()
-        await draft.write(0, noise(10, 5 * PART))
+        await draft.write(0, noise(10, size))
         await b.idle(draft)
-        b.attributes = {"mode": "33152"}
-        b.store.hook = Failures(what("upload_part_copy"), AccessDenied("no"))
+        b.store.hook = Failures(what("put" if size < PART else "complete_multipart"), AccessDenied("no"))
         with pytest.raises(AccessDenied):
             await b.publish(draft)
-        assert b.store.uploads == {}
-        await b.publish(draft)
-        assert b.store.metadata("file")["mode"] == "33152"
-        assert b.store.data("file") == noise(10, 5 * PART)
-        assert b.store.uploads == {}
-        assert len(b.store.parts_sent()) == 5
-        draft.close(unlink=True)
-
-
-async def test_a_lost_answer_while_attributes_are_told(tmp_path: Path) -> None:
-    async with bench(tmp_path) as b:
-        draft = b.draft()
-        await draft.write(0, noise(11, 5 * PART))
-        await b.idle(draft)
         b.attributes = {"mode": "33152"}
-        completed = 0
-
-        def second_answer_lost(request: Request, when: When) -> None:
-            nonlocal completed
-            if request.what == "complete_multipart" and when == "after":
-                completed += 1
-                if completed == 2:
-                    raise Unavailable("lost")
-
-        b.store.hook = second_answer_lost
         published = await b.publish(draft)
-        assert published.meta.etag == b.store.objects["file"][1].etag
-        assert b.store.metadata("file")["mode"] == "33152"
+        metadata = dict(b.store.metadata("file"))
+        del metadata[DRAFT_METADATA]
+        assert published.described == metadata
+        assert b.store.data("file") == noise(10, size)
+        assert b.store.uploads == {}
         draft.close(unlink=True)
 
 
-async def test_replaced_by_others_just_after_it_was_visible(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [100, 5 * PART])
+async def test_replaced_by_others_just_after_it_was_visible(tmp_path: Path, size: int) -> None:
     """It was published, and then theirs was: nobody is told of an error."""
     async with bench(tmp_path) as b:
         draft = b.draft()
-        await draft.write(0, noise(12, 5 * PART))
-        await b.idle(draft)
-        b.attributes = {"mode": "33152"}
+        await draft.write(0, noise(12, size))
 
         def replace(request: Request, when: When) -> None:
-            if request.what == "upload_part_copy" and when == "before":
+            if request.what in ("put", "complete_multipart") and when == "after":
                 b.store.give("file", b"theirs")
 
         b.store.hook = replace

@@ -1,0 +1,370 @@
+"""Changes made here, on their way into the store: journaled, gathered, one PUT a batch.
+
+What always holds:
+
+* one commit is written at a time, and takes along everything journaled before it, in order;
+* a change that is journaled (`enqueue`) is in effect here at once and survives a crash of the daemon; it is in the
+  store at most ``delay_s`` after, or when `flush` returns; a change that is committed (`commit`) is in effect here and
+  everywhere when the call returns, or nowhere;
+* a PUT whose answer was lost is asked for before anything is sent again, so a change is never made twice;
+* names go first, then the plain objects that they leave behind (see `deletions`).
+
+A crash before the PUT leaves the journal, which the next mount sends; a crash after it leaves a commit that the next
+poll applies, and a journal whose part in it is known by the commit's name, noted before the PUT.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+import trio
+
+from lakefs_fuse.catalog.apply import Applier
+from lakefs_fuse.catalog.archive import Member, build, commit_key
+from lakefs_fuse.catalog.clock import HybridClock
+from lakefs_fuse.catalog.deletions import Deletions, Doomed
+from lakefs_fuse.catalog.record import THIS, ObjectRef, Operation, Put, Record, Relocate, SetAttr, encode
+from lakefs_fuse.catalog.window import WINDOW_NS
+from lakefs_fuse.errors import CacheError, LakeError, NotFound
+from lakefs_fuse.meta import tables
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+
+ASK_S_MAX = 5.0
+"""So long the store is asked about a commit that it did not answer."""
+THREAD_BYTES_MIN = 1 << 20
+LATE_NS = WINDOW_NS // 2
+PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
+log = logging.getLogger(__name__)
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """Operations that belong together. ``objects`` as in `Record`; a `Put` into THIS has the index of its member as
+    ``offset``. ``doomed`` are objects to delete once this is committed."""
+
+    operations: list[Operation] = []
+    objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
+    moves: list[tuple[str, str]] = []
+    doomed: list[Doomed] = []
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """The object that a commit became, and its bytes (none where there was nothing to say)."""
+
+    ref: ObjectRef
+    body: bytes
+
+
+class Sending(msgspec.Struct, frozen=True):
+    """A commit that was, or is about to be, sent with all journaled changes up to ``sequence``."""
+
+    time: int
+    key: str
+    sequence: int
+
+
+class Unsure(msgspec.Struct, frozen=True):
+    """A commit that may be in the store, though its PUT failed; ``doomed`` go if it is."""
+
+    record: Record
+    doomed: list[Doomed]
+
+
+def merged(changes: Sequence[Change], writer: str, time: int, offsets: Sequence[int] = ()) -> Record:
+    """One record of several changes, in their order."""
+    objects = [ObjectRef()]
+    numbers: dict[ObjectRef, int] = {}
+    operations: list[Operation] = []
+    for change in changes:
+        places = [THIS]
+        for ref in change.objects[1:]:
+            if ref not in numbers:
+                numbers[ref] = len(objects)
+                objects.append(ref)
+            places.append(numbers[ref])
+        operations += [_renumbered(operation, places, offsets) for operation in change.operations]
+    moves = [pair for change in changes for pair in change.moves]
+    return Record(writer=writer, time=time, objects=objects, moves=moves, operations=operations)
+
+
+def _renumbered(operation: Operation, places: list[int], offsets: Sequence[int]) -> Operation:
+    if isinstance(operation, Put) and operation.object == THIS:
+        return msgspec.structs.replace(operation, offset=offsets[operation.offset])
+    if isinstance(operation, Put | SetAttr) and operation.object > THIS:
+        return msgspec.structs.replace(operation, object=places[operation.object])
+    if isinstance(operation, Relocate):
+        there = places[operation.object] if operation.object > THIS else operation.object
+        before = places[operation.from_object] if operation.from_object > THIS else operation.from_object
+        offset = offsets[operation.offset] if operation.object == THIS else operation.offset
+        return msgspec.structs.replace(operation, object=there, from_object=before, offset=offset)
+    return operation
+
+
+class Committer:
+    """See the module's head. Trio thread only."""
+
+    def __init__(
+        self,
+        database: Database,
+        client: StoreClient,
+        applier: Applier,
+        deletions: Deletions,
+        clock: HybridClock,
+        metrics: CommitMetrics,
+        *,
+        writer: str,
+        delay_s: float = 1.0,
+    ) -> None:
+        self._db, self._client, self._applier, self._deletions = database, client, applier, deletions
+        self._clock, self._metrics = clock, metrics
+        self.writer = writer
+        self._delay_s = delay_s
+        self._lock = trio.Lock()
+        self._kick = trio.Event()
+        self._pending: dict[int, Change] = {}
+        self._sequence = 0
+        self._sending: Sending | None = None
+        self._unsure: Unsure | None = None
+        deletions.waive = self._waive
+        self.error: LakeError | None = None
+        """Why the last attempt to send what is journaled failed."""
+
+    def load(self) -> None:
+        """What a daemon that ended left in the journal; called once."""
+        for key, raw in self._db.scan(b"C", b"D"):
+            self._sequence = int.from_bytes(key[1:], "big")
+            self._pending[self._sequence] = msgspec.msgpack.decode(raw, type=Change)
+        raw_sending = self._db.get(b"Msending")
+        if raw_sending is not None:
+            self._sending = msgspec.msgpack.decode(raw_sending, type=Sending)
+            self._sequence = max(self._sequence, self._sending.sequence)
+        if tables.reapply_wanted(self._db):
+            for sequence, change in self._pending.items():
+                self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+            tables.reapplied(self._db)
+        if self._pending:
+            self._kick.set()
+
+    @property
+    def waiting(self) -> int:
+        """Operations journaled and in no commit yet."""
+        return sum(len(change.operations) for change in self._pending.values())
+
+    # -- journaled changes
+
+    def enqueue(self, change: Change) -> None:
+        """Make a change here now, and everywhere within ``delay_s``. Raises CacheError; then nothing happened."""
+        sequence = self._sequence + 1
+        batch = Batch()
+        batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
+        self._db.commit(batch)
+        self._sequence = sequence
+        self._pending[sequence] = change
+        self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+        self._kick.set()
+
+    async def run(self) -> None:
+        """Send what is journaled, for as long as the mount lives."""
+        pause_s = PAUSE_S_FIRST
+        while True:
+            await self._kick.wait()
+            self._kick = trio.Event()
+            await trio.sleep(self._delay_s)
+            while self._pending:
+                try:
+                    await self.flush()
+                    pause_s = PAUSE_S_FIRST
+                except LakeError as error:
+                    log.warning("%d changes of names are not in the store yet: %s", self.waiting, error)
+                    await trio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, PAUSE_S_MAX)
+                except Exception as error:
+                    self.error = LakeError(f"committing failed: {error!r}")
+                    log.exception("committing")
+                    await trio.sleep(PAUSE_S_MAX)
+
+    async def flush(self) -> None:
+        """Everything journaled before the call is in the store when this returns. Raises LakeError."""
+        await self.settle()
+        wanted = self._sequence
+        while self._pending and next(iter(self._pending)) <= wanted:
+            await self._commit(None, ())
+
+    # -- commits
+
+    async def commit(self, change: Change | Callable[[], Change], members: Sequence[Member] = ()) -> Committed:
+        """Make a change everywhere, with the bytes of ``members`` in the same object. A function is called when its
+        turn has come, and what it raises is raised. Raises LakeError; then nothing of it was made, or (where the store
+        did not answer) all of it may appear later."""
+        return await self._commit(change, members)
+
+    async def _commit(self, change: Change | Callable[[], Change] | None, members: Sequence[Member]) -> Committed:
+        async with self._lock:
+            try:
+                await self._settle_sending()
+                await self._settle_unsure()
+                committed = await self._send(change() if callable(change) else change, members)
+                self.error = None
+                return committed
+            except LakeError as error:
+                self.error = error
+                raise
+
+    async def _send(self, change: Change | None, members: Sequence[Member]) -> Committed:
+        journaled = dict(self._pending)
+        changes = [*journaled.values(), *([change] if change is not None else [])]
+        if not any(each.operations for each in changes):
+            self._drop(journaled, self._clock.now())
+            return Committed(ObjectRef(), b"")
+        time = self._clock.now()
+        key = commit_key(time, self.writer)
+        records: list[Record] = []
+
+        def make_record(offsets: Sequence[int]) -> bytes:
+            records.append(merged(changes, self.writer, time, offsets))
+            return encode(records[0])
+
+        if sum(member.size for member in members) < THREAD_BYTES_MIN:
+            body = build(members, make_record)
+        else:
+            body = await trio.to_thread.run_sync(build, members, make_record)
+        if journaled:
+            self._note_sending(Sending(time, key, max(journaled)))
+        meta = await self._put(key, body, Unsure(records[0], change.doomed if change is not None else []))
+        self._metrics.written += 1
+        self._metrics.operations_written += len(records[0].operations)
+        self._metrics.operations_batch_max = max(self._metrics.operations_batch_max, len(records[0].operations))
+        this = ObjectRef(key, meta.etag, len(body))
+        self._settle(journaled, change, records[0], this)
+        if self._clock.wall_ns() - time > LATE_NS:
+            await self._say_again(records[0], this)
+        return Committed(this, body)
+
+    async def _put(self, key: str, body: bytes, unsure: Unsure) -> ObjectMeta:
+        """Where the PUT fails, the store is asked whether it was made all the same. Raises LakeError."""
+        try:
+            return await self._client.put(key, body)
+        except LakeError:
+            self._metrics.failures += 1
+            self._unsure = unsure
+            with trio.move_on_after(ASK_S_MAX):
+                try:
+                    meta = await self._client.head(key)
+                    self._unsure = None
+                    return meta
+                except NotFound:
+                    self._unsure = None
+                except LakeError:
+                    pass
+            raise
+        except BaseException:
+            self._metrics.failures += 1
+            raise
+
+    async def settle(self) -> None:
+        """No commit that failed is in the store without being in effect here. Raises LakeError."""
+        if self._unsure is not None:
+            async with self._lock:
+                await self._settle_unsure()
+
+    async def _settle_unsure(self) -> None:
+        """An earlier commit failed, and the store did not say whether it has it: what comes next builds on that."""
+        if self._unsure is None:
+            return
+        record = self._unsure.record
+        try:
+            meta = await self._client.head(commit_key(record.time, self.writer))
+        except NotFound:
+            self._unsure = None
+            return
+        if not self._applier.is_applied(record.time, self.writer):
+            self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size))
+        for doomed in self._unsure.doomed:
+            self._deletions.doom(doomed)
+        self._unsure = None
+
+    async def _say_again(self, record: Record, this: ObjectRef) -> None:
+        """The PUT took so long that others may not look for this commit's time any more: they are told by another."""
+        log.warning("commit %s took long to store: what it says is said again", this.key)
+        objects = [*record.objects, this]
+        last = len(record.objects)
+        operations = [
+            msgspec.structs.replace(operation, object=last)
+            if isinstance(operation, Put | Relocate) and operation.object == THIS
+            else operation
+            for operation in record.operations
+        ]
+        time = self._clock.now()
+        again = msgspec.structs.replace(record, time=time, objects=objects, operations=operations)
+        key = commit_key(time, self.writer)
+        meta = await self._client.put(key, build([], lambda _: encode(again)))
+        self._applier.apply(again, ObjectRef(key, meta.etag, meta.size), own=True)
+
+    def _settle(self, journaled: dict[int, Change], change: Change | None, record: Record, this: ObjectRef) -> None:
+        """The commit is in the store: note that here. What cannot be noted is applied by the next poll."""
+        try:
+            self._drop(journaled, record.time)
+            own = record.operations[len(record.operations) - len(change.operations) :] if change is not None else []
+            moves = change.moves if change is not None else []
+            self._applier.apply(msgspec.structs.replace(record, operations=own, moves=moves), this, own=True)
+            if change is not None and change.doomed:
+                batch = Batch()
+                for doomed in change.doomed:
+                    self._deletions.add(batch, doomed)
+                self._db.commit(batch)
+        except CacheError as error:
+            log.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
+
+    def _waive(self, key: str) -> list[Doomed]:
+        """An object that journaled changes were to delete gets new bytes: they will not. Raises CacheError."""
+        waived: list[Doomed] = []
+        for sequence, change in self._pending.items():
+            kept = [doomed for doomed in change.doomed if doomed.key != key]
+            if len(kept) < len(change.doomed):
+                waived += [doomed for doomed in change.doomed if doomed.key == key]
+                change = self._pending[sequence] = msgspec.structs.replace(change, doomed=kept)
+                batch = Batch()
+                batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
+                self._db.commit(batch)
+        return waived
+
+    def _drop(self, journaled: dict[int, Change], time: int) -> None:
+        """Journaled changes are in the store under this commit time."""
+        for sequence, change in journaled.items():
+            self._applier.restamp(merged([change], self.writer, time), PENDING | sequence, time)
+            batch = Batch()
+            batch.delete(b"C" + sequence.to_bytes(8, "big"))
+            for doomed in self._pending.get(sequence, change).doomed:  # some were waived since, perhaps
+                self._deletions.add(batch, doomed)
+            self._db.commit(batch)
+            self._pending.pop(sequence, None)
+        if journaled:
+            batch = Batch()
+            batch.delete(b"Msending")
+            self._db.commit(batch)
+            self._sending = None
+
+    def _note_sending(self, sending: Sending) -> None:
+        batch = Batch()
+        batch.put(b"Msending", msgspec.msgpack.encode(sending))
+        self._db.commit(batch)
+        self._sending = sending
+
+    async def _settle_sending(self) -> None:
+        """An earlier commit with journaled changes was sent, and its answer is not known."""
+        sending = self._sending
+        if sending is None:
+            return
+        try:
+            await self._client.head(sending.key)
+        except NotFound:
+            self._sending = None
+            return
+        done = {sequence: change for sequence, change in self._pending.items() if sequence <= sending.sequence}
+        self._drop(done, sending.time)
+        self._sending = None

@@ -1,0 +1,203 @@
+"""Plain objects that are to go from the store because a commit took their names away.
+
+A key is noted (journaled) in the batch that records the commit, and deleted after it, a thousand in one request. What
+is wanted by another name is left. A key that gets new bytes from here is taken off the list first (`cancel`). After a
+crash the list goes on with the next mount; an object that stays is hidden by its tombstone until then.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import trio
+
+from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
+
+PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
+GATHER_S = 1.0
+"""So long, or until there are a thousand, they wait for more to go in one request; nobody sees them meanwhile."""
+CHECKS_AT_ONCE = 16
+log = logging.getLogger(__name__)
+
+
+class Doomed(msgspec.Struct, frozen=True, array_like=True):
+    """``checked``: only if the object still has this ETag. ``due_ns``: not before this time (wall clock)."""
+
+    key: str
+    etag: str
+    checked: bool = False
+    due_ns: int = 0
+
+
+class Deletions:
+    """See the module's head. Trio thread only."""
+
+    def __init__(
+        self,
+        database: Database,
+        client: StoreClient,
+        tree: Tree,
+        metrics: CommitMetrics,
+        *,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._db, self._client, self._tree, self._metrics = database, client, tree, metrics
+        self._clock_ns = clock_ns
+        self._kick, self._full = trio.Event(), trio.Event()
+        self._under_way: dict[str, trio.Event] = {}
+        self._kept: Counter[str] = Counter()
+        self.waive: Callable[[str], list[Doomed]] = lambda _: []
+        """Takes a key out of changes that are journaled and in no commit yet; the committer sets it."""
+        self.waiting = sum(1 for _ in self._rows())
+
+    def add(self, batch: Batch, doomed: Doomed) -> None:
+        key = _row_key(doomed.key)
+        if self._db.get(key) is None:
+            self.waiting += 1
+        batch.put(key, msgspec.msgpack.encode(doomed))
+        self._kick.set()
+        if self.waiting >= DELETE_KEYS_MAX:
+            self._full.set()
+
+    def doom(self, doomed: Doomed) -> None:
+        """Note an object by itself. Raises CacheError."""
+        batch = Batch()
+        self.add(batch, doomed)
+        self._db.commit(batch)
+
+    def _rows(self) -> Iterator[Doomed]:
+        for _, raw in self._db.scan(b"G", b"H"):
+            yield msgspec.msgpack.decode(raw, type=Doomed)
+
+    @asynccontextmanager
+    async def keeping(self, key: str) -> AsyncIterator[None]:
+        """The key gets new bytes inside: no deletion noted before hits them, and none is made meanwhile. Where they do
+        not come, what was to be deleted still is. Raises CacheError."""
+        self._kept[key] += 1
+        try:
+            while key in self._under_way:
+                await self._under_way[key].wait()
+            taken = self.waive(key)
+            if self.waiting and (raw := self._db.get(_row_key(key))) is not None:
+                taken.append(msgspec.msgpack.decode(raw, type=Doomed))
+                self._forget([key])
+            try:
+                yield
+            except BaseException:
+                for doomed in taken:
+                    self.doom(msgspec.structs.replace(doomed, checked=True))
+                raise
+        finally:
+            self._kept[key] -= 1
+            if not self._kept[key]:
+                del self._kept[key]
+            self._kick.set()
+
+    def _forget(self, keys: list[str]) -> None:
+        batch = Batch()
+        for key in keys:
+            if self._db.get(_row_key(key)) is not None:
+                self.waiting -= 1
+            batch.delete(_row_key(key))
+        self._db.commit(batch)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        pause_s = PAUSE_S_FIRST
+        while True:
+            self._kick, self._full = trio.Event(), trio.Event()
+            try:
+                await self.drain()
+                pause_s = PAUSE_S_FIRST
+            except LakeError as error:
+                log.warning("objects whose names are gone could not be deleted yet: %s", error)
+                await trio.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_S_MAX)
+                continue
+            except Exception:
+                log.exception("deleting objects whose names are gone")
+                await trio.sleep(PAUSE_S_MAX)
+            if not self.waiting:
+                await self._kick.wait()
+            with trio.move_on_after(GATHER_S):
+                await self._full.wait()
+
+    async def drain(self) -> None:
+        """Delete everything whose time has come. Raises LakeError."""
+        while await self.delete_due():
+            pass
+
+    async def delete_due(self) -> int:
+        """Delete up to a thousand objects whose time has come; answers how many were dealt with. Raises LakeError."""
+        now = self._clock_ns()
+        due: list[Doomed] = []
+        for doomed in self._rows():
+            if doomed.due_ns <= now and doomed.key not in self._under_way and doomed.key not in self._kept:
+                due.append(doomed)
+                if len(due) == DELETE_KEYS_MAX:
+                    break
+        if not due:
+            return 0
+        done = trio.Event()
+        self._under_way.update((doomed.key, done) for doomed in due)
+        try:
+            keys = await self._unwanted(due)
+            failed = await self._client.delete_many(keys) if keys else {}
+            self._metrics.objects_deleted += len(keys) - len(failed)
+            self._forget([doomed.key for doomed in due if doomed.key not in failed])
+        finally:
+            for doomed in due:
+                self._under_way.pop(doomed.key, None)
+            done.set()
+        if failed:
+            key, why = next(iter(failed.items()))
+            raise LakeError(f"{len(failed)} objects, {key} among them: {why}")
+        return len(due)
+
+    def _is_wanted(self, doomed: Doomed) -> bool:
+        """A name means the object: another one, or its own again."""
+        used = self._tree.objects.find(doomed.key, doomed.etag)
+        if used is not None and used.entries > 0:
+            return True
+        above, _, name = doomed.key.encode("utf-8", "surrogatepass").rpartition(b"/")
+        directory = self._tree.resolve(above.split(b"/")) if above else None
+        if above and (directory is None or not directory.is_dir):
+            return False
+        entry = self._tree.named(directory.inode if directory is not None else ROOT_INODE, name)
+        return entry is not None and entry.is_plain and entry.etag == doomed.etag
+
+    async def _unwanted(self, due: list[Doomed]) -> list[str]:
+        keys: list[str] = []
+        few = trio.CapacityLimiter(CHECKS_AT_ONCE)
+
+        async def check(doomed: Doomed) -> None:
+            async with few:
+                try:
+                    if (await self._client.head(doomed.key)).etag == doomed.etag:
+                        keys.append(doomed.key)
+                except NotFound:
+                    pass
+
+        async with collecting() as nursery:
+            for doomed in due:
+                if self._is_wanted(doomed):
+                    continue
+                if doomed.checked:
+                    nursery.start_soon(check, doomed)
+                else:
+                    keys.append(doomed.key)
+        return keys
+
+
+def _row_key(key: str) -> bytes:
+    return b"G" + key.encode("utf-8", "surrogatepass")

@@ -1,0 +1,279 @@
+"""The change record of one commit: which names changed, and where their bytes are now.
+
+A record is msgpack of `Record`, an ordered list of operations on paths. Paths are relative to the lake, UTF-8, without
+leading or trailing slash. What always holds after `decode`: every path is one that a file system can have, every object
+index exists, every number is in bounds. Records come from the store and are hostile until then.
+
+For each path the operation with the newest commit time wins (see `apply`). `SetAttr` and `Relocate` are conditional:
+they change a file that is still the version they name, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TypeAlias
+
+import msgspec
+
+from lakefs_fuse.errors import DamagedCommit
+
+FORMAT = 1
+SIZE_MAX = 1 << 60
+OPERATIONS_MAX = 20_000_000
+KEY_BYTES_MAX = 1024
+NAME_BYTES_MAX = 255
+TARGET_BYTES_MAX = 4095
+XATTRS_BYTES_MAX = 64 << 10
+MODE_MAX = 0o7777
+TIME_NS_MIN, TIME_NS_MAX = -(1 << 62), 1 << 62
+COMMITS = ".lakefs/commits/"
+"""Where commits lie."""
+OBJECTS = ".lakefs/objects/"
+"""Where plain objects lie whose own key other bytes occupy. A record may point into no other place under
+``.lakefs``."""
+UNSET = 0xFFFF_FFFF
+"""A mode, uid or gid that nobody has said."""
+
+WRITER = re.compile(r"[0-9a-f]{8}")
+"""What a daemon calls itself in its commits: random, new at each start."""
+
+_ETAG = re.compile(r"[ -~]{0,1024}")
+
+OWN = -1
+"""Object index: the plain object whose key is the path itself; its ETag is in ``hides``."""
+THIS = 0
+"""Object index: the archive that this record is in."""
+
+
+class ObjectRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An object that operations point into. ``key`` relative to the lake, ``size`` of the whole object in bytes.
+    Entry 0 of a record's table is the archive itself and has none of them."""
+
+    key: str = ""
+    etag: str = ""
+    size: int = 0
+
+
+class Put(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="put"):
+    """A file: ``size`` bytes of ``objects[object]`` from ``offset`` on. ``hides`` is the ETag of the plain object at
+    the path itself that this file replaces (or is, for OWN); empty where there is none."""
+
+    path: str
+    object: int
+    offset: int
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    hides: str = ""
+    xattrs: dict[str, bytes] = {}
+
+
+class Mkdir(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="mkdir"):
+    """A directory with its attributes, made or changed; it stays even where nothing is in it."""
+
+    path: str
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    xattrs: dict[str, bytes] = {}
+
+
+class Symlink(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="symlink"):
+    """A symbolic link, made or changed."""
+
+    path: str
+    target: str
+    uid: int
+    gid: int
+    mtime_ns: int
+    hides: str = ""
+    xattrs: dict[str, bytes] = {}
+
+
+class Remove(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="remove"):
+    """The name is gone: a file or symbolic link, or (``directory``) a directory, which stays in sight for as long as
+    something is below it. ``hides`` as in `Put`."""
+
+    path: str
+    directory: bool = False
+    hides: str = ""
+
+
+class SetAttr(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="setattr"):
+    """New attributes of the file of ``size`` bytes that is at ``objects[object]``, ``offset`` (OWN: whose ETag is
+    ``hides``)."""
+
+    path: str
+    object: int
+    offset: int
+    size: int
+    hides: str
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    xattrs: dict[str, bytes] = {}
+
+
+class Relocate(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="relocate"):
+    """The same bytes are now elsewhere. Applies to the file that is at ``from_object``, ``from_offset`` (OWN: whose
+    ETag is ``from_etag``); it keeps its attributes and its commit time where it has them already. ``hides`` as in
+    `Put`."""
+
+    path: str
+    from_object: int
+    from_offset: int
+    from_etag: str
+    object: int
+    offset: int
+    size: int
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    hides: str = ""
+
+
+Operation: TypeAlias = Put | Mkdir | Symlink | Remove | SetAttr | Relocate
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """``time`` as in the commit's name. ``moves`` are pairs of paths that a rename moved: the operations say all that
+    changed, the pairs only say that a directory or file kept its identity (an exchange has two pairs)."""
+
+    format: int = FORMAT
+    writer: str
+    time: int
+    objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
+    moves: list[tuple[str, str]] = []
+    operations: list[Operation] = []
+
+
+def encode(record: Record) -> bytes:
+    return msgspec.msgpack.encode(record)
+
+
+def decode(raw: bytes) -> Record:
+    """Raises DamagedCommit for anything but a record whose every field can be used as it stands."""
+    try:
+        record = msgspec.msgpack.decode(raw, type=Record)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _check_format(raw)
+        raise DamagedCommit(f"not a change record: {str(error)[:200]}") from error
+    if record.format != FORMAT:
+        raise _other_format(record.format)
+    check(record)
+    return record
+
+
+class _Format(msgspec.Struct):
+    """What every format has, whatever else it has."""
+
+    format: int
+
+
+def _check_format(raw: bytes) -> None:
+    """Tells a record of another format from one that is damaged."""
+    try:
+        found = msgspec.msgpack.decode(raw, type=_Format).format
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+    if found != FORMAT:
+        raise _other_format(found)
+
+
+def _other_format(found: int) -> DamagedCommit:
+    return DamagedCommit(f"change record of format {found}: this program reads format {FORMAT}")
+
+
+def check(record: Record) -> None:
+    """Raises DamagedCommit."""
+    if not 0 <= record.time <= TIME_NS_MAX or not WRITER.fullmatch(record.writer):
+        raise DamagedCommit(f"a change record of time {record.time} by {record.writer[:80]!r}")
+    if len(record.operations) > OPERATIONS_MAX:
+        raise DamagedCommit(f"{len(record.operations)} operations")
+    if not record.objects or record.objects[0] != ObjectRef():
+        raise DamagedCommit("object 0 is not the archive itself")
+    for ref in record.objects[1:]:
+        # A file system's own rules, because the local directory store makes file names of keys.
+        check_path(ref.key.removeprefix(COMMITS).removeprefix(OBJECTS))
+        if len(_encoded(ref.key)) > KEY_BYTES_MAX or not 0 <= ref.size <= SIZE_MAX:
+            raise DamagedCommit(f"object {ref.key[:80]!r} of {ref.size} bytes")
+        _check_etag(ref.etag)
+    for pair in record.moves:
+        for path in pair:
+            check_path(path)
+    for operation in record.operations:
+        _check_operation(operation, record.objects)
+
+
+def check_path(path: str) -> None:
+    """Raises DamagedCommit unless every component could be a file name."""
+    if not path or len(_encoded(path)) > KEY_BYTES_MAX:
+        raise DamagedCommit(f"path {path[:80]!r}")
+    for component in path.split("/"):
+        if component in ("", ".", "..") or "\0" in component or len(component.encode()) > NAME_BYTES_MAX:
+            raise DamagedCommit(f"path {path[:80]!r}")
+    if path == ".lakefs" or path.startswith(".lakefs/"):
+        raise DamagedCommit(f"path {path[:80]!r} is reserved")
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DamagedCommit("text that is not UTF-8") from error
+
+
+def _check_etag(etag: str) -> None:
+    """ETags become header fields."""
+    if not _ETAG.fullmatch(etag):
+        raise DamagedCommit(f"ETag {etag[:80]!r}")
+
+
+def _check_operation(operation: Operation, objects: list[ObjectRef]) -> None:
+    check_path(operation.path)
+    if isinstance(operation, Put | SetAttr):
+        _check_place(operation.object, operation.offset, operation.size, objects)
+    elif isinstance(operation, Relocate):
+        _check_place(operation.from_object, operation.from_offset, operation.size, objects)
+        _check_place(operation.object, operation.offset, operation.size, objects)
+        _check_etag(operation.from_etag)
+    elif isinstance(operation, Symlink):
+        _check_target(operation)
+    if not isinstance(operation, Mkdir):
+        _check_etag(operation.hides)
+    if not isinstance(operation, Remove):
+        _check_attributes(operation)
+
+
+def _check_target(link: Symlink) -> None:
+    if not link.target or "\0" in link.target or len(_encoded(link.target)) > TARGET_BYTES_MAX:
+        raise DamagedCommit(f"target of {link.path!r}")
+
+
+def _check_place(index: int, offset: int, size: int, objects: list[ObjectRef]) -> None:
+    if not OWN <= index < len(objects) or not 0 <= offset <= SIZE_MAX or not 0 <= size <= SIZE_MAX:
+        raise DamagedCommit(f"bytes {offset} to {offset + size} of object {index}")
+    if index == OWN and offset:
+        raise DamagedCommit("an offset in a plain object at its own key")
+    if index > THIS and offset + size > objects[index].size:
+        raise DamagedCommit(f"bytes {offset} to {offset + size} of {objects[index].size}")
+
+
+def _check_attributes(operation: Put | Mkdir | Symlink | SetAttr | Relocate) -> None:
+    mode = UNSET if isinstance(operation, Symlink) else operation.mode
+    owners = operation.uid, operation.gid
+    if not (0 <= mode <= MODE_MAX or mode == UNSET) or any(not 0 <= owner <= UNSET for owner in owners):
+        raise DamagedCommit(f"attributes of {operation.path!r}")
+    if not TIME_NS_MIN <= operation.mtime_ns <= TIME_NS_MAX:
+        raise DamagedCommit(f"mtime of {operation.path!r}")
+    if not isinstance(operation, Relocate) and operation.xattrs:
+        for name in operation.xattrs:
+            if not name or "\0" in name or len(_encoded(name)) > NAME_BYTES_MAX:
+                raise DamagedCommit(f"extended attributes of {operation.path!r}")
+        if sum(len(name) + len(value) for name, value in operation.xattrs.items()) > XATTRS_BYTES_MAX:
+            raise DamagedCommit(f"extended attributes of {operation.path!r}")

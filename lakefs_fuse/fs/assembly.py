@@ -1,0 +1,175 @@
+"""The parts of a filesystem, made and joined in the order in which they need each other. Used by `opening` only."""
+
+from __future__ import annotations
+
+import os
+import random
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.catalog.apply import Applier
+from lakefs_fuse.catalog.clock import HybridClock
+from lakefs_fuse.catalog.committer import Committer
+from lakefs_fuse.catalog.deletions import Deletions
+from lakefs_fuse.catalog.poller import Poller
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.data.blocks import BlockCache
+from lakefs_fuse.data.draft_services import DraftServices
+from lakefs_fuse.data.parts import PartLayout
+from lakefs_fuse.data.reader import BlockReader
+from lakefs_fuse.data.record import DraftRecord
+from lakefs_fuse.data.staging import Staging
+from lakefs_fuse.data.uploader import UploadSlots
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.packing import Packer
+from lakefs_fuse.fs.recovery import Recovery
+from lakefs_fuse.fs.relocating import Relocator
+from lakefs_fuse.fs.status import Status
+from lakefs_fuse.fs.storing import Storing
+from lakefs_fuse.fs.watching import FilesWatcher
+from lakefs_fuse.meta.database import Database
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.rules import Rules
+from lakefs_fuse.store.client import StoreClient
+
+HEARD_S_MAX = 60.0
+"""Nodes are expected to look for commits at least so often."""
+COMMIT_S_MAX = 1.5
+"""From a change of a name to its commit."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a filesystem stands on."""
+
+    config: MountConfig
+    client: StoreClient
+    metrics: Metrics
+    database: Database
+    cache: BlockCache
+    nursery: trio.Nursery
+    clock_ns: Callable[[], int]
+    ids: random.Random
+    spans: tuple[tuple[int, int], ...]
+
+    def services(self, reader: BlockReader, save: Callable[[DraftRecord, bool], None]) -> DraftServices:
+        config = self.config
+        staging = Staging(
+            Path(config.cache_dir).absolute() / "staging",
+            bytes_max=config.staging_bytes_max,
+            free_bytes_min=config.free_bytes_min,
+            metrics=self.metrics.upload,
+            evict=self.cache.evict,
+        )
+        return DraftServices(
+            client=self.client,
+            reader=reader,
+            staging=staging,
+            slots=UploadSlots(config.uploads_max, self.metrics.upload),
+            nursery=self.nursery,
+            layout=PartLayout(self.spans, staging_bytes_max=config.staging_bytes_max),
+            metrics=self.metrics.upload,
+            save=save,
+            clock_ns=self.clock_ns,
+        )
+
+    @property
+    def shown(self) -> tuple[int, int, int]:
+        """Mode, uid and gid of files that name none."""
+        config = self.config
+        uid = os.getuid() if config.uid is None else config.uid
+        return config.file_mode, uid, os.getgid() if config.gid is None else config.gid
+
+
+class Commits:
+    """How this node changes names, and learns of others' changes."""
+
+    def __init__(self, ground: Ground, namespace: Namespace, watcher: FilesWatcher) -> None:
+        metrics, database, client = ground.metrics.commits, ground.database, ground.client
+        self.clock = HybridClock(ground.clock_ns, rng=ground.ids)
+        self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=ground.clock_ns)
+        self.deletions = Deletions(database, client, namespace.tree, metrics, clock_ns=ground.clock_ns)
+        writer = f"{ground.ids.getrandbits(32):08x}"
+        self.committer = Committer(database, client, self.applier, self.deletions, self.clock, metrics, writer=writer)
+        self.poller = Poller(client, self.applier, self.clock, metrics, refresh_s=ground.config.refresh_s)
+
+    async def begin(self) -> None:
+        """Take up what the last daemon journaled, and apply what others did since. Raises LakeError."""
+        self.committer.load()
+        self.clock.seen(self.applier.newest())
+        await self.poller.correct_clock()
+        await self.poller.poll()
+
+    async def read_again(self) -> None:
+        """Names that were covered by others come back. Raises LakeError."""
+        self.applier.forget_applied()
+        await self.poller.poll()
+
+
+class Assembly:
+    """The parts, joined; `start` sets them going."""
+
+    def __init__(self, ground: Ground) -> None:
+        config, metrics, database = ground.config, ground.metrics, ground.database
+        self._ground = ground
+        watcher = FilesWatcher()
+        namespace = Namespace(
+            database, ground.client, metrics.namespace, ground.nursery,
+            ttl_s=config.metadata_ttl_s, clock_ns=ground.clock_ns, keep=watcher.keeps, changed=watcher.changed,
+        )  # fmt: skip
+        self._commits = commits = Commits(ground, namespace, watcher)
+        committer, deletions = commits.committer, commits.deletions
+        reader = BlockReader(ground.client, ground.cache, metrics.cache, ground.nursery, learned=watcher.learned)
+        storing = Storing(namespace, committer, deletions, shown=ground.shown)
+        self.files = files = FileTable(
+            database, namespace, ground.cache, reader, lambda save: ground.services(reader, save), storing,
+            new_id=lambda: uuid.UUID(int=ground.ids.getrandbits(128), version=4).hex,
+            look_again=commits.poller.poll,
+        )  # fmt: skip
+        self._relocator = relocator = Relocator(
+            database, namespace, files, committer, deletions, ground.client, metrics.commits,
+            after_s=config.relocate_after_s,
+            check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX),
+            hide_at=storing.hide_at, clock_ns=ground.clock_ns,
+        )  # fmt: skip
+        self.recovery = Recovery(
+            database, namespace, files.services, storing, read_only=ground.config.read_only, changed=watcher.changed
+        )
+        status = Status(
+            metrics, ground.client.capabilities, ground.cache, reader, namespace, files, self.recovery, committer,
+            deletions, relocator, clock_ns=ground.clock_ns,
+        )  # fmt: skip
+        self.filesystem = Filesystem(
+            config, database, ground.client, namespace, files, self.recovery, committer, deletions, relocator, status,
+            metrics, clock_ns=ground.clock_ns,
+        )  # fmt: skip
+        watcher.watch(self.filesystem, namespace, files)
+        storing.elsewhere, storing.free = relocator.note, relocator.free
+        if not config.read_only:
+            namespace.overridden = storing.adopt
+            storing.packer = Packer(
+                committer, namespace, ground.cache, metrics.commits, ground.nursery,
+                policy=Rules.of(config).pack_for, being_written=files.being_written,
+            )  # fmt: skip
+
+    async def begin(self) -> None:
+        """Names are as the store has them when this returns, but for what orphans hide. Raises LakeError."""
+        await self._commits.begin()
+        await self.recovery.load()
+        if self.recovery.uncovered:
+            await self._commits.read_again()
+
+    def start(self) -> None:
+        """What runs for as long as the mount lives."""
+        nursery = self._ground.nursery
+        nursery.start_soon(self._commits.poller.run)
+        if not self._ground.config.read_only:
+            nursery.start_soon(self._commits.committer.run)
+            nursery.start_soon(self._commits.deletions.run)
+            nursery.start_soon(self._relocator.run)

@@ -1,0 +1,339 @@
+"""Changes of names: make, remove and rename, attributes of what is not being written. Each becomes operations of a
+commit.
+
+A change is in effect on this node when the call returns and in the store a second later, but for a rename: that is in
+the store, atomically, when the call returns, or did not happen. What is not in the store yet (a file just created)
+changes its name here only. The kernel serialises changes of one directory; everything learnt before an await is looked
+up again after it. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+
+import msgspec
+import trio
+
+from lakefs_fuse.catalog.committer import Committer
+from lakefs_fuse.catalog.deletions import Doomed
+from lakefs_fuse.catalog.record import Mkdir, Remove, Symlink
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.errors import FileError
+from lakefs_fuse.fs.attributes import PERMISSIONS
+from lakefs_fuse.fs.committed import ChangeBuilder
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.relocating import Relocator
+from lakefs_fuse.fs.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE, Renaming
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.store.protocol import Capabilities
+
+NS = 1_000_000_000
+TARGET_BYTES_MAX = 4095
+XATTR_PREFIX = "user."
+XATTR_RESERVED = "user.lakefs."
+XATTRS_BYTES_MAX = 64 << 10
+XATTR_CREATE, XATTR_REPLACE = 1, 2
+LISTED_AT_ONCE = 8
+"""Directories listed at a time before a directory is renamed."""
+
+
+class Changes:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        config: MountConfig,
+        database: Database,
+        namespace: Namespace,
+        files: FileTable,
+        committer: Committer,
+        capabilities: Capabilities,
+        *,
+        relocator: Relocator,
+        clock_ns: Callable[[], int],
+        touched_root: Callable[[], None],
+    ) -> None:
+        self._config, self._db, self._ns, self._files = config, database, namespace, files
+        self._relocator = relocator
+        self._committer, self._capabilities = committer, capabilities
+        self._clock_ns, self._touched_root = clock_ns, touched_root
+
+    # -- names
+
+    def checked_path(self, parent: int, name: bytes) -> str:
+        """The path, and key, of a new name. Raises FileError: ENAMETOOLONG for a store, prefix included; EILSEQ, EPERM
+        (reserved); EINVAL where this store would change a character of it, so that nobody writes what cannot be
+        kept."""
+        component = checked_name(parent, name)
+        refused = self._capabilities.characters_refused
+        if any(character in component for character in refused):
+            raise FileError(errno.EINVAL, f"this store cannot hold names with any of {refused!r}")
+        return checked_key(self._ns.prefix(parent), component, len(self._config.store.source.prefix.encode()))
+
+    def path(self, entry: Entry) -> str:
+        """Without a slash at the end."""
+        return self._ns.key(entry).removesuffix("/")
+
+    def _enqueue(self, builder: ChangeBuilder, doomed: list[Doomed] | None = None) -> None:
+        change = builder.change()
+        self._committer.enqueue(msgspec.structs.replace(change, doomed=doomed or []))
+
+    def touch(self, parent: int) -> None:
+        """A directory's own times change with its names."""
+        now = self._clock_ns()
+        if parent == ROOT_INODE:
+            self._touched_root()
+            return
+        entry = self._ns.tree.entry(parent)
+        if entry is not None:
+            batch = Batch()
+            self._ns.tree.update(batch, msgspec.structs.replace(entry, mtime_ns=now, ctime_ns=now))
+            self._db.commit(batch)
+
+    def _keep_parent(self, builder: ChangeBuilder, parent: int, leaving: Entry) -> None:
+        """A directory that only its last name made visible is made to stay before that name goes."""
+        above = None if parent == ROOT_INODE else self._ns.tree.entry(parent)
+        if above is None or above.stamp or above.flags & Flag.MARKER:
+            return
+        others = (child for child in self._ns.tree.children(parent) if child.cookie != leaving.cookie)
+        if all(child.is_local for child in others):
+            builder.mkdir(self.path(above), above)
+
+    # -- directories
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
+        path = self.checked_path(parent, name)
+        checked_key(path + "/", PLACEHOLDER, len(self._config.store.source.prefix.encode()))
+        if (await self._ns.lookup(parent, name))[0] is not None:
+            raise FileError(errno.EEXIST)
+        builder = ChangeBuilder(self._ns.tree)
+        builder.operations.append(Mkdir(path, mode & PERMISSIONS, uid, gid, self._clock_ns()))
+        self._enqueue(builder)
+        entry = self._made(parent, name + b"/")
+        batch = Batch()
+        self._ns.listed_empty(batch, entry.inode)
+        self._db.commit(batch)
+        self.touch(parent)
+        return entry
+
+    def _made(self, parent: int, sort_name: bytes) -> Entry:
+        entry = self._ns.tree.named(parent, sort_name)
+        if entry is None:
+            raise FileError(errno.EIO, f"{sort_name!r} was made, and is not there")
+        return entry
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        entry, _ = await self._ns.lookup(parent, name)
+        if entry is None:
+            raise FileError(errno.ENOENT)
+        if not entry.is_dir:
+            raise FileError(errno.ENOTDIR)
+        await self.check_empty(entry)
+        path = self.path(entry)
+        builder = ChangeBuilder(self._ns.tree)
+        self._keep_parent(builder, parent, entry)
+        builder.operations.append(Remove(path, directory=True))
+        # The marker even if it was not listed: some stores keep showing the prefix of what is gone.
+        markers = [path + "/"] if self._capabilities.lists_markers else [path + "/", f"{path}/{PLACEHOLDER}"]
+        self._enqueue(builder, [Doomed(key, "") for key in markers])
+        self.touch(parent)
+
+    async def check_empty(self, entry: Entry) -> None:
+        """Raises FileError(ENOTEMPTY); keys that cannot be shown count too, as they would bring the directory back."""
+        await self._ns.ensure_listed(entry.inode)
+        listing = self._ns.tree.listing(entry.inode)
+        if self._ns.tree.has_children(entry.inode) or (listing is not None and listing.hides_keys):
+            raise FileError(errno.ENOTEMPTY)
+
+    # -- files and symbolic links
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        """Who has the file open keeps it."""
+        entry, _ = await self._ns.lookup(parent, name)
+        if entry is None:
+            raise FileError(errno.ENOENT)
+        if entry.is_dir:
+            raise FileError(errno.EISDIR)
+        file = self._files.get(entry.inode)
+        if file is None:
+            await self._unlink(entry)
+        else:
+            await self._files.unlink(file, self._unlink)
+        opened = self._files.get(entry.inode)
+        if opened is not None:  # meanwhile
+            opened.unlinked = True
+        self.touch(parent)
+
+    async def _unlink(self, entry: Entry) -> None:
+        row = self._ns.tree.named(entry.parent, entry.name)
+        if row is None:
+            return
+        if row.is_local and entry.etag:  # of an attempt whose answer was lost
+            row = msgspec.structs.replace(row, etag=entry.etag)
+        if row.is_local and not row.etag and not row.stamp:
+            self._ns.changing(row.parent, row.name)
+            batch = Batch()
+            self._ns.tree.remove(batch, row)
+            self._db.commit(batch)
+            return
+        path = self.path(row)
+        builder = ChangeBuilder(self._ns.tree)
+        self._keep_parent(builder, row.parent, row)
+        builder.remove(path, row)
+        self._enqueue(builder, self.orphaned(path, row))
+
+    def orphaned(self, path: str, entry: Entry) -> list[Doomed]:
+        """Plain objects that nobody wants once the name is gone."""
+        if entry.is_plain or (entry.is_local and entry.etag):
+            return [Doomed(path, entry.etag)]
+        doomed = [Doomed(path, entry.etag, checked=True)] if entry.etag else []
+        row = self._ns.tree.objects.get(entry.place) if entry.place else None
+        if row is not None and not row.is_pack:
+            doomed.append(Doomed(row.key, row.etag, checked=True))
+        return doomed
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
+        path = self.checked_path(parent, name)
+        if not 0 < len(target) <= TARGET_BYTES_MAX:
+            raise FileError(errno.ENAMETOOLONG if target else errno.ENOENT)
+        try:
+            text = target.decode()
+        except UnicodeDecodeError as error:
+            raise FileError(errno.EILSEQ, "targets of symbolic links are UTF-8") from error
+        if (await self._ns.lookup(parent, name))[0] is not None:
+            raise FileError(errno.EEXIST)
+        builder = ChangeBuilder(self._ns.tree)
+        hides = self._ns.own_etag(path)
+        builder.operations.append(Symlink(path, text, uid, gid, self._clock_ns(), hides=hides))
+        self._enqueue(builder)
+        self.touch(parent)
+        return self._made(parent, name)
+
+    def readlink(self, entry: Entry) -> bytes:
+        """Raises FileError(EINVAL) for what is no symbolic link."""
+        if not entry.is_symlink:
+            raise FileError(errno.EINVAL)
+        return self._ns.tree.target(entry.inode)
+
+    # -- renaming
+
+    async def rename(self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int) -> None:
+        """Atomic for every observer of the lake, whatever the size: one PUT. Raises FileError as rename(2) says."""
+        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
+            raise FileError(errno.EINVAL)
+        self.checked_path(parent_new, name_new)
+        source, _ = await self._ns.lookup(parent_old, name_old)
+        target, _ = await self._ns.lookup(parent_new, name_new)
+        exchange = flags == RENAME_EXCHANGE
+        if source is None or (exchange and target is None):
+            raise FileError(errno.ENOENT)
+        if target is not None:
+            if target.inode == source.inode:
+                return
+            if flags == RENAME_NOREPLACE:
+                raise FileError(errno.EEXIST)
+            if not exchange:
+                await self._check_replaceable(source, target)
+        for entry in (source, *([target] if exchange and target is not None else [])):
+            if entry.is_dir:
+                await self._list_below(entry)
+        renaming = Renaming(
+            self._db, self._ns, self._files, self._committer, self, self._relocator,
+            relocate_after_s=self._config.relocate_after_s, clock_ns=self._clock_ns,
+        )  # fmt: skip
+        await renaming.run(source, parent_new, name_new, target, exchange=exchange)
+        self.touch(parent_old)
+        self.touch(parent_new)
+
+    async def _check_replaceable(self, source: Entry, target: Entry) -> None:
+        if target.is_dir:
+            if not source.is_dir:
+                raise FileError(errno.EISDIR)
+            await self.check_empty(target)
+        elif source.is_dir:
+            raise FileError(errno.ENOTDIR)
+
+    async def _list_below(self, directory: Entry) -> None:
+        """Every name below a directory is known when this returns."""
+        queue = [directory.inode]
+        few = trio.CapacityLimiter(LISTED_AT_ONCE)
+
+        async def listed(inode: int) -> None:
+            async with few:
+                await self._ns.ensure_listed(inode)
+
+        while queue:
+            async with collecting() as nursery:
+                for inode in queue:
+                    nursery.start_soon(listed, inode)
+            queue = [child.inode for inode in queue for child in self._ns.tree.children(inode) if child.is_dir]
+
+    def keep_parent(self, builder: ChangeBuilder, entry: Entry) -> None:
+        """An entry is about to leave its directory."""
+        self._keep_parent(builder, entry.parent, entry)
+
+    # -- attributes
+
+    def set_attributes(self, entry: Entry) -> Entry:
+        """The entry's mode, owner and mtime as given, of what nobody writes."""
+        builder = ChangeBuilder(self._ns.tree)
+        builder.set_attributes(self.path(entry), entry)
+        self._enqueue(builder)
+        return self._ns.tree.entry(entry.inode) or entry
+
+    def xattr(self, entry: Entry, name: str) -> bytes:
+        """Raises FileError(ENODATA)."""
+        value = self._ns.tree.xattrs(entry.inode).get(name) if entry.flags & Flag.XATTRS else None
+        if value is None:
+            raise FileError(errno.ENODATA)
+        return value
+
+    def xattr_names(self, entry: Entry) -> list[str]:
+        return list(self._ns.tree.xattrs(entry.inode)) if entry.flags & Flag.XATTRS else []
+
+    def set_xattr(self, entry: Entry, name: str, value: bytes | None, flags: int = 0) -> None:
+        """``value`` None removes it. Raises FileError: EOPNOTSUPP but for ``user.``, ENODATA, EEXIST, ENOSPC."""
+        if not name.startswith(XATTR_PREFIX):
+            raise FileError(errno.EOPNOTSUPP)
+        if name.startswith(XATTR_RESERVED):
+            raise FileError(errno.EPERM, f"{XATTR_RESERVED}* is reserved")
+        if entry.inode == ROOT_INODE:
+            raise FileError(errno.EPERM, "the root's attributes are options of the mount")
+        xattrs = self._ns.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
+        if name not in xattrs and (value is None or flags & XATTR_REPLACE):
+            raise FileError(errno.ENODATA)
+        if name in xattrs and value is not None and flags & XATTR_CREATE:
+            raise FileError(errno.EEXIST)
+        xattrs.pop(name, None)
+        if value is not None:
+            xattrs[name] = value
+        if sum(len(key.encode()) + len(held) for key, held in xattrs.items()) > XATTRS_BYTES_MAX:
+            raise FileError(errno.ENOSPC, f"extended attributes of a file hold {XATTRS_BYTES_MAX} bytes")
+        file = self._files.get(entry.inode)
+        if file is not None and (file.unlinked or file.entry.is_local):
+            self._set_local_xattrs(entry, xattrs)
+            return
+        row = self._ns.tree.entry(entry.inode)
+        if row is None:
+            raise FileError(errno.ESTALE)
+        builder = ChangeBuilder(self._ns.tree)
+        builder.set_attributes(self.path(row), row, xattrs)
+        self._enqueue(builder)
+
+    def _set_local_xattrs(self, entry: Entry, xattrs: dict[str, bytes]) -> None:
+        """Of a file that is in no commit yet: they go with it when it is."""
+        flags = (entry.flags & ~Flag.XATTRS) | (Flag.XATTRS if xattrs else 0)
+        batch = Batch()
+        self._ns.tree.set_xattrs(batch, entry.inode, xattrs)
+        row = self._ns.tree.entry(entry.inode)
+        if row is not None:
+            self._ns.tree.update(batch, msgspec.structs.replace(row, flags=flags))
+        self._db.commit(batch)
+        file = self._files.get(entry.inode)
+        if file is not None:
+            file.entry = msgspec.structs.replace(file.entry, flags=flags)

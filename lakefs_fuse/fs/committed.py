@@ -1,0 +1,82 @@
+"""Entries as operations of a commit: what is said of a name so that any other node makes the same entry of it."""
+
+from __future__ import annotations
+
+from lakefs_fuse.catalog.committer import Change
+from lakefs_fuse.catalog.record import OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.tree import Tree
+
+
+class ChangeBuilder:
+    """Gathers operations and the objects they point into."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._objects = [ObjectRef()]
+        self._numbers: dict[ObjectRef, int] = {}
+        self.operations: list[Operation] = []
+        self.moves: list[tuple[str, str]] = []
+
+    def change(self) -> Change:
+        return Change(operations=self.operations, objects=self._objects, moves=self.moves)
+
+    def _index(self, ref: ObjectRef) -> int:
+        index = self._numbers.get(ref)
+        if index is None:
+            index = self._numbers[ref] = len(self._objects)
+            self._objects.append(ref)
+        return index
+
+    def _place(self, entry: Entry) -> int:
+        row = self._tree.objects.get(entry.place) if entry.place else None
+        return OWN if row is None else self._index(ObjectRef(row.key, row.etag, row.size))
+
+    def put(self, path: str, entry: Entry, *, key: str = "", hides: str = "") -> None:
+        """A file, or symbolic link, is at ``path``; a plain object at ``key`` is its bytes (empty: at ``path``).
+        ``hides`` is the ETag of the plain object at ``path`` where that is another."""
+        xattrs = self._tree.xattrs(entry.inode)
+        if entry.is_symlink:
+            target = self._tree.target(entry.inode).decode()
+            self.operations.append(
+                Symlink(path, target, entry.uid, entry.gid, entry.mtime_ns, hides=hides, xattrs=xattrs)
+            )
+            return
+        if entry.place:
+            index = self._place(entry)
+        elif key and key != path:
+            index = self._index(ObjectRef(key, entry.etag, entry.size))
+        else:
+            index, hides = OWN, entry.etag
+        self.operations.append(
+            Put(
+                path, index, entry.offset, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns,
+                hides=hides, xattrs=xattrs,
+            )
+        )  # fmt: skip
+
+    def mkdir(self, path: str, entry: Entry) -> None:
+        xattrs = self._tree.xattrs(entry.inode)
+        self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=xattrs))
+
+    def remove(self, path: str, entry: Entry) -> None:
+        """The entry's name goes; what lies at its own key is hidden."""
+        self.operations.append(Remove(path, directory=entry.is_dir, hides=entry.etag))
+
+    def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
+        """Attributes of an entry, whatever it is."""
+        kept = self._tree.xattrs(entry.inode) if xattrs is None else xattrs
+        if entry.is_dir:
+            self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=kept))
+        elif entry.is_symlink:
+            target = self._tree.target(entry.inode).decode()
+            self.operations.append(
+                Symlink(path, target, entry.uid, entry.gid, entry.mtime_ns, hides=entry.etag, xattrs=kept)
+            )
+        else:
+            self.operations.append(
+                SetAttr(
+                    path, self._place(entry), entry.offset, entry.size, entry.etag, entry.mode, entry.uid, entry.gid,
+                    entry.mtime_ns, xattrs=kept,
+                )
+            )  # fmt: skip

@@ -1,0 +1,266 @@
+"""Plain objects follow their names: after a rename the store copies them to their new keys, for other S3 tools to find.
+
+A rename is a commit and moves no bytes. What it renamed is noted (journaled) and, `relocate_after_s` later, copied by
+the store itself to the key of its new name; a commit then says that the bytes are there, and the old object goes once
+every node had time to see that. A name that changed again, is being written, or whose key somebody else took, is left
+as it is: it stays readable through the commit that renamed it. A while after a rename, whether or not anything is to be
+copied, the old key is looked at once: another node may have written there in place before it heard of the rename.
+After a crash the notes go on with the next mount. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+import msgspec
+import trio
+
+from lakefs_fuse.catalog.apply import files_below
+from lakefs_fuse.catalog.committer import Change, Committer
+from lakefs_fuse.catalog.deletions import Deletions, Doomed
+from lakefs_fuse.catalog.record import OWN, THIS, ObjectRef, Put, Relocate
+from lakefs_fuse.data.draft import DRAFT_METADATA
+from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
+from lakefs_fuse.fs.attributes import learn
+from lakefs_fuse.fs.committed import ChangeBuilder
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.objects import ObjectRow, is_pack_key
+from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta, PartRef
+
+NS = 1_000_000_000
+COPY_BYTES_MAX = 5 << 30
+"""What S3 copies in one request; more takes a multipart upload of copied parts."""
+COPY_PART_BYTES = 1 << 30
+AT_ONCE = 4
+KEPT_NS = 120 * NS
+"""The old object stays for so long: nodes that read it learn meanwhile where the bytes are now."""
+PAUSE_S = 0.5
+log = logging.getLogger(__name__)
+
+
+class Task(msgspec.Struct, frozen=True, array_like=True):
+    """When a renamed object is looked at (0: that was done), and when it is copied (0: it is not)."""
+
+    check_ns: int
+    due_ns: int
+
+    def is_due(self, now: int) -> bool:
+        return not self.check_ns and 0 < self.due_ns <= now
+
+
+class Relocator:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        namespace: Namespace,
+        files: FileTable,
+        committer: Committer,
+        deletions: Deletions,
+        client: StoreClient,
+        metrics: CommitMetrics,
+        *,
+        after_s: float,
+        check_s: float,
+        hide_at: Callable[[ChangeBuilder, str, str], None],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """``check_s`` after a rename every node has heard of it. ``hide_at(builder, key, etag)`` says that a plain
+        object at a key is not the file of that name."""
+        self._db, self._ns, self._files = database, namespace, files
+        self._committer, self._deletions, self._client, self._metrics = committer, deletions, client, metrics
+        self._after_ns, self._check_ns, self._clock_ns = int(after_s * NS), max(1, int(check_s * NS)), clock_ns
+        self._hide_at = hide_at
+
+    def note(self, paths: Iterable[str]) -> None:
+        """These names were renamed, and their bytes were not. Raises CacheError."""
+        now = self._clock_ns()
+        task = Task(now + self._check_ns, now + self._after_ns if self._after_ns else 0)
+        batch = Batch()
+        for path in paths:
+            self._write(batch, path, task)
+        self._db.commit(batch)
+
+    def _write(self, batch: Batch, path: str, task: Task) -> None:
+        batch.put(b"Z" + path.encode(), msgspec.msgpack.encode(task))
+
+    def _tasks(self) -> Iterator[tuple[str, Task]]:
+        for key, raw in self._db.scan(b"Z", b"["):
+            yield key[1:].decode(), msgspec.msgpack.decode(raw, type=Task)
+
+    @property
+    def waiting(self) -> int:
+        """Renamed objects still to be looked at or copied."""
+        return sum(1 for _ in self._tasks())
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await trio.sleep(PAUSE_S)
+            try:
+                await self.relocate_due()
+            except LakeError as error:
+                log.warning("renamed objects stay at their old keys for now: %s", error)
+            except Exception:
+                log.exception("copying renamed objects to their new keys")
+
+    async def relocate_due(self) -> int:
+        """Deal with everything whose time has come; answers how many objects were copied. Raises LakeError."""
+        now, before = self._clock_ns(), self._metrics.relocated
+        few = trio.CapacityLimiter(AT_ONCE)
+        async with collecting() as nursery:
+            for path, task in list(self._tasks()):
+                step = self._check if 0 < task.check_ns <= now else self._relocate if task.is_due(now) else None
+                if step is not None:
+                    await few.acquire_on_behalf_of(path)
+                    nursery.start_soon(self._one, step, path, task, few)
+        await self._committer.flush()
+        return self._metrics.relocated - before
+
+    async def _one(
+        self,
+        step: Callable[[str], Awaitable[None]],
+        path: str,
+        task: Task,
+        few: trio.CapacityLimiter,
+    ) -> None:
+        try:
+            await step(path)
+            batch = Batch()
+            if task.check_ns and task.due_ns:
+                self._write(batch, path, Task(0, task.due_ns))
+            else:
+                batch.delete(b"Z" + path.encode())
+            self._db.commit(batch)
+        finally:
+            few.release_on_behalf_of(path)
+
+    async def _check(self, path: str) -> None:
+        """Another node may have put new bytes at the old key in place, before it heard of the rename. Then the rename
+        came after that: the name means those bytes, and nobody sees them under the old name. Or it removed the old
+        name: then that came before the rename, which had nothing to rename any more."""
+        entry, row = self._renamed(path)
+        if entry is None or row is None:
+            return
+        try:
+            meta = await self._client.head(row.key)
+        except NotFound:
+            log.warning("%s: its bytes were at %s, which somebody else removed: the name goes, too", path, row.key)
+            builder = ChangeBuilder(self._ns.tree)
+            builder.remove(path, entry)
+            self._committer.enqueue(builder.change())
+            return
+        if meta.etag == row.etag or self._renamed(path)[1] != row:
+            return
+        if DRAFT_METADATA not in (meta.metadata or {}):
+            log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
+            return
+        found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
+        builder = ChangeBuilder(self._ns.tree)
+        builder.put(path, found, key=row.key, hides=entry.etag)
+        self._hide_at(builder, row.key, meta.etag)
+        self._committer.enqueue(builder.change())
+
+    async def free(self, key: str) -> None:
+        """Bytes are about to be put at a key where another name has its own: they are copied away first. Raises
+        LakeError."""
+        row = self._ns.tree.objects.used(key)
+        if row is None:
+            return
+        for path, entry in files_below(self._ns.tree, ROOT_INODE, ""):
+            if entry.place == row.number:
+                await self._copy(path, entry, row)
+        await self._committer.flush()
+
+    async def _relocate(self, path: str) -> None:
+        entry, row = self._wanted(path)
+        if entry is not None and row is not None:
+            async with self._deletions.keeping(path):
+                await self._copy(path, entry, row)
+
+    def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
+        """The file at a path, if its bytes are a plain object elsewhere."""
+        above, _, name = path.rpartition("/")
+        directory = self._ns.directory(above)
+        entry = None if directory is None else self._ns.tree.named(directory, name.encode())
+        row = self._ns.tree.objects.get(entry.place) if entry is not None and entry.place else None
+        if entry is None or row is None or row.is_pack or entry.offset or entry.size != row.size:
+            return None, None
+        return entry, row
+
+    def _wanted(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
+        """As `_renamed`, if its own key is free."""
+        if self._files.is_aimed_at(path) or self._ns.tree.objects.used(path) is not None:
+            return None, None
+        return self._renamed(path)
+
+    async def _copy(self, path: str, entry: Entry, row: ObjectRow) -> None:
+        try:
+            there = (await self._client.head(path)).etag
+        except NotFound:
+            there = ""
+        if there not in ("", entry.etag):
+            return  # somebody else's; the next listing shows it
+        try:
+            copied = await (self._copy_whole if row.size <= COPY_BYTES_MAX else self._copy_parts)(path, row)
+        except (NotFound, PreconditionFailed) as error:
+            log.error(
+                "%s: its bytes were at %s, which was replaced or removed by somebody else: %s", path, row.key, error
+            )
+            return
+        except Unsupported:
+            log.info("%s stays at %s: this store does not copy objects of %d bytes", path, row.key, row.size)
+            return
+        now, there_now = self._renamed(path)
+        if now is None or there_now != row:
+            self._deletions.doom(Doomed(path, copied.etag, checked=True))
+            return
+        entry = now
+        moved = Relocate(
+            path, 1, 0, "", OWN, 0, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns, hides=copied.etag
+        )
+        old = Doomed(row.key, row.etag, checked=True, due_ns=self._clock_ns() + KEPT_NS)
+        objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
+        self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
+        self._metrics.relocated += 1
+
+    async def _copy_whole(self, path: str, row: ObjectRow) -> ObjectMeta:
+        return await self._client.copy(row.key, path, etag=row.etag)
+
+    async def _copy_parts(self, path: str, row: ObjectRow) -> ObjectMeta:
+        if not self._client.capabilities.part_copy:
+            raise Unsupported("parts cannot be copied")
+        metadata = (await self._client.head(row.key)).metadata
+        upload_id = await self._client.create_multipart(path, metadata=metadata)
+        try:
+            refs: list[PartRef] = []
+            for number, start in enumerate(range(0, row.size, COPY_PART_BYTES), 1):
+                end = min(start + COPY_PART_BYTES, row.size)
+                refs.append(
+                    await self._client.upload_part_copy(path, upload_id, number, row.key, start, end, etag=row.etag)
+                )
+            return await self._client.complete_multipart(path, upload_id, refs)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await self._client.abort_multipart(path, upload_id)
+            raise
+
+
+def renamed_objects(change: Change) -> list[str]:
+    """Paths that a rename gave to plain objects at other keys."""
+    return [
+        operation.path
+        for operation in change.operations
+        if isinstance(operation, Put)
+        and operation.object > THIS
+        and not is_pack_key(change.objects[operation.object].key)
+        and change.objects[operation.object].key != operation.path
+    ]

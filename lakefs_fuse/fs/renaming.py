@@ -1,0 +1,189 @@
+"""One rename: of a file or a directory of any size, over nothing, over something, or in exchange. One PUT.
+
+The commit says of everything that moves where it is now and that it is not where it was; the bytes stay. The rows of
+this node keep their inodes. Files that are not in the store yet move here only, and are stored under their new name;
+those that are being written go on under it. Made for one call by `changes`.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lakefs_fuse.catalog.apply import files_below
+from lakefs_fuse.catalog.committer import Change, Committer
+from lakefs_fuse.catalog.deletions import Doomed
+from lakefs_fuse.catalog.record import Remove
+from lakefs_fuse.errors import FileError
+from lakefs_fuse.fs.committed import ChangeBuilder
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.relocating import Relocator, renamed_objects
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry
+
+if TYPE_CHECKING:
+    from lakefs_fuse.fs.changes import Changes
+
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+NS = 1_000_000_000
+RELOCATION_SLACK_NS = 30 * NS
+
+
+class Renaming:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        namespace: Namespace,
+        files: FileTable,
+        committer: Committer,
+        changes: Changes,
+        relocator: Relocator,
+        *,
+        relocate_after_s: float,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._db, self._ns, self._files, self._committer = database, namespace, files, committer
+        self._changes, self._relocator = changes, relocator
+        self._relocate_after_s, self._clock_ns = relocate_after_s, clock_ns
+
+    async def run(self, source: Entry, parent: int, name: bytes, target: Entry | None, *, exchange: bool) -> None:
+        """Raises LakeError; then nothing was renamed."""
+        if exchange:
+            await self._store_first(source, target)
+        async with self._not_publishing(source):
+            now = self._ns.tree.entry(source.inode)
+            if now is None:
+                raise FileError(errno.ENOENT)
+            if now.is_local:
+                await self._rename_here(now, parent, name, target)
+                return
+            there = self._ns.tree.child(parent, name)
+            opened = None if there is None or exchange else self._files.get(there.inode)
+
+            renamed: list[str] = []
+
+            def change() -> Change:
+                made = self._change(source.inode, parent, name, exchange)
+                renamed[:] = renamed_objects(made)
+                return made
+
+            async def commit(_: Entry) -> None:
+                await self._committer.commit(change)
+
+            if opened is not None:
+                await self._files.unlink(opened, commit)
+            else:
+                await commit(source)
+            self._files.moved()
+            self._relocator.note(renamed)
+
+    async def _store_first(self, *entries: Entry | None) -> None:
+        """An exchange is made in the store: what is only here has to be there before."""
+        for entry in entries:
+            file = self._files.get(entry.inode) if entry is not None and entry.is_local else None
+            if file is not None:
+                await self._files.publish(file)
+
+    @asynccontextmanager
+    async def _not_publishing(self, source: Entry) -> AsyncIterator[None]:
+        """What is being stored when it is renamed is stored first, under its old name."""
+        file = self._files.get(source.inode)
+        if file is None or file.draft is None:
+            yield
+            return
+        async with file.publishing:
+            yield
+
+    # -- what is not in the store
+
+    async def _rename_here(self, entry: Entry, parent: int, name: bytes, target: Entry | None) -> None:
+        """The file gets its new name when it is stored; what it replaces stays for others until then."""
+        there = self._ns.tree.child(parent, name)
+        opened = None if there is None else self._files.get(there.inode)
+
+        async def move(_: Entry) -> None:
+            self._move_row(entry, parent, name, there)
+
+        if opened is not None:
+            await self._files.unlink(opened, move)
+        else:
+            await move(entry)
+        self._files.moved()
+
+    def _move_row(self, entry: Entry, parent: int, name: bytes, there: Entry | None) -> None:
+        self._ns.changing(entry.parent, entry.name)
+        self._ns.changing(parent, name)
+        if entry.etag or entry.stamp:  # it had replaced something under the old name, which nobody shall see again
+            old = self._changes.path(entry)
+            doomed = self._changes.orphaned(old, entry)
+            self._committer.enqueue(Change(operations=[Remove(old, hides=entry.etag)], doomed=doomed))
+        moving = msgspec.structs.replace(entry, etag="", stamp=0)
+        batch = Batch()
+        if there is not None:
+            path = self._changes.path(there)
+            moving = msgspec.structs.replace(entry, etag=self._ns.own_etag(path), stamp=there.stamp)
+            self._ns.tree.remove(batch, there)
+        self._ns.tree.detach(batch, entry)
+        self._db.commit(batch)
+        batch = Batch()
+        moved = self._ns.tree.attach(batch, moving, parent, name)
+        self._db.commit(batch)
+        self._files.updated(moved)
+
+    # -- what is
+
+    def _change(self, inode: int, parent: int, name: bytes, exchange: bool) -> Change:
+        """The whole rename, as things are at the moment it is committed."""
+        source = self._ns.tree.entry(inode)
+        if source is None:
+            raise FileError(errno.ENOENT)
+        target = self._ns.tree.child(parent, name)
+        old, new = self._changes.path(source), self._ns.prefix(parent) + name.decode()
+        builder = ChangeBuilder(self._ns.tree)
+        moving = list(self._below(old, new, source))
+        builder.moves.append((old, new))
+        doomed: list[Doomed] = []
+        if exchange and target is not None:
+            moving += self._below(new, old, target)
+            builder.moves.append((new, old))
+        elif target is not None:
+            doomed = self._replaced(new, target)
+        made = {(after, entry.is_dir) for _, after, entry in moving}
+        for before, after, entry in moving:
+            if len(after.encode()) > 1024:
+                raise FileError(errno.ENAMETOOLONG, f"{after[:80]}…")
+            if entry.is_dir:
+                builder.mkdir(after, entry)
+            else:
+                builder.put(after, entry, key=before, hides=self._ns.own_etag(after))
+        self._changes.keep_parent(builder, source)
+        for before, _, entry in reversed(moving):
+            if (before, entry.is_dir) not in made:
+                builder.remove(before, entry)
+        change = builder.change()
+        return msgspec.structs.replace(change, doomed=doomed)
+
+    def _below(self, old: str, new: str, entry: Entry) -> Iterator[tuple[str, str, Entry]]:
+        """Everything that is in the store, with its path before and after."""
+        yield old, new, entry
+        if entry.is_dir:
+            for path, below in files_below(self._ns.tree, entry.inode, old):
+                if not below.is_local:
+                    yield path, new + path[len(old) :], below
+
+    def _replaced(self, path: str, target: Entry) -> list[Doomed]:
+        """What lay under the new name goes, late enough for the renamed object to be copied over it before."""
+        due = self._clock_ns() + int(self._relocate_after_s * NS) + RELOCATION_SLACK_NS if self._relocate_after_s else 0
+        if target.is_dir:
+            return []
+        return [
+            msgspec.structs.replace(doomed, checked=True, due_ns=due) for doomed in self._changes.orphaned(path, target)
+        ]

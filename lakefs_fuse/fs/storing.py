@@ -1,0 +1,218 @@
+"""How the newest bytes of a file get into the store: in a pack with others, or as a plain object.
+
+A plain object lies at the file's own path wherever that key is free. It is not where a name that was renamed away still
+has its bytes there, and where the upload began before the file itself was renamed; then a commit says which object the
+name means. A name that commits have spoken of before is spoken of again, and so is one whose attributes a listing would
+not show. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from lakefs_fuse.catalog.committer import Committer
+from lakefs_fuse.catalog.deletions import Deletions, Doomed
+from lakefs_fuse.catalog.record import OBJECTS, Remove
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.publishing import Published, publish
+from lakefs_fuse.data.version import Extent, Version
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.fs import attributes
+from lakefs_fuse.fs.committed import ChangeBuilder
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.meta.entry import UNSET, Entry, Flag
+from lakefs_fuse.meta.objects import ObjectRow
+from lakefs_fuse.store.protocol import ObjectMeta
+
+if TYPE_CHECKING:
+    from lakefs_fuse.fs.files import OpenFile
+    from lakefs_fuse.fs.packing import Packer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """``entry`` is the file's row now, ``extent`` where its bytes are; ``told`` are the attributes that the store was
+    given. ``published`` is None for a file in a pack."""
+
+    entry: Entry
+    extent: Extent
+    told: Mapping[str, str]
+    published: Published | None
+
+
+class Storing:
+    """See the module's head. ``packer`` is set once it exists; without one everything is a plain object."""
+
+    def __init__(
+        self, namespace: Namespace, committer: Committer, deletions: Deletions, *, shown: tuple[int, int, int]
+    ) -> None:
+        """``shown`` are the mode, uid and gid that a listing's files have here."""
+        self._ns, self._committer, self._deletions = namespace, committer, deletions
+        self._shown = shown
+        self.packer: Packer | None = None
+        self.elsewhere: Callable[[Iterable[str]], None] = lambda _: None
+        """Told of names whose plain objects are not at their own keys."""
+        self.free: Callable[[str], Awaitable[None]] | None = None
+        """Copies away what another name has at a key."""
+
+    async def store(self, file: OpenFile, draft: Draft) -> Stored:
+        """Make the draft's bytes the newest version of the file. The caller holds ``draft.exclusive()``.
+
+        Raises LakeError; then nothing is lost, and it can be tried again.
+        """
+        await self._committer.settle()  # or these bytes may hit what a rename that seemed to fail has taken away
+        before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
+        if self.packer is not None and await self.packer.submit(file, draft):
+            stored = self._packed(file)
+        else:
+            stored = await self._plain(file, draft)
+        self._retire(before, stored.entry)
+        return stored
+
+    # -- in a pack
+
+    def _packed(self, file: OpenFile) -> Stored:
+        entry = self._ns.tree.entry(file.entry.inode)
+        extent = self._ns.extent(entry) if entry is not None else None
+        if entry is None or extent is None:  # the name went meanwhile; who has it open reads nothing any more
+            entry = msgspec.structs.replace(file.entry, size=0, flags=file.entry.flags & ~Flag.LOCAL)
+            extent = Extent(Version(file.key, "", 0), 0, 0)
+        return Stored(entry, extent, attributes.describe(entry, with_mtime=True), None)
+
+    # -- as a plain object
+
+    async def _plain(self, file: OpenFile, draft: Draft) -> Stored:
+        key = draft.target.key
+        if self._ns.own_etag(file.key, file.entry.parent):
+            draft.target.if_absent = False  # what may still lie there counts as removed
+        if self.packer is not None:
+            self.packer.alone(True)
+        try:
+            async with self._deletions.keeping(key):
+                await self._free(draft, file)
+                published = await publish(draft)
+        finally:
+            if self.packer is not None:
+                self.packer.alone(False)
+        entry = msgspec.structs.replace(
+            file.entry,
+            flags=(file.entry.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED)) | Flag.ATTRIBUTES_KNOWN,
+            etag=published.meta.etag,
+            size=published.meta.size,
+            place=0,
+            offset=0,
+        )
+        extent = Extent.whole(Version(key, published.meta.etag, published.meta.size))
+        if key != file.key or self._is_spoken_of(file):
+            entry = await self._say_where(file, entry, key)
+        return Stored(entry, extent, published.described, published)
+
+    async def _free(self, draft: Draft, file: OpenFile) -> None:
+        """An upload began at its key before another node renamed away what lies there."""
+        used = self._ns.tree.objects.used(draft.target.key) if draft.upload_intent_ns else None
+        if self.free is not None and used is not None and file.entry.place != used.number:
+            await self.free(draft.target.key)
+
+    def _is_spoken_of(self, file: OpenFile) -> bool:
+        row = self._ns.tree.entry(file.entry.inode)
+        entry = file.entry
+        if entry.flags & (Flag.XATTRS | Flag.MTIME_KEPT) or (row is not None and row.stamp):
+            return True
+        if any(
+            held not in (UNSET, shown)
+            for held, shown in zip((entry.mode, entry.uid, entry.gid), self._shown, strict=True)
+        ):
+            return True  # no listing would tell
+        return self._ns.tree.tombstones.get(file.key.encode()) is not None
+
+    async def _say_where(self, file: OpenFile, entry: Entry, key: str) -> Entry:
+        """A commit that the name is the object at ``key``; journaled, so it will be made even if this fails."""
+        if file.unlinked:
+            return entry
+        builder = ChangeBuilder(self._ns.tree)
+        builder.put(file.key, entry, key=key, hides=self._ns.own_etag(file.key))
+        if key != file.key and not key.startswith(OBJECTS):
+            self.hide_at(builder, key, entry.etag)
+        self._committer.enqueue(builder.change())
+        if key != file.key:
+            await self._committer.flush()
+            self.elsewhere([file.key])
+        return self._ns.tree.entry(entry.inode) or entry
+
+    async def finish(self, draft: Draft, path: str) -> None:
+        """Make what a daemon that died left of a file its newest version. The caller holds ``draft.exclusive()``.
+
+        Raises LakeError; then it can be tried again.
+        """
+        key = draft.target.key
+        there, used = self._ns.at(path), self._ns.tree.objects.used(key)
+        async with self._deletions.keeping(key):
+            if self.free is not None and used is not None and (there is None or there.place != used.number):
+                await self.free(key)
+            published = await publish(draft)
+        self.say(path, replace(published.meta, metadata=published.described))
+
+    def say(self, path: str, meta: ObjectMeta) -> None:
+        """The name is this object, with the attributes that its metadata tells. Raises CacheError."""
+        there = self._ns.at(path)
+        tombstone = self._ns.tree.tombstones.get(path.encode())
+        if meta.key == path and tombstone is None and (there is None or not there.stamp):
+            return  # as every listing shows
+        entry = Entry(0, 0, b"", 0, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
+        builder = ChangeBuilder(self._ns.tree)
+        hides = self._ns.own_etag(path)
+        builder.put(path, attributes.learn(entry, meta.metadata or {}), key=meta.key, hides=hides)
+        if meta.key != path and not meta.key.startswith(OBJECTS):
+            self.hide_at(builder, meta.key, meta.etag)
+        self._committer.enqueue(builder.change())
+        if meta.key != path:
+            self.elsewhere([path])
+
+    def hide_at(self, builder: ChangeBuilder, key: str, etag: str) -> None:
+        """A plain object at a key is not the file of that name, and nobody shall see it there."""
+        *above, _ = key.split("/")
+        directory = self._ns.directory("/".join(above))
+        name = key.rsplit("/", 1)[-1].encode()
+        there = None if directory is None else self._ns.tree.named(directory, name)
+        if there is not None and there.place:
+            builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
+        elif there is None or there.is_local:
+            builder.operations.append(Remove(key, hides=etag))
+
+    def adopt(self, entry: Entry) -> None:
+        """A plain object that somebody else put has taken a name from a commit: say so in one, or the name would come
+        back to what it was when that object goes."""
+        try:
+            path = self._ns.key(entry)
+            builder = ChangeBuilder(self._ns.tree)
+            builder.put(path, entry)
+            self._committer.enqueue(builder.change())
+        except LakeError as error:
+            log.warning("%r was replaced by somebody else, which could not be noted: %s", entry.name, error)
+
+    # -- what is left behind
+
+    def _retire(self, before: ObjectRow | None, now: Entry) -> None:
+        """The object of the version before is wanted by nobody, unless it was replaced in place."""
+        if before is not None and not before.is_pack and before.number != now.place:
+            self._deletions.doom(Doomed(before.key, before.etag, checked=True))
+
+    def forsake(self, meta: ObjectMeta) -> None:
+        """An object that was stored for a name that is gone. Raises CacheError."""
+        self._deletions.doom(Doomed(meta.key, meta.etag, checked=True))
+
+    def set_attributes(self, file: OpenFile, wanted: Entry) -> None:
+        """Attributes that were set after the store had been told of the file's. Raises CacheError."""
+        entry = msgspec.structs.replace(
+            file.entry, mode=wanted.mode, uid=wanted.uid, gid=wanted.gid, mtime_ns=wanted.mtime_ns
+        )
+        builder = ChangeBuilder(self._ns.tree)
+        builder.set_attributes(file.key, entry)
+        self._committer.enqueue(builder.change())

@@ -1,0 +1,43 @@
+"""Who is told when a commit changes names: listings under way, files in use, the kernel. Trio thread only."""
+
+from __future__ import annotations
+
+from lakefs_fuse.catalog.apply import Watcher
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.store.protocol import ObjectMeta
+
+
+class FilesWatcher(Watcher):
+    """Made before those it tells; `watch` completes it, before anything changes."""
+
+    _filesystem: Filesystem
+    _namespace: Namespace
+    _files: FileTable
+
+    def watch(self, filesystem: Filesystem, namespace: Namespace, files: FileTable) -> None:
+        self._filesystem, self._namespace, self._files = filesystem, namespace, files
+
+    def keeps(self, entry: Entry) -> bool:
+        return self._files.is_dirty(entry)
+
+    def changing(self, parent: int, name: bytes) -> None:
+        self._namespace.changing(parent, name)
+
+    def changed(self, parent: int, name: bytes) -> None:
+        self._filesystem.on_change(parent, name)
+
+    def updated(self, entry: Entry) -> None:
+        self._files.updated(entry)
+
+    def relocated(self, entry: Entry) -> None:
+        self._files.relocated(entry)
+
+    def moved(self) -> None:
+        self._files.moved()
+
+    def learned(self, meta: ObjectMeta) -> None:
+        """A GET told an object's metadata."""
+        self._files.learned(meta)

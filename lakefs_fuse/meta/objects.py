@@ -1,0 +1,155 @@
+"""The object table: packs, and plain objects that are not at the key of the name they have.
+
+Entries name an object by number, so that a row stays small. A row counts the entries that have bytes in it and how many
+bytes those are; both are kept by `Batch.share` in the batch that writes the entry. The row of a plain object goes with
+its last entry; the row of a pack stays, because its dead bytes matter to whoever collects garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+
+import msgspec
+
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.meta.database import Batch, Database
+
+_ROW = Struct("<QqqB")
+REMEMBERED_MAX = 4096
+
+
+class ObjectRow(msgspec.Struct, frozen=True, gc=False):
+    """``size`` of the whole object in bytes; ``entries`` have ``bytes_live`` of them."""
+
+    number: int
+    key: str
+    etag: str
+    size: int
+    entries: int = 0
+    bytes_live: int = 0
+
+    @property
+    def is_pack(self) -> bool:
+        return is_pack_key(self.key)
+
+
+def is_pack_key(key: str) -> bool:
+    """The object is a commit, whose other bytes may be other files'."""
+    return key.startswith(f"{RESERVED_NAME}/commits/")
+
+
+def _number_key(number: int) -> bytes:
+    return b"P" + number.to_bytes(8, "big")
+
+
+def _name_key(key: str, etag: str) -> bytes:
+    return b"Q" + key.encode("utf-8", "surrogatepass") + b"\0" + etag.encode()
+
+
+class Objects:
+    """See the module's head. Trio thread only."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        database.settle_shares = self._settle
+        self._remembered: dict[int, ObjectRow] = {}
+        self.packs = self.bytes_packed = self.bytes_live = self._others = 0
+        """Packs known, their sizes, and what entries have in them; sums over the table. Others are plain objects."""
+        for row in self.rows():
+            self._count(row, 1)
+
+    def _count(self, row: ObjectRow, sign: int) -> None:
+        if row.is_pack:
+            self.packs += sign
+            self.bytes_packed += sign * row.size
+            self.bytes_live += sign * row.bytes_live
+        else:
+            self._others += sign
+
+    def get(self, number: int) -> ObjectRow | None:
+        row = self._remembered.get(number)
+        if row is None:
+            raw = self._db.get(_number_key(number))
+            if raw is None:
+                return None
+            row = self._remember(_unpack(number, raw))
+        return row
+
+    def _remember(self, row: ObjectRow) -> ObjectRow:
+        self._remembered.pop(row.number, None)
+        self._remembered[row.number] = row
+        if len(self._remembered) > REMEMBERED_MAX:
+            del self._remembered[next(iter(self._remembered))]
+        return row
+
+    def find(self, key: str, etag: str) -> ObjectRow | None:
+        raw = self._db.get(_name_key(key, etag))
+        return None if raw is None else self.get(int.from_bytes(raw, "big"))
+
+    def used(self, key: str) -> ObjectRow | None:
+        """The version of the object with this key that some entry has its bytes in, though it is not its own key."""
+        if self._others <= 0:
+            return None
+        begin = _name_key(key, "")
+        for _, number in self._db.scan(begin, begin[:-1] + b"\1"):
+            row = self.get(int.from_bytes(number, "big"))
+            if row is not None and row.entries > 0:
+                return row
+        return None
+
+    def number(self, key: str, etag: str, size: int) -> int:
+        """The number of an object, new where it has none; written at once, and counted when an entry shares it."""
+        known = self.find(key, etag)
+        if known is not None:
+            return known.number
+        last = int.from_bytes(self._db.get(b"Mobject") or b"", "big")
+        row = ObjectRow(last + 1, key, etag, size)
+        batch = Batch()
+        batch.put(b"Mobject", row.number.to_bytes(8, "big"))
+        self._put(batch, row)
+        self._db.commit(batch)
+        self._count(row, 1)
+        return row.number
+
+    def _put(self, batch: Batch, row: ObjectRow) -> None:
+        batch.put(_number_key(row.number), _pack(row))
+        batch.put(_name_key(row.key, row.etag), row.number.to_bytes(8, "big"))
+        self._remember(row)
+
+    def forget(self, batch: Batch, row: ObjectRow) -> None:
+        """The object is gone from the store."""
+        batch.delete(_number_key(row.number))
+        batch.delete(_name_key(row.key, row.etag))
+        self._remembered.pop(row.number, None)
+        self._count(row, -1)
+
+    def _settle(self, batch: Batch) -> None:
+        for number, (entries, size) in batch.shares.items():
+            row = self.get(number)
+            if row is None:
+                continue
+            settled = msgspec.structs.replace(row, entries=row.entries + entries, bytes_live=row.bytes_live + size)
+            if settled.entries <= 0 and not settled.is_pack:
+                self.forget(batch, row)
+                continue
+            self._count(row, -1)
+            self._count(settled, 1)
+            self._put(batch, settled)
+        batch.shares = {}
+
+    def rows(self) -> Iterator[ObjectRow]:
+        for key, raw in self._db.scan(b"P", b"Q"):
+            yield _unpack(int.from_bytes(key[1:], "big"), raw)
+
+
+def _pack(row: ObjectRow) -> bytes:
+    etag = row.etag.encode()
+    return _ROW.pack(row.size, row.entries, row.bytes_live, len(etag)) + etag + row.key.encode("utf-8", "surrogatepass")
+
+
+def _unpack(number: int, raw: bytes) -> ObjectRow:
+    size, entries, live, length = _ROW.unpack_from(raw)
+    at = _ROW.size + length
+    key = raw[at:].decode("utf-8", "surrogatepass")
+    return ObjectRow(number, key, raw[_ROW.size : at].decode(), size, entries, live)

@@ -1,0 +1,58 @@
+"""Names that commits removed, and what they hide: a plain object may still lie at the key for a while.
+
+Kept by path, because a directory that is gone has no inode. A tombstone says when its name was removed (the commit's
+time) and which version of the plain object at that key counted as removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from lakefs_fuse.meta.database import Batch, Database
+
+NS = 1_000_000_000
+SAME_VERSION_NS = 2 * NS
+"""An object dated so much later than its removal was put again, even with the same bytes (stores date to the
+second)."""
+
+
+class Tombstone(msgspec.Struct, frozen=True, gc=False):
+    """``stamp`` as in `Entry`; ``etag`` of what is hidden, empty for nothing in particular."""
+
+    stamp: int
+    etag: str = ""
+
+    def hides(self, etag: str, mtime_ns: int) -> bool:
+        """The plain object of this ETag and LastModified counts as removed."""
+        if self.etag and etag == self.etag:
+            return mtime_ns < self.stamp + SAME_VERSION_NS
+        return mtime_ns + NS <= self.stamp
+
+
+class Tombstones:
+    """See the module's head. Paths end in a slash for directories."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def get(self, path: bytes) -> Tombstone | None:
+        raw = self._db.get(b"T" + path)
+        return None if raw is None else _unpack(raw)
+
+    def put(self, batch: Batch, path: bytes, tombstone: Tombstone) -> None:
+        batch.put(b"T" + path, tombstone.stamp.to_bytes(8, "big") + tombstone.etag.encode())
+
+    def delete(self, batch: Batch, path: bytes) -> None:
+        batch.delete(b"T" + path)
+
+    def below(self, prefix: bytes) -> Iterator[tuple[bytes, Tombstone]]:
+        """Paths that begin with ``prefix`` (empty, or ending in a slash), in order."""
+        end = b"T" + prefix[:-1] + b"0" if prefix else b"U"
+        for key, raw in self._db.scan(b"T" + prefix, end):
+            yield key[1:], _unpack(raw)
+
+
+def _unpack(raw: bytes) -> Tombstone:
+    return Tombstone(int.from_bytes(raw[:8], "big"), raw[8:].decode())

@@ -1,0 +1,202 @@
+"""Path rules: settings of a mount that differ from one path of the lake to another, read from a TOML file.
+
+```toml
+[[rule]]
+path = "ckpt/**"             # a glob on the path in the lake
+pack = "never"               # auto | always | never
+pack-threshold = "256KiB"
+```
+
+For each setting the last rule that matches and says something about it wins; where none does, the mount's own option
+holds. In a glob ``*`` and ``?`` stay within a component, ``[a-z]`` and ``[!a-z]`` are one character, and ``**`` as a
+whole component is any number of components: ``ckpt/**`` is everything below ``ckpt``, ``**/*.json`` every JSON file.
+
+The file is read once, by the command line, into `config.Rule`s that travel in the mount's configuration; `Rules` is
+their compiled form. `Rules` is immutable but for a bounded cache of answers, and may be asked from any thread.
+
+A new setting is: a field of `config.Rule` and of `_Table` here, its check in `_rule`, and a method of `Rules`.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+from lakefs_fuse.config import PACK_MODES, PACK_THRESHOLD_BYTES_MAX, MountConfig, Rule, parse_size
+from lakefs_fuse.errors import ConfigError
+
+FILE_BYTES_MAX = 128 * 1024
+"""Escaped as JSON it still fits what the daemon reads."""
+RULES_MAX = 1000
+ANSWERS_MAX = 4096
+"""Paths whose answer is remembered."""
+
+
+class PackPolicy(msgspec.Struct, frozen=True):
+    """Whether a file goes into a pack: ``mode`` is auto, always or never, and applies up to ``threshold_bytes``."""
+
+    mode: str
+    threshold_bytes: int
+
+
+class Rules:
+    """What holds for a path of the lake (relative, no leading slash)."""
+
+    def __init__(self, rules: Sequence[Rule], *, pack: str, pack_threshold_bytes: int) -> None:
+        """The other arguments hold where no rule says otherwise. Raises ConfigError for a glob that is none."""
+        self._rules = [(re.compile(translate(rule.path), re.DOTALL), rule) for rule in rules]
+        self._default_pack = PackPolicy(pack, pack_threshold_bytes)
+        self._cached_pack = lru_cache(ANSWERS_MAX)(self._find_pack)
+
+    @classmethod
+    def of(cls, config: MountConfig) -> Rules:
+        return cls(config.rules, pack=config.pack, pack_threshold_bytes=config.pack_threshold_bytes)
+
+    def pack_for(self, path: str) -> PackPolicy:
+        """How the file at ``path`` is packed."""
+        return self._cached_pack(path) if self._rules else self._default_pack
+
+    def _find_pack(self, path: str) -> PackPolicy:
+        mode, threshold_bytes = self._default_pack.mode, self._default_pack.threshold_bytes
+        for pattern, rule in self._rules:
+            if pattern.fullmatch(path):
+                mode = mode if rule.pack is None else rule.pack
+                threshold_bytes = threshold_bytes if rule.pack_threshold_bytes is None else rule.pack_threshold_bytes
+        return PackPolicy(mode, threshold_bytes)
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+class _Table(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
+    """One ``[[rule]]`` as it is written; msgspec refuses keys and types that are not here."""
+
+    path: str
+    pack: str | None = None
+    pack_threshold: int | str | None = None
+
+
+ACCEPTED_KEYS = tuple(field.encode_name for field in msgspec.structs.fields(_Table))
+
+
+def read_rules(file: str | Path) -> tuple[Rule, ...]:
+    """The rules of a TOML file, in order. Raises ConfigError that says where in the file, and what is accepted."""
+    try:
+        with open(file, "rb") as source:
+            raw = source.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"rules file {file} cannot be read ({error.strerror}): check --rules") from error
+    if len(raw) > FILE_BYTES_MAX:
+        raise ConfigError(f"rules file {file}: more than {FILE_BYTES_MAX} bytes")
+    return parse_rules(raw, str(file))
+
+
+def parse_rules(raw: bytes, name: str) -> tuple[Rule, ...]:
+    """As `read_rules`; ``name`` is for messages."""
+    try:
+        text = raw.decode()
+        document = tomllib.loads(text)
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"rules file {name} is not TOML: {error}") from error
+    for key in document:
+        if key != "rule":
+            raise ConfigError(f"rules file {name}: unknown key {key!r}: only [[rule]] tables are accepted")
+    tables = document.get("rule", [])
+    if not isinstance(tables, list):
+        raise ConfigError(f"rules file {name}: write [[rule]], with two brackets, before each rule")
+    if len(tables) > RULES_MAX:
+        raise ConfigError(f"rules file {name}: {len(tables)} rules; at most {RULES_MAX}")
+    lines = [at for at, line in enumerate(text.splitlines(), 1) if re.match(r"\s*\[\[\s*rule\s*\]\]", line)]
+    rules = []
+    for index, table in enumerate(tables):
+        line = f" (line {lines[index]})" if len(lines) == len(tables) else ""
+        try:
+            rules.append(_rule(table))
+        except ConfigError as error:
+            raise ConfigError(f"rules file {name}: rule {index + 1}{line}: {error}") from error
+    return tuple(rules)
+
+
+def _rule(table: object) -> Rule:
+    try:
+        given = msgspec.convert(table, _Table)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{error}; accepted keys are {', '.join(ACCEPTED_KEYS)}") from error
+    re.compile(translate(given.path))
+    if given.pack is not None:
+        check_pack(given.pack, "pack")
+    threshold = given.pack_threshold
+    if isinstance(threshold, str):
+        threshold = parse_size(threshold)
+    if threshold is not None:
+        check_pack_threshold(threshold, "pack-threshold")
+    return Rule(path=given.path, pack=given.pack, pack_threshold_bytes=threshold)
+
+
+def check_pack(mode: str, what: str) -> None:
+    """Raises ConfigError; ``what`` names the option or key."""
+    if mode not in PACK_MODES:
+        raise ConfigError(f"{what} {mode!r}: expected {', '.join(PACK_MODES[:-1])} or {PACK_MODES[-1]}")
+
+
+def check_pack_threshold(size: int, what: str) -> None:
+    """Raises ConfigError; ``what`` names the option or key."""
+    if not 0 <= size <= PACK_THRESHOLD_BYTES_MAX:
+        raise ConfigError(f"{what} {size}: expected 0 to {PACK_THRESHOLD_BYTES_MAX >> 20}MiB, the size packs aim at")
+
+
+# -- globs -----------------------------------------------------------------------------------------------------------
+
+
+def translate(glob: str) -> str:
+    """A regular expression for `re.fullmatch` (with re.DOTALL). Raises ConfigError."""
+    if not glob or glob.startswith("/") or glob.endswith("/"):
+        raise ConfigError(f"path {glob!r}: a path in the lake has no slash at its ends; dir/** is all below dir")
+    components = glob.split("/")
+    pattern = ""
+    for index, component in enumerate(components):
+        last = index == len(components) - 1
+        if component == "**":
+            if index and components[index - 1] == "**":
+                raise ConfigError(f"path {glob!r}: ** twice in a row says no more than once")
+            pattern += ".+" if last else "(?:[^/]+/)*"
+        elif component in ("", ".", ".."):
+            raise ConfigError(f"path {glob!r}: a path in the lake has no empty, '.' or '..' component")
+        elif "**" in component:
+            raise ConfigError(f"path {glob!r}: ** is a component of its own: a/**/b")
+        else:
+            pattern += _translate_component(component, glob) + ("" if last else "/")
+    return pattern
+
+
+def _translate_component(component: str, glob: str) -> str:
+    pattern, at = "", 0
+    while at < len(component):
+        character = component[at]
+        at += 1
+        if character == "*":
+            pattern += "[^/]*"
+        elif character == "?":
+            pattern += "[^/]"
+        elif character == "[":
+            # As in fnmatch(3): a ] right after the opening stands for itself.
+            start = at + (component[at : at + 1] == "!")
+            end = component.find("]", start + 1)
+            if end < 0:
+                raise ConfigError(f"path {glob!r}: [ without ]; write [[] for the character itself")
+            inside = component[start:end].replace("\\", "\\\\").replace("[", "\\[").replace("^", "\\^")
+            inside = inside.replace("&", "\\&").replace("~", "\\~").replace("|", "\\|")
+            pattern += f"(?![/])[{'^' if start > at else ''}{inside}]"
+            at = end + 1
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"path {glob!r}: [{component[start:end]}]: {error}") from error
+        else:
+            pattern += re.escape(character)
+    return pattern

@@ -1,0 +1,199 @@
+"""Commits of other nodes: all of them, in order, once; and what cannot be read harms nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from lakefs_fuse.catalog.archive import commit_key
+from lakefs_fuse.catalog.clock import FUTURE_NS_MAX
+from lakefs_fuse.catalog.poller import FETCHED_MAX
+from lakefs_fuse.catalog.record import COMMITS, Record
+from lakefs_fuse.errors import Unavailable
+from tests.catalog.archives import commit_of
+from tests.catalog.committing import Site, until
+from tests.catalog.nodes import NS, at
+from tests.catalog.records import record_of
+from tests.memory_store import Failures, Request, When
+
+HOUR_S = 3600
+
+
+def commit(site: Site, seconds: float, path: str, *, size: int = 3, writer: str = "00000abc") -> str:
+    """Somebody's commit of one file appears in the store."""
+    record: Record = msgspec.structs.replace(record_of(time=at(seconds)), writer=writer)
+    key = commit_key(at(seconds), writer)
+    site.store.give(key, commit_of({path: b"x" * size}, record=record))
+    return key
+
+
+async def test_new_ones_are_applied_once_in_the_order_of_their_times(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 2, "f", size=2)
+        commit(site, 1, "f", size=1)
+        commit(site, 1.5, "g")
+        assert await a.poller.poll() == 3
+        assert a.found("f").size == 2
+        assert a.watcher.told == [b"f", b"g", b"f"]
+        assert await a.poller.poll() == 0
+        assert (a.metrics.polls, a.metrics.applied) == (2, 3)
+        assert site.store.count("get") == 3
+
+
+async def test_many_are_fetched_in_pieces_and_listed_in_pages(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.store.page_keys_max = 7
+    with site.daemon("a") as a:
+        for number in range(2 * FETCHED_MAX + 5):
+            commit(site, number / 10, f"f{number}")
+        assert await a.poller.poll() == 2 * FETCHED_MAX + 5
+        assert len(a.shown()) == 2 * FETCHED_MAX + 5
+
+
+async def test_a_late_one_inside_the_window_is_found(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        site.clock.seconds = 1000
+        commit(site, 1000, "now")
+        await a.poller.poll()
+        commit(site, 1000 - 119, "late")
+        assert await a.poller.poll() == 1
+        assert sorted(a.shown()) == ["late", "now"]
+
+
+async def test_an_old_lake_is_not_listed_whole_by_every_poll(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.clock.seconds = HOUR_S
+    with site.daemon("a") as a:
+        for number in range(30):
+            commit(site, number * 100, f"f{number}")
+        await a.poller.poll()
+        listed: list[str] = []
+        list_page = site.store.list_page
+
+        def watch(prefix: str, *, start_after: str = "", **options: object) -> object:
+            page = list_page(prefix, start_after=start_after, **options)  # type: ignore[arg-type]
+            listed.extend(meta.key for meta in page.objects)
+            return page
+
+        site.store.list_page = watch  # type: ignore[assignment, method-assign]
+        assert await a.poller.poll() == 0
+        assert len(listed) == 2
+        assert all(key.startswith(COMMITS) for key in listed)
+
+
+async def test_a_restarted_node_goes_on_where_it_was(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f")
+        await a.poller.poll()
+    gets = site.store.count("get")
+    with site.daemon("a") as a:
+        assert await a.poller.poll() == 0
+        assert site.store.count("get") == gets
+        commit(site, 2, "g")
+        assert await a.poller.poll() == 1
+
+
+# -- what is left out
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "text"])
+async def test_a_damaged_one_is_told_once_and_left_out(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "before")
+        key = commit(site, 2, "damaged")
+        commit(site, 3, "after")
+        body = site.store.data(key)
+        flipped = bytearray(body)
+        flipped[body.index(b".lakefs/record") + 40] ^= 0xFF
+        site.store.give(key, {"cut": body[:-10], "empty": b"", "flipped": bytes(flipped), "text": b"hello"}[damage])
+        await a.poller.poll()
+        assert sorted(a.shown()) == ["after", "before"]
+        assert a.metrics.damaged == 1
+        assert [record.levelname for record in caplog.records if key in record.getMessage()] == ["ERROR"]
+        await a.poller.poll()
+        assert a.metrics.damaged == 1
+        caplog.clear()
+
+
+async def test_one_from_the_future_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A clock that is wrong by more than an hour must not decide what is newest for everybody."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f")
+        commit(site, FUTURE_NS_MAX / NS + 10, "f", size=9)
+        commit(site, FUTURE_NS_MAX / NS - 10, "ahead")
+        await a.poller.poll()
+        assert a.found("f").size == 3
+        assert a.find("ahead") is not None
+        assert a.metrics.future == 1
+        assert a.clock.now() > at(FUTURE_NS_MAX / NS - 10)
+        assert a.clock.now() < at(FUTURE_NS_MAX / NS)
+        caplog.clear()
+
+
+async def test_other_objects_among_the_commits_are_passed_over(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        for name in ("note.txt", "0000.zip", "zz" * 8 + "-00000abc.zip", "", "sub/" + "0" * 16 + "-00000abc.zip"):
+            site.store.give(COMMITS + name, b"x")
+        commit(site, 1, "f")
+        assert await a.poller.poll() == 1
+        assert a.metrics.damaged == 0
+
+
+async def test_one_that_is_collected_between_list_and_get(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        key = commit(site, 1, "collected")
+        commit(site, 2, "kept")
+
+        def collect(request: Request, when: When) -> None:
+            if request.what == "list" and when == "after":
+                site.store.take(key)
+
+        site.store.hook = collect
+        await a.poller.poll()
+        assert list(a.shown()) == ["kept"]
+        assert a.metrics.damaged == 0
+
+
+async def test_a_store_that_is_away_is_asked_again(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f")
+        site.store.hook = Failures(lambda request: True, Unavailable("away"), count=3)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.poller.run)
+            await until(lambda: bool(a.shown()))
+            nursery.cancel_scope.cancel()
+        assert list(a.shown()) == ["f"]
+
+
+async def test_a_get_that_failed_applies_nothing_of_its_batch_out_of_order(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f", size=1)
+        commit(site, 2, "f", size=2)
+        site.store.hook = Failures(lambda request: request.what == "get", Unavailable("away"))
+        with pytest.raises(Unavailable):
+            await a.poller.poll()
+        await a.poller.poll()
+        assert a.found("f").size == 2
+
+
+async def test_the_lag_is_told(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.clock.seconds = 10
+    with site.daemon("a") as a:
+        commit(site, 7, "f")
+        await a.poller.poll()
+        assert a.metrics.lag_s == pytest.approx(3)

@@ -1,0 +1,342 @@
+"""Changes of names: renames, links and attributes, as this node, another node and a fresh one see them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.errors import FileError, Unavailable
+from tests.fs.lakes import RENAME_EXCHANGE, RENAME_NOREPLACE, TTL_S, Clock, Lake, entries_of, lake, two_lakes
+from tests.memory_store import Failures, MemoryStore, Pause, Request
+from tests.write.drafting import noise, reached
+
+LARGE = 300 * 1024
+
+
+def is_commit(request: Request) -> bool:
+    return request.what == "put" and request.key.startswith(".lakefs/commits/")
+
+
+async def same_for_all(store: MemoryStore, root: Path, clock: Clock, *mounted: Lake) -> dict[str, object]:
+    """Every mount, once it polled, and a fresh one show the same."""
+    for each in mounted:
+        await each.sync()
+    clock.advance(TTL_S + 1)
+    for each in mounted:
+        await each.poll()
+    trees = [await each.tree() for each in mounted]
+    async with lake(store, root / f"fresh{len(store.requests)}", clock=clock) as fresh:
+        trees.append(await fresh.tree())
+    assert all(tree == trees[0] for tree in trees)
+    return trees[0]
+
+
+@pytest.mark.parametrize("size", [0, 5, LARGE])
+async def test_a_rename_is_one_put_and_moves_no_bytes(tmp_path: Path, size: int) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.write("old", noise(1, size))
+        assert await two.read("old") == noise(1, size)
+        inode = (await one.found("old")).inode
+        before = len(store.requests)
+        await one.rename("old", "new")
+        changing = [request.what for request in store.requests[before:] if request.what not in ("list", "head", "get")]
+        assert changing == ["put"]
+        assert (await one.found("new")).inode == inode
+        assert await one.lookup("old") is None
+        await two.poll()
+        assert await two.read("new") == noise(1, size)
+        assert await two.lookup("old") is None
+        assert await same_for_all(store, tmp_path, clock, one, two) == {"new": noise(1, size)}
+
+
+async def test_a_directory_of_everything_is_renamed(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.give("d/theirs", b"theirs")
+    store.give("d/deep/er/one", b"one")
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await two.tree()
+        await one.write("d/mine", b"mine")
+        await one.symlink("d/link", "mine")
+        await one.mkdir("d/empty")
+        await one.setattr("d/mine", mode=0o600)
+        await one.set_xattr("d/mine", "user.a", b"1")
+        before = await one.tree("d")
+        store.requests.clear()
+        await one.rename("d", "e")
+        assert sum(is_commit(request) for request in store.requests) == 1
+        await two.poll()
+        assert await two.tree("e") == {"e" + path[1:]: seen for path, seen in before.items()}
+        tree = await same_for_all(store, tmp_path, clock, one, two)
+        assert tree == {"e": None, **{"e" + path[1:]: seen for path, seen in before.items()}}
+        assert (await two.getattr("e/mine")).mode == 0o600
+        assert await two.xattrs("e/mine") == {"user.a": b"1"}
+
+
+async def test_renaming_over_something(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        for name in ("a", "b"):
+            await one.write(name, name.encode())
+        await one.mkdir("empty")
+        await one.mkdir("full")
+        await one.write("full/x", b"x")
+        refusals = [
+            ("a", "b", RENAME_NOREPLACE, errno.EEXIST),
+            ("a", "empty", 0, errno.EISDIR),
+            ("empty", "a", 0, errno.ENOTDIR),
+            ("empty", "full", 0, errno.ENOTEMPTY),
+            ("absent", "a", 0, errno.ENOENT),
+            ("a", "absent", RENAME_EXCHANGE, errno.ENOENT),
+            ("a", "b", RENAME_NOREPLACE | RENAME_EXCHANGE, errno.EINVAL),
+            ("a", ".lakefs", 0, errno.EPERM),
+        ]
+        for old, new, flags, code in refusals:
+            with pytest.raises(FileError) as caught:
+                await one.rename(old, new, flags)
+            assert (old, new, caught.value.errno) == (old, new, code)
+        reader = await one.open("b")
+        await one.rename("a", "b")
+        assert await one.read_handle(reader) == b"b"
+        assert await one.read("b") == b"a"
+        await one.close(reader)
+        await one.rename("full", "empty")
+        tree = await same_for_all(store, tmp_path, clock, one, two)
+        assert tree == {"b": b"a", "empty": None, "empty/x": b"x"}
+
+
+async def test_an_exchange_of_a_directory_and_a_link(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.mkdir("d")
+        await one.write("d/f", b"f")
+        await one.symlink("l", "nowhere")
+        await one.rename("d", "l", RENAME_EXCHANGE)
+        expected = {"l": None, "l/f": b"f", "d": "nowhere"}
+        assert await same_for_all(store, tmp_path, clock, one, two) == expected
+        # the object of `l/f` lies at `d/f`: that makes no directory of the link
+        assert store.data("d/f") == b"f"
+
+
+async def test_a_file_is_renamed_while_it_is_written(tmp_path: Path) -> None:
+    """As savers do: temporary file, chmod, rename, close."""
+    store, clock = MemoryStore(), Clock()
+    store.give("d/model", b"old")
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        handle = await one.create("d/temporary")
+        await one.fs.write(handle, 0, noise(2, LARGE))
+        await one.setattr("d/temporary", mode=0o640)
+        await one.rename("d/temporary", "d/model")
+        assert await two.read("d/model") == b"old"
+        assert await one.read("d/model") == noise(2, LARGE)
+        await one.close(handle)
+        tree = await same_for_all(store, tmp_path, clock, one, two)
+        assert tree == {"d": None, "d/model": noise(2, LARGE)}
+        assert (await two.getattr("d/model")).mode == 0o640
+
+
+async def test_its_directory_is_renamed_while_a_file_is_written(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.mkdir("tmp")
+        await one.write("tmp/done", b"done")
+        handle = await one.create("tmp/open")
+        await one.fs.write(handle, 0, noise(3, LARGE))
+        with trio.fail_after(10):  # its upload began under the old name
+            while not store.parts_sent():
+                await trio.sleep(0.002)
+        await one.rename("tmp", "final")
+        assert await one.names("final") == ["done", "open"]
+        await one.fs.write(handle, LARGE, b"more")
+        await one.close(handle)
+        tree = await same_for_all(store, tmp_path, clock, one, two)
+        assert tree == {"final": None, "final/done": b"done", "final/open": noise(3, LARGE) + b"more"}
+        assert store.uploads == {}
+
+
+async def test_a_rename_that_failed_changed_nothing(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.give("d/a", b"a")
+    store.give("b", b"b")
+    async with lake(store, tmp_path / "one", clock=clock, retry_timeout_s=0) as one:
+        before = await one.tree()
+        for old, new in (("d", "e"), ("d/a", "b"), ("d/a", "new")):
+            store.hook = Failures(is_commit, Unavailable("away"))
+            with pytest.raises(Unavailable):
+                await one.rename(old, new)
+            assert await one.tree() == before
+        assert await same_for_all(store, tmp_path, clock, one) == before
+
+
+async def test_readers_see_the_old_or_the_new_directory_and_no_mixture(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        for number in range(10):
+            await one.mkdir(f"new{number}")
+            for name in range(5):
+                await one.write(f"new{number}/f{name}", str(number).encode())
+            if number:
+                await one.rename("live", f"old{number}")
+            await one.rename(f"new{number}", "live")
+            await one.fs.sync_names()
+            await two.poll()
+            seen = {await two.read(f"live/{name}") for name in await two.names("live")}
+            assert seen == {str(number).encode()}
+
+
+async def test_a_name_is_removed_and_made_again_before_any_commit(tmp_path: Path) -> None:
+    """The removal's deletion must not hit what came after it."""
+    store, clock = MemoryStore(), Clock()
+    store.give("f", b"old")
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        assert await two.read("f") == b"old"
+        for number in range(3):
+            await one.unlink("f")
+            await one.write("f", str(number).encode())
+        assert await same_for_all(store, tmp_path, clock, one, two) == {"f": b"2"}
+        await one.unlink("f")
+        await one.fs.sync_names()
+        await one.write("f", b"after")
+        assert await same_for_all(store, tmp_path, clock, one, two) == {"f": b"after"}
+
+
+async def test_a_new_file_under_a_name_whose_object_was_renamed_away(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.write("a", noise(4, LARGE))
+        await one.rename("a", "b")
+        await one.write("a", noise(5, LARGE))
+        expected = {"a": noise(5, LARGE), "b": noise(4, LARGE)}
+        assert await same_for_all(store, tmp_path, clock, one, two) == expected
+        handle = await one.open("b", os.O_RDWR | os.O_TRUNC)
+        await one.fs.write(handle, 0, b"new")
+        await one.close(handle)
+        await one.unlink("a")
+        assert await same_for_all(store, tmp_path, clock, one, two) == {"b": b"new"}
+        assert entries_of(store) == ["b"]
+        assert not [key for key in store.objects if key.startswith(".lakefs/objects/")]
+
+
+async def test_links_attributes_and_refusals(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.symlink("l", "tärget")
+        await one.write("f", b"x")
+        assert await one.readlink("l") == "tärget"
+        for path, target, code in (
+            ("l", "x", errno.EEXIST),
+            ("m", "", errno.ENOENT),
+            ("m", "x" * 4096, errno.ENAMETOOLONG),
+        ):
+            with pytest.raises(FileError) as caught:
+                await one.symlink(path, target)
+            assert caught.value.errno == code
+        with pytest.raises(FileError) as caught:
+            await one.readlink("f")
+        assert caught.value.errno == errno.EINVAL
+        await one.set_xattr("f", "user.a", b"1")
+        await one.set_xattr("f", "user.b", b"2")
+        for name, value, flags, code in (
+            ("security.x", b"", 0, errno.EOPNOTSUPP),
+            ("user.lakefs.x", b"", 0, errno.EPERM),
+            ("user.a", b"", 1, errno.EEXIST),
+            ("user.c", b"", 2, errno.ENODATA),
+            ("user.c", None, 0, errno.ENODATA),
+            ("user.c", b"x" * 70_000, 0, errno.ENOSPC),
+        ):
+            with pytest.raises(FileError) as caught:
+                await one.set_xattr("f", name, value, flags)
+            assert (name, caught.value.errno) == (name, code)
+        await one.set_xattr("f", "user.b", None)
+        await one.setattr("f", mode=0o600, uid=7, gid=8, mtime_ns=1_500_000_000_123_456_789, atime_ns=1)
+        await same_for_all(store, tmp_path, clock, one, two)
+        entry = await two.getattr("f")
+        assert (entry.mode, entry.uid, entry.gid, entry.mtime_ns) == (0o600, 7, 8, 1_500_000_000_123_456_789)
+        assert await two.xattrs("f") == {"user.a": b"1"}
+
+
+async def test_attributes_survive_a_rewrite(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        handle = await one.create("f")
+        await one.set_xattr("f", "user.early", b"1")
+        await one.fs.write(handle, 0, b"x")
+        await one.fs.flush(handle)
+        await one.fs.write(handle, 0, b"y")
+        await one.set_xattr("f", "user.late", b"2")
+        await one.close(handle)
+        await one.setattr("f", mode=0o600)
+        handle = await one.open("f", os.O_RDWR | os.O_TRUNC)
+        await one.fs.write(handle, 0, b"z")
+        await one.close(handle)
+        assert await same_for_all(store, tmp_path, clock, one, two) == {"f": b"z"}
+        for each in (one, two):
+            assert (await each.getattr("f")).mode == 0o600
+            assert await each.xattrs("f") == {"user.early": b"1", "user.late": b"2"}
+
+
+async def test_others_replace_a_file_while_its_attributes_are_set_here(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.write("f", b"first")
+        await two.poll()
+        await two.setattr("f", mode=0o600)  # not committed yet
+        handle = await one.open("f", os.O_RDWR | os.O_TRUNC)
+        await one.fs.write(handle, 0, b"second")
+        await one.close(handle)
+        await two.poll()
+        assert await same_for_all(store, tmp_path, clock, one, two) == {"f": b"second"}
+        assert (await one.getattr("f")).mode == (await two.getattr("f")).mode
+
+
+async def test_files_that_close_together_share_a_commit(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.mkdir("d")
+        await one.fs.sync_names()
+        store.requests.clear()
+        async with trio.open_nursery() as nursery:
+            for number in range(40):
+                nursery.start_soon(one.write, f"d/{number}", noise(number, 1000))
+        puts = [request for request in store.requests if request.what == "put"]
+        assert len(puts) <= 6
+        await one.write("alone", b"alone")
+        assert store.data("alone") == b"alone"
+        tree = await same_for_all(store, tmp_path, clock, one, two)
+        assert tree == {"d": None, "alone": b"alone", **{f"d/{number}": noise(number, 1000) for number in range(40)}}
+
+
+async def test_a_file_is_removed_while_its_pack_is_on_its_way(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        handle = await one.create("f")
+        await one.fs.write(handle, 0, b"x")
+        store.hook = pause = Pause(is_commit)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.close, handle)
+            await reached(pause.reached)
+            nursery.start_soon(one.unlink, "f")
+            await trio.sleep(0.02)
+            pause.resume()
+        assert await same_for_all(store, tmp_path, clock, one, two) == {}
+        assert one.fs.unfinished() == []
+
+
+async def test_what_two_nodes_did_to_one_directory(tmp_path: Path) -> None:
+    """A file is made in a directory while another node renames it: it stays where it was made."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.mkdir("d")
+        await one.write("d/a", b"a")
+        await two.poll()
+        await two.tree()
+        clock.advance(1)
+        await two.write("d/b", b"b")
+        clock.advance(1)
+        await one.rename("d", "e")
+        tree = await same_for_all(store, tmp_path, clock, one, two)
+        assert tree == {"d": None, "d/b": b"b", "e": None, "e/a": b"a"}
