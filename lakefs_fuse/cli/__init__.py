@@ -1,7 +1,8 @@
 """The command line. `main` is the entry point; every command is a module here.
 
-Commands talk to daemons over the control socket only. An error is one line on standard error that says what to do, and
-the exit code of its kind (errors.py): 2 for what was asked, 1 for what failed.
+Commands talk to daemons over the control socket only, and work on a lake beside its mounts in a child (`offline`). An
+error is one line on standard error that says what to do, and the exit code of its kind (errors.py): 2 for what was
+asked, 1 for what failed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ import click
 
 from lakefs_fuse import __version__
 from lakefs_fuse.cli.durability import flush, orphans
+from lakefs_fuse.cli.fsck import fsck
+from lakefs_fuse.cli.gc import gc
+from lakefs_fuse.cli.ingest import ingest
 from lakefs_fuse.cli.mount import mount
+from lakefs_fuse.cli.pack import pack, unpack
+from lakefs_fuse.cli.snapshot import snapshot
 from lakefs_fuse.cli.stats import stats
 from lakefs_fuse.cli.umount import umount
 from lakefs_fuse.errors import EXIT_FAILURE, EXIT_USAGE, LakeError
@@ -27,7 +33,7 @@ def commands() -> None:
     """Mount a data lake in an S3-compatible object store as a directory."""
 
 
-for _command in (mount, umount, stats, flush, orphans):
+for _command in (mount, umount, stats, flush, orphans, ingest, pack, unpack, snapshot, gc, fsck):
     commands.add_command(_command)
 
 

@@ -1,0 +1,121 @@
+"""What the command line asks of this layer: arguments in, one engine run on a headless lake, a last line out.
+
+Called by `offline` only, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from lakefs_fuse import offline_protocol as protocol
+from lakefs_fuse.admin import fsck, fsck_repair, gc, repack
+from lakefs_fuse.admin.headless import open_headless
+from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.store.client import StoreClient
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a command is given; ``path`` is what it is about in the lake, empty for all of it."""
+
+    client: StoreClient
+    store: StoreConfig
+    path: str
+    progress: Callable[[protocol.Progress], None]
+    note: Callable[[str], None]
+    rng: random.Random
+    clock_ns: Callable[[], int]
+
+    def report(self, what: str, files: int, size: int) -> None:
+        self.progress(protocol.Progress(what=what, files_done=files, bytes_done=size))
+
+
+async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
+    began = trio.current_time()
+    async with open_headless(work.client, work.store, rng=work.rng, clock_ns=work.clock_ns) as lake:
+        if args.back:
+            back = await repack.unpack(lake, work.path, dry_run=args.dry_run, report=work.report, note=work.note)
+            return _finished(back.summary(), back.describe(dry_run=args.dry_run), began, args.dry_run)
+        done = await repack.pack(
+            lake,
+            work.path,
+            threshold_bytes=args.threshold_bytes,
+            grace_s=args.grace_s,
+            dry_run=args.dry_run,
+            report=work.report,
+        )
+        return _finished(
+            done.summary(), done.describe(dry_run=args.dry_run), began, args.dry_run, failed=bool(done.swept.failed)
+        )
+
+
+async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
+    began = trio.current_time()
+    async with open_headless(work.client, work.store, rng=work.rng, clock_ns=work.clock_ns) as lake:
+
+        async def fold_all(horizon: int) -> None:
+            await fold(lake.fs, work.client, horizon=horizon, report=work.report, clock_ns=work.clock_ns)
+
+        options = gc.Options(
+            live_below=args.live_below,
+            grace_s=args.grace_s,
+            uploads_older_s=args.uploads_older_s,
+            wait=args.wait,
+            dry_run=args.dry_run,
+        )
+        done = await gc.Collector(lake, options, fold=fold_all, report=work.report).run()
+        return _finished(
+            done.summary(), done.describe(dry_run=args.dry_run), began, args.dry_run, failed=bool(done.unreadable)
+        )
+
+
+async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Finished:
+    began = trio.current_time()
+    opening = open_headless(
+        work.client, work.store, rng=work.rng, clock_ns=work.clock_ns, cache_dir=args.cache_dir
+    )  # fmt: skip
+    async with opening as lake:
+        done = await fold(lake.fs, work.client, report=work.report, clock_ns=work.clock_ns)
+    requests = sum(work.client.metrics.requests.values())
+    return protocol.Finished(
+        summary={
+            "time": f"{done.time:016x}",
+            "names": done.names,
+            "directories": done.directories,
+            "files": len(done.files),
+            "bytes": done.bytes,
+            "newest_commit": f"{done.newest:016x}",
+            "requests": requests,
+            "seconds": round(trio.current_time() - began, 3),
+        },
+        text=f"{done.names:,} names in {done.directories + 1:,} directories: {done.bytes:,} bytes in "
+        f"{len(done.files):,} files, index {done.time:016x}",
+    )
+
+
+async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
+    began = trio.current_time()
+    opening = open_headless(
+        work.client, work.store, rng=work.rng, clock_ns=work.clock_ns, cache_dir=args.cache_dir
+    )  # fmt: skip
+    async with opening as lake:
+        checker = fsck.Checker(lake, quick=args.quick, report=work.report)
+        done = await checker.run()
+        if args.repair and done.problems:
+            await fsck_repair.repair(lake, checker)
+        return _finished(done.summary(), done.describe(), began, False, failed=bool(done.problems))
+
+
+def _finished(
+    summary: dict[str, object], text: str, began: float, dry_run: bool, *, failed: bool = False
+) -> protocol.Finished:
+    return protocol.Finished(
+        summary={**summary, "dry_run": dry_run, "seconds": round(trio.current_time() - began, 3)},
+        text=protocol.printable(text),
+        exit_code=int(failed),
+    )

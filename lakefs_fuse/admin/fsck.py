@@ -1,0 +1,344 @@
+"""`fsck`: every byte of every commit, and everything that a name refers to, checked; whose names are hurt is said.
+
+It looks at the lake as a fresh mount does, so what it can name comes from commits that can be read, from the index,
+from what the headers of a damaged pack still say, or from a node's cache (``--cache-dir``). A pack that is missing
+whole, and that no commit, index or cache speaks of, leaves no trace.
+
+Problems are gathered by object. A name is hurt where the bytes that it has now are damaged, or where a commit that
+cannot be read has spoken of it last. A plain object that is at a file's own key may be deleted by anybody at any time,
+so one that is missing is no damage; how many those are is told. Nothing is changed here; see `fsck_repair`.
+
+Memory: the commits' names, and one bit for each inode and object number. Tasks of one trio loop.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from lakefs_fuse.admin.at_once import for_each
+from lakefs_fuse.admin.headless import Headless
+from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
+from lakefs_fuse.catalog.audit import Audit, Fault, verify
+from lakefs_fuse.catalog.clock import FUTURE_NS_MAX
+from lakefs_fuse.catalog.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
+from lakefs_fuse.catalog.record import COMMITS, OBJECTS, THIS, Put, Record, Relocate, Remove
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed, StoreError, Unavailable
+from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.objects import ObjectRow
+from lakefs_fuse.meta.tables import missing_before
+from lakefs_fuse.store.protocol import Buffer, ObjectMeta
+
+AUDITS_AT_ONCE = 4
+"""Each holds a window of 8 MiB."""
+RECORDS_AT_ONCE = 16
+
+Report = Callable[[str, int, int], None]
+"""What is being done, commits or files and bytes done."""
+
+
+class Kind(StrEnum):
+    """What is wrong with an object; the names are final."""
+
+    UNREADABLE = "unreadable"
+    """No mount can use the commit."""
+    DAMAGED = "damaged"
+    """Bytes of files in it are not what they were."""
+    MISSING = "missing"
+    CHANGED = "changed"
+    """It is not the version that names refer to: cut short, or replaced."""
+    OUTSIDE = "outside"
+    """Something points at bytes that are not there."""
+    HEADERS = "headers"
+    """Only what `unzip` reads is damaged."""
+    LATE = "late"
+    """The commit came into sight so late that neither the index nor running mounts have it."""
+    INDEX = "index"
+    """An index is damaged, which hurts no name as long as there is another, or all commits."""
+    FUTURE = "future"
+    """Mounts leave the commit out because of its time."""
+
+
+@dataclass(slots=True)
+class Problem:
+    """``paths`` are the names hurt. ``repair`` says what was done about it."""
+
+    key: str
+    kind: Kind
+    text: str
+    paths: dict[str, None] = field(default_factory=dict)
+    repair: str = ""
+
+    def summary(self) -> dict[str, object]:
+        return {
+            "object": self.key,
+            "kind": str(self.kind),
+            "text": self.text,
+            "paths": list(self.paths),
+            "repair": self.repair,
+        }
+
+
+@dataclass(slots=True)
+class Checked:
+    """What was looked at and found."""
+
+    commits: int = 0
+    bytes_read: int = 0
+    files: int = 0
+    gone: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    def summary(self) -> dict[str, object]:
+        """For scripts; the names are final."""
+        return {
+            "commits": self.commits,
+            "bytes_read": self.bytes_read,
+            "files": self.files,
+            "deleted_outside": self.gone,
+            "problems": [problem.summary() for problem in self.problems],
+            "files_hurt": len({path for problem in self.problems for path in problem.paths}),
+        }
+
+    def describe(self) -> str:
+        """For people: every name that is hurt."""
+        lines: list[str] = []
+        for problem in self.problems:
+            lines.append(f"{problem.key}: {problem.kind}: {problem.text}")
+            lines += [f"    {path}" for path in problem.paths]
+            if problem.repair:
+                lines.append(f"  {problem.repair}")
+        hurt = len({path for problem in self.problems for path in problem.paths})
+        lines.append(
+            f"{self.commits:,} commits ({self.bytes_read:,} bytes read) and {self.files:,} files checked: "
+            + (f"{len(self.problems):,} problems, {hurt:,} files hurt" if self.problems else "clean")
+        )
+        if self.gone:
+            lines.append(f"{self.gone:,} files are gone because others deleted their plain objects, which is no damage")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Hurt:
+    """A name whose bytes are damaged; ``crc`` is what they should have, None where nobody knows."""
+
+    path: str
+    entry: Entry
+    row: ObjectRow
+    crc: int | None
+
+
+class _Bits:
+    """A set of small numbers."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+
+    def add(self, number: int) -> None:
+        at = number >> 3
+        if at >= len(self._bits):
+            self._bits += bytes(at + 4096 - len(self._bits))
+        self._bits[at] |= 1 << (number & 7)
+
+    def __contains__(self, number: int) -> bool:
+        at = number >> 3
+        return at < len(self._bits) and bool(self._bits[at] & 1 << (number & 7))
+
+
+class Checker:
+    """One check of a lake."""
+
+    def __init__(self, lake: Headless, *, quick: bool, report: Report) -> None:
+        self._lake, self._quick, self._report = lake, quick, report
+        self.done = Checked()
+        self.hurt: list[Hurt] = []
+        self.commits: dict[str, ObjectMeta] = {}
+        self._crcs: dict[str, dict[tuple[int, int], int]] = {}
+        """Extents of damaged members, by key of the pack, and the CRC-32 they should have."""
+        self._applied: set[str] = set()
+        """Keys of commits with files that were applied, in whatever version."""
+        self._problems: dict[tuple[str, Kind], Problem] = {}
+        self._found, self._intact = _Bits(), _Bits()
+        """Inodes of files, and numbers of objects, whose plain object is in the store at their version."""
+
+    async def run(self) -> Checked:
+        """Raises LakeError where the store does not answer."""
+        async for page in self._lake.client.list_all(COMMITS):
+            self.commits.update((meta.key, meta) for meta in page.objects if parse_commit_key(meta.key))
+        await self._lake.refresh()
+        self._applied = {row.key for row in self._lake.tree.objects.rows() if row.is_pack}
+        at_once = RECORDS_AT_ONCE if self._quick else AUDITS_AT_ONCE
+        await for_each(list(self.commits.values()), self._check_commit, at_once)
+        await self._list_plain()
+        self._check_names()
+        await self._check_indexes()
+        self.done.problems = sorted(self._problems.values(), key=lambda problem: (problem.key, problem.kind))
+        return self.done
+
+    def _problem(self, key: str, kind: Kind, text: str) -> Problem:
+        return self._problems.setdefault((key, kind), Problem(key, kind, text))
+
+    # -- commits
+
+    async def _check_commit(self, meta: ObjectMeta) -> None:
+        try:
+            if self._quick:
+                await self._check_record(meta, None)
+            else:
+                await self._audit(meta)
+        except (NotFound, PreconditionFailed):
+            self.commits.pop(meta.key, None)  # collected meanwhile
+            return
+        except Unavailable:
+            raise
+        except StoreError as error:
+            self._problem(meta.key, Kind.UNREADABLE, f"the store cannot read it: {error}")
+        if self._is_future(meta.key):
+            self._problem(meta.key, Kind.FUTURE, "its time lies in the future: mounts leave it out until then")
+        self.done.commits += 1
+        self._report("checking commits", self.done.commits, self.done.bytes_read)
+
+    async def _audit(self, meta: ObjectMeta) -> None:
+        async def fetch(start: int, end: int) -> Buffer:
+            data = (await self._lake.client.get(meta.key, start, end, etag=meta.etag)).data
+            self.done.bytes_read += len(data)
+            return data
+
+        audit = await verify(meta.key, meta.size, fetch)
+        for member in audit.members:
+            if not member.sound:
+                self._crcs.setdefault(meta.key, {})[member.offset, member.size] = member.crc
+        for problem in audit.problems:
+            if problem.fault is Fault.DIRECTORY:
+                self._problem(meta.key, Kind.HEADERS, problem.text)
+            elif problem.fault is Fault.OUTSIDE:
+                found = self._problem(meta.key, Kind.OUTSIDE, problem.text)
+                found.paths.update(dict.fromkeys(self._not_superseded(meta.key, problem.paths)))
+        if audit.record is None or any(problem.fault in (Fault.END, Fault.OUTSIDE) for problem in audit.problems):
+            await self._check_record(meta, audit)
+        else:
+            self._check_applied(meta, audit.record)
+
+    async def _check_record(self, meta: ObjectMeta, audit: Audit | None) -> None:
+        """A mount takes the commit, or it is a problem that names all that the commit is known to have spoken of."""
+        try:
+            self._check_applied(meta, await fetch_record(self._lake.client, meta))
+        except DamagedCommit as error:
+            text = str(error).removeprefix(meta.key + ": ")
+            problem = self._problem(meta.key, Kind.UNREADABLE, f"no mount can use it: {text}")
+            paths: list[str] = []
+            if audit is not None and audit.record is not None:
+                paths = [each.path for each in audit.record.operations if not isinstance(each, Remove)]
+            elif audit is not None:
+                paths = [member.path for member in audit.members]
+                problem.text += "; files whose headers are lost, too, may have been in it"
+            problem.paths.update(dict.fromkeys(self._not_superseded(meta.key, paths)))
+
+    def _check_applied(self, meta: ObjectMeta, record: Record) -> None:
+        """Applying a commit that has files notes its object, whatever becomes of them."""
+        if meta.key in self._applied or self._is_future(meta.key):
+            return
+        mine = [each.path for each in record.operations if isinstance(each, Put | Relocate) and each.object == THIS]
+        if mine:
+            problem = self._problem(meta.key, Kind.LATE, "it came into sight too late for the index and for mounts")
+            problem.paths.update(dict.fromkeys(self._not_superseded(meta.key, mine)))
+
+    def _is_future(self, key: str) -> bool:
+        named = parse_commit_key(key)
+        return named is not None and named[0] > self._lake.clock.wall_ns() + FUTURE_NS_MAX
+
+    def _not_superseded(self, key: str, paths: list[str] | tuple[str, ...]) -> list[str]:
+        """Those of which no later commit has spoken."""
+        named = parse_commit_key(key)
+        time_ns = named[0] if named is not None else 0
+        left: list[str] = []
+        for path in paths:
+            entry = self._lake.entry_at(path)
+            tombstone = self._lake.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+            if (entry is None or entry.stamp <= time_ns) and (tombstone is None or tombstone.stamp <= time_ns):
+                left.append(path)
+        return left
+
+    # -- indexes
+
+    async def _check_indexes(self) -> None:
+        if missing_before(self._lake.fs.database):
+            self._problem(INDEX, Kind.INDEX, "commits were collected, and no index that has them can be used")
+        for time_ns in await find(self._lake.client):
+            try:
+                manifest = await fetch_manifest(self._lake.client, time_ns)
+            except NotFound:
+                continue  # without a manifest it does not exist
+            except DamagedCommit as error:
+                self._problem(prefix_of(time_ns), Kind.INDEX, f"{error}: write a new one with snapshot")
+                continue
+            try:
+                if not self._quick:
+                    with tempfile.TemporaryDirectory(prefix="lakefs-fuse-") as directory:
+                        await fetch_files(self._lake.client, manifest, Path(directory))
+                    self.done.bytes_read += manifest.bytes
+            except (NotFound, DamagedCommit) as error:
+                self._problem(prefix_of(time_ns), Kind.INDEX, f"{error}: write a new one with snapshot")
+
+    # -- names
+
+    async def _list_plain(self) -> None:
+        """What lies in the store at the version that names refer to."""
+        for prefix in ("", OBJECTS):
+            async with aclosing(self._lake.client.list_all(prefix)) as pages:
+                async for page in pages:
+                    self._note_found(page.objects, everything=bool(prefix))
+
+    def _note_found(self, metas: Sequence[ObjectMeta], *, everything: bool) -> None:
+        for meta in metas:
+            if not everything and meta.key.startswith(RESERVED_NAME + "/"):
+                continue
+            row = self._lake.tree.objects.find(meta.key, meta.etag)
+            if row is not None and row.size == meta.size:
+                self._intact.add(row.number)
+            entry = self._lake.entry_at(meta.key)
+            if entry is not None:
+                self._found.add(entry.inode)
+
+    def _check_names(self) -> None:
+        for path, entry in self._lake.files():
+            if entry.flags & (Flag.SYMLINK | Flag.LOCAL):
+                continue
+            self.done.files += 1
+            if entry.place:
+                self._check_file(path, entry)
+            elif entry.inode not in self._found:
+                self.done.gone += 1
+
+    def _check_file(self, path: str, entry: Entry) -> None:
+        row = self._lake.tree.objects.get(entry.place)
+        if row is None:
+            self._problem("?", Kind.MISSING, "an object that this cache does not know").paths[path] = None
+            return
+        kind, text, crc = self._what_is_wrong(entry, row)
+        if kind is not None:
+            self._problem(row.key, kind, text).paths[path] = None
+            self.hurt.append(Hurt(path, entry, row, crc))
+
+    def _what_is_wrong(self, entry: Entry, row: ObjectRow) -> tuple[Kind | None, str, int | None]:
+        crc = self._crcs.get(row.key, {}).get((entry.offset, entry.size))
+        if entry.offset + entry.size > row.size:
+            return Kind.OUTSIDE, "names refer to bytes behind its end", None
+        if not row.is_pack:
+            if row.number in self._intact:
+                return None, "", None
+            return Kind.MISSING, "the plain object, of a file that was renamed, is gone or was replaced", None
+        meta = self.commits.get(row.key)
+        if meta is None:
+            return Kind.MISSING, "the pack is gone", None
+        if (meta.etag, meta.size) != (row.etag, row.size):
+            text = f"{meta.size:,} bytes where names refer to {row.size:,}" if meta.size != row.size else "replaced"
+            return Kind.CHANGED, text, crc
+        if crc is not None:
+            return Kind.DAMAGED, "bytes of files are damaged or missing", crc
+        return None, "", None

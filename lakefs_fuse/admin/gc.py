@@ -1,0 +1,335 @@
+"""`gc`: gives back what no name has its bytes in any more, safe while mounts run and when killed at any point.
+
+What always holds: a commit object is deleted only where, after all commits were applied, no name has bytes in it; that
+was already so in a run at least a grace period ago (see `gc_note`); its record was read, and every name that it speaks
+of is known as it left it, or as later commits did; and an index was written since, which says the same. While any
+commit cannot be read, or lies in the future, none is deleted, because nobody knows what that one refers to.
+
+The steps, and what being killed in or after each leaves:
+
+1. **Rewrite.** Packs of which less than ``live_below`` is live: their live files go into new packs. Killed before a
+   commit: nothing. After it: files that are in the new pack; the old one has fewer live bytes, the next run goes on.
+2. **Fold**, if commits are dead that no index is known to have: an index is written, whose horizon says that commits
+   before it may be missing. Killed before its manifest: no index. After it: an index more; nothing is missing yet.
+3. **Note** what is dead, and since when. Killed before: grace periods begin later.
+4. **Wait** for the grace period, if asked to, and look again: what a commit of meanwhile refers to is not dead.
+5. **Delete** dead commit objects whose grace period has passed. Killed half-way: some are gone; each of them was in an
+   index, and a mount that knows less than the horizon takes the index.
+6. **Leftovers**: plain objects that commits hide (see `leftovers`); objects under ``.lakefs/objects/`` that nothing
+   refers to, and unfinished uploads, both only when they are days old, because an upload's commit comes after it.
+
+With a grace period of 0 a mount that has not polled since may fail to read, or miss, what was just moved: it is meant
+for lakes that nobody else has mounted. Tasks of one trio loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import trio
+
+from lakefs_fuse.admin.at_once import for_each
+from lakefs_fuse.admin.extents import Moving
+from lakefs_fuse.admin.gc_note import Note, read_note, write_note
+from lakefs_fuse.admin.headless import NS, Headless
+from lakefs_fuse.admin.leftovers import Swept, delete, sweep
+from lakefs_fuse.admin.relocating import Moved, Relocator
+from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
+from lakefs_fuse.catalog.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
+from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
+from lakefs_fuse.store.protocol import ObjectMeta
+
+LIVE_BELOW = 0.75
+"""A dataset of which half was removed has packs with a little more, and a little less, than half of their bytes
+live."""
+GRACE_S = 3600.0
+UPLOADS_OLDER_S = 7 * 86400.0
+MEMBER_BYTES = 170
+"""What a member takes besides three times its name and its bytes: headers, directory and record."""
+RECORDS_AT_ONCE = 16
+INDEX = ".lakefs/index/"
+
+Fold = Callable[[int], Awaitable[None]]
+"""Write an index of all that is known, with this horizon."""
+Report = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Of one run. ``live_below`` is a share of a pack's bytes; times in seconds."""
+
+    live_below: float = LIVE_BELOW
+    grace_s: float = GRACE_S
+    uploads_older_s: float = UPLOADS_OLDER_S
+    wait: bool = False
+    dry_run: bool = False
+
+
+@dataclass(slots=True)
+class Collected:
+    """What was done, or would be. ``bytes_later`` are in commit objects whose grace period has not passed."""
+
+    moved: Moved = field(default_factory=Moved)
+    packs_rewritten: int = 0
+    commits_deleted: int = 0
+    bytes_commits: int = 0
+    commits_later: int = 0
+    bytes_later: int = 0
+    unreadable: int = 0
+    unsettled: int = 0
+    plain: Swept = field(default_factory=Swept)
+    unreferenced: Swept = field(default_factory=Swept)
+    uploads_aborted: int = 0
+    folded: bool = False
+
+    @property
+    def bytes_deleted(self) -> int:
+        return self.bytes_commits + self.plain.bytes + self.unreferenced.bytes
+
+    def summary(self) -> dict[str, object]:
+        """For scripts; the names are final."""
+        return {
+            "bytes_given_back": self.bytes_deleted - self.moved.bytes_written,
+            "bytes_deleted": self.bytes_deleted,
+            "packs_rewritten": self.packs_rewritten,
+            "files_moved": self.moved.files,
+            "bytes_written": self.moved.bytes_written,
+            "files_damaged": self.moved.damaged,
+            "commits_deleted": self.commits_deleted,
+            "commits_later": self.commits_later,
+            "bytes_later": self.bytes_later,
+            "commits_unreadable": self.unreadable,
+            "commits_late": self.unsettled,
+            "objects_deleted": self.plain.objects + self.unreferenced.objects,
+            "uploads_aborted": self.uploads_aborted,
+            "folded": self.folded,
+        }
+
+    def describe(self, *, dry_run: bool) -> str:
+        """For people."""
+        lines = [
+            f"{self.bytes_deleted:,} bytes {'would be ' if dry_run else ''}deleted: {self.commits_deleted:,} commits, "
+            f"{self.plain.objects + self.unreferenced.objects:,} plain objects, {self.uploads_aborted:,} uploads; "
+            f"{self.moved.bytes_written:,} bytes {'would be ' if dry_run else ''}written: the live files of "
+            f"{self.packs_rewritten:,} packs"
+        ]
+        if self.commits_later:
+            lines.append(
+                f"{self.bytes_later:,} bytes in {self.commits_later:,} dead commits are deleted by a run after the "
+                "grace period (--grace, --wait)"
+            )
+        if self.unreadable:
+            lines.append(
+                f"no commit and no leftover was deleted, as {self.unreadable:,} commits cannot be read: run fsck"
+            )
+        if self.unsettled:
+            lines.append(f"{self.unsettled:,} commits were left: what they say was never seen in the lake: run fsck")
+        if self.moved.damaged:
+            lines.append(f"{self.moved.damaged:,} files have damaged bytes and were left where they are: run fsck")
+        return "\n".join(lines)
+
+
+class Collector:
+    """One run over a lake; see the module's head."""
+
+    def __init__(
+        self,
+        lake: Headless,
+        options: Options,
+        *,
+        fold: Fold,
+        report: Report,
+        sleep: Callable[[float], Awaitable[None]] = trio.sleep,
+    ) -> None:
+        self._lake, self._options, self._fold, self._report, self._sleep = lake, options, fold, report, sleep
+        self._settled: set[str] = set()
+        """Dead commits that were looked into, by this run or by the last one."""
+        self._unsettled: set[str] = set()
+        self.done = Collected()
+
+    async def run(self) -> Collected:
+        """Raises LakeError; what was done by then stays."""
+        options = self._options
+        old = await read_note(self._lake.client)
+        self._settled.update(old.dead)
+        await self._rewrite()
+        note = await self._remember(old, await self._dead())
+        if options.wait and options.grace_s and not options.dry_run and note.dead:
+            self._report("waiting for mounts to see it", 0, 0)
+            youngest = max(note.dead.values())
+            await self._sleep(max(0.0, options.grace_s - (self._lake.clock.wall_ns() - youngest) / NS))
+        await self._delete_dead(note)
+        self._report("looking for leftovers", 0, 0)
+        self.done.plain = await sweep(
+            self._lake, "", grace_s=options.grace_s, removed=True, dry_run=options.dry_run
+        )  # fmt: skip
+        await self._delete_unreferenced()
+        await self._abort_uploads()
+        self.done.unsettled = len(self._unsettled)
+        return self.done
+
+    # -- rewriting
+
+    async def _rewrite(self) -> None:
+        chosen = self._choose()
+        self.done.packs_rewritten = len(chosen)
+        if not chosen:
+            return
+        if self._options.dry_run:
+            self.done.moved.bytes_written = sum(chosen.values())
+            self.done.commits_later = len(chosen)
+            self.done.bytes_later = sum(
+                row.size for row in self._lake.tree.objects.rows() if row.number in chosen
+            )  # fmt: skip
+            return
+        relocator = Relocator(
+            self._lake, report=lambda moved: self._report("rewriting packs", moved.files, moved.bytes)
+        )
+        for path, entry in self._lake.files():
+            if entry.place in chosen:
+                extent = self._lake.namespace.extent(entry)
+                if extent is not None:
+                    await relocator.add(Moving(path, entry, extent))
+        self.done.moved = await relocator.finish()
+
+    def _choose(self) -> dict[int, int]:
+        """Numbers of the packs to rewrite, with the bytes that their live files would take in another pack."""
+        below = self._options.live_below
+        rows = {
+            row.number: row.size
+            for row in self._lake.tree.objects.rows()
+            if row.is_pack and row.entries > 0 and row.bytes_live < below * row.size
+        }
+        live = dict.fromkeys(rows, 0)
+        for path, entry in self._lake.files():
+            if entry.place in live:
+                live[entry.place] += entry.size + MEMBER_BYTES + 3 * len(path.encode("utf-8", "surrogatepass"))
+        return {number: size for number, size in live.items() if size < below * rows[number]}
+
+    # -- what is dead
+
+    async def _commits(self) -> list[ObjectMeta]:
+        found: list[ObjectMeta] = []
+        async for page in self._lake.client.list_all(COMMITS):
+            found += [meta for meta in page.objects if parse_commit_key(meta.key) is not None]
+        return found
+
+    async def _dead(self) -> list[ObjectMeta]:
+        """Commit objects that no name has bytes in, after all commits were applied."""
+        lake = self._lake
+        commits = await self._commits()
+        await lake.refresh()
+        dead: list[ObjectMeta] = []
+
+        async def look(meta: ObjectMeta) -> None:
+            row = lake.tree.objects.find(meta.key, meta.etag)
+            if (row is None or row.entries <= 0) and await self._is_settled(meta, has_row=row is not None):
+                dead.append(meta)
+
+        await for_each(commits, look, RECORDS_AT_ONCE)
+        self.done.unreadable = max(self.done.unreadable, lake.refused)
+        return [] if self.done.unreadable else sorted(dead, key=lambda meta: meta.key)
+
+    async def _is_settled(self, meta: ObjectMeta, *, has_row: bool) -> bool:
+        """All that a commit says is known here, or what came after it: it was not too late for whoever folded the
+        index. Looked up once, when it is first seen to be dead."""
+        if meta.key in self._settled:
+            return True
+        try:
+            record = await fetch_record(self._lake.client, meta)
+        except (NotFound, PreconditionFailed):
+            return False
+        except DamagedCommit:
+            self.done.unreadable += 1
+            return False
+        for operation in record.operations:
+            own = isinstance(operation, Put | Relocate) and operation.object == THIS
+            if (own and not has_row) or not self._is_known(operation, record.time):
+                self._unsettled.add(meta.key)
+                return False
+        self._settled.add(meta.key)
+        return True
+
+    def _is_known(self, operation: Operation, time_ns: int) -> bool:
+        """A name, or its tombstone, is as new as this operation on it. What depends on a version, or on an object that
+        anybody may delete, leaves no trace."""
+        if isinstance(operation, SetAttr | Relocate) or (isinstance(operation, Put) and operation.object == OWN):
+            return True
+        slash = b"/" if isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory) else b""
+        tombstone = self._lake.tree.tombstones.get(operation.path.encode() + slash)
+        if tombstone is not None and tombstone.stamp >= time_ns:
+            return True
+        entry = self._lake.find(operation.path, slash)
+        if entry is None:
+            return False
+        replaced = entry.is_plain and not entry.stamp and entry.ctime_ns + NS > time_ns
+        return entry.stamp >= time_ns or replaced
+
+    async def _remember(self, old: Note, dead: list[ObjectMeta]) -> Note:
+        """Fold what is dead, and note since when it is."""
+        lake = self._lake
+        now = lake.clock.wall_ns()
+        since = {meta.key: min(now, old.dead.get(meta.key, now)) for meta in dead}
+        newest = max((_time_of(key) for key in since), default=0)
+        horizon = max(old.horizon, newest + 1) if since else old.horizon
+        note = Note(horizon=horizon, dead=since)
+        if self._options.dry_run:
+            return note
+        if since and (horizon > old.horizon or not await self._has_index()):
+            self._report("folding commits into an index", 0, 0)
+            await self._fold(horizon)
+            self.done.folded = True
+        if note != old:
+            await write_note(lake.client, note, lake.clock.now())
+        return note
+
+    async def _has_index(self) -> bool:
+        page = await self._lake.client.list_page(INDEX, keys_max=1)
+        return bool(page.objects or page.prefixes)
+
+    # -- deleting
+
+    async def _delete_dead(self, note: Note) -> None:
+        if not note.dead:
+            return
+        now = self._lake.clock.wall_ns()
+        doomed: list[ObjectMeta] = []
+        for meta in await self._dead():  # again: commits of others may have come while we folded or waited
+            since = note.dead.get(meta.key)
+            if since is None or (now - since) / NS < self._options.grace_s or _time_of(meta.key) >= note.horizon:
+                self.done.commits_later += 1
+                self.done.bytes_later += meta.size
+            else:
+                doomed.append(meta)
+        swept = Swept()
+        await delete(self._lake, doomed, swept, dry_run=self._options.dry_run)
+        self.done.commits_deleted, self.done.bytes_commits = swept.objects, swept.bytes
+
+    async def _delete_unreferenced(self) -> None:
+        lake, older_s = self._lake, self._options.uploads_older_s
+        async with aclosing(lake.client.list_all(OBJECTS)) as pages:
+            async for page in pages:
+                doomed = []
+                for meta in page.objects:
+                    row = lake.tree.objects.find(meta.key, meta.etag)
+                    if (row is None or row.entries <= 0) and self._is_older(meta.mtime_ns, older_s):
+                        doomed.append(meta)
+                if not lake.refused:
+                    await delete(lake, doomed, self.done.unreferenced, dry_run=self._options.dry_run)
+
+    async def _abort_uploads(self) -> None:
+        for upload in await self._lake.client.list_multipart(""):
+            if self._is_older(upload.started_ns, self._options.uploads_older_s):
+                if not self._options.dry_run:
+                    await self._lake.client.abort_multipart(upload.key, upload.upload_id)
+                self.done.uploads_aborted += 1
+
+    def _is_older(self, time_ns: int, age_s: float) -> bool:
+        return (self._lake.clock.wall_ns() - time_ns) / NS >= age_s
+
+
+def _time_of(key: str) -> int:
+    named = parse_commit_key(key)
+    return 0 if named is None else named[0]

@@ -1,0 +1,98 @@
+"""Plain objects that a commit hides, and that lie there still: found in listings, deleted a thousand at a time.
+
+An object is a leftover where what the commits say of its key names its very ETag as hidden, no name has its bytes in
+it, and all that has held for longer than a grace period. Deleting is a LIST, the comparison, and one request right
+after: an S3 store has no condition on deleting many objects. What remains is the time between the LIST and that
+request, in which somebody may put another object under the same key; it is then gone with the old one. A mount does
+not, unless it had been without the commit for the whole grace period.
+
+A crash leaves some of the objects. Tasks of one trio loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from lakefs_fuse.admin.headless import NS, Headless
+from lakefs_fuse.catalog.archive import parse_commit_key
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.meta.entry import PENDING, Entry
+from lakefs_fuse.store.protocol import ObjectMeta
+
+
+@dataclass(slots=True)
+class Swept:
+    """``bytes`` is the size of the ``objects`` that were, or would be, deleted; ``young`` were left because their grace
+    period ends after ``wait_s`` more seconds at most. ``failed`` could not be deleted."""
+
+    objects: int = 0
+    bytes: int = 0
+    young: int = 0
+    wait_s: float = 0.0
+    failed: int = 0
+
+
+def hidden_since(lake: Headless, meta: ObjectMeta, *, removed: bool) -> int | None:
+    """Time from which on a plain object is a leftover; None for one that is not. ``removed``: count those, too, whose
+    name is gone."""
+    key, tree = meta.key, lake.tree
+    used = tree.objects.find(key, meta.etag)
+    if used is not None and used.entries > 0:
+        return None
+    entry = lake.entry_at(key)
+    if entry is not None:
+        return _hidden_by_entry(lake, entry, meta)
+    tombstone = tree.tombstones.get(key.encode("utf-8", "surrogatepass"))
+    if not removed or tombstone is None or tombstone.stamp >= PENDING:
+        return None
+    if tombstone.etag != meta.etag or not tombstone.hides(meta.etag, meta.mtime_ns):
+        return None
+    return max(tombstone.stamp, meta.mtime_ns)
+
+
+def _hidden_by_entry(lake: Headless, entry: Entry, meta: ObjectMeta) -> int | None:
+    if not entry.stamp or entry.stamp >= PENDING or entry.is_plain or entry.etag != meta.etag:
+        return None
+    since = max(entry.stamp, meta.mtime_ns)
+    row = lake.tree.objects.get(entry.place) if entry.place else None
+    named = None if row is None else parse_commit_key(row.key)
+    # A relocated file keeps the time of an older commit; that of its pack is the time of its relocation.
+    return since if named is None else max(since, named[0])
+
+
+async def sweep(
+    lake: Headless, prefix: str, *, grace_s: float, removed: bool, dry_run: bool = False, only: str = ""
+) -> Swept:
+    """Delete the leftovers whose keys begin with ``prefix`` (``only``: the one with that key); none while there are
+    commits that cannot be read, as those may refer to them. Raises LakeError."""
+    swept = Swept()
+    await lake.refresh()
+    if lake.refused:
+        return swept
+    async with aclosing(lake.client.list_all(prefix)) as pages:
+        async for page in pages:
+            doomed: list[ObjectMeta] = []
+            for meta in page.objects:
+                if meta.key.startswith(RESERVED_NAME + "/") or (only and meta.key != only):
+                    continue
+                since = hidden_since(lake, meta, removed=removed)
+                if since is None:
+                    continue
+                left_s = grace_s - (lake.clock.wall_ns() - since) / NS
+                if grace_s and left_s > 0:
+                    swept.young += 1
+                    swept.wait_s = max(swept.wait_s, left_s)
+                else:
+                    doomed.append(meta)
+            await delete(lake, doomed, swept, dry_run=dry_run)
+    return swept
+
+
+async def delete(lake: Headless, doomed: Sequence[ObjectMeta], swept: Swept, *, dry_run: bool) -> None:
+    """Raises LakeError."""
+    failed = await lake.client.delete_many([meta.key for meta in doomed]) if doomed and not dry_run else {}
+    swept.failed += len(failed)
+    swept.objects += len(doomed) - len(failed)
+    swept.bytes += sum(meta.size for meta in doomed if meta.key not in failed)

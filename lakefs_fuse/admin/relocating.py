@@ -1,0 +1,250 @@
+"""Moves the bytes of files into new packs: one commit a pack, with a `Relocate` for each file.
+
+Always true: a file keeps its name, inode, attributes and commit time; the commit changes nothing of a file that is not
+at the version that was read, and never names a plain object that was replaced before the commit's time (the objects are
+listed again after the time was taken, so whatever replaces one later is dated later, and wins). What a commit makes
+superfluous is somebody else's to delete, after it.
+
+A crash before a PUT leaves nothing; after it, a commit that is in effect. A commit that took long to store is named by
+another, small one, because mounts look for new commits among those of the last two minutes. Tasks of one trio loop.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import BinaryIO
+
+import trio
+
+from lakefs_fuse.admin.extents import ExtentReader, Moving, chunks
+from lakefs_fuse.admin.headless import Headless
+from lakefs_fuse.catalog.archive import ArchiveBuilder, Member, build, fd_sink
+from lakefs_fuse.catalog.record import COMMITS, OWN, THIS, ObjectRef, Record, Relocate, encode
+from lakefs_fuse.config import MIB
+from lakefs_fuse.data.version import Extent
+from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.fs.attributes import learn
+from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.store.protocol import FileSlice
+
+PACK_BYTES = 64 * MIB
+PACK_FILES_MAX = 10_000
+"""Whoever applies a commit does so in one go."""
+SLOW_S = 60.0
+
+
+@dataclass(slots=True)
+class Moved:
+    """What was done. ``left`` are files that changed, vanished or were found damaged meanwhile."""
+
+    files: int = 0
+    bytes: int = 0
+    packs: int = 0
+    bytes_written: int = 0
+    left: int = 0
+    damaged: int = 0
+
+
+@dataclass(slots=True)
+class RelocationBuilder:
+    """Operations of one commit, and the objects they point into."""
+
+    objects: list[ObjectRef] = field(default_factory=lambda: [ObjectRef()])
+    operations: list[Relocate] = field(default_factory=list)
+    _numbers: dict[ObjectRef, int] = field(default_factory=dict)
+
+    def add(self, path: str, entry: Entry, source: Extent, target: int, offset: int, hides: str) -> None:
+        """``target`` is an index into ``objects``."""
+        version = source.version
+        number, from_etag = OWN, version.etag
+        if entry.place:
+            ref = ObjectRef(version.key, version.etag, version.size)
+            number, from_etag = self.index(ref), ""
+        self.operations.append(
+            Relocate(
+                path, number, source.offset, from_etag, target, offset, source.size,
+                entry.mode, entry.uid, entry.gid, entry.mtime_ns, hides=hides,
+            )
+        )  # fmt: skip
+
+    def index(self, ref: ObjectRef) -> int:
+        if ref not in self._numbers:
+            self._numbers[ref] = len(self.objects)
+            self.objects.append(ref)
+        return self._numbers[ref]
+
+    async def commit(self, lake: Headless) -> None:
+        """A commit without bytes. Raises LakeError."""
+        if not self.operations:
+            return
+        record = self.record(lake, await lake.take_time())
+        raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record)))
+        await lake.client.put(lake.key_of(record.time), raw)
+        await lake.refresh()
+
+    def record(self, lake: Headless, time_ns: int) -> Record:
+        return Record(writer=lake.writer, time=time_ns, objects=self.objects, operations=list(self.operations))
+
+
+@dataclass(slots=True)
+class _Pack:
+    file: BinaryIO
+    builder: ArchiveBuilder
+    moved: list[tuple[Moving, int]] = field(default_factory=list)
+    """With the offset in the new pack."""
+    places: dict[Extent, int] = field(default_factory=dict)
+
+
+class Relocator:
+    """Takes files, one after the other, and commits a pack whenever one is full. `finish` sends the last."""
+
+    def __init__(
+        self,
+        lake: Headless,
+        *,
+        report: Callable[[Moved], None],
+        pack_bytes: int = PACK_BYTES,
+    ) -> None:
+        self._lake, self._report = lake, report
+        self._reader = ExtentReader(lake.client)
+        self._pack_bytes = pack_bytes
+        self._gathered: list[Moving] = []
+        self._bytes = 0
+        self.done = Moved()
+
+    async def add(self, file: Moving) -> None:
+        """Raises LakeError."""
+        full = self._bytes + file.source.size > self._pack_bytes or len(self._gathered) >= PACK_FILES_MAX
+        if self._gathered and full:
+            await self._flush()
+        self._gathered.append(file)
+        self._bytes += file.source.size
+
+    async def finish(self) -> Moved:
+        """Raises LakeError."""
+        if self._gathered:
+            await self._flush()
+        return self.done
+
+    async def _flush(self) -> None:
+        files, self._gathered, self._bytes = self._gathered, [], 0
+        with _temporary_file() as file:
+            pack = _Pack(file, ArchiveBuilder(fd_sink(file.fileno())))
+            for chunk in chunks(files):
+                await self._fill(pack, chunk)
+            if pack.moved:
+                await self._commit(pack)
+        self.done.left += len(files) - len(pack.moved)
+        self.done.damaged = self._reader.damaged
+        self._report(self.done)
+
+    async def _fill(self, pack: _Pack, files: Sequence[Moving]) -> None:
+        fresh = {file.source: index for index, file in enumerate(files) if file.source not in pack.places}
+        found = await self._reader.read([files[index] for index in fresh.values()])
+        learned = list(files)
+        members: list[tuple[Extent, Member]] = []
+        for (source, index), read in zip(fresh.items(), found, strict=True):
+            if read is None:
+                continue
+            learned[index] = await self._learn(files[index], read.metadata)
+            entry = learned[index].entry
+            about = entry.mode, entry.mtime_ns, entry.uid, entry.gid
+            members.append((source, Member(files[index].path, read.data, len(read.data), *about)))
+
+        def write() -> None:
+            for source, member in members:
+                pack.places[source] = pack.builder.add(member)
+
+        try:
+            await trio.to_thread.run_sync(write)
+        except OSError as error:
+            raise _no_room(error) from error
+        pack.moved += [(file, pack.places[file.source]) for file in learned if file.source in pack.places]
+
+    async def _learn(self, file: Moving, metadata: Mapping[str, str] | None) -> Moving:
+        """With the attributes that a plain object has of its own, as a mount would show them."""
+        if file.entry.flags & Flag.ATTRIBUTES_KNOWN or file.source.version.key.startswith(COMMITS):
+            return file
+        if metadata is None or not file.source.size:
+            try:
+                meta = await self._lake.client.head(file.source.version.key)
+            except NotFound:
+                return file  # it is missed again before the commit
+            metadata = meta.metadata if meta.etag == file.source.version.etag else None
+        return file if metadata is None else replace(file, entry=learn(file.entry, metadata))
+
+    async def _commit(self, pack: _Pack) -> None:
+        lake = self._lake
+        time_ns = await lake.take_time()
+        pack.moved = await self._unchanged(pack.moved)
+        if not pack.moved:
+            return
+        operations = _relocations(pack.moved, THIS, RelocationBuilder())
+        record = operations.record(lake, time_ns)
+        size = await trio.to_thread.run_sync(lambda: pack.builder.finish(encode(record)))
+        key = lake.key_of(time_ns)
+        began = trio.current_time()
+        meta = await lake.client.put(key, FileSlice(pack.file.fileno(), 0, size))
+        if trio.current_time() - began > SLOW_S:
+            await self._commit_again(pack, ObjectRef(key, meta.etag, size))
+        await lake.refresh()
+        self.done.packs += 1
+        self.done.bytes_written += size
+        self.done.files += len(pack.moved)
+        self.done.bytes += sum(file.source.size for file, _ in pack.moved)
+
+    async def _commit_again(self, pack: _Pack, ref: ObjectRef) -> None:
+        builder = RelocationBuilder()
+        target = builder.index(ref)
+        time_ns = await self._lake.take_time()
+        record = _relocations(await self._unchanged(pack.moved), target, builder).record(self._lake, time_ns)
+        raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record)))
+        await self._lake.client.put(self._lake.key_of(time_ns), raw)
+
+    async def _unchanged(self, moved: list[tuple[Moving, int]]) -> list[tuple[Moving, int]]:
+        """Those whose plain object is still the version that was read: one LIST of each directory."""
+        wanted: dict[str, dict[str, str]] = {}
+        for file, _ in moved:
+            if not file.entry.place:
+                prefix = file.path[: file.path.rfind("/") + 1]
+                wanted.setdefault(prefix, {})[file.path] = file.source.version.etag
+        changed: set[str] = set()
+        for prefix, etags in wanted.items():
+            changed |= await self._changed(prefix, etags)
+        return [each for each in moved if each[0].path not in changed]
+
+    async def _changed(self, prefix: str, etags: dict[str, str]) -> set[str]:
+        left, last = set(etags), max(etags)
+        is_sorted = self._lake.client.capabilities.sorted_listing
+        start = min(etags)[:-1] if is_sorted else ""
+        token: str | None = None
+        while True:
+            page = await self._lake.client.list_page(prefix, delimiter="/", start_after=start, token=token)
+            left -= {meta.key for meta in page.objects if etags.get(meta.key) == meta.etag}
+            token = page.next_token
+            ended = is_sorted and page.objects and page.objects[-1].key.encode() > last.encode()
+            if token is None or ended or not left:
+                return left
+
+
+def _relocations(moved: Sequence[tuple[Moving, int]], target: int, builder: RelocationBuilder) -> RelocationBuilder:
+    for file, offset in moved:
+        hides = file.entry.etag
+        builder.add(file.path, file.entry, file.source, target, offset, hides)
+    return builder
+
+
+def _temporary_file() -> BinaryIO:
+    try:
+        return tempfile.TemporaryFile()
+    except OSError as error:
+        raise _no_room(error) from error
+
+
+def _no_room(error: OSError) -> LakeError:
+    return LakeError(
+        f"packs are built in {tempfile.gettempdir()}, which fails ({error.strerror}): "
+        f"make room for {PACK_BYTES // MIB} MiB, or set TMPDIR"
+    )

@@ -1,0 +1,305 @@
+"""`pack` and `unpack`: small plain objects into packs, and files of packs back into plain objects, in place.
+
+Both leave names, inodes, attributes and open handles as they are: mounts that read go on reading.
+
+Pack: objects are read at one ETag, put into packs with a commit each (see `relocating`), and deleted afterwards, when
+mounts have had a grace period to see the commits (see `leftovers`). Killed before a commit: nothing happened. Between a
+commit and the deletions: leftovers that every mount hides; a second run deletes them. Killed at any time, a second run
+does what is left.
+
+Unpack: each file is put as a plain object at its own key, if there is none; then one commit says so for many of them.
+Killed between the two: the objects count as put by somebody else just now, and have the same bytes and attributes. A
+file that others change in these seconds is looked at again before the commit: our object is taken away again where the
+name is something else by then. What remains is a change that we do not see within the time of two requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import trio
+
+from lakefs_fuse.admin.extents import CHUNK_BYTES, ExtentReader, Moving
+from lakefs_fuse.admin.headless import Headless
+from lakefs_fuse.admin.leftovers import Swept, delete, sweep
+from lakefs_fuse.admin.relocating import Moved, RelocationBuilder, Relocator
+from lakefs_fuse.catalog.record import OWN
+from lakefs_fuse.config import MIB
+from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed
+from lakefs_fuse.fs.attributes import describe
+from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.store.protocol import ObjectMeta
+
+THRESHOLD_BYTES = 1 * MIB
+GRACE_S = 30.0
+"""A few refresh periods of a mount."""
+CLOCK_S = 0.1
+"""Two clocks that measure one period differ by less."""
+PUTS_AT_ONCE = 8
+BATCH_FILES = 1000
+ELSEWHERE_MAX = 100_000
+"""Objects of renamed files that are remembered to be deleted; `gc` finds the others."""
+
+Report = Callable[[str, int, int], None]
+"""What is being done, files and bytes done."""
+Note = Callable[[str], None]
+NOTES_MAX = 20
+
+
+@dataclass(slots=True)
+class Packed:
+    """What `pack` did, or would do."""
+
+    moved: Moved = field(default_factory=Moved)
+    swept: Swept = field(default_factory=Swept)
+
+    def summary(self) -> dict[str, object]:
+        """For scripts; the names are final."""
+        return {
+            "files": self.moved.files,
+            "bytes": self.moved.bytes,
+            "packs": self.moved.packs,
+            "left": self.moved.left,
+            "objects_deleted": self.swept.objects,
+            "bytes_deleted": self.swept.bytes,
+            "objects_not_deleted": self.swept.failed,
+        }
+
+    def describe(self, *, dry_run: bool) -> str:
+        """For people."""
+        if dry_run:
+            return (
+                f"{self.moved.files:,} files of {self.moved.bytes:,} bytes would be packed; "
+                f"{self.swept.objects:,} leftover objects would be deleted"
+            )
+        text = f"{self.moved.files:,} files of {self.moved.bytes:,} bytes are in {self.moved.packs:,} packs now; "
+        text += f"{self.swept.objects:,} plain objects deleted"
+        if self.moved.left:
+            text += f"; {self.moved.left:,} files changed meanwhile and were left"
+        return text + (f"; {self.swept.failed:,} objects could not be deleted" if self.swept.failed else "")
+
+
+async def pack(
+    lake: Headless,
+    path: str,
+    *,
+    threshold_bytes: int = THRESHOLD_BYTES,
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+    report: Report,
+    sleep: Callable[[float], Awaitable[None]] = trio.sleep,
+) -> Packed:
+    """Raises LakeError; what was committed by then stays."""
+    packed = Packed()
+    elsewhere: list[ObjectMeta] = []
+
+    def tell(moved: Moved) -> None:
+        report("packing", moved.files, moved.bytes)
+
+    relocator = Relocator(lake, report=tell)
+    async with aclosing(lake.listed_files(path)) as files:
+        async for name, entry in files:
+            if not _is_small_plain(lake, entry, threshold_bytes):
+                continue
+            if dry_run:
+                packed.moved.files += 1
+                packed.moved.bytes += entry.size
+                continue
+            extent = lake.namespace.extent(entry)
+            if extent is not None:
+                await relocator.add(Moving(name, entry, extent))
+                if entry.place and len(elsewhere) < ELSEWHERE_MAX:
+                    elsewhere.append(ObjectMeta(extent.version.key, extent.version.size, extent.version.etag, 0))
+    prefix, only = (path + "/" if path else ""), ""
+    if lake.find(path) is not None and path:
+        prefix = only = path
+    if dry_run:
+        packed.swept = await sweep(lake, prefix, grace_s=grace_s, removed=False, dry_run=True, only=only)
+        return packed
+    packed.moved = await relocator.finish()
+    if packed.moved.packs and grace_s:
+        report("waiting for mounts to see it", packed.moved.files, packed.moved.bytes)
+        await sleep(grace_s)
+    packed.swept = await sweep(lake, prefix, grace_s=grace_s, removed=False, only=only)
+    if packed.swept.young:
+        await sleep(packed.swept.wait_s + CLOCK_S)
+        _add(packed.swept, await sweep(lake, prefix, grace_s=grace_s, removed=False, only=only))
+    await _delete_elsewhere(lake, elsewhere, packed.swept)
+    return packed
+
+
+def _is_small_plain(lake: Headless, entry: Entry, threshold_bytes: int) -> bool:
+    if entry.flags & (Flag.SYMLINK | Flag.LOCAL) or entry.size > threshold_bytes:
+        return False
+    row = lake.tree.objects.get(entry.place) if entry.place else None
+    return row is None or not row.is_pack
+
+
+def _add(swept: Swept, more: Swept) -> None:
+    swept.objects += more.objects
+    swept.bytes += more.bytes
+    swept.failed += more.failed
+
+
+async def _delete_elsewhere(lake: Headless, objects: Sequence[ObjectMeta], swept: Swept) -> None:
+    """Objects at keys that are not the names of their files, where no name has bytes in them any more."""
+    doomed: list[ObjectMeta] = []
+    for meta in objects:
+        row = lake.tree.objects.find(meta.key, meta.etag)
+        if row is not None and row.entries > 0:
+            continue
+        entry = lake.entry_at(meta.key)
+        if entry is not None and entry.is_plain and entry.etag == meta.etag:
+            continue
+        try:
+            if (await lake.client.head(meta.key)).etag == meta.etag:
+                doomed.append(meta)
+        except NotFound:
+            pass
+    await delete(lake, doomed, swept, dry_run=False)
+
+
+# -- back
+
+
+@dataclass(slots=True)
+class Unpacked:
+    """What `unpack` did, or would do. ``left`` stay in their packs, for reasons that were noted."""
+
+    files: int = 0
+    bytes: int = 0
+    left: int = 0
+
+    def summary(self) -> dict[str, object]:
+        """For scripts; the names are final."""
+        return {"files": self.files, "bytes": self.bytes, "left": self.left}
+
+    def describe(self, *, dry_run: bool) -> str:
+        """For people."""
+        verb = "would be" if dry_run else "are"
+        text = f"{self.files:,} files of {self.bytes:,} bytes {verb} plain objects{'' if dry_run else ' now'}"
+        return text + (f"; {self.left:,} stay in packs" if self.left else "")
+
+
+async def unpack(lake: Headless, path: str, *, dry_run: bool = False, report: Report, note: Note) -> Unpacked:
+    """Raises LakeError; what was committed by then stays."""
+    work = _Unpack(lake, report, note)
+    batch: list[Moving] = []
+    size = 0
+    async with aclosing(lake.listed_files(path)) as files:
+        async for name, entry in files:
+            row = lake.tree.objects.get(entry.place) if entry.place else None
+            extent = lake.namespace.extent(entry) if row is not None and row.is_pack else None
+            if extent is None:
+                continue
+            if dry_run:
+                work.done.files += 1
+                work.done.bytes += entry.size
+                continue
+            if batch and (size + entry.size > CHUNK_BYTES or len(batch) >= BATCH_FILES):
+                await work.put(batch)
+                batch, size = [], 0
+            batch.append(Moving(name, entry, extent))
+            size += entry.size
+    if batch:
+        await work.put(batch)
+    return work.done
+
+
+class _Unpack:
+    """The part that writes."""
+
+    def __init__(self, lake: Headless, report: Report, note: Note) -> None:
+        self._lake, self._report, self._note = lake, report, note
+        self._reader = ExtentReader(lake.client)
+        self.done = Unpacked()
+
+    async def put(self, files: Sequence[Moving]) -> None:
+        """Raises LakeError."""
+        data = await self._reader.read(files)
+        put: list[tuple[Moving, ObjectMeta]] = []
+        few = trio.CapacityLimiter(PUTS_AT_ONCE)
+
+        async def one(file: Moving, raw: bytes) -> None:
+            async with few:
+                meta = await self._put(file, raw)
+            if meta is not None:
+                put.append((file, meta))
+
+        await self._lake.refresh()
+        async with collecting() as nursery:
+            for file, read in zip(files, data, strict=True):
+                if read is None:
+                    self._leave(file.path, "its bytes are damaged or gone: run fsck")
+                elif self._is_current(file):
+                    nursery.start_soon(one, file, read.data)
+                else:
+                    self._leave(file.path, "it was changed meanwhile")
+        await self._commit(put)
+        self._report("unpacking", self.done.files, self.done.bytes)
+
+    def _is_current(self, file: Moving) -> bool:
+        now = self._lake.find(file.path)
+        return now is not None and (now.place, now.offset, now.size) == (
+            file.entry.place, file.entry.offset, file.entry.size,
+        )  # fmt: skip
+
+    async def _put(self, file: Moving, raw: bytes) -> ObjectMeta | None:
+        lake, key = self._lake, file.path
+        if lake.tree.objects.used(key) is not None:
+            self._leave(key, "another name has its bytes in the object at this key")
+            return None
+        try:
+            if file.entry.etag and (await lake.client.head(key)).etag == file.entry.etag:
+                await lake.client.delete(key)
+        except NotFound:
+            pass
+        try:
+            return await lake.client.put(key, raw, metadata=describe(file.entry, with_mtime=True), if_absent=True)
+        except PreconditionFailed:
+            return await self._adopted(file, raw)
+        except KeyRefused as error:
+            self._leave(key, str(error))
+        return None
+
+    async def _adopted(self, file: Moving, raw: bytes) -> ObjectMeta | None:
+        """Somebody's object is there; it is ours where a PUT was answered late, or a run ended before its commit."""
+        try:
+            fetched = await self._lake.client.get(file.path, 0, max(1, len(raw) + 1))
+            if fetched.meta.size == len(raw) and bytes(fetched.data) == raw:
+                return fetched.meta
+        except NotFound:
+            pass
+        self._leave(file.path, "another object was put at its key")
+        return None
+
+    async def _commit(self, put: Sequence[tuple[Moving, ObjectMeta]]) -> None:
+        await self._lake.refresh()
+        builder = RelocationBuilder()
+        for file, meta in put:
+            if self._is_current(file):
+                builder.add(file.path, file.entry, file.source, OWN, 0, meta.etag)
+                self.done.files += 1
+                self.done.bytes += file.entry.size
+            else:
+                self._leave(file.path, "it was changed meanwhile")
+                await self._take_away(meta)
+        await builder.commit(self._lake)
+
+    async def _take_away(self, meta: ObjectMeta) -> None:
+        now = self._lake.entry_at(meta.key)
+        if now is not None and now.is_plain and now.etag == meta.etag:
+            return
+        try:
+            if (await self._lake.client.head(meta.key)).etag == meta.etag:
+                await self._lake.client.delete(meta.key)
+        except NotFound:
+            pass
+
+    def _leave(self, path: str, why: str) -> None:
+        self.done.left += 1
+        if self.done.left <= NOTES_MAX:
+            self._note(f"left in its pack: {path}: {why}")

@@ -1,0 +1,153 @@
+"""Folding: all that commits and listings say of a lake, written as an index that fresh mounts take in.
+
+What always holds: an index is only written of a view that lacks nothing. Every commit that could be found was applied,
+none was refused, none was collected unseen, every directory was listed once in the course of it, and nothing in it is
+known to this node alone. Its horizon is never behind that of an older index. Tombstones are all kept, also those whose
+plain object is long gone: leaving one out would be safe only where its key was missing from a listing made since, and
+a listing is merged as it comes, without a note of what it did not bring.
+
+Bounds: memory holds the numbers of one level's directories (8 bytes each), a page of a listing for each of
+LISTINGS_AT_ONCE, and what is being stored; the disk holds a few files of rows.
+
+Tasks of one trio loop. A crash leaves files without a manifest in the store, which a later run removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import random
+import time as clocks
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+from lakefs_fuse.catalog.apply import forget_refused, refused_commits
+from lakefs_fuse.catalog.archive import commit_key
+from lakefs_fuse.catalog.clock import HybridClock
+from lakefs_fuse.catalog.index import Manifest, find, manifests, remove_old, write_index
+from lakefs_fuse.catalog.window import WINDOW_NS
+from lakefs_fuse.errors import FileError, LakeError, NotFound, Unsupported
+from lakefs_fuse.fs import Filesystem
+from lakefs_fuse.meta import tables
+from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.tables import DumpedFile
+from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.store.client import StoreClient
+
+LISTINGS_AT_ONCE = 16
+Report = Callable[[str, int, int], None]
+"""What is being done, names so far, bytes so far."""
+log = logging.getLogger(__name__)
+
+
+async def fold(
+    fs: Filesystem,
+    client: StoreClient,
+    *,
+    horizon: int = 0,
+    report: Report,
+    clock_ns: Callable[[], int] = clocks.time_ns,
+    file_bytes_max: int = tables.FILE_BYTES_MAX,
+) -> Manifest:
+    """Write an index of all that the lake holds now. ``fs`` is headless and read-only; ``horizon`` is the time before
+    which commits are about to be deleted. Raises LakeError where the view lacks something, or the store fails; then
+    there is no new index, and the old ones are as they were."""
+    database = fs.database
+    _check_nothing_local(database)
+    await fs.look_again()
+    await _list_all(fs, report)
+    await fs.look_again()
+    await _check_nothing_lacks(database, client)
+    before = await manifests(client)
+    horizon = max([horizon, *(manifest.horizon for manifest in before)])
+    clock = await _clock(client, clock_ns)
+    newest = tables.marks_of(database).newest
+    if horizon > newest + 1:
+        raise LakeError("commits were collected that this view lacks: run it again")
+    for seen in (newest, *(await find(client))[:1]):
+        clock.seen(seen)
+    dump = tables.Dump(
+        database,
+        tables.empty_directory(Path(fs.config.cache_dir).absolute() / "index"),
+        applied_since=newest - 2 * WINDOW_NS,
+        file_bytes_max=file_bytes_max,
+    )
+
+    def wrote(_: DumpedFile) -> None:
+        report("writing the index", dump.names, dump.bytes)
+
+    try:
+        manifest = await write_index(client, dump, time=clock.now(), horizon=horizon, wrote=wrote)
+    finally:
+        dump.close()
+    try:
+        await remove_old(client, clock.wall_ns())
+    except LakeError as error:
+        log.warning("the index is written, but older ones could not be removed: %s", error)
+    return manifest
+
+
+async def _clock(client: StoreClient, clock_ns: Callable[[], int]) -> HybridClock:
+    clock = HybridClock(clock_ns, rng=random.SystemRandom())
+    try:
+        clock.correct(await client.time_ns())
+    except Unsupported:
+        pass  # Then this machine's clock is what there is.
+    return clock
+
+
+def _check_nothing_local(database: Database) -> None:
+    if tables.has_local_changes(database):
+        raise LakeError(
+            "the cache directory has changes that are in no store yet: mount the lake with it and let them go up, or "
+            "give another --cache-dir"
+        )
+
+
+async def _check_nothing_lacks(database: Database, client: StoreClient) -> None:
+    if tables.missing_before(database):
+        raise LakeError(
+            "commits were collected, and the index that had them is damaged: see what fsck says. Nothing is folded, as "
+            "that would make the loss final"
+        )
+    for time, writer in refused_commits(database):
+        key = commit_key(time, writer)
+        try:
+            await client.head(key)
+        except NotFound:  # it was moved aside
+            forget_refused(database, time, writer)
+            continue
+        raise LakeError(f"commit {key} cannot be read, or lies in the future: look into it with fsck first")
+
+
+async def _list_all(fs: Filesystem, report: Report) -> None:
+    """List every directory once, level by level."""
+    names = directories = 0
+
+    async def work() -> None:
+        nonlocal names, directories
+        for inode in waiting:  # shared: each is taken by one task
+            try:
+                await fs.namespace.list_directory(inode)
+            except FileError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                continue  # it is gone meanwhile
+            directories += 1
+            for child in fs.namespace.tree.children(inode):
+                names += 1
+                if child.is_dir:
+                    below.append(child.inode)
+            report("listing", names, 0)
+
+    level = array("Q", [ROOT_INODE])
+    while level:
+        below = array("Q")
+        waiting = iter(level)
+        async with collecting() as nursery:
+            for _ in range(min(LISTINGS_AT_ONCE, len(level))):
+                nursery.start_soon(work)
+        level = below
+    log.info("%d directories listed, %d names", directories, names)

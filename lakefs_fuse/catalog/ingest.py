@@ -1,0 +1,357 @@
+"""Loads a tree or a tar stream into a lake, past any mount: small files into packs, large ones as plain objects.
+
+Always true: every pack is a commit of its own, seen by mounts once it is stored; no partial file is ever seen; at most
+``uploads_max`` packs are being uploaded while one more is filled, and memory does not grow with the source. A later
+item wins over an earlier one of the same path, as in tar.
+
+What a crash or an interruption leaves: the commits stored so far, which stay and are whole; perhaps an unfinished
+multipart upload, which `gc` aborts, or a plain object whose attributes no commit tells yet. Running the same again does
+all of it again, with the same result.
+
+A mount asks for commits of the last two minutes before the newest it knows. A pack that takes longer than SLOW_S to
+upload is named by another, small commit of the present time, so that none is missed.
+
+For tasks of one trio loop; what blocks is in `ingest_pack` and runs in threads.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import stat
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import TypeVar
+
+import trio
+
+from lakefs_fuse.catalog.archive import build, commit_key, parse_commit_key
+from lakefs_fuse.catalog.clock import HybridClock
+from lakefs_fuse.catalog.ingest_pack import CopyOf, Full, LargeFile, NeedsStored, Pack, Packer, Totals
+from lakefs_fuse.catalog.ingest_source import Attributes, Changed, Refused, Source, SourceError
+from lakefs_fuse.catalog.record import COMMITS, THIS, UNSET, ObjectRef, Operation, Put, Record, encode
+from lakefs_fuse.config import GIB, MIB
+from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Unsupported
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import PARTS_MAX, Body, ObjectMeta, PartRef
+
+PART_BYTES = 16 * MIB
+PARTS_BYTES_MAX = 64 * MIB
+"""Parts of a large file in memory at once, while they are no larger than PART_BYTES."""
+COPY_BYTES_MAX = 5 * GIB
+COPY_PART_BYTES = 1 * GIB
+SLOW_S = 60.0
+NOTES_MAX = 20
+"""Refused names that are told one by one."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_./=-]+")
+"""Keys that no store was ever seen to change."""
+
+T = TypeVar("T")
+Report = Callable[[Totals, Totals | None], None]
+"""What is done, and what there is where that is known."""
+
+__all__ = ["Ingest", "Totals"]
+
+
+class Ingest:
+    """One run. Owns the source."""
+
+    def __init__(
+        self,
+        client: StoreClient,
+        source: Source,
+        *,
+        path: str,
+        prefix_bytes: int,
+        uploads_max: int = 3,
+        report: Report,
+        note: Callable[[str], None],
+        rng: Random,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """``path`` is where in the lake the source's root goes; ``prefix_bytes`` what keys have in front of paths."""
+        self._client = client
+        self._source = source
+        self._report, self._note = report, note
+        self._clock = HybridClock(clock_ns, rng=random.SystemRandom())
+        self._writer = f"{rng.getrandbits(32):08x}"
+        self._packer = Packer(source, path=path, prefix_bytes=prefix_bytes)
+        self._slots = trio.Semaphore(uploads_max)
+        self._in_flight = 0
+        self._landed = trio.Event()
+        self._total: Totals | None = None
+        self.done = Totals()
+
+    async def run(self, *, count: bool = False) -> Totals:
+        """``count``: find out how much there is, for `Report`. Raises LakeError, or a group of them."""
+        counting, watching = trio.CancelScope(), trio.CancelScope()
+        try:
+            await self._learn_time()
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._interrupt_when_cancelled, watching)
+                if count:
+                    nursery.start_soon(self._count, counting)
+                await self._work(nursery)
+                counting.cancel()
+                watching.cancel()
+        finally:
+            self._packer.close()
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._source.close)
+        self._tell_refused_sum()
+        return self.done
+
+    async def _learn_time(self) -> None:
+        """Our commits have to be later than all that are there, whatever this machine's clock says."""
+        began = trio.current_time()
+        try:
+            store_time_ns = await self._client.time_ns()
+        except Unsupported:
+            pass  # Then this machine's clock is what there is.
+        else:
+            self._clock.correct(store_time_ns, int((trio.current_time() - began) * 1e9))
+        async for page in self._client.list_all(COMMITS, start_after=f"{COMMITS}{self._clock.now():016x}"):
+            for meta in page.objects:
+                if named := parse_commit_key(meta.key):
+                    self._clock.seen(named[0])
+
+    async def _count(self, scope: trio.CancelScope) -> None:
+        with scope:
+            found = await trio.to_thread.run_sync(self._source.count, abandon_on_cancel=True)
+            if found is not None:
+                self._total = Totals(files=found[0], bytes=found[1])
+
+    async def _interrupt_when_cancelled(self, scope: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
+        """A thread that waits for a silent stream would keep us from ending."""
+        task_status.started()
+        try:
+            with scope:
+                await trio.sleep_forever()
+        finally:
+            self._source.interrupt()
+
+    async def _blocking(self, call: Callable[..., T], *args: object) -> T:
+        """In a thread; what an interrupted source says there is not what went wrong."""
+        try:
+            return await trio.to_thread.run_sync(call, *args)
+        except SourceError:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            raise
+
+    async def _work(self, nursery: trio.Nursery) -> None:
+        while True:
+            step = await self._blocking(self._packer.fill)
+            self._tell_refused()
+            match step:
+                case Full(end):
+                    pack = self._packer.take()
+                    if pack is not None:
+                        await self._send(pack, nursery)
+                    if end:
+                        return
+                case LargeFile():
+                    await self._take_large(step)
+                case CopyOf():
+                    await self._take_copy(step)
+                case NeedsStored():
+                    while self._in_flight:
+                        self._landed = trio.Event()
+                        await self._landed.wait()
+
+    # -- packs
+
+    async def _send(self, pack: Pack, nursery: trio.Nursery) -> None:
+        """Seal it and start its upload, when there is a place for one more."""
+        if not pack.operations:
+            pack.file.close()
+            return
+        try:
+            await self._slots.acquire()
+            # Not a moment earlier: mounts look for new commits among those of the last minutes.
+            time = self._clock.now()
+            record = Record(writer=self._writer, time=time, objects=pack.objects, operations=pack.operations)
+            await trio.to_thread.run_sync(self._packer.seal, pack, record)
+        except BaseException:
+            pack.file.close()
+            raise
+        self._in_flight += 1
+        nursery.start_soon(self._store, pack, commit_key(time, self._writer))
+
+    async def _store(self, pack: Pack, key: str) -> None:
+        began = trio.current_time()
+        with pack.file:
+            meta = await self._client.put(key, pack.body())
+        ref = ObjectRef(meta.key, meta.etag, pack.size)
+        if trio.current_time() - began > SLOW_S:
+            await self._commit_again(pack, ref)
+        self._packer.set_stored(pack, ref)
+        pack.totals.packs = 1
+        self.done.add(pack.totals)
+        self._report(self.done, self._total)
+        self._in_flight -= 1
+        self._slots.release()
+        self._landed.set()
+
+    async def _commit_again(self, pack: Pack, ref: ObjectRef) -> None:
+        """The same operations in a commit of now, which points into the pack."""
+        objects = [*pack.objects, ref]
+        operations = [_pointing(operation, len(objects) - 1) for operation in pack.operations]
+        time = self._clock.now()
+        record = Record(writer=self._writer, time=time, objects=objects, operations=operations)
+        raw = await trio.to_thread.run_sync(lambda: build((), lambda offsets: encode(record)))
+        await self._client.put(commit_key(time, self._writer), raw)
+
+    # -- plain objects
+
+    async def _take_large(self, step: LargeFile) -> None:
+        """Upload it while the source waits. What only this file suffers from is told, and the rest goes on."""
+        try:
+            meta = await self._upload(step)
+        except Changed as error:
+            self._packer.refused.append(Refused(step.path, str(error)))
+        except OSError as error:
+            self._packer.refused.append(Refused(step.path, f"cannot be read: {error.strerror}"))
+        except KeyRefused as error:
+            self._packer.refused.append(Refused(step.path, str(error)))
+        else:
+            self._packer.add_object(step, meta.etag, meta.size)
+            self._count_object()
+        finally:
+            step.content.close()
+        self._tell_refused()
+
+    async def _upload(self, step: LargeFile) -> ObjectMeta:
+        client, key, size = self._client, step.path, step.content.size
+        part_bytes = max(PART_BYTES, -(-size // (PARTS_MAX * MIB)) * MIB)
+        room = trio.Semaphore(max(1, PARTS_BYTES_MAX // part_bytes))
+        upload_id = await client.create_multipart(key, metadata=_metadata(step.attributes))
+        parts: dict[int, PartRef] = {}
+        sent = 0
+
+        async def send(number: int, body: Body) -> None:
+            nonlocal sent
+            parts[number] = await client.upload_part(key, upload_id, number, body)
+            sent += parts[number].size
+            self.done.bytes += parts[number].size
+            self._report(self.done, self._total)
+            room.release()
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for number, start in enumerate(range(0, size, part_bytes), 1):
+                    await room.acquire()
+                    length = min(part_bytes, size - start)
+                    body = await self._blocking(step.content.read, start, length)
+                    nursery.start_soon(send, number, body)
+            await trio.to_thread.run_sync(step.content.check)
+            meta = await self._complete(key, upload_id, [parts[number] for number in sorted(parts)], size)
+            await self._check_name(key)
+            return meta
+        except BaseException as error:
+            self.done.bytes -= sent
+            with trio.CancelScope(shield=True):
+                await self._abort(key, upload_id)
+            raise _only(error) from None
+
+    async def _complete(self, key: str, upload_id: str, parts: list[PartRef], size: int) -> ObjectMeta:
+        try:
+            return await self._client.complete_multipart(key, upload_id, parts)
+        except NotFound:
+            # Perhaps it was completed, and the answer was lost.
+            meta = await self._client.head(key)
+            if meta.size != size:
+                raise
+            return meta
+
+    async def _abort(self, key: str, upload_id: str) -> None:
+        try:
+            await self._client.abort_multipart(key, upload_id)
+        except LakeError:
+            pass  # What went wrong before is what matters; `gc` aborts what is left.
+
+    async def _check_name(self, key: str) -> None:
+        """Some gateways change a character in a key. Raises KeyRefused."""
+        if _PLAIN_NAME.fullmatch(key):
+            return
+        async for page in self._client.list_all(key):
+            if any(meta.key == key for meta in page.objects):
+                return
+        raise KeyRefused(f"the store changed its name ({key!r})")
+
+    async def _take_copy(self, step: CopyOf) -> None:
+        try:
+            meta = await self._copy(step)
+        except (Unsupported, KeyRefused, NotFound) as error:
+            self._packer.refused.append(Refused(step.path, f"a hard link to {step.source}: {error}"))
+            self._tell_refused()
+            return
+        self._packer.add_object(step, meta.etag, step.size)
+        self._count_object()
+
+    async def _copy(self, step: CopyOf) -> ObjectMeta:
+        """By the store itself."""
+        client = self._client
+        if step.size <= COPY_BYTES_MAX:
+            return await client.copy(step.source, step.path, etag=step.etag)
+        upload_id = await client.create_multipart(step.path, metadata=_metadata(step.attributes))
+        try:
+            parts = []
+            for number, start in enumerate(range(0, step.size, COPY_PART_BYTES), 1):
+                end = min(start + COPY_PART_BYTES, step.size)
+                parts.append(
+                    await client.upload_part_copy(step.path, upload_id, number, step.source, start, end, etag=step.etag)
+                )
+            return await self._complete(step.path, upload_id, parts, step.size)
+        except BaseException:
+            with trio.CancelScope(shield=True):
+                await self._abort(step.path, upload_id)
+            raise
+
+    def _count_object(self) -> None:
+        self.done.files += 1
+        self.done.objects += 1
+        self._report(self.done, self._total)
+
+    # -- telling
+
+    def _tell_refused(self) -> None:
+        refused, self._packer.refused = self._packer.refused, []
+        for each in refused:
+            if each.special:
+                self.done.special += 1
+                continue
+            self.done.refused += 1
+            if self.done.refused <= NOTES_MAX:
+                self._note(f"left out: {printable(each.name)}: {each.why}")
+
+    def _tell_refused_sum(self) -> None:
+        if self.done.refused > NOTES_MAX:
+            self._note(f"left out: {self.done.refused - NOTES_MAX} more")
+
+
+def printable(name: str) -> str:
+    """A name for people, whatever bytes it is of."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")[:300]
+
+
+def _only(error: BaseException) -> BaseException:
+    """An error that is alone in its groups."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+def _pointing(operation: Operation, index: int) -> Operation:
+    """``operation`` of the pack itself as one that points at the pack."""
+    if isinstance(operation, Put) and operation.object == THIS:
+        fields = {name: getattr(operation, name) for name in Put.__struct_fields__}
+        return Put(**{**fields, "object": index})
+    return operation
+
+
+def _metadata(about: Attributes) -> Mapping[str, str]:
+    """As the mount writes it, and s3fs and rclone read it: `fs.attributes`."""
+    sign, ns = "-" if about.mtime_ns < 0 else "", abs(about.mtime_ns)
+    owners = {name: str(value) for name, value in (("uid", about.uid), ("gid", about.gid)) if value != UNSET}
+    mtime = f"{sign}{ns // 1_000_000_000}.{ns % 1_000_000_000:09d}"
+    return {"mode": str(stat.S_IFREG | about.mode), **owners, "mtime": mtime}

@@ -1,0 +1,374 @@
+"""The half of `ingest` that blocks: takes items from a source and puts them into a pack, until a pack is full.
+
+`Packer.fill` and `Packer.seal` are called from worker threads, never two at a time; the rest of a `Pack` is for the
+trio thread. A pack is a temporary file without a name, so a crash leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+from lakefs_fuse.catalog.archive import ArchiveBuilder, Member, fd_sink
+from lakefs_fuse.catalog.ingest_source import (
+    Attributes,
+    Changed,
+    Content,
+    Directory,
+    File,
+    HardLink,
+    Item,
+    Link,
+    Refused,
+    Source,
+    is_reserved,
+    refusal,
+)
+from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Symlink, encode
+from lakefs_fuse.config import MIB
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.store.protocol import Buffer, FileSlice
+
+PACK_BYTES = 64 * MIB
+"""A pack is sealed before it grows beyond this; larger files become plain objects."""
+MEMBER_BYTES_EXTRA = 512
+"""About what a member takes besides its bytes and its name, directory and record included."""
+OPERATIONS_MAX = 10_000
+"""In one commit: whoever applies it does so in one go."""
+LARGE = -1
+"""In place of a pack's number: a plain object."""
+
+
+@dataclass(slots=True)
+class Totals:
+    """What was done, or seen so far. Only what the store holds counts as files and bytes."""
+
+    files: int = 0
+    bytes: int = 0
+    directories: int = 0
+    links: int = 0
+    packs: int = 0
+    objects: int = 0
+    refused: int = 0
+    special: int = 0
+
+    def summary(self) -> dict[str, object]:
+        """For scripts; the names are final."""
+        return {
+            "files": self.files,
+            "bytes": self.bytes,
+            "directories": self.directories,
+            "symlinks": self.links,
+            "packs": self.packs,
+            "objects": self.objects,
+            "refused": self.refused,
+            "skipped": self.special,
+        }
+
+    def describe(self) -> str:
+        """For people."""
+        text = (
+            f"{self.files:,} files of {self.bytes:,} bytes in {self.packs:,} packs and {self.objects:,} plain objects; "
+            f"{self.directories:,} directories, {self.links:,} symbolic links"
+        )
+        if self.special:
+            text += f"; {self.special:,} devices, fifos or sockets skipped"
+        return text + (f"; {self.refused:,} left out, see above" if self.refused else "")
+
+    def add(self, other: Totals) -> None:
+        """Sum up in place."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(slots=True, eq=False)
+class Pack:
+    """One commit in the making. ``key``, ``size`` and ``record`` are set when it is sealed."""
+
+    number: int
+    file: BinaryIO
+    builder: ArchiveBuilder
+    operations: list[Operation] = field(default_factory=list)
+    objects: list[ObjectRef] = field(default_factory=lambda: [ObjectRef()])
+    indexes: dict[int, int] = field(default_factory=dict)
+    """Number of another pack → its index in ``objects``."""
+    totals: Totals = field(default_factory=Totals)
+    size: int = 0
+
+    def body(self) -> FileSlice:
+        """All of it."""
+        return FileSlice(self.file.fileno(), 0, self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """The pack can be sealed and sent; `Packer.take` answers it. ``end``: there is no more to come."""
+
+    end: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LargeFile:
+    """To be uploaded, then told to `Packer.add_object`; the source stands still meanwhile."""
+
+    path: str
+    attributes: Attributes
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOf:
+    """A hard link to a plain object, which only a copy can stand for."""
+
+    path: str
+    attributes: Attributes
+    source: str
+    etag: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class NeedsStored:
+    """A hard link points into a pack that is not in the store yet: call again when all are."""
+
+
+Step = Full | LargeFile | CopyOf | NeedsStored
+
+
+class Places:
+    """Where files of this run went, for hard links: in a temporary database, as there is no bound on their number."""
+
+    def __init__(self) -> None:
+        # The empty name is a database that SQLite keeps in memory while it is small, and removes itself.
+        self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        self._db.execute("PRAGMA journal_mode = OFF")
+        self._db.execute(
+            "CREATE TABLE places (path TEXT PRIMARY KEY, pack INT, offset INT, size INT, text TEXT) WITHOUT ROWID"
+        )
+        self._db.execute("BEGIN")
+
+    def put(self, path: str, pack: int | None, offset: int, size: int, text: str) -> None:
+        """``pack`` is None for a symbolic link, whose target is ``text``; for LARGE ``text`` is the ETag."""
+        self._db.execute("INSERT OR REPLACE INTO places VALUES (?, ?, ?, ?, ?)", (path, pack, offset, size, text))
+
+    def get(self, path: str) -> tuple[int | None, int, int, str] | None:
+        row: tuple[int | None, int, int, str] | None = self._db.execute(
+            "SELECT pack, offset, size, text FROM places WHERE path = ?", (path,)
+        ).fetchone()
+        return row
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class Packer:
+    """See the module's head. ``path`` is where in the lake the source's root goes, empty for the lake's own."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        path: str,
+        prefix_bytes: int,
+        make_file: Callable[[], BinaryIO] = tempfile.TemporaryFile,
+    ) -> None:
+        self._items: Iterator[Item] = source.items()
+        self._held: Item | None = None
+        self._path = path
+        self._prefix_bytes = prefix_bytes
+        self._make_file = make_file
+        self._places = Places() if source.links else None
+        self._stored: dict[int, ObjectRef] = {}
+        self._plain: dict[str, str] = {}
+        """ETags of plain objects of this run, which later files of the same name hide."""
+        self._pack: Pack | None = None
+        self._packs = 0
+        self.refused: list[Refused] = []
+        """For the caller to take away after each `fill`."""
+
+    def close(self) -> None:
+        if self._pack is not None:
+            self._pack.file.close()
+        if self._places is not None:
+            self._places.close()
+
+    # -- worker threads
+
+    def fill(self) -> Step:
+        """Go on until something has to be done about it. Raises LakeError."""
+        while True:
+            item, self._held = self._held, None
+            if item is None:
+                item = next(self._items, None)
+            if item is None:
+                return Full(end=True)
+            step = self._take(item)
+            if step is not None:
+                return step
+
+    def seal(self, pack: Pack, record: Record) -> None:
+        """Write the end of the archive. Raises LakeError."""
+        pack.size = pack.builder.finish(encode(record))
+
+    # -- trio thread, while no `fill` runs
+
+    def take(self) -> Pack | None:
+        """The pack that is full, if there is anything in it."""
+        pack, self._pack = self._pack, None
+        return pack
+
+    def add_object(self, step: LargeFile | CopyOf, etag: str, size: int) -> None:
+        """A plain object is at its own key now: the next commit gives it its attributes."""
+        pack, about = self._current(), step.attributes
+        self._plain[step.path] = etag
+        pack.operations.append(
+            Put(step.path, OWN, 0, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=etag)
+        )
+        self._remember(step.path, LARGE, 0, size, etag)
+
+    def set_stored(self, pack: Pack, ref: ObjectRef) -> None:
+        """The pack is in the store. Any time."""
+        if self._places is not None:
+            self._stored[pack.number] = ref
+
+    # -- one item
+
+    def _current(self) -> Pack:
+        if self._pack is None:
+            try:
+                file = self._make_file()
+            except OSError as error:
+                raise _no_room(error) from error
+            self._pack = Pack(self._packs, file, ArchiveBuilder(_sink(file.fileno())))
+            self._packs += 1
+        return self._pack
+
+    def _take(self, item: Item) -> Step | None:
+        if isinstance(item, Refused):
+            self._refuse(item)
+            return None
+        path = "/".join(part for part in (self._path, item.path) if part)
+        if not path:
+            return None  # The lake's own root keeps its attributes.
+        why = refusal(path, before_bytes=self._prefix_bytes)
+        if why or is_reserved(path):
+            self._refuse(Refused(item.path, why or ".lakefs is reserved"))
+            if isinstance(item, File):
+                item.content.close()
+            return None
+        if isinstance(item, File) and item.content.size > PACK_BYTES:
+            return LargeFile(path, item.attributes, item.content)
+        pack, about = self._current(), item.attributes
+        if not self._has_room(pack, path, item):
+            self._held = item
+            return Full()
+        match item:
+            case File():
+                self._add_file(pack, path, item)
+            case Directory():
+                pack.operations.append(Mkdir(path, about.mode, about.uid, about.gid, about.mtime_ns))
+                pack.totals.directories += 1
+            case Link():
+                self._add_link(pack, path, about, item.target)
+            case HardLink():
+                return self._add_hard_link(pack, path, item)
+        return None
+
+    def _has_room(self, pack: Pack, path: str, item: Item) -> bool:
+        if len(pack.operations) >= OPERATIONS_MAX:
+            return False
+        if not isinstance(item, File) or not pack.operations:
+            return True
+        taken = pack.builder.size + len(pack.operations) * MEMBER_BYTES_EXTRA
+        return taken + item.content.size + 3 * len(path) <= PACK_BYTES
+
+    def _refuse(self, refused: Refused) -> None:
+        self.refused.append(refused)
+
+    def _add_file(self, pack: Pack, path: str, item: File) -> None:
+        content, about = item.content, item.attributes
+        try:
+            data = content.read(0, content.size)
+            whole = b"".join(data.pieces()) if isinstance(data, FileSlice) else data
+            content.check()
+        except Changed as error:
+            self._refuse(Refused(item.path, str(error)))
+            return
+        except OSError as error:
+            self._refuse(Refused(item.path, f"cannot be read: {error.strerror}"))
+            return
+        finally:
+            content.close()
+        size = len(whole)
+        offset = pack.builder.add(Member(path, whole, size, about.mode, about.mtime_ns, about.uid, about.gid))
+        hides = self._plain.get(path, "")
+        pack.operations.append(
+            Put(path, THIS, offset, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
+        )
+        pack.totals.files += 1
+        pack.totals.bytes += size
+        self._remember(path, pack.number, offset, size, "")
+
+    def _add_link(self, pack: Pack, path: str, about: Attributes, target: str) -> None:
+        hides = self._plain.get(path, "")
+        pack.operations.append(Symlink(path, target, about.uid, about.gid, about.mtime_ns, hides=hides))
+        pack.totals.links += 1
+        self._remember(path, None, 0, 0, target)
+
+    def _add_hard_link(self, pack: Pack, path: str, item: HardLink) -> Step | None:
+        target = "/".join(part for part in (self._path, item.target) if part)
+        place = self._places.get(target) if self._places is not None else None
+        if place is None:
+            self._refuse(Refused(item.path, f"a hard link to {item.target}, which did not come before it"))
+            return None
+        number, offset, size, text = place
+        about = item.attributes
+        if number is None:
+            self._add_link(pack, path, about, text)
+            return None
+        if number == LARGE:
+            # Its own object: one that two names shared would be gone for both when one is removed.
+            return None if target == path else CopyOf(path, about, target, text, size)
+        index = THIS
+        if number != pack.number:
+            if number not in self._stored:
+                self._held = item
+                return NeedsStored()
+            if number not in pack.indexes:
+                pack.indexes[number] = len(pack.objects)
+                pack.objects.append(self._stored[number])
+            index = pack.indexes[number]
+        hides = self._plain.get(path, "")
+        pack.operations.append(
+            Put(path, index, offset, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
+        )
+        pack.totals.files += 1
+        self._remember(path, number, offset, size, "")
+        return None
+
+    def _remember(self, path: str, pack: int | None, offset: int, size: int, text: str) -> None:
+        if self._places is not None:
+            self._places.put(path, pack, offset, size, text)
+
+
+def _sink(fd: int) -> Callable[[Buffer], object]:
+    write = fd_sink(fd)
+
+    def checked(data: Buffer) -> None:
+        try:
+            write(data)
+        except OSError as error:
+            raise _no_room(error) from error
+
+    return checked
+
+
+def _no_room(error: OSError) -> LakeError:
+    return LakeError(
+        f"packs are built in {tempfile.gettempdir()}, which fails ({os.strerror(error.errno or 0)}): "
+        f"make room for {PACK_BYTES // MIB} MiB for each upload at once, or set TMPDIR"
+    )

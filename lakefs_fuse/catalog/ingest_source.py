@@ -1,0 +1,204 @@
+"""Where `ingest` reads from: a directory tree or a tar stream, as one sequence of items that can be applied in order.
+
+Always true: the path of an item could be one of a lake (`refusal`); what could not is a `Refused`, and the rest goes
+on; a file that changes while it is read is refused, not spliced. A source is read once, in order, by one thread at a
+time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from lakefs_fuse.catalog.record import (
+    KEY_BYTES_MAX,
+    NAME_BYTES_MAX,
+    TARGET_BYTES_MAX,
+    TIME_NS_MAX,
+    TIME_NS_MIN,
+    UNSET,
+)
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.store.protocol import Body
+
+PLACEHOLDER = ".lakefs-directory"
+"""Stands in for directory markers in stores that list none: as a file's name it would not be seen."""
+
+
+class SourceError(LakeError):
+    """The source ends early, is damaged, or cannot be read at all."""
+
+
+class Changed(Exception):
+    """A file was written to while it was read. The message says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """``mode`` is permission bits."""
+
+    mode: int
+    mtime_ns: int
+    uid: int
+    gid: int
+
+
+class Content(Protocol):
+    """The bytes of one file. Closed before the next item is asked for, or read in part."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, offset: int, length: int) -> Body:
+        """Bytes in order, without gaps. Raises OSError, Changed, SourceError."""
+
+    def check(self) -> None:
+        """After the last read. Raises Changed."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    path: str
+    attributes: Attributes
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """``path`` is empty for the root of the source."""
+
+    path: str
+    attributes: Attributes
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A symbolic link."""
+
+    path: str
+    attributes: Attributes
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class HardLink:
+    """The same file as ``target``, a path of this source that came before."""
+
+    path: str
+    attributes: Attributes
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """``name`` is as the source has it, perhaps not UTF-8. ``special``: a device, fifo or socket."""
+
+    name: str
+    why: str
+    special: bool = False
+
+
+Item = File | Directory | Link | HardLink | Refused
+
+
+class Source(Protocol):
+    """Iterated once."""
+
+    links: bool
+    """There may be `HardLink`s: whoever reads this has to remember where files went."""
+
+    def items(self) -> Iterator[Item]:
+        """Raises SourceError."""
+
+    def count(self) -> tuple[int, int] | None:
+        """Files and bytes there are, where that can be found out beforehand (0 files: not known). In any thread,
+        beside `items`."""
+
+    def interrupt(self) -> None:
+        """Whoever waits for the source's next bytes gets a SourceError soon. In any thread, before `close`."""
+
+    def close(self) -> None: ...
+
+
+class Bytes:
+    """Content that was read already."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size = len(data)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """All of it is what callers ask for, and costs no copy."""
+        whole = offset == 0 and length == self.size
+        return self._data if whole else self._data[offset : offset + length]
+
+    def check(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def refusal(path: str, *, before_bytes: int = 0) -> str:
+    """Why a path cannot be one of a lake; empty if it can. ``before_bytes`` is what its key has in front of it."""
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError:
+        return "names in a lake are UTF-8"
+    if before_bytes + len(encoded) > KEY_BYTES_MAX:
+        return f"keys hold at most {KEY_BYTES_MAX} bytes"
+    for component in path.split("/"):
+        if component == "..":
+            return "'..' leads out of the archive"
+        if component in ("", ".") or "\0" in component:
+            return "not a path"
+        if len(component) > NAME_BYTES_MAX or len(component.encode()) > NAME_BYTES_MAX:
+            return f"names hold at most {NAME_BYTES_MAX} bytes"
+        if component == PLACEHOLDER:
+            return f"{PLACEHOLDER} is reserved"
+    return ""
+
+
+def is_reserved(path: str) -> bool:
+    """Whether a path, relative to the lake, is this program's own."""
+    return path == RESERVED_NAME or path.startswith(RESERVED_NAME + "/")
+
+
+def link_refusal(target: str) -> str:
+    """Why a text cannot be the target of a symbolic link."""
+    try:
+        length = len(target.encode())
+    except UnicodeEncodeError:
+        return "its target is not UTF-8"
+    return "" if 0 < length <= TARGET_BYTES_MAX and "\0" not in target else "its target is empty or too long"
+
+
+def attributes(mode: int, mtime_ns: int, uid: int, gid: int) -> Attributes:
+    """Cut to what a record can hold."""
+    return Attributes(
+        mode & 0o7777,
+        min(max(mtime_ns, TIME_NS_MIN), TIME_NS_MAX),
+        uid if 0 <= uid < UNSET else UNSET,
+        gid if 0 <= gid < UNSET else UNSET,
+    )
+
+
+def open_source(name: str) -> Source:
+    """A directory, a tar archive, or ``-``. Raises SourceError where it cannot be read."""
+    from lakefs_fuse.catalog.ingest_tar import TarSource
+    from lakefs_fuse.catalog.ingest_tree import TreeSource
+
+    if name == "-":
+        return TarSource(os.dup(0), "standard input")
+    try:
+        if os.path.isdir(name):
+            with os.scandir(name):
+                return TreeSource(name)
+        return TarSource(os.open(name, os.O_RDONLY | os.O_CLOEXEC), name)
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read: {error.strerror}") from error

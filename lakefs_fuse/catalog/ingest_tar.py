@@ -1,0 +1,210 @@
+"""A tar stream as a source of `ingest`: compressed in whatever way Python's tarfile reads, never sought in.
+
+A stream that is cut short is an error, also where it is cut between two members: tarfile itself takes that for the end.
+Members that are read here stay within memory: one file of up to INLINE_BYTES_MAX, or a part of a larger one.
+"""
+
+from __future__ import annotations
+
+import io
+import lzma
+import os
+import select
+import stat
+import tarfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
+from typing import IO, TYPE_CHECKING
+
+from lakefs_fuse.catalog.ingest_source import (
+    Attributes,
+    Directory,
+    File,
+    HardLink,
+    Item,
+    Link,
+    Refused,
+    SourceError,
+    attributes,
+    link_refusal,
+    refusal,
+)
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+READ_BYTES = 1 << 20
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+NS = 1_000_000_000
+
+
+class _Info(tarfile.TarInfo):
+    """Says what tarfile keeps to itself: that the stream did not end with the mark of its end."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> _Info:
+        try:
+            return super().fromtarfile(tarfile)
+        except Exception as error:
+            if tarfile.offset and type(error).__name__ in ("EmptyHeaderError", "TruncatedHeaderError"):
+                raise SourceError("it ends without the mark of its end: it is cut short") from error
+            if tarfile.offset and type(error).__name__ == "InvalidHeaderError":
+                raise SourceError(f"it is damaged after {tarfile.offset} bytes") from error
+            raise
+
+
+class _Member:
+    """Content of the member that the stream is at."""
+
+    def __init__(self, file: IO[bytes], size: int, name: str) -> None:
+        self._file = file
+        self._name = name
+        self.size = size
+
+    def read(self, offset: int, length: int) -> bytes:
+        with _damage(self._name):
+            data = self._file.read(length)
+        if len(data) != length:
+            raise SourceError(f"{self._name}: it ends in the midst of a file: it is cut short")
+        return data
+
+    def check(self) -> None:
+        return
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextmanager
+def _damage(name: str) -> Iterator[None]:
+    try:
+        yield
+    except SourceError as error:
+        raise SourceError(f"{name}: {error}") from error
+    except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
+        raise SourceError(f"{name}: not a tar archive, or damaged: {error}") from error
+
+
+class TarSource:
+    """See the module's head. Owns the descriptor."""
+
+    links = True
+
+    def __init__(self, fd: int, name: str) -> None:
+        self._raw = _Interruptible(fd)
+        self._stream = io.BufferedReader(self._raw, READ_BYTES)
+        self._name = name
+
+    def interrupt(self) -> None:
+        self._raw.interrupt()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def count(self) -> tuple[int, int] | None:
+        return None
+
+    def items(self) -> Iterator[Item]:
+        with _damage(self._name):
+            start = self._stream.peek(len(ZSTD_MAGIC))
+        if start.startswith(ZSTD_MAGIC) and not hasattr(tarfile.TarFile, "zstopen"):
+            raise SourceError(
+                f"{self._name} is compressed with zstd, which this Python cannot read: pipe it in, "
+                "`zstd -dc FILE | lakefs-fuse ingest - PATH`"
+            )
+        with _damage(self._name):
+            archive = tarfile.open(  # noqa: SIM115  # closed below
+                fileobj=self._stream,
+                mode="r|*",
+                bufsize=READ_BYTES,
+                tarinfo=_Info,
+                encoding="utf-8",
+                errors="surrogateescape",
+            )
+        try:
+            while True:
+                with _damage(self._name):
+                    info = archive.next()
+                if info is None:
+                    return
+                # tarfile would remember every member.
+                vars(archive)["members"].clear()
+                yield self._item(archive, info)
+        finally:
+            archive.close()
+
+    def _item(self, archive: tarfile.TarFile, info: tarfile.TarInfo) -> Item:
+        path, why = _path(info.name)
+        if not path and not why:
+            return Directory("", _attributes(info)) if info.isdir() else Refused(info.name, "not a path")
+        if why:
+            return Refused(info.name, why)
+        about = _attributes(info)
+        if info.isdir():
+            return Directory(path, about)
+        if info.issym():
+            why = link_refusal(info.linkname)
+            return Refused(info.name, why) if why else Link(path, about, info.linkname)
+        if info.islnk():
+            target, why = _path(info.linkname)
+            return (
+                Refused(info.name, f"a hard link to {info.linkname}: {why or 'not a file'}")
+                if (why or not target)
+                else HardLink(path, about, target)
+            )
+        if not info.isfile():
+            return Refused(info.name, "neither a file, a directory nor a link", special=True)
+        with _damage(self._name):
+            file = archive.extractfile(info)
+        if file is None:
+            return Refused(info.name, "a file without bytes")
+        return File(path, about, _Member(file, info.size, self._name))
+
+
+class _Interruptible(io.RawIOBase):
+    """A descriptor whose reader can be woken: a pipe may stay silent for as long as whoever writes to it likes."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        waiting = select.poll()
+        waiting.register(self._fd, select.POLLIN)
+        waiting.register(self._woken, select.POLLIN)
+        if any(fd == self._woken for fd, _ in waiting.poll()):
+            raise SourceError("interrupted")
+        return os.readv(self._fd, [buffer])
+
+    def interrupt(self) -> None:
+        """Reads fail from now on, the one under way first. In any thread, before `close`."""
+        os.eventfd_write(self._woken, 1)
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._fd)
+            os.close(self._woken)
+        super().close()
+
+
+def _path(name: str) -> tuple[str, str]:
+    """A member's name as a path of the lake (empty for the root), or why it is none."""
+    if name.startswith("/"):
+        return "", "absolute"
+    path = "/".join(component for component in name.split("/") if component not in ("", "."))
+    return path, refusal(path) if path else ""
+
+
+def _attributes(info: tarfile.TarInfo) -> Attributes:
+    mtime_ns = int(info.mtime) * NS
+    try:
+        # As a float it has lost the nanoseconds.
+        mtime_ns = int(Decimal(info.pax_headers["mtime"]) * NS)
+    except (KeyError, InvalidOperation, ValueError, OverflowError):
+        pass
+    return attributes(stat.S_IMODE(info.mode), mtime_ns, info.uid, info.gid)

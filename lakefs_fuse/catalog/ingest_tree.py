@@ -1,0 +1,230 @@
+"""A local directory as a source of `ingest`: walked in an order that keeps neighbours together.
+
+Files are read where they are asked for as long as that is quick, which it is from the page cache and from NVMe: handing
+them over from other threads would cost half as much again. Where it is slow, threads read ahead for a while.
+
+Directories come before what is in them, names in order (of each CHUNK names, so that a directory of millions is never
+held whole). Symbolic links are not followed, but for the root. What vanishes or cannot be read is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+
+from lakefs_fuse.catalog.ingest_source import (
+    Attributes,
+    Bytes,
+    Changed,
+    Directory,
+    File,
+    Item,
+    Link,
+    Refused,
+    SourceError,
+    attributes,
+    link_refusal,
+    refusal,
+)
+from lakefs_fuse.store.protocol import FileSlice
+
+READERS = 4
+BATCH = 16
+"""Files that a reader takes at once."""
+BATCHES_MAX = 6
+"""Read ahead and not asked for yet, those under way included."""
+SLOW_S = 0.0005
+"""A mean time to read a file at which reading ahead pays off."""
+SLOW_BATCHES = 128
+"""For so many batches it is taken for granted that reading is still slow."""
+SMALL_BYTES_MAX = 256 << 10
+"""Read ahead whole; of larger files only the descriptor is made ready."""
+CHUNK = 10_000
+
+
+class OpenFile:
+    """Content of a file that is open here; the descriptor is closed by `close`."""
+
+    def __init__(self, fd: int, status: os.stat_result) -> None:
+        self._fd = fd
+        self._status = status
+        self.size = status.st_size
+
+    def read(self, offset: int, length: int) -> FileSlice:
+        return FileSlice(self._fd, offset, length)
+
+    def check(self) -> None:
+        _check_same(self._status, os.fstat(self._fd))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _check_same(before: os.stat_result, after: os.stat_result) -> None:
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise Changed("it was changed while it was read")
+
+
+class TreeSource:
+    """See the module's head."""
+
+    links = False
+
+    def __init__(self, root: str, clock: Callable[[], float] = time.monotonic) -> None:
+        """``clock`` answers seconds."""
+        self._root = root
+        self._clock = clock
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ingest-read")
+        self._pending: deque[Future[list[Item]]] = deque()
+
+    def interrupt(self) -> None:
+        """A batch is read soon."""
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=True)
+        while self._pending:
+            future = self._pending.popleft()
+            if not future.cancelled() and future.exception() is None:
+                _close_all(future.result())
+
+    def count(self) -> tuple[int, int] | None:
+        files = size = 0
+        for _, entry in _walk(self._root):
+            try:
+                if isinstance(entry, os.DirEntry) and entry.is_file(follow_symlinks=False):
+                    files, size = files + 1, size + entry.stat(follow_symlinks=False).st_size
+            except OSError:
+                continue
+        return files, size
+
+    def items(self) -> Iterator[Item]:
+        try:
+            status = os.stat(self._root)
+        except OSError as error:
+            raise SourceError(f"{self._root} cannot be read: {error.strerror}") from error
+        yield Directory("", _attributes(status))
+        for batch in self._batches(_walk(self._root)):
+            ready = deque(batch)
+            try:
+                while ready:
+                    yield ready.popleft()
+            finally:
+                _close_all(ready)
+
+    def _batches(self, walk: Iterator[Found]) -> Iterator[list[Item]]:
+        ahead = 0
+        while batch := list(islice(walk, BATCH)):
+            if ahead:
+                ahead -= 1
+                self._pending.append(self._readers.submit(_read_batch, batch))
+                if len(self._pending) >= BATCHES_MAX:
+                    yield self._pending.popleft().result()
+                continue
+            while self._pending:
+                yield self._pending.popleft().result()
+            began = self._clock()
+            items = _read_batch(batch)
+            if self._clock() - began > SLOW_S * len(batch):
+                ahead = SLOW_BATCHES
+            yield items
+        while self._pending:
+            yield self._pending.popleft().result()
+
+
+Found = tuple[str, "os.DirEntry[str] | str"]
+"""A path, and what is there or why it cannot be looked at."""
+
+
+def _walk(root: str) -> Iterator[Found]:
+    """Everything below, parents first; what is below a name that no lake can have is left out with it."""
+    stack: list[Iterator[Found]] = [_names("", root)]
+    while stack:
+        found = next(stack[-1], None)
+        if found is None:
+            stack.pop()
+            continue
+        yield found
+        path, entry = found
+        if not isinstance(entry, str) and not refusal(path) and entry.is_dir(follow_symlinks=False):
+            stack.append(_names(path, entry.path))
+
+
+def _names(path: str, directory: str) -> Iterator[Found]:
+    try:
+        with os.scandir(directory) as entries:
+            while chunk := sorted(islice(entries, CHUNK), key=lambda entry: entry.name):
+                for entry in chunk:
+                    yield (f"{path}/{entry.name}" if path else entry.name), entry
+    except OSError as error:
+        yield path or ".", f"cannot be listed: {error.strerror}"
+
+
+def _read_batch(batch: list[Found]) -> list[Item]:
+    items: list[Item] = []
+    try:
+        for path, entry in batch:
+            items.append(_read(path, entry))
+    except BaseException:
+        _close_all(items)
+        raise
+    return items
+
+
+def _read(path: str, entry: os.DirEntry[str] | str) -> Item:
+    if isinstance(entry, str):
+        return Refused(path, entry)
+    try:
+        is_dir = entry.is_dir(follow_symlinks=False)
+        if why := refusal(path):
+            return Refused(path, why + (", left out with all below it" if is_dir else ""))
+        if entry.is_file(follow_symlinks=False):
+            return _read_file(path, entry.path)
+        status = entry.stat(follow_symlinks=False)
+        if is_dir:
+            return Directory(path, _attributes(status))
+        if not stat.S_ISLNK(status.st_mode):
+            return Refused(path, "neither a file, a directory nor a symbolic link", special=True)
+        target = os.readlink(entry.path)
+        return Refused(path, why) if (why := link_refusal(target)) else Link(path, _attributes(status), target)
+    except Changed as error:
+        return Refused(path, str(error))
+    except OSError as error:
+        return Refused(path, f"cannot be read: {error.strerror}")
+
+
+def _read_file(path: str, local: str) -> File:
+    # Not blocking, should a fifo have taken the file's place.
+    fd = os.open(local, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise Changed("it was replaced while it was read")
+        if status.st_size > SMALL_BYTES_MAX:
+            content = OpenFile(fd, status)
+            fd = -1
+            return File(path, _attributes(status), content)
+        data = os.read(fd, status.st_size + 1)
+        if len(data) != status.st_size:
+            raise Changed("it was changed while it was read")
+        _check_same(status, os.fstat(fd))
+        return File(path, _attributes(status), Bytes(data))
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _attributes(status: os.stat_result) -> Attributes:
+    return attributes(status.st_mode, status.st_mtime_ns, status.st_uid, status.st_gid)
+
+
+def _close_all(items: list[Item] | deque[Item]) -> None:
+    for item in items:
+        if isinstance(item, File):
+            item.content.close()

@@ -1,0 +1,29 @@
+"""`lakefs-fuse snapshot`: folds a lake's names into an index, which fresh mounts begin with."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import click
+
+from lakefs_fuse.cli.offline import find_place, run_offline
+from lakefs_fuse.cli.store_options import StoreOptions, absolute, store_options
+from lakefs_fuse.offline_protocol import SnapshotArgs
+
+
+@click.command("snapshot", context_settings={"show_default": True})
+@click.argument("source")
+@store_options
+@click.option("--cache-dir", type=click.Path(file_okay=False), help="Kept for the next run, or that of a node that is "
+              "not mounted now.  [default: a temporary one]")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="The summary as JSON, for scripts.")
+def snapshot(source: str, cache_dir: str | None, as_json: bool, **options: Unpack[StoreOptions]) -> int:
+    """Fold the names of the lake SOURCE into an index: s3://bucket/prefix, file:///dir, or a mountpoint.
+
+    A mount with an empty cache then starts from a few objects, instead of listing the bucket and reading all commits.
+    Every directory is listed once. Mounts may read and write meanwhile. Run it now and then; the two newest indexes are
+    kept.
+    """
+    return run_offline(
+        "snapshot", find_place(source, options), SnapshotArgs(cache_dir=absolute(cache_dir)), as_json=as_json
+    )

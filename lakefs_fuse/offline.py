@@ -1,0 +1,362 @@
+"""Work on a lake that needs no mount: `python -m lakefs_fuse.offline`, started by the command line (`cli.offline`).
+
+It is a process of its own so that `lakefs-fuse --help` does not load what only this needs. It reads one
+`offline_protocol.Request` from the descriptor that ``--request-fd`` names, opens the store, runs one command of
+`COMMANDS`, and says on standard output, in JSON lines, how far it is and how it ended. Standard input is the command's
+own (a tar stream, say); standard error is the terminal's.
+
+A command is an async function ``(Context, its arguments) -> Finished``; whatever goes wrong for good it raises as a
+LakeError, which becomes the last line. It calls ``context.report`` as often as it likes (lines are limited in rate) and
+``context.note`` for what the user should see at once. To add one: a struct for its arguments in `offline_protocol`, an
+entry in `COMMANDS` whose function imports the engine (in `catalog`) when it is called, and a module in `cli` that calls
+`cli.offline.run_offline`, which draws the bar, prints the end and answers the exit code.
+
+SIGINT and SIGTERM cancel the command; it has time to clean up, and a second one ends it at once. What a crash leaves
+behind is said by each engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import msgspec
+import trio
+from msgspec import structs
+
+from lakefs_fuse import offline_protocol as protocol
+from lakefs_fuse.config import RESERVED_NAME, Source, StoreConfig
+from lakefs_fuse.errors import AccessDenied, LakeError
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.probe import probe
+from lakefs_fuse.store.protocol import ObjectStore
+
+if TYPE_CHECKING:
+    from lakefs_fuse.admin.commands import Work
+
+REPORT_INTERVAL_S = 0.2
+
+Args = TypeVar("Args", bound=msgspec.Struct)
+Say = Callable[[protocol.Answer], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a command is given. Everything in it is for the trio thread."""
+
+    client: StoreClient
+    store: StoreConfig
+    """The lake's root, whatever the request named."""
+    path: str
+    """What the command is about, in the lake; empty is all of it."""
+    report: Callable[[protocol.Progress], None]
+    note: Callable[[str], None]
+    rng: random.Random
+    uploads_max: int = 4
+    clock_ns: Callable[[], int] = time.time_ns
+
+
+class Runnable(Protocol):
+    """What the registry holds."""
+
+    @property
+    def probes(self) -> bool: ...
+    def start(self, context: Context, raw: msgspec.Raw) -> Awaitable[protocol.Finished]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Command(Generic[Args]):
+    """``probes`` runs the whole probe of the store, which writes a dozen objects and removes them; without it the least
+    is assumed of the store, which is enough for packs and for objects uploaded in order."""
+
+    args: type[Args]
+    run: Callable[[Context, Args], Awaitable[protocol.Finished]]
+    probes: bool = False
+
+    def start(self, context: Context, raw: msgspec.Raw) -> Awaitable[protocol.Finished]:
+        """Decodes the arguments and calls the function."""
+        return self.run(context, msgspec.json.decode(raw, type=self.args))
+
+
+async def _ingest(context: Context, args: protocol.IngestArgs) -> protocol.Finished:
+    from lakefs_fuse.catalog.ingest import Ingest, Totals
+    from lakefs_fuse.catalog.ingest_source import open_source
+
+    def report(done: Totals, total: Totals | None) -> None:
+        context.report(
+            protocol.Progress(
+                what="ingesting",
+                files_done=done.files,
+                bytes_done=done.bytes,
+                files_total=None if total is None else total.files or None,
+                bytes_total=None if total is None else total.bytes,
+            )
+        )
+
+    source = open_source(args.source)
+    ingest = Ingest(
+        context.client,
+        source,
+        path=context.path,
+        prefix_bytes=len(context.store.source.prefix.encode()),
+        uploads_max=context.uploads_max,
+        report=report,
+        note=context.note,
+        rng=context.rng,
+        clock_ns=context.clock_ns,
+    )
+    began = trio.current_time()
+    done = await ingest.run(count=args.count)
+    return protocol.Finished(
+        summary={**done.summary(), "seconds": round(trio.current_time() - began, 3)},
+        text=done.describe(),
+        exit_code=1 if done.refused else 0,
+    )
+
+
+def _work(context: Context) -> Work:
+    from lakefs_fuse.admin.commands import Work
+
+    return Work(
+        client=context.client,
+        store=context.store,
+        path=context.path,
+        progress=context.report,
+        note=context.note,
+        rng=context.rng,
+        clock_ns=context.clock_ns,
+    )
+
+
+async def _pack(context: Context, args: protocol.PackArgs) -> protocol.Finished:
+    from lakefs_fuse.admin.commands import run_pack
+
+    return await run_pack(_work(context), args)
+
+
+async def _gc(context: Context, args: protocol.GcArgs) -> protocol.Finished:
+    from lakefs_fuse.admin.commands import run_gc
+
+    return await run_gc(_work(context), args)
+
+
+async def _snapshot(context: Context, args: protocol.SnapshotArgs) -> protocol.Finished:
+    from lakefs_fuse.admin.commands import run_snapshot
+
+    return await run_snapshot(_work(context), args)
+
+
+async def _fsck(context: Context, args: protocol.FsckArgs) -> protocol.Finished:
+    from lakefs_fuse.admin.commands import run_fsck
+
+    return await run_fsck(_work(context), args)
+
+
+COMMANDS: dict[str, Runnable] = {
+    "pack": Command(protocol.PackArgs, _pack, probes=True),
+    "gc": Command(protocol.GcArgs, _gc),
+    "fsck": Command(protocol.FsckArgs, _fsck),
+    "snapshot": Command(protocol.SnapshotArgs, _snapshot),
+    "ingest": Command(protocol.IngestArgs, _ingest),
+}
+
+
+# -- finding the lake ------------------------------------------------------------------------------------------------
+
+
+def find_lake(place: StoreConfig) -> tuple[StoreConfig, str]:
+    """The lake that a place is in, and the path of the place in it. Blocking. Raises StoreError, ConfigError."""
+    for config, path in _candidates(place):
+        if _has_commits(config, is_place=not path):
+            return config, path
+    return place, ""
+
+
+def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
+    """The place itself, then what is above it, nearest first."""
+    source = place.source
+    whole = source.bucket.strip("/") if source.scheme == "file" else source.prefix.rstrip("/")
+    parts = whole.split("/") if whole else []
+    found = []
+    for count in range(len(parts), 0 if source.scheme == "file" and parts else -1, -1):
+        above = "/".join(parts[:count])
+        root = (
+            Source("file", "/" + above, "")
+            if source.scheme == "file"
+            else Source("s3", source.bucket, above + "/" if above else "")
+        )
+        found.append((structs.replace(place, source=root), "/".join(parts[count:])))
+    return found
+
+
+def _has_commits(config: StoreConfig, *, is_place: bool) -> bool:
+    if config.source.scheme == "file":
+        reserved = os.path.join(config.source.bucket, RESERVED_NAME)
+        return any(os.path.isdir(os.path.join(reserved, name)) for name in ("commits", "index"))
+    try:
+        store = open_store(config)
+    except AccessDenied:
+        # Above the place we may not be allowed to look; then we could not write commits there either.
+        if is_place:
+            raise
+        return False
+    try:
+        found = store.list_page(RESERVED_NAME + "/", delimiter="/").prefixes
+    except AccessDenied:
+        return False
+    finally:
+        store.close()
+    return not {f"{RESERVED_NAME}/commits/", f"{RESERVED_NAME}/index/"}.isdisjoint(found)
+
+
+# -- the process -----------------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """JSON lines to whoever started this; `Progress` at most every REPORT_INTERVAL_S, the last of them always."""
+
+    def __init__(self, descriptor: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._descriptor = descriptor
+        self._clock = clock
+        self._said_s = -REPORT_INTERVAL_S
+        self._held: protocol.Progress | None = None
+
+    def report(self, progress: protocol.Progress) -> None:
+        now = self._clock()
+        if now - self._said_s < REPORT_INTERVAL_S:
+            self._held = progress
+            return
+        self._said_s, self._held = now, None
+        self._write(progress)
+
+    def say(self, answer: protocol.Answer) -> None:
+        """Raises BrokenPipeError where nobody listens any more."""
+        if self._held is not None:
+            self._write(self._held)
+            self._held = None
+        self._write(answer)
+
+    def _write(self, answer: protocol.Answer) -> None:
+        line = memoryview(protocol.encode(answer))
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+
+
+async def run_command(request: protocol.Request, answers: Answers, rng: random.Random) -> protocol.Finished:
+    """Open the store, run, close. Raises LakeError, or a group of them."""
+    command = COMMANDS[request.command]
+    config, path = request.store, request.path
+    if request.find_root:
+        config, path = await trio.to_thread.run_sync(find_lake, config)
+        if path:
+            answers.say(protocol.Note(f"{path} is in the lake {config.source}"))
+    store = await trio.to_thread.run_sync(open_store, config)
+    try:
+        client = await _connect(store, config, request.uploads_max, rng, probes=command.probes)
+        context = Context(
+            client=client,
+            store=config,
+            path=path,
+            report=answers.report,
+            note=lambda text: answers.say(protocol.Note(text)),
+            rng=rng,
+            uploads_max=request.uploads_max,
+        )
+        return await command.start(context, request.args)
+    finally:
+        store.close()
+
+
+async def _connect(
+    store: ObjectStore, config: StoreConfig, uploads_max: int, rng: random.Random, *, probes: bool
+) -> StoreClient:
+    capabilities = await trio.to_thread.run_sync(lambda: probe(store, rng, read_only=not probes))
+    return StoreClient(
+        store,
+        capabilities,
+        Metrics().store,
+        retry_timeout_s=config.retry_timeout_s,
+        requests_max=config.requests_max,
+        uploads_max=uploads_max,
+        rng=rng,
+    )
+
+
+async def serve(request: protocol.Request, answers: Answers, rng: random.Random) -> protocol.Finished | protocol.Failed:
+    """The last line; a signal cancels what runs."""
+    finished: protocol.Finished | None = None
+
+    async def watch_signals(task_status: trio.TaskStatus[None]) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            task_status.started()
+            asked = False
+            async for _ in signals:
+                if asked:
+                    os._exit(protocol.EXIT_INTERRUPTED)
+                asked = True
+                working.cancel()
+
+    async with trio.open_nursery() as nursery:
+        working = trio.CancelScope()
+        await nursery.start(watch_signals)
+        with working:
+            finished = await run_command(request, answers, rng)
+        nursery.cancel_scope.cancel()
+    if finished is None:
+        return protocol.Failed(message="interrupted", exit_code=protocol.EXIT_INTERRUPTED)
+    return finished
+
+
+def first_error(error: BaseException) -> BaseException:
+    """What went wrong, out of the groups that nurseries wrap it in; an error of ours before any other."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [first_error(each) for each in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, LakeError)), leaves[0])
+
+
+def run(argv: Sequence[str], descriptor: int) -> int:
+    """The exit code, which is also in the last line on ``descriptor``."""
+    parser = argparse.ArgumentParser(prog="lakefs_fuse.offline")
+    parser.add_argument("--request-fd", type=int, required=True)
+    with open(parser.parse_args(argv).request_fd, "rb") as source:
+        request = msgspec.json.decode(source.read(protocol.REQUEST_BYTES_MAX), type=protocol.Request)
+    answers = Answers(descriptor)
+    last: protocol.Finished | protocol.Failed
+    try:
+        last = trio.run(serve, request, answers, random.Random())
+    except BaseException as raised:
+        error = first_error(raised)
+        if isinstance(error, BrokenPipeError):
+            return protocol.EXIT_INTERRUPTED
+        if isinstance(error, LakeError):
+            last = protocol.Failed(message=protocol.printable(str(error)), exit_code=error.exit_code)
+        else:
+            traceback.print_exception(error)
+            last = protocol.Failed(message=f"internal error ({type(error).__name__})")
+    try:
+        answers.say(last)
+    except BrokenPipeError:
+        pass  # Whoever asked is gone.
+    return last.exit_code
+
+
+def main() -> None:
+    """What a library prints must not get between the lines: from here on standard output is standard error."""
+    descriptor = os.dup(1)
+    os.dup2(2, 1)
+    sys.exit(run(sys.argv[1:], descriptor))
+
+
+if __name__ == "__main__":
+    main()

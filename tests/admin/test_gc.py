@@ -1,0 +1,298 @@
+"""`gc`: dead bytes are given back, and nothing that is alive is ever lost, whatever happens in between."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.admin.gc import Collected, Collector, Options
+from lakefs_fuse.admin.gc_note import NOTES, Note, read_note
+from lakefs_fuse.catalog.record import OWN, ObjectRef, Put, Remove
+from lakefs_fuse.errors import StoreError
+from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent
+from tests.fs.lakes import Clock, Lake, lake
+from tests.memory_store import Failures, MemoryStore, Request
+
+NOW = Options(grace_s=0)
+FILES = dataset(60)
+GONE = [path for number, path in enumerate(FILES) if number % 2]
+LEFT = {path: data for path, data in FILES.items() if path not in GONE}
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> MemoryStore:
+    """Three packs of which half is dead, a day ago."""
+    made = MemoryStore()
+    made.clock = clock
+    paths = list(FILES)
+    for at in range(0, len(paths), 20):
+        give_pack(made, clock, {path: FILES[path] for path in paths[at : at + 20]})
+        clock.advance(1)
+    give_commit(made, clock, *(Remove(path) for path in GONE))
+    clock.advance(86400)
+    return made
+
+
+async def collect(store: MemoryStore, clock: Clock, options: Options = NOW) -> Collected:
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+
+    async with headless(store, clock) as view:
+        return await Collector(view, options, fold=partial(fold_all, view), report=silent, sleep=sleep).run()
+
+
+@asynccontextmanager
+async def mounted(store: MemoryStore, clock: Clock, directory: Path) -> AsyncIterator[Lake]:
+    async with lake(store, directory, clock=clock) as node:
+        yield node
+
+
+async def contents(node: Lake) -> dict[str, object]:
+    return {path: data for path, data in (await node.tree()).items() if data is not None}
+
+
+async def fresh(store: MemoryStore, clock: Clock, tmp_path: Path) -> dict[str, object]:
+    async with mounted(store, clock, tmp_path / f"fresh-{len(store.requests)}") as node:
+        return await contents(node)
+
+
+def size_of(store: MemoryStore) -> int:
+    return sum(len(data) for key, (data, _) in store.objects.items() if not key.startswith(".lakefs/index/"))
+
+
+async def test_dead_bytes_are_given_back_while_a_mount_reads(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    async with mounted(store, clock, tmp_path / "node") as node:
+        handle = await node.open("data/0000")
+        assert await node.names("data") == [path.removeprefix("data/") for path in LEFT]
+        before = size_of(store)
+        done = await collect(store, clock)
+        assert (done.packs_rewritten, done.moved.files, done.commits_deleted) == (3, 30, 4)
+        dead = sum(len(FILES[path]) for path in GONE)
+        assert before - size_of(store) >= 0.9 * dead
+        assert len(commits(store)) == 1
+        assert await node.read_handle(handle) == FILES["data/0000"]
+        assert await contents(node) == LEFT
+    assert await fresh(store, clock, tmp_path) == LEFT
+
+
+async def test_a_second_run_finds_nothing(store: MemoryStore, clock: Clock) -> None:
+    await collect(store, clock)
+    objects = {key: meta.etag for key, (_, meta) in store.objects.items()}
+    done = await collect(store, clock)
+    assert (done.packs_rewritten, done.commits_deleted, done.folded) == (0, 0, False)
+    assert {key: meta.etag for key, (_, meta) in store.objects.items() if key in objects} == objects
+
+
+async def test_packs_of_tiny_files_are_not_rewritten_for_ever(clock: Clock, tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.clock = clock
+    files = {f"some/long/directory/name/{number}": b"" if number % 2 else b"tiny" for number in range(20)}
+    give_pack(store, clock, files)
+    clock.advance(100)
+    for _ in range(2):
+        assert (await collect(store, clock)).packs_rewritten == 0
+    assert await fresh(store, clock, tmp_path) == files
+
+
+async def test_the_dead_wait_for_the_grace_period(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    hour = Options(grace_s=3600)
+    first = await collect(store, clock, hour)
+    assert (first.commits_deleted, first.commits_later, first.folded) == (0, 4, True)
+    clock.advance(1800)
+    assert (await collect(store, clock, hour)).commits_deleted == 0
+    clock.advance(1801)
+    assert (await collect(store, clock, hour)).commits_deleted == 4
+    assert len(commits(store)) == 1
+    assert len([key for key in store.objects if key.startswith(NOTES)]) <= 1
+    assert await fresh(store, clock, tmp_path) == LEFT
+
+
+async def test_waiting_does_it_in_one_run(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    done = await collect(store, clock, Options(grace_s=3600, wait=True))
+    assert (done.commits_deleted, done.commits_later) == (4, 0)
+    assert await fresh(store, clock, tmp_path) == LEFT
+
+
+async def test_what_comes_to_life_while_it_waits_stays(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    """A node that had not seen the new pack renames a file: its commit says that the bytes are in the old one."""
+    key = commits(store)[0]
+    async with headless(store, clock) as view:
+        entry = view.find("data/0000")
+        assert entry is not None
+        row = view.tree.objects.get(entry.place)
+        assert row is not None
+    ref = ObjectRef(row.key, row.etag, row.size)
+    operation = Put("renamed", 1, entry.offset, entry.size, 0o600, 0, 0, 0)
+
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        give_commit(store, clock, operation, Remove("data/0000"), objects=(ref,), writer="0badcaff")
+
+    async with headless(store, clock) as view:
+        options = Options(grace_s=600, wait=True)
+        done = await Collector(view, options, fold=partial(fold_all, view), report=silent, sleep=sleep).run()
+    assert done.commits_deleted == 3
+    assert key in commits(store)
+    clock.advance(10)
+    expected = {path: data for path, data in LEFT.items() if path != "data/0000"} | {"renamed": FILES["data/0000"]}
+    assert await fresh(store, clock, tmp_path) == expected
+
+
+async def test_a_dry_run_changes_nothing(store: MemoryStore, clock: Clock) -> None:
+    store.give("data/left", b"over")
+    etag = store.objects["data/left"][1].etag
+    clock.advance(5)
+    give_commit(store, clock, Remove("data/left", hides=etag), writer="0badcaff")
+    clock.advance(5)
+    before = dict(store.objects)
+    done = await collect(store, clock, Options(grace_s=0, dry_run=True))
+    assert (done.packs_rewritten, done.plain.objects) == (3, 1)
+    assert done.bytes_later > 3 * 20 * 2000
+    assert store.objects == before
+
+
+async def test_leftovers_go_and_what_others_put_stays(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    given = {
+        name: store.give(name, name.encode()) for name in ("removed", "packed", "replaced", "again", "own", "used")
+    }
+    clock.advance(10)
+    etags = {name: meta.etag for name, meta in given.items()}
+    give_commit(
+        store, clock,
+        Remove("removed", hides=etags["removed"]),
+        Remove("replaced", hides=etags["replaced"]),
+        Remove("used", hides=etags["used"]),
+        Put("elsewhere", 1, 0, 4, 0o600, 0, 0, 0),
+        Put("own", OWN, 0, 3, 0o600, 0, 0, 0, hides=etags["own"]),
+        Put("packed", 2, 0, 4, 0o600, 0, 0, 0, hides=etags["packed"]),
+        objects=(ObjectRef("used", etags["used"], 4), ObjectRef("again", etags["again"], 5)),
+        writer="0badcaff",
+    )  # fmt: skip
+    clock.advance(10)
+    store.give("replaced", b"by others")
+    clock.advance(50)
+    await collect(store, clock, Options(grace_s=3600))
+    assert plain(store) == sorted(given)
+    clock.advance(3600)
+    done = await collect(store, clock, Options(grace_s=3600))
+    assert done.plain.objects == 2
+    assert plain(store) == ["again", "own", "replaced", "used"]
+    expected = LEFT | {
+        "again": b"again", "own": b"own", "replaced": b"by others", "elsewhere": b"used", "packed": b"agai",
+    }  # fmt: skip
+    assert await fresh(store, clock, tmp_path) == expected
+
+
+async def test_objects_that_nothing_refers_to_and_uploads_go_when_they_are_days_old(
+    store: MemoryStore, clock: Clock
+) -> None:
+    store.give(".lakefs/objects/lost", b"lost")
+    used = store.give(".lakefs/objects/used", b"used")
+    give_commit(
+        store, clock, Put("file", 1, 0, 4, 0o600, 0, 0, 0), objects=(ObjectRef(used.key, used.etag, 4),),
+        writer="0a0a0a0a",
+    )  # fmt: skip
+    store.create_multipart("upload")
+    clock.advance(6 * 86400)
+    assert (await collect(store, clock)).uploads_aborted == 0
+    store.create_multipart("young")
+    clock.advance(86401)
+    done = await collect(store, clock)
+    assert (done.uploads_aborted, done.unreferenced.objects) == (1, 1)
+    assert [upload.key for upload in store.uploads.values()] == ["young"]
+    assert [key for key in store.objects if key.startswith(".lakefs/objects/")] == [".lakefs/objects/used"]
+
+
+async def test_a_commit_that_cannot_be_read_keeps_all(store: MemoryStore, clock: Clock) -> None:
+    damaged = commits(store)[1]
+    data = store.data(damaged)
+    store.give(damaged, data[:-40])
+    done = await collect(store, clock)
+    assert (done.commits_deleted, done.unreadable) == (0, 1)
+    assert set(commits(store)) >= {damaged}
+    store.give(damaged, data)
+    assert (await collect(store, clock)).commits_deleted == 4
+
+
+async def test_commits_that_came_too_late_stay(store: MemoryStore, clock: Clock) -> None:
+    """Whoever folded the index did not see them, so nobody knows whether they count."""
+    async with headless(store, clock) as view:
+        await fold_all(view, 0)
+    late = Clock(clock() - 90_000 * 10**9)
+    keys = {
+        give_pack(store, late, {"late": b"late"}, writer="0badcafd"),
+        give_commit(store, late, Remove("other"), writer="0badcaff"),
+    }
+    done = await collect(store, clock)
+    assert (done.commits_deleted, done.unsettled) == (4, 2)
+    assert keys < set(commits(store))
+
+
+async def test_a_damaged_file_stays_where_it_is(store: MemoryStore, clock: Clock) -> None:
+    """Its bytes are not blessed with a new CRC."""
+    pack = commits(store)[0]
+    data = store.data(pack)
+    at = data.index(FILES["data/0002"])
+    store.give(pack, data[:at] + b"\0\0\0" + data[at + 3 :])
+    done = await collect(store, clock)
+    assert (done.moved.files, done.moved.damaged) == (29, 1)
+    assert pack in commits(store)
+
+
+def _from(number: int) -> Callable[[Request], bool]:
+    seen = [0]
+
+    def matches(_request: Request) -> bool:
+        seen[0] += 1
+        return seen[0] > number
+
+    return matches
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path, when: str) -> None:
+    """A mount that was there all the time, and one that comes after, find every file."""
+    leftover = store.give("left", b"over")
+    clock.advance(5)
+    give_commit(store, clock, Remove("left", hides=leftover.etag), writer="0badcaff")
+    clock.advance(5)
+    original, at, ended = dict(store.objects), 0, False
+    while not ended:
+        store.objects = dict(original)
+        async with mounted(store, clock, tmp_path / f"node-{at}") as node:
+            store.hook = Failures(_from(at), StoreError("killed"), count=10**9, when=when)  # type: ignore[arg-type]
+            try:
+                await collect(store, clock)
+                ended = True
+            except StoreError:
+                pass
+            store.hook = lambda _request, _when: None
+            clock.advance(5)
+            await node.poll()
+            assert await contents(node) == LEFT, f"request {at}"
+        assert await fresh(store, clock, tmp_path) == LEFT, f"request {at}"
+        await collect(store, clock)
+        assert (len(commits(store)), plain(store)) == (1, [])
+        assert await fresh(store, clock, tmp_path) == LEFT, f"request {at}, second run"
+        at += 1
+    assert at > 15
+
+
+async def test_the_note_of_the_last_run_is_read(store: MemoryStore, clock: Clock) -> None:
+    await collect(store, clock, Options(grace_s=3600))
+    async with headless(store, clock) as view:
+        note = await read_note(view.client)
+        assert len(note.dead) == 4
+        assert note.horizon > max(int(key.split("/")[-1][:16], 16) for key in note.dead)
+        key = next(key for key in store.objects if key.startswith(NOTES))
+        store.give(key, b"\xff damaged")
+        assert await read_note(view.client) == Note()

@@ -1,0 +1,251 @@
+"""`pack` and `unpack`: every byte stays where a reader finds it, whatever happens in between."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.admin import repack
+from lakefs_fuse.admin.repack import Packed, Unpacked
+from lakefs_fuse.errors import LakeError, StoreError
+from tests.admin.lakes import commits, dataset, give_pack, headless, plain, silent
+from tests.fs.lakes import Clock, Lake, lake
+from tests.memory_store import Failures, MemoryStore, Request
+
+FILES = dataset(30) | dataset(10, "data/deep/er") | {"top": b"at the top", "data/empty": b""}
+
+
+async def pack(
+    store: MemoryStore,
+    clock: Clock,
+    path: str = "",
+    *,
+    grace_s: float = 0.0,
+    threshold_bytes: int = 1 << 20,
+    dry_run: bool = False,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> Packed:
+    async def sleep(seconds: float) -> None:
+        while_waiting()
+        clock.advance(seconds)
+
+    async with headless(store, clock) as view:
+        return await repack.pack(
+            view, path, grace_s=grace_s, threshold_bytes=threshold_bytes, dry_run=dry_run, report=silent, sleep=sleep
+        )
+
+
+async def unpack(store: MemoryStore, clock: Clock, path: str = "", *, dry_run: bool = False) -> Unpacked:
+    notes: list[str] = []
+    async with headless(store, clock) as view:
+        done = await repack.unpack(view, path, dry_run=dry_run, report=silent, note=notes.append)
+    assert len(notes) == done.left
+    return done
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> MemoryStore:
+    made = MemoryStore()
+    made.clock = clock
+    for key, data in FILES.items():
+        made.give(key, data, {"mode": str(0o100600), "mtime": "1234.5", "uid": "7"})
+    clock.advance(60)
+    return made
+
+
+async def contents(mounted: Lake) -> dict[str, object]:
+    return {path: data for path, data in (await mounted.tree()).items() if data is not None}
+
+
+async def fresh(store: MemoryStore, clock: Clock, tmp_path: Path) -> dict[str, object]:
+    async with lake(store, tmp_path / f"fresh-{clock()}-{len(store.requests)}", clock=clock) as mounted:
+        return await contents(mounted)
+
+
+async def test_all_into_one_pack_and_back(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    done = await pack(store, clock)
+    assert (done.moved.files, done.moved.packs, done.moved.left) == (len(FILES), 1, 0)
+    assert done.swept.objects == len(FILES)
+    assert plain(store) == []
+    with zipfile.ZipFile(BytesIO(store.data(commits(store)[0]))) as archive:
+        assert archive.testzip() is None
+        names = [name for name in archive.namelist() if name != ".lakefs/record"]
+    assert sorted(names) == sorted(FILES)
+    assert [name for name in names if name.startswith("data/0")] == sorted(dataset(30))
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        assert await contents(mounted) == FILES
+        entry = await mounted.getattr("data/0003")
+        assert (entry.mode, entry.uid, entry.mtime_ns) == (0o600, 7, 1_234_500_000_000)
+    clock.advance(5)
+    back = await unpack(store, clock)
+    assert (back.files, back.left) == (len(FILES), 0)
+    assert {key: store.data(key) for key in plain(store)} == FILES
+    assert store.metadata("data/0003")["mode"] == str(0o100600)
+    async with lake(store, tmp_path / "other", clock=clock) as mounted:
+        assert await contents(mounted) == FILES
+        entry = await mounted.getattr("data/0003")
+        assert (entry.mode, entry.uid, entry.mtime_ns) == (0o600, 7, 1_234_500_000_000)
+        assert mounted.fs.namespace.tree.objects.bytes_live == 0
+
+
+async def test_a_mount_reads_through_both(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        await mounted.names("data")
+        handle = await mounted.open("data/0001")
+        inode = (await mounted.found("data/0001")).inode
+        await pack(store, clock, "data")
+        assert await mounted.read_handle(handle) == FILES["data/0001"]
+        assert (await mounted.found("data/0001")).inode == inode
+        assert await mounted.read("data/0002") == FILES["data/0002"]
+        clock.advance(200)
+        assert await mounted.names("data") == [f"{number:04d}" for number in range(30)] + ["deep", "empty"]
+        await unpack(store, clock, "data")
+        await mounted.poll()
+        assert await mounted.read_handle(handle) == FILES["data/0001"]
+        assert (await mounted.found("data/0001")).inode == inode
+        await mounted.close(handle)
+        assert await contents(mounted) == FILES
+
+
+async def test_only_what_is_asked_for(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    store.give("data/large", bytes(5000))
+    assert (await pack(store, clock, "data/deep")).moved.files == 10
+    assert (await pack(store, clock, "data/0005")).moved.files == 1
+    assert (await pack(store, clock, "data", threshold_bytes=4000)).moved.files == 30
+    assert plain(store) == ["data/large", "top"]
+    with pytest.raises(LakeError, match="nowhere"):
+        await pack(store, clock, "nowhere")
+    assert (await unpack(store, clock, "data/deep/er/0001")).files == 1
+    assert plain(store) == ["data/deep/er/0001", "data/large", "top"]
+    assert (await fresh(store, clock, tmp_path)) == FILES | {"data/large": bytes(5000)}
+
+
+async def test_a_dry_run_changes_nothing(store: MemoryStore, clock: Clock) -> None:
+    before = dict(store.objects)
+    done = await pack(store, clock, dry_run=True)
+    assert (done.moved.files, done.swept.objects) == (len(FILES), 0)
+    assert store.objects == before
+    await pack(store, clock)
+    before = dict(store.objects)
+    assert (await unpack(store, clock, dry_run=True)).files == len(FILES)
+    assert store.objects == before
+
+
+async def test_objects_stay_for_the_grace_period(store: MemoryStore, clock: Clock) -> None:
+    seen: list[int] = []
+    done = await pack(store, clock, grace_s=30, while_waiting=lambda: seen.append(len(plain(store))))
+    assert seen[0] == len(FILES)
+    assert done.swept.objects == len(FILES)
+    assert plain(store) == []
+
+
+async def test_what_others_replace_meanwhile_is_theirs(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    def hook(request: Request, when: str) -> None:
+        if when == "after" and request.what == "get" and request.key in ("data/0003", "data/0004"):
+            store.give(request.key, b"theirs")
+        if when == "after" and request.what == "put":
+            store.give("data/0005", b"theirs, too")
+
+    store.hook = hook
+    done = await pack(store, clock)
+    store.hook = lambda _request, _when: None
+    assert done.moved.left == 2
+    clock.advance(5)
+    expected = FILES | {"data/0003": b"theirs", "data/0004": b"theirs", "data/0005": b"theirs, too"}
+    assert await fresh(store, clock, tmp_path) == expected
+    assert plain(store) == ["data/0003", "data/0004", "data/0005"]
+
+
+async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    """Nothing is lost, and the second run does what is left."""
+    original = dict(store.objects)
+    for back in (False, True):
+        at, ended = 0, False
+        while not ended:
+            store.objects = dict(original)
+            for when in ("before", "after"):
+                store.hook = Failures(_nth(at), StoreError("killed"), when=when)
+                try:
+                    await (unpack(store, clock, "data") if back else pack(store, clock, "data"))
+                    ended = True
+                except StoreError:
+                    pass
+                store.hook = lambda _request, _when: None
+                clock.advance(5)
+                if at % 5 == 0:
+                    assert await fresh(store, clock, tmp_path) == FILES
+            await (unpack(store, clock, "data") if back else pack(store, clock, "data"))
+            clock.advance(5)
+            assert await fresh(store, clock, tmp_path) == FILES
+            assert plain(store) == (sorted(FILES) if back else ["top"])
+            at += 3
+        assert at > 9
+        original = dict(store.objects)
+
+
+def _nth(number: int) -> Callable[[Request], bool]:
+    seen = [0]
+
+    def matches(_request: Request) -> bool:
+        seen[0] += 1
+        return seen[0] > number
+
+    return matches
+
+
+async def test_renamed_objects_are_packed_and_theirs_deleted(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        await mounted.rename("data/deep", "moved")
+        await mounted.sync()
+    clock.advance(5)
+    expected = {path.replace("data/deep", "moved"): data for path, data in FILES.items()}
+    assert await fresh(store, clock, tmp_path) == expected
+    await pack(store, clock)
+    assert plain(store) == []
+    clock.advance(5)
+    assert await fresh(store, clock, tmp_path) == expected
+
+
+async def test_a_key_that_another_name_needs_is_left_alone(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        await mounted.rename("top", "kept")
+        await mounted.sync()
+    clock.advance(5)
+    give_pack(store, clock, {"top": b"new"})
+    clock.advance(5)
+    assert (await unpack(store, clock)).left == 1
+    assert store.data("top") == FILES["top"]
+    expected = {key: data for key, data in FILES.items() if key != "top"} | {"kept": FILES["top"], "top": b"new"}
+    assert await fresh(store, clock, tmp_path) == expected
+
+
+async def test_unpacking_does_not_overwrite_what_came_meanwhile(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    give_pack(store, clock, {"a": b"old a", "b": b"old b"})
+    clock.advance(5)
+    given: list[str] = []
+
+    def hook(request: Request, when: str) -> None:
+        if when == "after" and request.what == "get" and not given:
+            given.append("b")
+            store.give("b", b"theirs")
+            clock.advance(1)
+            give_pack(store, clock, {"a": b"new a"}, writer="0badcaff")
+
+    store.hook = hook
+    done = await unpack(store, clock)
+    store.hook = lambda _request, _when: None
+    assert done.left >= 1
+    clock.advance(5)
+    found = await fresh(store, clock, tmp_path)
+    assert (found["a"], found["b"]) == (b"new a", b"theirs")

@@ -1,0 +1,187 @@
+"""Work beside a mount as the command line runs it: children that answer well and badly, and what is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse import offline_protocol as protocol
+from lakefs_fuse.cli.offline import OfflineFailed, Place, find_place, run_offline
+from lakefs_fuse.cli.store_options import StoreOptions
+from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.errors import ConfigError, LakeError
+
+ROOT = Path(__file__).parents[2]
+PLACE = Place(store=StoreConfig(source=Source.parse("s3://bucket/lake")), path="a/b")
+NONE = StoreOptions(
+    endpoint_url=None,
+    region=None,
+    profile=None,
+    addressing_style=None,
+    ca_bundle=None,
+    requests=None,
+    retry_timeout=None,
+)
+
+PREAMBLE = """
+import os, sys, time, json, signal
+request = json.load(open(int(sys.argv[sys.argv.index("--request-fd") + 1]), "rb"))
+def say(**answer): print(json.dumps(answer), flush=True)
+"""
+
+
+def program(tmp_path: Path, body: str) -> list[str]:
+    script = tmp_path / "offline.py"
+    script.write_text(PREAMBLE + textwrap.dedent(body))
+    return [sys.executable, str(script)]
+
+
+def run(tmp_path: Path, body: str, *, as_json: bool = False) -> int:
+    args = protocol.IngestArgs(source="/src")
+    return run_offline("ingest", PLACE, args, as_json=as_json, program=program(tmp_path, body))
+
+
+def test_the_request_arrives_and_the_end_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = """
+        say(type="progress", what="working", files_done=1, bytes_done=2)
+        say(type="note", text="look [here]")
+        say(type="finished", summary=request, text="all is well", exit_code=0)
+    """
+    assert run(tmp_path, body) == 0
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("all is well\n", "lakefs-fuse: look [here]\n")
+    assert run(tmp_path, body, as_json=True) == 0
+    request = json.loads(capfd.readouterr().out)
+    assert request["command"] == "ingest"
+    assert request["args"] == {"source": "/src", "count": False}
+    assert request["store"]["source"] == {"scheme": "s3", "bucket": "bucket", "prefix": "lake/"}
+    assert (request["path"], request["find_root"], request["uploads_max"]) == ("a/b", False, 4)
+
+
+def test_an_end_with_something_left_out_is_no_success(tmp_path: Path) -> None:
+    assert run(tmp_path, 'say(type="finished", summary={}, text="two left out", exit_code=1)') == 1
+
+
+def test_a_failure_is_the_childs_own(tmp_path: Path) -> None:
+    with pytest.raises(OfflineFailed, match="no such bucket") as raised:
+        run(tmp_path, 'say(type="failed", message="no such bucket", exit_code=2); sys.exit(2)')
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("os._exit(7)", r"ended without a word \(status 7\)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"ended without a word \(status -9\)"),
+        ("print('not JSON')", "makes no sense"),
+    ],
+)
+def test_a_child_that_misbehaves_is_an_error(tmp_path: Path, body: str, said: str) -> None:
+    with pytest.raises(LakeError, match=said):
+        run(tmp_path, body)
+
+
+def test_ctrl_c_is_passed_on_once_and_the_childs_end_is_waited_for(tmp_path: Path) -> None:
+    script = program(
+        tmp_path,
+        f"""
+        def clean_up(*_):
+            time.sleep(0.3)
+            open({str(tmp_path / "cleaned")!r}, "w").close()
+            say(type="failed", message="interrupted", exit_code=130)
+            sys.exit(130)
+        signal.signal(signal.SIGINT, clean_up)
+        say(type="note", text="ready")
+        time.sleep(60)
+        """,
+    )
+    caller = (
+        "import sys; from tests.cli.test_offline import *\n"
+        "try: run_offline('ingest', PLACE, protocol.IngestArgs(source=''), program=sys.argv[1:])\n"
+        "except OfflineFailed as error: sys.exit(error.exit_code)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", caller, *script], stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == b"lakefs-fuse: ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    assert (tmp_path / "cleaned").exists()
+    process.stderr.close()
+
+
+def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "lake").mkdir()
+    for number in range(3):
+        (tmp_path / "src" / str(number)).write_bytes(bytes(100_000))
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "lakefs_fuse", "ingest", tmp_path / "src", f"file://{tmp_path}/lake"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "200"},
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 1 << 16)
+        except OSError:
+            break
+    os.close(ours)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert output.startswith(b"3 files of 300,000 bytes")
+    assert b"ingesting" in shown
+    assert re.search(rb"3( of 3)? files", shown)
+
+
+# -- what PATH means ---------------------------------------------------------------------------------------------------
+
+
+def test_a_url_is_a_place_whose_lake_is_to_be_found() -> None:
+    options = StoreOptions(**{**NONE, "region": "eu-1"})
+    place = find_place("s3://bucket/lake/sub", options)
+    assert place.find_root
+    assert place.store == StoreConfig(source=Source.parse("s3://bucket/lake/sub"), region="eu-1")
+
+
+@pytest.mark.parametrize(
+    ("path", "lake", "inside"),
+    [
+        ("s3://bucket/lake/a/b", "s3://bucket/lake", "a/b"),
+        ("s3://bucket/lake/", "s3://bucket/lake", ""),
+        ("s3://bucket/a", "s3://bucket", "a"),
+        ("file:///lake/a", "file:///lake", "a"),
+    ],
+)
+def test_a_lake_that_is_given_is_not_looked_for(path: str, lake: str, inside: str) -> None:
+    place = find_place(path, NONE, lake)
+    assert (place.path, place.find_root, place.store.source) == (inside, False, Source.parse(lake))
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/lakes/a", "s3://other/lake/a", "file:///lake/a", "s3://bucket"])
+def test_a_place_outside_of_the_lake_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="is not in --lake s3://bucket/lake"):
+        find_place(path, NONE, "s3://bucket/lake")
+
+
+def test_what_is_neither_a_url_nor_in_a_mount(tmp_path: Path) -> None:
+    with pytest.raises(LakeError, match="neither inside a mount of this program nor a source URL"):
+        find_place(str(tmp_path), NONE)
+    with pytest.raises(ConfigError, match="--lake goes with a source URL"):
+        find_place(str(tmp_path), NONE, "s3://bucket")
+    with pytest.raises(ConfigError, match="--requests goes with a source URL"):
+        find_place(str(tmp_path), StoreOptions(**{**NONE, "requests": 3}))

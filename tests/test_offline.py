@@ -1,0 +1,184 @@
+"""The process that works on a lake without a mount: where it finds the lake, what it says, how it ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lakefs_fuse import offline
+from lakefs_fuse import offline_protocol as protocol
+from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.errors import ConfigError, LakeError
+from lakefs_fuse.store.opening import open_store
+from tests.servers import Server
+from tests.store.lakes import s3_config
+
+ROOT = Path(__file__).parents[1]
+
+
+def request_for(store: StoreConfig, source: Path | str, **more: object) -> protocol.Request:
+    args = msgspec.Raw(msgspec.json.encode(protocol.IngestArgs(source=str(source))))
+    return msgspec.structs.replace(protocol.Request(command="ingest", store=store, args=args), **more)
+
+
+def file_config(directory: Path) -> StoreConfig:
+    return StoreConfig(source=Source.parse(f"file://{directory}"))
+
+
+def start(request: protocol.Request) -> subprocess.Popen[bytes]:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, protocol.encode(request))
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "lakefs_fuse.offline", "--request-fd", str(reading)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[reading],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+    finally:
+        os.close(writing)
+        os.close(reading)
+
+
+def answers_of(output: bytes) -> list[protocol.Answer]:
+    return [protocol.decode_answer(line) for line in output.splitlines()]
+
+
+# -- where the lake is -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["commits", "index"])
+def test_a_directory_lies_in_the_nearest_lake_above_it(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "lake" / ".lakefs" / kind).mkdir(parents=True)
+    (tmp_path / "lake" / "inner" / ".lakefs" / "tmp").mkdir(parents=True)
+    found, path = offline.find_lake(file_config(tmp_path / "lake" / "inner" / "a"))
+    assert (str(found.source), path) == (f"file://{tmp_path}/lake", "inner/a")
+    found, path = offline.find_lake(file_config(tmp_path / "lake"))
+    assert (str(found.source), path) == (f"file://{tmp_path}/lake", "")
+
+
+def test_without_a_lake_the_place_itself_becomes_one(tmp_path: Path) -> None:
+    place = file_config(tmp_path / "a" / "b")
+    assert offline.find_lake(place) == (place, "")
+
+
+def test_a_prefix_lies_in_the_nearest_lake_above_it(moto: Server, new_bucket: Callable[[Server], str]) -> None:
+    bucket = new_bucket(moto)
+    place = s3_config(moto, f"{bucket}/one/two/three")
+    assert offline.find_lake(place) == (place, "")
+    for prefix, key, rest in (
+        ("", ".lakefs/commits/x", "one/two/three"),
+        ("one", "nothing.lakefs/commits/x", "one/two/three"),
+        ("one", ".lakefs/probe-1/x", "one/two/three"),
+        ("one", ".lakefs/index/x", "two/three"),
+        ("one/two/three", ".lakefs/commits/x", ""),
+    ):
+        store = open_store(s3_config(moto, f"{bucket}/{prefix}"))
+        store.put(key, b"x")
+        store.close()
+        found, path = offline.find_lake(place)
+        assert path == rest
+        assert str(found.source).rstrip("/") == f"s3://{bucket}/one/two/three".removesuffix(rest).rstrip("/")
+        assert found.endpoint_url == place.endpoint_url
+
+
+# -- what it says ------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_limited_in_rate_and_the_last_is_never_lost() -> None:
+    reading, writing = os.pipe()
+    now = [0.0]
+    answers = offline.Answers(writing, clock=lambda: now[0])
+    for number in range(100):
+        answers.report(protocol.Progress(files_done=number))
+        now[0] += 0.05
+    answers.say(protocol.Note("end"))
+    os.close(writing)
+    with open(reading, "rb") as output:
+        said = answers_of(output.read())
+    assert said[-1] == protocol.Note("end")
+    files = [answer.files_done for answer in said if isinstance(answer, protocol.Progress)]
+    assert files[0] == 0
+    assert files[-1] == 99
+    assert 20 <= len(files) <= 27
+
+
+async def test_a_command_runs_in_the_lake_that_was_found(tmp_path: Path) -> None:
+    (tmp_path / "lake" / ".lakefs" / "commits").mkdir(parents=True)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a").write_text("a")
+    reading, writing = os.pipe()
+    request = request_for(file_config(tmp_path / "lake" / "in"), tmp_path / "src", find_root=True)
+    finished = await offline.run_command(request, offline.Answers(writing), random.Random(1))
+    os.close(writing)
+    said = answers_of(os.read(reading, 1 << 16))
+    os.close(reading)
+    assert said[0] == protocol.Note(f"in is in the lake file://{tmp_path}/lake")
+    assert finished.exit_code == 0
+    assert finished.summary["files"] == 1
+    assert len(list((tmp_path / "lake" / ".lakefs" / "commits").iterdir())) == 1
+
+
+def test_an_error_of_ours_comes_before_others_in_a_group() -> None:
+    ours = ConfigError("ours")
+    group = BaseExceptionGroup("", [ValueError("theirs"), BaseExceptionGroup("", [ours])])
+    assert offline.first_error(group) is ours
+    assert isinstance(offline.first_error(ExceptionGroup("", [LakeError("a"), ours])), LakeError)
+
+
+# -- how it ends -------------------------------------------------------------------------------------------------------
+
+
+def test_the_process_says_how_it_went(tmp_path: Path) -> None:
+    (tmp_path / "lake").mkdir()
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a").write_text("a")
+    child = start(request_for(file_config(tmp_path / "lake"), tmp_path / "src"))
+    output, errors = child.communicate(timeout=60)
+    last = answers_of(output)[-1]
+    assert isinstance(last, protocol.Finished)
+    assert "1 files of 1 bytes" in last.text
+    assert (child.returncode, errors) == (0, b"")
+
+
+def test_the_process_says_what_failed(tmp_path: Path) -> None:
+    child = start(request_for(file_config(tmp_path / "missing"), tmp_path))
+    output, errors = child.communicate(timeout=60)
+    (last,) = answers_of(output)
+    assert isinstance(last, protocol.Failed)
+    assert "missing does not exist" in last.message
+    assert (child.returncode, errors) == (last.exit_code, b"")
+
+
+def test_interrupted_it_ends_at_once_and_what_was_stored_stays(tmp_path: Path) -> None:
+    (tmp_path / "lake").mkdir()
+    child = start(request_for(file_config(tmp_path / "lake"), "-"))
+    assert child.stdin is not None
+    assert child.stdout is not None
+    for name in ("a", "b"):
+        info = tarfile.TarInfo(name)
+        info.size = 40 << 20
+        child.stdin.write(info.tobuf() + bytes(info.size))
+    child.stdin.flush()
+    # The first pack is stored, the second waits for more; the stream stays open.
+    assert isinstance(protocol.decode_answer(child.stdout.readline()), protocol.Progress)
+    child.send_signal(signal.SIGINT)
+    output = child.stdout.read()
+    assert child.wait(30) == protocol.EXIT_INTERRUPTED
+    assert answers_of(output)[-1] == protocol.Failed(message="interrupted", exit_code=protocol.EXIT_INTERRUPTED)
+    assert len(list((tmp_path / "lake" / ".lakefs" / "commits").iterdir())) == 1
+    assert child.stderr is not None
+    assert child.stderr.read() == b""
+    for pipe in (child.stdin, child.stdout, child.stderr):
+        pipe.close()
