@@ -169,24 +169,24 @@ class Committer:
         self._kick.set()
 
     async def run(self) -> None:
-        """Send what is journaled, for as long as the mount lives."""
+        """Send what is journaled, once in ``delay_s``, for as long as the mount lives."""
         pause_s = PAUSE_S_FIRST
         while True:
-            await self._kick.wait()
+            if not self._pending:
+                await self._kick.wait()
             self._kick = trio.Event()
             await trio.sleep(self._delay_s)
-            while self._pending:
-                try:
-                    await self.flush()
-                    pause_s = PAUSE_S_FIRST
-                except LakeError as error:
-                    log.warning("%d changes of names are not in the store yet: %s", self.waiting, error)
-                    await trio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, PAUSE_S_MAX)
-                except Exception as error:
-                    self.error = LakeError(f"committing failed: {error!r}")
-                    log.exception("committing")
-                    await trio.sleep(PAUSE_S_MAX)
+            try:
+                await self.flush()
+                pause_s = PAUSE_S_FIRST
+            except LakeError as error:
+                log.warning("%d changes of names are not in the store yet: %s", self.waiting, error)
+                await trio.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_S_MAX)
+            except Exception as error:
+                self.error = LakeError(f"committing failed: {error!r}")
+                log.exception("committing")
+                await trio.sleep(PAUSE_S_MAX)
 
     async def flush(self) -> None:
         """Everything journaled before the call is in the store when this returns. Raises LakeError."""

@@ -117,7 +117,8 @@ class Deletions:
         while True:
             self._kick, self._full = trio.Event(), trio.Event()
             try:
-                await self.drain()
+                while await self.delete_due() == DELETE_KEYS_MAX:
+                    pass
                 pause_s = PAUSE_S_FIRST
             except LakeError as error:
                 log.warning("objects whose names are gone could not be deleted yet: %s", error)

@@ -128,9 +128,13 @@ class Filesystem:
     async def getattr(self, inode: int) -> Entry:
         """As `entry`, but asks the store, once for each version, for attributes that LIST does not tell."""
         entry = self.entry(inode)
-        if is_unasked(entry) and not self._files.is_dirty(entry):
+        if is_unasked(entry) and not self._files.is_dirty(entry) and not self._has_no_marker(entry):
             await self._learn(inode, entry)
         return self.entry(inode)
+
+    def _has_no_marker(self, entry: Entry) -> bool:
+        """A directory that was listed, and nothing but its children came to light."""
+        return entry.is_dir and not entry.flags & Flag.MARKER and self._ns.tree.listing(entry.inode) is not None
 
     async def _learn(self, inode: int, entry: Entry) -> None:
         extent = None if entry.is_dir else self._ns.extent(entry)

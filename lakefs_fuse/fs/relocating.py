@@ -122,7 +122,8 @@ class Relocator:
                 if step is not None:
                     await few.acquire_on_behalf_of(path)
                     nursery.start_soon(self._one, step, path, task, few)
-        await self._committer.flush()
+        if self._metrics.relocated > before:
+            await self._committer.flush()
         return self._metrics.relocated - before
 
     async def _one(
