@@ -58,13 +58,16 @@ class Deletions:
         self._kept: Counter[str] = Counter()
         self.waive: Callable[[str], list[Doomed]] = lambda _: []
         """Takes a key out of changes that are journaled and in no commit yet; the committer sets it."""
-        self.waiting = sum(1 for _ in self._rows())
+        self.waiting = sum(1 for _ in database.scan(b"G", b"H"))
 
     def add(self, batch: Batch, doomed: Doomed) -> None:
-        key = _row_key(doomed.key)
-        if self._db.get(key) is None:
+        known = self._row(doomed.key)
+        if known is None:
             self.waiting += 1
-        batch.put(key, msgspec.msgpack.encode(doomed))
+        else:
+            batch.delete(_due_key(known))
+        batch.put(_row_key(doomed.key), msgspec.msgpack.encode(doomed))
+        batch.put(_due_key(doomed), b"")
         self._kick.set()
         if self.waiting >= DELETE_KEYS_MAX:
             self._full.set()
@@ -75,9 +78,16 @@ class Deletions:
         self.add(batch, doomed)
         self._db.commit(batch)
 
-    def _rows(self) -> Iterator[Doomed]:
-        for _, raw in self._db.scan(b"G", b"H"):
-            yield msgspec.msgpack.decode(raw, type=Doomed)
+    def _row(self, key: str) -> Doomed | None:
+        raw = self._db.get(_row_key(key))
+        return None if raw is None else msgspec.msgpack.decode(raw, type=Doomed)
+
+    def _due(self, now: int) -> Iterator[Doomed]:
+        """Those whose time has come, the oldest first; what waits for its time costs nothing."""
+        for key, _ in self._db.scan(b"H", b"H" + (now + 1).to_bytes(8, "big")):
+            doomed = self._row(key[9:].decode("utf-8", "surrogatepass"))
+            if doomed is not None:
+                yield doomed
 
     @asynccontextmanager
     async def keeping(self, key: str) -> AsyncIterator[None]:
@@ -88,8 +98,9 @@ class Deletions:
             while key in self._under_way:
                 await self._under_way[key].wait()
             taken = self.waive(key)
-            if self.waiting and (raw := self._db.get(_row_key(key))) is not None:
-                taken.append(msgspec.msgpack.decode(raw, type=Doomed))
+            noted = self._row(key) if self.waiting else None
+            if noted is not None:
+                taken.append(noted)
                 self._forget([key])
             try:
                 yield
@@ -106,8 +117,10 @@ class Deletions:
     def _forget(self, keys: list[str]) -> None:
         batch = Batch()
         for key in keys:
-            if self._db.get(_row_key(key)) is not None:
+            doomed = self._row(key)
+            if doomed is not None:
                 self.waiting -= 1
+                batch.delete(_due_key(doomed))
             batch.delete(_row_key(key))
         self._db.commit(batch)
 
@@ -142,8 +155,8 @@ class Deletions:
         """Delete up to a thousand objects whose time has come; answers how many were dealt with. Raises LakeError."""
         now = self._clock_ns()
         due: list[Doomed] = []
-        for doomed in self._rows():
-            if doomed.due_ns <= now and doomed.key not in self._under_way and doomed.key not in self._kept:
+        for doomed in self._due(now):
+            if doomed.key not in self._under_way and doomed.key not in self._kept:
                 due.append(doomed)
                 if len(due) == DELETE_KEYS_MAX:
                     break
@@ -202,3 +215,7 @@ class Deletions:
 
 def _row_key(key: str) -> bytes:
     return b"G" + key.encode("utf-8", "surrogatepass")
+
+
+def _due_key(doomed: Doomed) -> bytes:
+    return b"H" + doomed.due_ns.to_bytes(8, "big") + doomed.key.encode("utf-8", "surrogatepass")

@@ -42,7 +42,6 @@ class Poller:
         self._refresh_s = refresh_s
         self._refused: set[str] = set()
         self._lock = trio.Lock()
-        self._polled_at = -1e9
 
     async def run(self) -> None:
         """Poll for as long as the mount lives; trouble with the store is told once and tried again."""

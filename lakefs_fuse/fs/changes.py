@@ -32,12 +32,10 @@ from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.protocol import Capabilities
 
-NS = 1_000_000_000
 TARGET_BYTES_MAX = 4095
 XATTR_PREFIX = "user."
 XATTR_RESERVED = "user.lakefs."
 XATTRS_BYTES_MAX = 64 << 10
-XATTR_CREATE, XATTR_REPLACE = 1, 2
 LISTED_AT_ONCE = 8
 """Directories listed at a time before a directory is renamed."""
 
@@ -95,8 +93,9 @@ class Changes:
             self._ns.tree.update(batch, msgspec.structs.replace(entry, mtime_ns=now, ctime_ns=now))
             self._db.commit(batch)
 
-    def _keep_parent(self, builder: ChangeBuilder, parent: int, leaving: Entry) -> None:
+    def keep_parent(self, builder: ChangeBuilder, leaving: Entry) -> None:
         """A directory that only its last name made visible is made to stay before that name goes."""
+        parent = leaving.parent
         above = None if parent == ROOT_INODE else self._ns.tree.entry(parent)
         if above is None or above.stamp or above.flags & Flag.MARKER:
             return
@@ -136,7 +135,7 @@ class Changes:
         await self.check_empty(entry)
         path = self.path(entry)
         builder = ChangeBuilder(self._ns.tree)
-        self._keep_parent(builder, parent, entry)
+        self.keep_parent(builder, entry)
         builder.operations.append(Remove(path, directory=True))
         # The marker even if it was not listed: some stores keep showing the prefix of what is gone.
         markers = [path + "/"] if self._capabilities.lists_markers else [path + "/", f"{path}/{PLACEHOLDER}"]
@@ -183,7 +182,7 @@ class Changes:
             return
         path = self.path(row)
         builder = ChangeBuilder(self._ns.tree)
-        self._keep_parent(builder, row.parent, row)
+        self.keep_parent(builder, row)
         builder.remove(path, row)
         self._enqueue(builder, self.orphaned(path, row))
 
@@ -273,10 +272,6 @@ class Changes:
                     nursery.start_soon(listed, inode)
             queue = [child.inode for inode in queue for child in self._ns.tree.children(inode) if child.is_dir]
 
-    def keep_parent(self, builder: ChangeBuilder, entry: Entry) -> None:
-        """An entry is about to leave its directory."""
-        self._keep_parent(builder, entry.parent, entry)
-
     # -- attributes
 
     def set_attributes(self, entry: Entry) -> Entry:
@@ -296,8 +291,8 @@ class Changes:
     def xattr_names(self, entry: Entry) -> list[str]:
         return list(self._ns.tree.xattrs(entry.inode)) if entry.flags & Flag.XATTRS else []
 
-    def set_xattr(self, entry: Entry, name: str, value: bytes | None, flags: int = 0) -> None:
-        """``value`` None removes it. Raises FileError: EOPNOTSUPP but for ``user.``, ENODATA, EEXIST, ENOSPC."""
+    def set_xattr(self, entry: Entry, name: str, value: bytes | None) -> None:
+        """``value`` None removes it. Raises FileError: EOPNOTSUPP but for ``user.``, ENODATA, ENOSPC."""
         if not name.startswith(XATTR_PREFIX):
             raise FileError(errno.EOPNOTSUPP)
         if name.startswith(XATTR_RESERVED):
@@ -305,10 +300,8 @@ class Changes:
         if entry.inode == ROOT_INODE:
             raise FileError(errno.EPERM, "the root's attributes are options of the mount")
         xattrs = self._ns.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
-        if name not in xattrs and (value is None or flags & XATTR_REPLACE):
+        if name not in xattrs and value is None:
             raise FileError(errno.ENODATA)
-        if name in xattrs and value is not None and flags & XATTR_CREATE:
-            raise FileError(errno.EEXIST)
         xattrs.pop(name, None)
         if value is not None:
             xattrs[name] = value

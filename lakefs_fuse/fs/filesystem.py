@@ -285,10 +285,10 @@ class Filesystem:
     def xattr_names(self, inode: int) -> list[str]:
         return self._changes.xattr_names(self.entry(inode))
 
-    async def set_xattr(self, inode: int, name: str, value: bytes | None, flags: int = 0) -> None:
+    async def set_xattr(self, inode: int, name: str, value: bytes | None) -> None:
         """``value`` None removes it."""
         self._refuse_read_only()
-        self._changes.set_xattr(await self.getattr(inode), name, value, flags)
+        self._changes.set_xattr(await self.getattr(inode), name, value)
 
     async def sync_names(self) -> None:
         """Every change of a name made before is in the store when this returns. Raises LakeError."""

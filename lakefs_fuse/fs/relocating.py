@@ -11,7 +11,8 @@ After a crash the notes go on with the next mount. Trio thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 import msgspec
 import trio
@@ -42,17 +43,18 @@ AT_ONCE = 4
 KEPT_NS = 120 * NS
 """The old object stays for so long: nodes that read it learn meanwhile where the bytes are now."""
 PAUSE_S = 0.5
+TASKS_MAX = 256
+"""Objects dealt with at a time."""
 log = logging.getLogger(__name__)
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """When a renamed object is looked at (0: that was done), and when it is copied (0: it is not)."""
+    """What there is to do about a renamed object: look at its old key, or copy it. ``copy_ns``: when it is to be copied
+    once it was looked at; 0 where it is not."""
 
-    check_ns: int
-    due_ns: int
-
-    def is_due(self, now: int) -> bool:
-        return not self.check_ns and 0 < self.due_ns <= now
+    path: str
+    is_check: bool
+    copy_ns: int = 0
 
 
 class Relocator:
@@ -79,27 +81,24 @@ class Relocator:
         self._committer, self._deletions, self._client, self._metrics = committer, deletions, client, metrics
         self._after_ns, self._check_ns, self._clock_ns = int(after_s * NS), max(1, int(check_s * NS)), clock_ns
         self._hide_at = hide_at
+        self.waiting = sum(1 for _ in database.scan(b"Z", b"["))
+        """Renamed objects still to be looked at or copied."""
 
     def note(self, paths: Iterable[str]) -> None:
         """These names were renamed, and their bytes were not. Raises CacheError."""
         now = self._clock_ns()
-        task = Task(now + self._check_ns, now + self._after_ns if self._after_ns else 0)
         batch = Batch()
         for path in paths:
-            self._write(batch, path, task)
+            task = Task(path, True, now + self._after_ns if self._after_ns else 0)
+            self._add(batch, now + self._check_ns, task)
         self._db.commit(batch)
 
-    def _write(self, batch: Batch, path: str, task: Task) -> None:
-        batch.put(b"Z" + path.encode(), msgspec.msgpack.encode(task))
-
-    def _tasks(self) -> Iterator[tuple[str, Task]]:
-        for key, raw in self._db.scan(b"Z", b"["):
-            yield key[1:].decode(), msgspec.msgpack.decode(raw, type=Task)
-
-    @property
-    def waiting(self) -> int:
-        """Renamed objects still to be looked at or copied."""
-        return sum(1 for _ in self._tasks())
+    def _add(self, batch: Batch, due_ns: int, task: Task) -> None:
+        """In the order of their times, so that what waits for its own costs nothing."""
+        key = b"Z" + due_ns.to_bytes(8, "big") + task.path.encode()
+        if self._db.get(key) is None:
+            self.waiting += 1
+        batch.put(key, msgspec.msgpack.encode(task))
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -114,35 +113,26 @@ class Relocator:
 
     async def relocate_due(self) -> int:
         """Deal with everything whose time has come; answers how many objects were copied. Raises LakeError."""
-        now, before = self._clock_ns(), self._metrics.relocated
-        few = trio.CapacityLimiter(AT_ONCE)
-        async with collecting() as nursery:
-            for path, task in list(self._tasks()):
-                step = self._check if 0 < task.check_ns <= now else self._relocate if task.is_due(now) else None
-                if step is not None:
-                    await few.acquire_on_behalf_of(path)
-                    nursery.start_soon(self._one, step, path, task, few)
+        before = self._metrics.relocated
+        end = b"Z" + (self._clock_ns() + 1).to_bytes(8, "big")
+        while due := list(islice(self._db.scan(b"Z", end), TASKS_MAX)):
+            few = trio.CapacityLimiter(AT_ONCE)
+            async with collecting() as nursery:
+                for key, raw in due:
+                    nursery.start_soon(self._one, key, msgspec.msgpack.decode(raw, type=Task), few)
         if self._metrics.relocated > before:
             await self._committer.flush()
         return self._metrics.relocated - before
 
-    async def _one(
-        self,
-        step: Callable[[str], Awaitable[None]],
-        path: str,
-        task: Task,
-        few: trio.CapacityLimiter,
-    ) -> None:
-        try:
-            await step(path)
+    async def _one(self, key: bytes, task: Task, few: trio.CapacityLimiter) -> None:
+        async with few:
+            await (self._check if task.is_check else self._relocate)(task.path)
             batch = Batch()
-            if task.check_ns and task.due_ns:
-                self._write(batch, path, Task(0, task.due_ns))
-            else:
-                batch.delete(b"Z" + path.encode())
+            if task.is_check and task.copy_ns:
+                self._add(batch, task.copy_ns, Task(task.path, False))
+            batch.delete(key)
             self._db.commit(batch)
-        finally:
-            few.release_on_behalf_of(path)
+            self.waiting -= 1
 
     async def _check(self, path: str) -> None:
         """Another node may have put new bytes at the old key in place, before it heard of the rename. Then the rename

@@ -21,6 +21,7 @@ from lakefs_fuse.catalog.record import Remove
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.keys import KEY_BYTES_MAX
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.relocating import Relocator, renamed_objects
 from lakefs_fuse.meta.database import Batch, Database
@@ -63,7 +64,7 @@ class Renaming:
             if now is None:
                 raise FileError(errno.ENOENT)
             if now.is_local:
-                await self._rename_here(now, parent, name, target)
+                await self._rename_here(now, parent, name)
                 return
             there = self._ns.tree.child(parent, name)
             opened = None if there is None or exchange else self._files.get(there.inode)
@@ -104,7 +105,7 @@ class Renaming:
 
     # -- what is not in the store
 
-    async def _rename_here(self, entry: Entry, parent: int, name: bytes, target: Entry | None) -> None:
+    async def _rename_here(self, entry: Entry, parent: int, name: bytes) -> None:
         """The file gets its new name when it is stored; what it replaces stays for others until then."""
         there = self._ns.tree.child(parent, name)
         opened = None if there is None else self._files.get(there.inode)
@@ -158,7 +159,7 @@ class Renaming:
             doomed = self._replaced(new, target)
         made = {(after, entry.is_dir) for _, after, entry in moving}
         for before, after, entry in moving:
-            if len(after.encode()) > 1024:
+            if len(after.encode()) > KEY_BYTES_MAX:
                 raise FileError(errno.ENAMETOOLONG, f"{after[:80]}…")
             if entry.is_dir:
                 builder.mkdir(after, entry)

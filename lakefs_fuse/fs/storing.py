@@ -96,7 +96,7 @@ class Storing:
             self.packer.alone(True)
         try:
             async with self._deletions.keeping(key):
-                await self._free(draft, file)
+                await self._free(draft, file.entry.place)
                 published = await publish(draft)
         finally:
             if self.packer is not None:
@@ -114,10 +114,10 @@ class Storing:
             entry = await self._say_where(file, entry, key)
         return Stored(entry, extent, published.described, published)
 
-    async def _free(self, draft: Draft, file: OpenFile) -> None:
-        """An upload began at its key before another node renamed away what lies there."""
+    async def _free(self, draft: Draft, place: int) -> None:
+        """An upload began at its key before another node renamed away what lies there. ``place`` is the file's own."""
         used = self._ns.tree.objects.used(draft.target.key) if draft.upload_intent_ns else None
-        if self.free is not None and used is not None and file.entry.place != used.number:
+        if self.free is not None and used is not None and place != used.number:
             await self.free(draft.target.key)
 
     def _is_spoken_of(self, file: OpenFile) -> bool:
@@ -136,15 +136,20 @@ class Storing:
         """A commit that the name is the object at ``key``; journaled, so it will be made even if this fails."""
         if file.unlinked:
             return entry
-        builder = ChangeBuilder(self._ns.tree)
-        builder.put(file.key, entry, key=key, hides=self._ns.own_etag(file.key))
-        if key != file.key and not key.startswith(OBJECTS):
-            self.hide_at(builder, key, entry.etag)
-        self._committer.enqueue(builder.change())
+        self._name(file.key, entry, key)
         if key != file.key:
             await self._committer.flush()
-            self.elsewhere([file.key])
         return self._ns.tree.entry(entry.inode) or entry
+
+    def _name(self, path: str, entry: Entry, key: str) -> None:
+        """Journal that a name is the plain object at ``key``, and that no other name is."""
+        builder = ChangeBuilder(self._ns.tree)
+        builder.put(path, entry, key=key, hides=self._ns.own_etag(path))
+        if key != path and not key.startswith(OBJECTS):
+            self.hide_at(builder, key, entry.etag)
+        self._committer.enqueue(builder.change())
+        if key != path:
+            self.elsewhere([path])
 
     async def finish(self, draft: Draft, path: str) -> None:
         """Make what a daemon that died left of a file its newest version. The caller holds ``draft.exclusive()``.
@@ -152,10 +157,9 @@ class Storing:
         Raises LakeError; then it can be tried again.
         """
         key = draft.target.key
-        there, used = self._ns.at(path), self._ns.tree.objects.used(key)
+        there = self._ns.at(path)
         async with self._deletions.keeping(key):
-            if self.free is not None and used is not None and (there is None or there.place != used.number):
-                await self.free(key)
+            await self._free(draft, there.place if there is not None else 0)
             published = await publish(draft)
         self.say(path, replace(published.meta, metadata=published.described))
 
@@ -166,14 +170,7 @@ class Storing:
         if meta.key == path and tombstone is None and (there is None or not there.stamp):
             return  # as every listing shows
         entry = Entry(0, 0, b"", 0, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
-        builder = ChangeBuilder(self._ns.tree)
-        hides = self._ns.own_etag(path)
-        builder.put(path, attributes.learn(entry, meta.metadata or {}), key=meta.key, hides=hides)
-        if meta.key != path and not meta.key.startswith(OBJECTS):
-            self.hide_at(builder, meta.key, meta.etag)
-        self._committer.enqueue(builder.change())
-        if meta.key != path:
-            self.elsewhere([path])
+        self._name(path, attributes.learn(entry, meta.metadata or {}), meta.key)
 
     def hide_at(self, builder: ChangeBuilder, key: str, etag: str) -> None:
         """A plain object at a key is not the file of that name, and nobody shall see it there."""

@@ -16,7 +16,8 @@
 ``R`` time writer             a commit that could not be read, or lies in the future, and was left out
 ``C`` sequence                a change made here that is in no commit yet
 ``G`` key                     a plain object to be deleted
-``Z`` path                    a renamed plain object to be copied to its new key, and when
+``H`` time key                the same, by when it is to be deleted
+``Z`` time path               a renamed plain object: when it is looked at, or copied to its new key
 ============================  ==========================================================
 
 Integers in keys are 8 bytes, big-endian. All calls are short and made on the trio thread, so whatever is done between

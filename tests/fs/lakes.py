@@ -137,8 +137,8 @@ class Lake:
     async def getattr(self, path: str) -> Entry:
         return await self.fs.getattr((await self.found(path)).inode)
 
-    async def set_xattr(self, path: str, name: str, value: bytes | None, flags: int = 0) -> None:
-        await self.fs.set_xattr((await self.found(path)).inode, name, value, flags)
+    async def set_xattr(self, path: str, name: str, value: bytes | None) -> None:
+        await self.fs.set_xattr((await self.found(path)).inode, name, value)
 
     async def xattrs(self, path: str) -> dict[str, bytes]:
         inode = (await self.found(path)).inode

@@ -8,11 +8,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.faults import Faults
 from tests.mount.lakes import Lake, Outside, file_lake, s3_lake
 from tests.servers import Server, make_bucket
+
+if TYPE_CHECKING:
+    from tests.mount.failing import Failing
 
 FIXTURES = {"seaweedfs": "seaweed", "moto": "moto", "rclone": "rclone"}
 LakeMaker = Callable[..., Lake]
@@ -125,3 +130,23 @@ def new_place(lake: Lake) -> Place:
 def here(shared_lake: Lake) -> Place:
     """A new directory in the shared lake."""
     return new_place(shared_lake)
+
+
+@pytest.fixture(scope="module")
+def failing_store(
+    dev_fuse: Path, seaweed: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Lake, Faults]]:
+    """One lake for a module, on a store that fails on command."""
+    from tests.mount.failing import failing_lake  # which needs this module
+
+    with failing_lake(seaweed, tmp_path_factory.mktemp("failing")) as pair:
+        yield pair
+
+
+@pytest.fixture
+def failing(failing_store: tuple[Lake, Faults]) -> Iterator[Failing]:
+    """A new directory in it."""
+    from tests.mount.failing import failing_place
+
+    with failing_place(*failing_store) as place:
+        yield place

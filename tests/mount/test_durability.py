@@ -7,32 +7,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults import Faults
 from tests.mount.conftest import LakeMaker, Place
-from tests.mount.failing import RETRY_S, Failing, failing_lake, failing_place
+from tests.mount.failing import RETRY_S, Failing
 from tests.mount.lakes import MIB, PART_BYTES, Lake, eventually, noise, sha256
 from tests.servers import Server
 
 SAMPLES = [0, 1, 300_000, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES + 12_345]
-
-
-@pytest.fixture(scope="module")
-def failing_store(
-    dev_fuse: Path, seaweed: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Lake, Faults]]:
-    with failing_lake(seaweed, tmp_path_factory.mktemp("failing")) as pair:
-        yield pair
-
-
-@pytest.fixture
-def failing(failing_store: tuple[Lake, Faults]) -> Iterator[Failing]:
-    with failing_place(*failing_store) as place:
-        yield place
 
 
 def close_error(fd: int) -> str:

@@ -6,33 +6,19 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
-from tests.mount.failing import Failing, failing_lake, failing_place
+from tests.mount.failing import Failing
 from tests.mount.lakes import MIB, PART_BYTES, Lake, noise
 from tests.servers import Server
 
 COMMITS = ".lakefs/commits/"
 KINDS = ("error_500", "slow_down", "reset", "truncate")
-
-
-@pytest.fixture(scope="module")
-def failing_store(
-    dev_fuse: Path, seaweed: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Lake, Faults]]:
-    with failing_lake(seaweed, tmp_path_factory.mktemp("failing")) as pair:
-        yield pair
-
-
-@pytest.fixture
-def failing(failing_store: tuple[Lake, Faults]) -> Iterator[Failing]:
-    with failing_place(*failing_store) as place:
-        yield place
 
 
 def inject(faults: Faults, kind: str, n: int, *, method: str, containing: str) -> None:
