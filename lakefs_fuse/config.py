@@ -25,6 +25,7 @@ PACK_MODES = ("auto", "always", "never")
 PACK_THRESHOLD_BYTES_MAX = 64 * MIB
 """Size that packs aim at: a larger file gains nothing from being in one."""
 REFRESH_S_MIN = 0.1
+DURABILITIES = ("close", "writeback")
 
 SIZE_BYTES_MAX = 1 << 62
 _SIZE_UNITS = {"": 1, "b": 1}
@@ -97,6 +98,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     pack: str | None = None
     pack_threshold_bytes: int | None = None
+    durability: str | None = None
+    keep_newest: int | None = None
 
 
 class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,3 +139,13 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """In the order of their file, which the daemon does not read."""
     relocate_after_s: float = 60.0
     """Plain objects that were renamed are copied to their new key by the store after so many seconds; 0 leaves them."""
+    durability: str = "close"
+    """What close() waits for: ``close``, the store; ``writeback``, the local disk. ``rules`` may say otherwise."""
+    writeback_delay_s: float = 2.0
+    """Files accepted by write-back wait so long for others to share a pack with."""
+    staging_timeout_s: float = 3600.0
+    """How long a writer waits for room in staging before its error (ENOSPC)."""
+    upload_bytes_s_max: int = 0
+    """All uploads together send no more in a second; 0 is no limit."""
+    supervise: bool = True
+    """A daemon that dies is started again, and its mount replaced."""

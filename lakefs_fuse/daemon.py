@@ -5,8 +5,12 @@ serves until the mount is gone, then drains what is dirty within a bound. It say
 ``--ready-fd`` names, that the mount answers or why it does not. SIGTERM and SIGINT unmount and drain; a second one
 gives up draining. Bytes that could not be stored stay in staging, are named in the log, and make the exit code 1.
 
-A crash leaves the mount dead until someone unmounts it, the control socket (the next daemon removes it), and whatever
-was dirty in staging for the next mount.
+``--restarts`` says how many daemons its supervisor had started before it, and ``--replace`` which dead mount
+(major:minor) it takes the place of: that is detached when the lake is open, right before the new one is made. If it is
+gone by then, someone has unmounted it, and this daemon only stores what is left.
+
+A crash leaves the mount dead until someone unmounts it or the next daemon replaces it, the control socket (the next
+daemon removes it), and whatever was dirty in staging for the next mount.
 """
 
 from __future__ import annotations
@@ -29,11 +33,12 @@ from typing import BinaryIO, Generic, Protocol, TypeVar
 import msgspec
 import trio
 
-from lakefs_fuse import __version__
+from lakefs_fuse import __version__, notify
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.control.mounts import detach, is_dead, mount_at
 from lakefs_fuse.control.runtime import server_socket_path
 from lakefs_fuse.control.server import ControlServer, FilesystemView, not_durable, serve_control
-from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError, MountError
+from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, ConfigError, LakeError, MountError
 from lakefs_fuse.logs import open_logs
 
 DRAIN_S_MAX = 3600.0
@@ -41,6 +46,10 @@ DRAIN_S_MAX = 3600.0
 DRAIN_STALL_S_MAX = 180.0
 """… and how long without one more byte stored."""
 DRAIN_CHECK_S = 1.0
+STOP_AGAIN_S_MIN = 1.0
+"""Of a supervised daemon: a service manager signals it and its supervisor, which passes that on; both mean one stop."""
+DEAD_S_MAX = 10.0
+"""A mount that does not answer statvfs(3) for so long is not a dead one."""
 CONFIG_BYTES_MAX = 1 << 20
 FILES_OPEN_WANTED = 65_536
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
@@ -73,18 +82,33 @@ class Parts(Generic[Fs]):
     request_unmount: Callable[[], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Succession:
+    """What a supervisor says of the daemons before this one; without one, that there were none."""
+
+    restarts: int = 0
+    replace: str = ""
+    """Device (major:minor) of the dead mount to take the place of."""
+
+
 class Readiness:
     """The one line that whoever started the daemon waits for. ``descriptor`` is None where nobody does."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
+        self.serving = False
+        """The mount answers and is not to go: the end of the daemon now is a crash."""
+        self.detached = False
+        """The dead mount that was to be replaced is gone, and the new one is not there yet."""
 
     def ready(self) -> None:
+        self.serving = True
         self._say({})
+        notify.notify(notify.READY)
 
     def failed(self, error: LakeError) -> None:
         """After readiness this does nothing."""
-        self._say({"error": str(error), "exit_code": error.exit_code})
+        self._say({"error": str(error), "exit_code": error.exit_code, "detached": self.detached})
 
     def _say(self, answer: dict[str, object]) -> None:
         if self._descriptor is None:
@@ -108,10 +132,13 @@ class Stage(Enum):
 class Daemon(Generic[Fs]):
     """One mount from open to drained. Lives on the trio thread."""
 
-    def __init__(self, config: MountConfig, parts: Parts[Fs], readiness: Readiness) -> None:
+    def __init__(
+        self, config: MountConfig, parts: Parts[Fs], readiness: Readiness, succession: Succession | None = None
+    ) -> None:
         self._config = config
         self._parts = parts
         self._readiness = readiness
+        self._succession = succession or Succession()
         self._stage = Stage.STARTING
         self._stop_asked = False
         self._startup = trio.CancelScope()
@@ -130,8 +157,12 @@ class Daemon(Generic[Fs]):
     async def _watch_signals(self, task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             task_status.started()
+            last_s = float("-inf")
             async for number in signals:
                 log.info("signal %s", signal.Signals(number).name)
+                since_s, last_s = trio.current_time() - last_s, trio.current_time()
+                if self._config.supervise and since_s < STOP_AGAIN_S_MIN:
+                    continue
                 if self._stage is Stage.STARTING:
                     self._startup.cancel()
                 elif self._stop_asked:
@@ -139,6 +170,7 @@ class Daemon(Generic[Fs]):
                 elif self._stage is Stage.SERVING:
                     self._parts.request_unmount()
                 self._stop_asked = True
+                self._readiness.serving = False
 
     async def _serve_lake(self) -> int:
         path = server_socket_path(self._config.mountpoint)
@@ -149,15 +181,43 @@ class Daemon(Generic[Fs]):
                 capabilities=capabilities,
                 request_unmount=self._parts.request_unmount,
                 clock=time.monotonic,
+                restarts=self._succession.restarts,
             )
+            server.starting = bool(self._succession.replace)
+
+            def on_ready() -> None:
+                server.starting = False
+                self._on_ready()
+
             async with serve_control(server, path):
-                await self._parts.serve(fs, self._config, ready=self._on_ready)
+                if await self._may_mount():
+                    await self._parts.serve(fs, self._config, ready=on_ready)
                 self._stage = Stage.DRAINING
+                server.starting = False
+                self._readiness.serving = False
                 log.info("unmounted")
                 error = await self._drain(fs)
                 await server.end(error)
         log.info("closed")
         return EXIT_FAILURE if error else 0
+
+    async def _may_mount(self) -> bool:
+        """Make way where a dead mount is to be replaced; False if someone has unmounted that. Raises MountError."""
+        device, point = self._succession.replace, self._config.mountpoint
+        if not device:
+            return True
+        mounted = mount_at(point)
+        dead = False
+        if mounted is not None and mounted.is_fuse and mounted.device == device:
+            with trio.move_on_after(DEAD_S_MAX):
+                dead = await trio.to_thread.run_sync(is_dead, point, abandon_on_cancel=True)
+        if not dead:
+            log.warning("%s was unmounted while the daemon was being started again", point)
+            self._readiness.ready()
+            return False
+        await trio.to_thread.run_sync(lambda: detach(point, lazy=True))
+        self._readiness.detached = True
+        return True
 
     def _on_ready(self) -> None:
         self._stage = Stage.SERVING
@@ -216,7 +276,7 @@ def first_error(error: BaseException) -> BaseException:
     return next((leaf for leaf in leaves if isinstance(leaf, LakeError)), leaves[0])
 
 
-def serve_real_lake(config: MountConfig, readiness: Readiness) -> int:
+def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succession) -> int:
     """The exit code. The layers are imported here so that a missing library is an answer, not a traceback."""
     try:
         from lakefs_fuse.fuse.session import request_unmount, serve
@@ -226,7 +286,7 @@ def serve_real_lake(config: MountConfig, readiness: Readiness) -> int:
     # Modules are loaded: a relative entry of sys.path, or a directory someone wants to unmount, is not needed any more.
     os.chdir("/")
     parts = Parts(open_lake, serve, request_unmount)
-    return trio.run(Daemon(config, parts, readiness).run)
+    return trio.run(Daemon(config, parts, readiness, succession).run)
 
 
 def read_config(source: BinaryIO) -> MountConfig:
@@ -255,11 +315,14 @@ def bound_malloc() -> None:
         mallopt(M_ARENA_MAX, ARENAS_MAX)
 
 
-def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness], int] = serve_real_lake) -> int:
+def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness, Succession], int] = serve_real_lake) -> int:
     """The exit code; every failure is told to whoever waits for readiness, and logged."""
     parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon")
     parser.add_argument("--ready-fd", type=int)
-    readiness = Readiness(parser.parse_args(argv).ready_fd)
+    parser.add_argument("--restarts", type=int, default=0)
+    parser.add_argument("--replace", default="")
+    options = parser.parse_args(argv)
+    readiness = Readiness(options.ready_fd)
     try:
         config = read_config(sys.stdin.buffer)
         with open(os.devnull, "rb") as nothing:
@@ -268,7 +331,7 @@ def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness], int] = se
         raise_file_limit()
         bound_malloc()
         log.info("lakefs-fuse %s, pid %d: %s at %s", __version__, os.getpid(), config.store.source, config.mountpoint)
-        code = serve(config, readiness)
+        code = serve(config, readiness, Succession(options.restarts, options.replace))
         readiness.failed(MountError("stopped by a signal before the mount was ready"))
         return code
     except BaseException as raised:
@@ -276,10 +339,10 @@ def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness], int] = se
         if isinstance(error, LakeError):
             log.error("%s", error)
             readiness.failed(error)
-            return error.exit_code
+            return EXIT_CRASHED if readiness.serving else error.exit_code
         log.exception("the daemon failed")
         readiness.failed(MountError(f"internal error ({type(error).__name__}): see the log"))
-        return EXIT_FAILURE
+        return EXIT_CRASHED if readiness.serving else EXIT_FAILURE
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import errno
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_CRASHED = 70
+"""Of a daemon that failed while it served its mount; its supervisor starts it again. EX_SOFTWARE of sysexits.h."""
 
 
 class LakeError(Exception):

@@ -18,6 +18,7 @@ from lakefs_fuse.fs import Filesystem, open_filesystem
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.pace import Pacable, Pace
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities
 
@@ -35,6 +36,8 @@ async def open_lake(config: MountConfig) -> AsyncIterator[tuple[Filesystem, dict
         )
         _log_capabilities(config, capabilities)
         metrics = Metrics()
+        if config.upload_bytes_s_max and isinstance(store, Pacable):
+            store.keep_to(Pace(config.upload_bytes_s_max, metrics.upload))
         client = StoreClient(
             store,
             capabilities,

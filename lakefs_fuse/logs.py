@@ -1,6 +1,7 @@
 """The daemon's log: one line per record, bounded in size, readable by its owner only, without secrets.
 
-Called once by the daemon before anything else runs. What a thread logs while the process dies may be lost.
+`open_logs` is called once by the daemon before anything else runs,
+`open_supervisor_log` by its supervisor. What a thread logs while the process dies may be lost.
 """
 
 from __future__ import annotations
@@ -48,12 +49,23 @@ class PlainLine(logging.Formatter):
         return text.encode("utf-8", "backslashreplace").decode()
 
 
+def _open_private(path: str) -> io.TextIOWrapper:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    return io.TextIOWrapper(io.FileIO(descriptor, "a"), encoding="utf-8", write_through=True)
+
+
 class PrivateRotatingFile(logging.handlers.RotatingFileHandler):
     """Every file it starts has mode 0600."""
 
     def _open(self) -> io.TextIOWrapper:
-        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        return io.TextIOWrapper(io.FileIO(descriptor, "a"), encoding="utf-8", write_through=True)
+        return _open_private(self.baseFilename)
+
+
+class PrivateWatchedFile(logging.handlers.WatchedFileHandler):
+    """A log that another process rotates: opened again when that has moved it away."""
+
+    def _open(self) -> io.TextIOWrapper:
+        return _open_private(self.baseFilename)
 
 
 def open_logs(config: MountConfig) -> None:
@@ -77,3 +89,19 @@ def open_logs(config: MountConfig) -> None:
     for name in ("boto3", "botocore", "s3transfer", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
+
+
+def open_supervisor_log(config: MountConfig) -> None:
+    """To the daemon's log, which the daemon rotates. Raises MountError if the file cannot be written."""
+    handlers: list[logging.Handler] = []
+    if config.log_file is not None:
+        try:
+            Path(config.log_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handlers.append(PrivateWatchedFile(config.log_file))
+        except OSError as error:
+            raise MountError(f"log file {config.log_file} cannot be written to: {error.strerror}") from error
+    if config.foreground or not handlers:
+        handlers.append(logging.StreamHandler(sys.stderr))
+    for handler in handlers:
+        handler.setFormatter(PlainLine())
+    logging.basicConfig(level=config.log_level, handlers=handlers, force=True)

@@ -46,7 +46,8 @@ class CacheMetrics:
 
 @dataclass(slots=True)
 class UploadMetrics:
-    """The write path. ``idle_with_work_s`` is time in which a complete part waited although a slot was free."""
+    """The write path. ``idle_with_work_s`` is time in which a complete part waited although a slot was free;
+    ``throttled_s`` is how long uploads waited for their limit, ``bytes_s_max`` (0: none), added up over all of them."""
 
     parts: int = 0
     parts_repeated: int = 0
@@ -55,6 +56,8 @@ class UploadMetrics:
     failures: int = 0
     writer_waits: int = 0
     idle_with_work_s: float = 0.0
+    bytes_s_max: int = 0
+    throttled_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -95,6 +98,18 @@ class CommitMetrics:
 
 
 @dataclass(slots=True)
+class WriteBackMetrics:
+    """Write-back. ``accepted`` files were closed and answered; each is published, ``superseded`` by a later version of
+    itself, or set aside beside somebody else's version (``conflicts``). ``replayed`` came back at mount."""
+
+    accepted: int = 0
+    superseded: int = 0
+    replayed: int = 0
+    conflicts: int = 0
+    failures: int = 0
+
+
+@dataclass(slots=True)
 class Metrics:
     """All counters of one daemon."""
 
@@ -104,6 +119,7 @@ class Metrics:
     upload: UploadMetrics = field(default_factory=UploadMetrics)
     namespace: NamespaceMetrics = field(default_factory=NamespaceMetrics)
     commits: CommitMetrics = field(default_factory=CommitMetrics)
+    writeback: WriteBackMetrics = field(default_factory=WriteBackMetrics)
 
     def as_dict(self) -> dict[str, object]:
         """Nested plain values, the shape of ``stats --json`` before gauges are added."""
@@ -116,4 +132,5 @@ class Metrics:
             "upload": asdict(self.upload),
             "namespace": asdict(self.namespace),
             "commits": asdict(self.commits),
+            "writeback": asdict(self.writeback),
         }

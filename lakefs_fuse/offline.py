@@ -162,7 +162,21 @@ async def _fsck(context: Context, args: protocol.FsckArgs) -> protocol.Finished:
     return await run_fsck(_work(context), args)
 
 
+async def _checkpoint(context: Context, args: protocol.CheckpointArgs) -> protocol.Finished:
+    from lakefs_fuse.admin.checkpoints import run_checkpoint
+
+    return await run_checkpoint(_work(context), args)
+
+
+async def _checkpoint_verify(context: Context, args: protocol.VerifyArgs) -> protocol.Finished:
+    from lakefs_fuse.admin.checkpoints import run_verify
+
+    return await run_verify(_work(context), args)
+
+
 COMMANDS: dict[str, Runnable] = {
+    "checkpoint": Command(protocol.CheckpointArgs, _checkpoint),
+    "checkpoint-verify": Command(protocol.VerifyArgs, _checkpoint_verify),
     "pack": Command(protocol.PackArgs, _pack, probes=True),
     "gc": Command(protocol.GcArgs, _gc),
     "fsck": Command(protocol.FsckArgs, _fsck),

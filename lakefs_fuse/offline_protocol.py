@@ -73,6 +73,27 @@ class FsckArgs(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str | None = None
 
 
+class CheckpointArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `checkpoint`, without a mount. ``action`` is ``ls`` or ``latest``; ``url`` what the user called the place."""
+
+    action: str
+    url: str
+    marker: str | None = None
+    match: str | None = None
+
+
+class VerifyArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `checkpoint verify`. No ``names``: all complete ones. ``md5_etags``: what a mount knows of its store, None
+    where nobody knows. ``not_stored``: checkpoints that are not, or not wholly, in the store yet."""
+
+    names: tuple[str, ...]
+    url: str
+    marker: str | None = None
+    match: str | None = None
+    md5_etags: bool | None = None
+    not_stored: tuple[str, ...] = ()
+
+
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """How far it is. A total that is not known is None; it may grow."""
 

@@ -5,6 +5,8 @@
 path = "ckpt/**"             # a glob on the path in the lake
 pack = "never"               # auto | always | never
 pack-threshold = "256KiB"
+durability = "writeback"     # close | writeback
+keep-newest = 1              # so many of the newest checkpoints stay in the local cache
 ```
 
 For each setting the last rule that matches and says something about it wins; where none does, the mount's own option
@@ -27,12 +29,13 @@ from pathlib import Path
 
 import msgspec
 
-from lakefs_fuse.config import PACK_MODES, PACK_THRESHOLD_BYTES_MAX, MountConfig, Rule, parse_size
+from lakefs_fuse.config import DURABILITIES, PACK_MODES, PACK_THRESHOLD_BYTES_MAX, MountConfig, Rule, parse_size
 from lakefs_fuse.errors import ConfigError
 
 FILE_BYTES_MAX = 128 * 1024
 """Escaped as JSON it still fits what the daemon reads."""
 RULES_MAX = 1000
+KEEP_NEWEST_MAX = 100
 ANSWERS_MAX = 4096
 """Paths whose answer is remembered."""
 
@@ -47,15 +50,41 @@ class PackPolicy(msgspec.Struct, frozen=True):
 class Rules:
     """What holds for a path of the lake (relative, no leading slash)."""
 
-    def __init__(self, rules: Sequence[Rule], *, pack: str, pack_threshold_bytes: int) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], *, pack: str, pack_threshold_bytes: int, durability: str = "close"
+    ) -> None:
         """The other arguments hold where no rule says otherwise. Raises ConfigError for a glob that is none."""
         self._rules = [(re.compile(translate(rule.path), re.DOTALL), rule) for rule in rules]
         self._default_pack = PackPolicy(pack, pack_threshold_bytes)
+        self._default_durability = durability
         self._cached_pack = lru_cache(ANSWERS_MAX)(self._find_pack)
+        self._cached_durability = lru_cache(ANSWERS_MAX)(self._find_durability)
 
     @classmethod
     def of(cls, config: MountConfig) -> Rules:
-        return cls(config.rules, pack=config.pack, pack_threshold_bytes=config.pack_threshold_bytes)
+        return cls(
+            config.rules,
+            pack=config.pack,
+            pack_threshold_bytes=config.pack_threshold_bytes,
+            durability=config.durability,
+        )
+
+    @property
+    def any_writeback(self) -> bool:
+        """Some path may have this durability."""
+        return self._default_durability == "writeback" or any(rule.durability == "writeback" for _, rule in self._rules)
+
+    def is_writeback(self, path: str) -> bool:
+        """Whether close() of the file at ``path`` waits for the local disk only."""
+        durability = self._cached_durability(path) if self._rules else self._default_durability
+        return durability == "writeback"
+
+    def _find_durability(self, path: str) -> str:
+        found = self._default_durability
+        for pattern, rule in self._rules:
+            if rule.durability is not None and pattern.fullmatch(path):
+                found = rule.durability
+        return found
 
     def pack_for(self, path: str) -> PackPolicy:
         """How the file at ``path`` is packed."""
@@ -79,6 +108,8 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_u
     path: str
     pack: str | None = None
     pack_threshold: int | str | None = None
+    durability: str | None = None
+    keep_newest: int | None = None
 
 
 ACCEPTED_KEYS = tuple(field.encode_name for field in msgspec.structs.fields(_Table))
@@ -130,12 +161,22 @@ def _rule(table: object) -> Rule:
     re.compile(translate(given.path))
     if given.pack is not None:
         check_pack(given.pack, "pack")
+    if given.durability is not None and given.durability not in DURABILITIES:
+        raise ConfigError(f"durability {given.durability!r}: expected {' or '.join(DURABILITIES)}")
+    if given.keep_newest is not None and not 0 <= given.keep_newest <= KEEP_NEWEST_MAX:
+        raise ConfigError(f"keep-newest {given.keep_newest}: expected 0 to {KEEP_NEWEST_MAX}")
     threshold = given.pack_threshold
     if isinstance(threshold, str):
         threshold = parse_size(threshold)
     if threshold is not None:
         check_pack_threshold(threshold, "pack-threshold")
-    return Rule(path=given.path, pack=given.pack, pack_threshold_bytes=threshold)
+    return Rule(
+        path=given.path,
+        pack=given.pack,
+        pack_threshold_bytes=threshold,
+        durability=given.durability,
+        keep_newest=given.keep_newest,
+    )
 
 
 def check_pack(mode: str, what: str) -> None:

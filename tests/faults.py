@@ -12,6 +12,7 @@ import socket
 import socketserver
 import struct
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from urllib.parse import urlsplit
 
 from tests.servers import Server
 
-Kind = Literal["slow_down", "error_500", "reset", "truncate", "stall", "lose_answer", "corrupt"]
+Kind = Literal[
+    "slow_down", "error_500", "reset", "truncate", "stall", "lose_answer", "corrupt", "refuse", "forbid", "hang"
+]  # fmt: skip
 
 PIECE_BYTES = 1 << 18
 _HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}
@@ -49,6 +52,11 @@ class Faults:
         """Requests seen by method since the start or `clear`, faulty ones included."""
         self.injected: Counter[str] = Counter()
         """Faults that happened, by kind."""
+        self.stored: list[str] = []
+        """Path and query of each PUT that the store made and whose answer went back, since the start or `clear`."""
+        self.bytes_s_max = 0
+        """All request bodies together go on to the store no faster; 0 is no limit. Stays as it is with `clear`."""
+        self._free_at_s = 0.0
         self.released = threading.Event()
         self._upstream = urlsplit(server.url)
         self._lock = threading.Lock()
@@ -67,6 +75,14 @@ class Faults:
         """Answer 500 InternalError, without asking the store."""
         self._add("error_500", n, method, containing)
 
+    def refuse(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
+        """Answer 400 InvalidRequest, without asking the store."""
+        self._add("refuse", n, method, containing)
+
+    def forbid(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
+        """Answer 403 AccessDenied, without asking the store."""
+        self._add("forbid", n, method, containing)
+
     def reset(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
         """Reset the connection (RST) instead of answering."""
         self._add("reset", n, method, containing)
@@ -78,6 +94,10 @@ class Faults:
     def stall(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
         """Send half of the answer's body, then nothing, until `clear`."""
         self._add("stall", n, method, containing)
+
+    def hang(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
+        """Take the request and say nothing, until `clear`; then reset the connection."""
+        self._add("hang", n, method, containing)
 
     def lose_answer(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
         """Let the store do what is asked, then reset the connection: the client cannot know."""
@@ -93,8 +113,18 @@ class Faults:
             self._queue.clear()
             self.counts.clear()
             self.injected.clear()
+            self.stored.clear()
             self.released.set()
             self.released = threading.Event()
+
+    def pass_on(self, count: int) -> None:
+        """Wait until so many bytes may go on to the store."""
+        if not self.bytes_s_max:
+            return
+        with self._lock:
+            begin_s = max(self._free_at_s, time.monotonic())
+            self._free_at_s = begin_s + count / self.bytes_s_max
+        time.sleep(max(0.0, self._free_at_s - time.monotonic()))
 
     def _add(self, kind: Kind, n: int, method: str | None, containing: str) -> None:
         with self._lock:
@@ -166,12 +196,18 @@ class _Relay(BaseHTTPRequestHandler):
     def _relay(self) -> None:
         kind, released = self.controls.take(self.command, self.path)
         length = int(self.headers.get("Content-Length") or 0)
-        if kind in ("slow_down", "error_500", "reset"):
+        if kind in ("slow_down", "error_500", "refuse", "forbid", "reset", "hang"):
             self._drain(length)
+            if kind == "hang":
+                released.wait(120)
             if kind == "slow_down":
                 self._answer(503, b"SlowDown", b"Please reduce your request rate.")
             elif kind == "error_500":
                 self._answer(500, b"InternalError", b"We encountered an internal error.")
+            elif kind == "refuse":
+                self._answer(400, b"InvalidRequest", b"Checksum type mismatch occurred.")
+            elif kind == "forbid":
+                self._answer(403, b"AccessDenied", b"Access Denied.")
             else:
                 self._reset()
             return
@@ -184,6 +220,8 @@ class _Relay(BaseHTTPRequestHandler):
                 self._reset()
             else:
                 self._return(answer, kind, released)
+                if self.command == "PUT" and answer.status == 200:
+                    self.controls.stored.append(self.path)
         finally:
             upstream.close()
 
@@ -201,6 +239,7 @@ class _Relay(BaseHTTPRequestHandler):
             piece = self.rfile.read(min(PIECE_BYTES, length))
             if not piece:
                 raise ConnectionError("the client went away")
+            self.controls.pass_on(len(piece))
             upstream.send(bytes([piece[0] ^ 1]) + piece[1:] if corrupt else piece)
             corrupt = False
             length -= len(piece)

@@ -116,6 +116,59 @@ def make_bucket(server: Server, bucket: str) -> None:
 @contextlib.contextmanager
 def seaweedfs(directory: Path) -> Iterator[Server]:
     """SeaweedFS: master, volume server, filer and S3 gateway in one process."""
+    with _seaweedfs(directory, _seaweedfs_ports()) as (server, _):
+        yield server
+
+
+QUICK = ("-master.electionTimeout=1s", "-volume.preStopSeconds=0")
+"""The only master of one that starts again need not wait for others, nor a volume server that stops."""
+
+
+class StoppableStore:
+    """A SeaweedFS that goes away and comes back, on the same port with the same data. Ended by `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._ports = directory, _seaweedfs_ports()
+        self._running = contextlib.ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.server = self.start()
+
+    def start(self) -> Server:
+        """Answers when the store does."""
+        server, self._process = self._running.enter_context(_seaweedfs(self._directory, self._ports, *QUICK))
+        return server
+
+    def stop(self) -> None:
+        """Connections are refused from now on."""
+        self._running.close()
+        self._process = None
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Connections are taken and nothing is answered, while the body runs."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self._running.close()
+
+
+def _seaweedfs_ports() -> list[int]:
+    """Of the S3 gateway, master, volume server and filer."""
+    ports: list[int] = []
+    while len(ports) < 4:
+        port = free_port(with_grpc=True)
+        if all(abs(port - other) not in (0, GRPC_OFFSET) for other in ports):
+            ports.append(port)
+    return ports
+
+
+@contextlib.contextmanager
+def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     directory.mkdir(parents=True, exist_ok=True)
     identity = {
         "name": "test",
@@ -133,7 +186,7 @@ def seaweedfs(directory: Path) -> Iterator[Server]:
     config.write_text(json.dumps({"identities": [identity, reader]}))
     data = directory / "data"
     data.mkdir(exist_ok=True)
-    port = free_port(with_grpc=True)
+    port, master_port, volume_port, filer_port = ports
     command = [
         program("weed"),
         "-logtostderr=true",
@@ -141,13 +194,13 @@ def seaweedfs(directory: Path) -> Iterator[Server]:
         f"-dir={data}",
         "-ip=127.0.0.1",
         "-ip.bind=127.0.0.1",
-        f"-master.port={free_port(with_grpc=True)}",
+        f"-master.port={master_port}",
         "-master.telemetry=false",
         "-master.volumeSizeLimitMB=256",
-        f"-volume.port={free_port(with_grpc=True)}",
+        f"-volume.port={volume_port}",
         "-volume.max=0",
         "-filer",
-        f"-filer.port={free_port(with_grpc=True)}",
+        f"-filer.port={filer_port}",
         f"-filer.localSocket={directory}/filer.sock",
         "-s3",
         f"-s3.port={port}",
@@ -155,10 +208,11 @@ def seaweedfs(directory: Path) -> Iterator[Server]:
         "-s3.port.lance=0",
         f"-s3.localSocket={directory}/s3.sock",
         f"-s3.config={config}",
+        *options,
     ]
     server = Server("seaweedfs", f"http://127.0.0.1:{port}")
-    with _running(command, directory / "weed.log", lambda: _s3_answers(server)):
-        yield server
+    with _running(command, directory / "weed.log", lambda: _s3_answers(server)) as process:
+        yield server, process
 
 
 @contextlib.contextmanager
@@ -240,7 +294,7 @@ def latency(server: Server, directory: Path, delay_ms: int = 15) -> Iterator[Ser
 
 
 @contextlib.contextmanager
-def _running(command: list[str], log: Path, answers: Callable[[], bool]) -> Iterator[None]:
+def _running(command: list[str], log: Path, answers: Callable[[], bool]) -> Iterator[subprocess.Popen[bytes]]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -259,7 +313,7 @@ def _running(command: list[str], log: Path, answers: Callable[[], bool]) -> Iter
                 raise RuntimeError(f"{command[0]} ended with {process.returncode}:\n{tail}")
 
         _wait(answers, command[0], still_runs)
-        yield
+        yield process
     finally:
         process.send_signal(signal.SIGTERM)
         try:

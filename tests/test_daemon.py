@@ -19,8 +19,9 @@ from trio.testing import MockClock
 from lakefs_fuse import daemon as daemon_module
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.control import protocol, runtime
-from lakefs_fuse.daemon import Daemon, Parts, Readiness, first_error
-from lakefs_fuse.errors import CacheError, LakeError
+from lakefs_fuse.control.mounts import Mount
+from lakefs_fuse.daemon import Daemon, Parts, Readiness, Succession, first_error
+from lakefs_fuse.errors import EXIT_CRASHED, CacheError, LakeError
 from tests.control.fakes import FakeFile, FakeFilesystem, mount_config
 
 
@@ -29,10 +30,12 @@ class FakeMount:
 
     def __init__(self, *, goes_at_once: bool = False) -> None:
         self.gone = trio.Event()
+        self.served = False
         if goes_at_once:
             self.gone.set()
 
     async def serve(self, fs: FakeFilesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
+        self.served = True
         ready()
         await self.gone.wait()
 
@@ -129,7 +132,8 @@ async def test_draining_with_progress_may_take_longer_than_a_stall(autojump_cloc
 async def test_sigterm_unmounts_and_a_second_one_stops_draining(caplog: pytest.LogCaptureFixture) -> None:
     fs = FakeFilesystem([FakeFile("1", "a")], step=0)
     mount, codes = FakeMount(), list[int]()
-    daemon = make(Lake(fs), mount, Readiness(None))
+    parts = Parts(Lake(fs).open, mount.serve, mount.gone.set)
+    daemon = Daemon(msgspec.structs.replace(mount_config("/mnt/lake"), supervise=False), parts, Readiness(None))
     async with trio.open_nursery() as nursery:
 
         async def run() -> None:
@@ -161,6 +165,111 @@ async def test_a_signal_before_the_mount_is_ready_ends_it() -> None:
             await trio.testing.wait_all_tasks_blocked(0.05)
             os.kill(os.getpid(), signal.SIGTERM)
     assert codes == [1]
+
+
+async def test_a_supervised_daemon_that_is_signalled_twice_at_once_was_told_to_stop_once() -> None:
+    """By a service manager, which signals all its processes, and by its supervisor."""
+    fs = FakeFilesystem([FakeFile("1", "a", bytes=100)], step=20, tick_s=0.1)
+    mount, codes = FakeMount(), list[int]()
+    daemon = make(Lake(fs), mount, Readiness(None))
+    async with trio.open_nursery() as nursery:
+
+        async def run() -> None:
+            codes.append(await daemon.run())
+
+        nursery.start_soon(run)
+        while not runtime.server_socket_path("/mnt/lake").exists():
+            await trio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with trio.fail_after(5):
+            while not fs.durable_asked:
+                await trio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert codes == [0]
+
+
+class DeadMount:
+    """A mountpoint where a dead mount was left, or what became of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, device: str = "0:99", *, dead: bool = True) -> None:
+        self.mount: Mount | None = Mount("/mnt/lake", "fuse.lakefs", "lake", 0, device)
+        monkeypatch.setattr(daemon_module, "mount_at", lambda point: self.mount)
+        monkeypatch.setattr(daemon_module, "is_dead", lambda point: dead)
+        monkeypatch.setattr(daemon_module, "detach", self.detach)
+
+    def detach(self, point: str, *, lazy: bool) -> None:
+        assert (point, lazy) == ("/mnt/lake", True)
+        self.mount = None
+
+    def is_there(self) -> bool:
+        return self.mount is not None
+
+
+def successor(lake: Lake, mount: FakeMount, readiness: Readiness) -> Daemon[FakeFilesystem]:
+    parts = Parts(lake.open, mount.serve, mount.gone.set)
+    return Daemon(mount_config("/mnt/lake", "/var/cache/lake"), parts, readiness, Succession(3, "0:99"))
+
+
+async def test_a_dead_mount_is_replaced_when_the_lake_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, answers = DeadMount(monkeypatch), Answers()
+    with pytest.raises(BaseExceptionGroup):
+        await successor(Lake(FakeFilesystem(), error=CacheError("not now")), FakeMount(), answers.readiness).run()
+    assert dead.is_there()
+    lake, mount = Lake(FakeFilesystem()), FakeMount(goes_at_once=True)
+    assert await successor(lake, mount, answers.readiness).run() == 0
+    assert not dead.is_there()
+    assert mount.served
+    assert answers.read() == {}
+
+
+@pytest.mark.parametrize("now", ["gone", "another", "alive"])
+async def test_a_dead_mount_that_someone_took_away_is_not_replaced(monkeypatch: pytest.MonkeyPatch, now: str) -> None:
+    found = DeadMount(monkeypatch, "0:98" if now == "another" else "0:99", dead=now != "alive")
+    if now == "gone":
+        found.mount = None
+    expected = found.mount
+    fs, mount = FakeFilesystem([FakeFile("1", "accepted by the last one")]), FakeMount()
+    assert await successor(Lake(fs), mount, Readiness(None)).run() == 0
+    assert not mount.served
+    assert fs.files == [], "what was accepted is stored all the same"
+    assert found.mount == expected
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, serve: Callable[[Readiness], int]) -> tuple[int, dict[str, object]]:
+    """The exit code of the whole program around ``serve``, and its answer."""
+    for name in ("open_logs", "bound_malloc", "raise_file_limit"):
+        monkeypatch.setattr(daemon_module, name, lambda *given: None)
+    monkeypatch.setattr(daemon_module, "read_config", lambda source: mount_config("/mnt/lake"))
+    answers = Answers()
+    given: list[Succession] = []
+
+    def serve_it(config: MountConfig, readiness: Readiness, succession: Succession) -> int:
+        given.append(succession)
+        return serve(readiness)
+
+    arguments = ["--ready-fd", str(answers.write), "--restarts", "2", "--replace", "0:99"]
+    code = daemon_module.run(arguments, serve_it)
+    assert given == [Succession(2, "0:99")]
+    return code, answers.read()
+
+
+def test_a_crash_is_an_end_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(readiness: Readiness) -> int:
+        readiness.ready()
+        raise RuntimeError("a bug")
+
+    def crash_while_draining(readiness: Readiness) -> int:
+        readiness.ready()
+        readiness.serving = False
+        raise RuntimeError("a bug")
+
+    def refuse(readiness: Readiness) -> int:
+        readiness.detached = True
+        raise CacheError("in use")
+
+    assert run_with(monkeypatch, crash) == (EXIT_CRASHED, {})
+    assert run_with(monkeypatch, crash_while_draining) == (1, {})
+    assert run_with(monkeypatch, refuse) == (1, {"error": "in use", "exit_code": 1, "detached": True})
 
 
 async def test_an_error_of_opening_comes_out_of_every_nursery() -> None:

@@ -16,7 +16,7 @@ time (`restamp`) when it has one. Trio thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -24,7 +24,9 @@ from lakefs_fuse.catalog.application import Application
 from lakefs_fuse.catalog.record import (
     Mkdir,
     ObjectRef,
+    Operation,
     Record,
+    Relocate,
     Remove,
     SetAttr,
 )
@@ -128,6 +130,16 @@ class Applier:
         finally:
             self._quiet = False
             self._directories.clear()
+
+    def is_in_effect(self, operations: Sequence[Operation], stamp: int) -> bool:
+        """Whether `apply_pending` came to the end of these under a stamp; what sets attributes leaves no mark."""
+        last = next((each for each in reversed(operations) if not isinstance(each, SetAttr | Relocate)), None)
+        if last is None:
+            return not operations
+        directory = isinstance(last, Mkdir) or (isinstance(last, Remove) and last.directory)
+        entry = self._named(last.path, directory)
+        tombstone = self._tree.tombstones.get(last.path.encode() + (b"/" if directory else b""))
+        return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.stamp == stamp)
 
     def restamp(self, record: Record, pending: int, time: int) -> None:
         """What `apply_pending` did under ``pending`` is in the commit of this time now, unless it changed since."""

@@ -2,7 +2,9 @@
 
 What always holds:
 
-* one commit is written at a time, and takes along everything journaled before it, in order;
+* one commit is written at a time, and takes along everything journaled before it, in order, but for what is held:
+  a change that came after files that write-back accepted is not sent before they are in the store, nor is what was
+  journaled behind it, unless it belongs to one of those files (`Change.ahead`);
 * a change that is journaled (`enqueue`) is in effect here at once and survives a crash of the daemon; it is in the
   store at most ``delay_s`` after, or when `flush` returns; a change that is committed (`commit`) is in effect here and
   everywhere when the call returns, or nowhere;
@@ -16,7 +18,8 @@ poll applies, and a journal whose part in it is known by the commit's name, note
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import msgspec
 import trio
@@ -25,9 +28,10 @@ from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.archive import Member, build, commit_key
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
-from lakefs_fuse.catalog.record import THIS, ObjectRef, Operation, Put, Record, Relocate, SetAttr, encode
+from lakefs_fuse.catalog.record import THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr, encode
 from lakefs_fuse.catalog.window import WINDOW_NS
 from lakefs_fuse.errors import CacheError, LakeError, NotFound
+from lakefs_fuse.failpoints import reached
 from lakefs_fuse.meta import tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING
@@ -51,6 +55,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
     moves: list[tuple[str, str]] = []
     doomed: list[Doomed] = []
+    after: int = 0
+    """Everything that write-back accepted up to this number is in the store before."""
+    ahead: bool = False
+    """Says where a file is that was accepted before whatever is held."""
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -61,11 +69,11 @@ class Committed(msgspec.Struct, frozen=True):
 
 
 class Sending(msgspec.Struct, frozen=True):
-    """A commit that was, or is about to be, sent with all journaled changes up to ``sequence``."""
+    """A commit that was, or is about to be, sent with these journaled changes."""
 
     time: int
     key: str
-    sequence: int
+    sequences: list[int] = []
 
 
 class Unsure(msgspec.Struct, frozen=True):
@@ -90,6 +98,10 @@ def merged(changes: Sequence[Change], writer: str, time: int, offsets: Sequence[
         operations += [_renumbered(operation, places, offsets) for operation in change.operations]
     moves = [pair for change in changes for pair in change.moves]
     return Record(writer=writer, time=time, objects=objects, moves=moves, operations=operations)
+
+
+def _is_of_directory(operation: Operation) -> bool:
+    return isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
 
 
 def _renumbered(operation: Operation, places: list[int], offsets: Sequence[int]) -> Operation:
@@ -131,6 +143,8 @@ class Committer:
         self._sending: Sending | None = None
         self._unsure: Unsure | None = None
         deletions.waive = self._waive
+        self.reached: Callable[[int], bool] = lambda _: True
+        """Whether everything that write-back accepted up to a number is in the store; told of by `progress`."""
         self.error: LakeError | None = None
         """Why the last attempt to send what is journaled failed."""
 
@@ -142,18 +156,67 @@ class Committer:
         raw_sending = self._db.get(b"Msending")
         if raw_sending is not None:
             self._sending = msgspec.msgpack.decode(raw_sending, type=Sending)
-            self._sequence = max(self._sequence, self._sending.sequence)
+            self._sequence = max([self._sequence, *self._sending.sequences])
         if tables.reapply_wanted(self._db):
             for sequence, change in self._pending.items():
                 self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
             tables.reapplied(self._db)
+        elif self._pending:  # the daemon may have died before its last change was in effect
+            sequence, change = next(reversed(self._pending.items()))
+            if not self._applier.is_in_effect(change.operations, PENDING | sequence):
+                self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         if self._pending:
             self._kick.set()
+
+    async def settle_journal(self) -> None:
+        """Whether the last commit of a daemon that ended is in the store; before commits are polled, or what it says
+        would be older than what is journaled. Raises LakeError."""
+        async with self._lock:
+            await self._settle_sending()
+
+    def set_attributes_again(self) -> None:
+        """Commits were applied again: attributes that are in none yet were undone by that. Raises CacheError."""
+        for sequence, change in self._pending.items():
+            said = [each for each in change.operations if isinstance(each, SetAttr)]
+            if said:
+                again = msgspec.structs.replace(change, operations=said, moves=[])
+                self._applier.apply_pending(merged([again], self.writer, 0), PENDING | sequence)
 
     @property
     def waiting(self) -> int:
         """Operations journaled and in no commit yet."""
         return sum(len(change.operations) for change in self._pending.values())
+
+    @property
+    def held_until(self) -> int:
+        """What write-back has to have stored before everything journaled can be sent; 0 where nothing is held."""
+        return max((change.after for change in self._pending.values() if self._is_held(change)), default=0)
+
+    @property
+    def newest_after(self) -> int:
+        """The newest number of write-back that a journaled change names."""
+        return max((change.after for change in self._pending.values()), default=0)
+
+    def _is_held(self, change: Change) -> bool:
+        return bool(change.after) and not self.reached(change.after)
+
+    def _sendable(self) -> dict[int, Change]:
+        found: dict[int, Change] = {}
+        held = False
+        for sequence, change in self._pending.items():
+            held = held or self._is_held(change)
+            if not held or (change.ahead and not self._is_held(change)):
+                found[sequence] = change
+        return found
+
+    def progress(self) -> None:
+        """Write-back stored something: what was held may be sent now."""
+        if self._pending:
+            self._kick.set()
+
+    def may_have(self, path: str) -> bool:
+        """A commit that names the path may be in the store, and not in effect here."""
+        return self._unsure is not None and any(each.path == path for each in self._unsure.record.operations)
 
     # -- journaled changes
 
@@ -161,6 +224,8 @@ class Committer:
         """Make a change here now, and everywhere within ``delay_s``. Raises CacheError; then nothing happened."""
         sequence = self._sequence + 1
         batch = Batch()
+        if change.ahead:
+            self._outdate(batch, change)
         batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
         self._db.commit(batch)
         self._sequence = sequence
@@ -168,11 +233,37 @@ class Committer:
         self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         self._kick.set()
 
+    def _outdate(self, batch: Batch, newer: Change, time: int = 0) -> None:
+        """A change is sent ahead of what is held: that shall not say later where the same files were. With ``time``,
+        rows that it was in effect on are older than that."""
+        paths = {each.path for each in newer.operations if not isinstance(each, SetAttr) and not _is_of_directory(each)}
+        sendable = self._sendable()
+        for sequence, change in self._pending.items():
+            if sequence in sendable:
+                continue
+            gone = [each for each in change.operations if each.path in paths and not _is_of_directory(each)]
+            if not gone:
+                continue
+            kept = [each for each in change.operations if each not in gone]
+            moves = [pair for pair in change.moves if not paths.intersection(pair)]
+            if time:
+                said = [each for each in gone if not isinstance(each, SetAttr)]
+                said_change = msgspec.structs.replace(change, operations=said, moves=[])
+                self._applier.restamp(merged([said_change], self.writer, 0), PENDING | sequence, time)
+            self._pending[sequence] = msgspec.structs.replace(change, operations=kept, moves=moves)
+            batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """No commit is on its way: what it says of names was looked up before."""
+        async with self._lock:
+            yield
+
     async def run(self) -> None:
         """Send what is journaled, once in ``delay_s``, for as long as the mount lives."""
         pause_s = PAUSE_S_FIRST
         while True:
-            if not self._pending:
+            if not self._sendable():
                 await self._kick.wait()
             self._kick = trio.Event()
             await trio.sleep(self._delay_s)
@@ -189,10 +280,10 @@ class Committer:
                 await trio.sleep(PAUSE_S_MAX)
 
     async def flush(self) -> None:
-        """Everything journaled before the call is in the store when this returns. Raises LakeError."""
+        """Everything journaled before the call, and not held, is in the store when this returns. Raises LakeError."""
         await self.settle()
         wanted = self._sequence
-        while self._pending and next(iter(self._pending)) <= wanted:
+        while next(iter(self._sendable()), wanted + 1) <= wanted:
             await self._commit(None, ())
 
     # -- commits
@@ -216,7 +307,7 @@ class Committer:
                 raise
 
     async def _send(self, change: Change | None, members: Sequence[Member]) -> Committed:
-        journaled = dict(self._pending)
+        journaled = self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
         if not any(each.operations for each in changes):
             self._drop(journaled, self._clock.now())
@@ -234,8 +325,10 @@ class Committer:
         else:
             body = await trio.to_thread.run_sync(build, members, make_record)
         if journaled:
-            self._note_sending(Sending(time, key, max(journaled)))
+            self._note_sending(Sending(time, key, list(journaled)))
+        reached("commit.noted")
         meta = await self._put(key, body, Unsure(records[0], change.doomed if change is not None else []))
+        reached("commit.sent")
         self._metrics.written += 1
         self._metrics.operations_written += len(records[0].operations)
         self._metrics.operations_batch_max = max(self._metrics.operations_batch_max, len(records[0].operations))
@@ -309,6 +402,10 @@ class Committer:
         """The commit is in the store: note that here. What cannot be noted is applied by the next poll."""
         try:
             self._drop(journaled, record.time)
+            if change is not None and len(self._pending):
+                batch = Batch()
+                self._outdate(batch, change, record.time - 1)
+                self._db.commit(batch)
             own = record.operations[len(record.operations) - len(change.operations) :] if change is not None else []
             moves = change.moves if change is not None else []
             self._applier.apply(msgspec.structs.replace(record, operations=own, moves=moves), this, own=True)
@@ -365,6 +462,6 @@ class Committer:
         except NotFound:
             self._sending = None
             return
-        done = {sequence: change for sequence, change in self._pending.items() if sequence <= sending.sequence}
+        done = {sequence: self._pending[sequence] for sequence in sending.sequences if sequence in self._pending}
         self._drop(done, sending.time)
         self._sending = None

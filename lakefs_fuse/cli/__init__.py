@@ -8,11 +8,12 @@ asked, 1 for what failed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import click
 
 from lakefs_fuse import __version__
+from lakefs_fuse.cli.checkpoint import checkpoint
 from lakefs_fuse.cli.durability import flush, orphans
 from lakefs_fuse.cli.fsck import fsck
 from lakefs_fuse.cli.gc import gc
@@ -33,14 +34,20 @@ def commands() -> None:
     """Mount a data lake in an S3-compatible object store as a directory."""
 
 
-for _command in (mount, umount, stats, flush, orphans, ingest, pack, unpack, snapshot, gc, fsck):
+for _command in (mount, umount, stats, flush, orphans, checkpoint, ingest, pack, unpack, snapshot, gc, fsck):
     commands.add_command(_command)
 
 
 def run(args: Sequence[str] | None = None) -> int:
     """Run one command and answer its exit code; errors are printed."""
+    given = None if args is None else list(args)
+    return answer_errors(lambda: commands.main(args=given, prog_name="lakefs-fuse", standalone_mode=False))
+
+
+def answer_errors(call: Callable[[], object]) -> int:
+    """The exit code of ``call``: what it answers if that is a number, or that of its error, which is printed."""
     try:
-        code = commands.main(args=None if args is None else list(args), prog_name="lakefs-fuse", standalone_mode=False)
+        code = call()
     except LakeError as error:
         return _fail(str(error), error.exit_code)
     except click.UsageError as error:

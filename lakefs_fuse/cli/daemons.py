@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-from lakefs_fuse.cli.mountinfo import Mount, is_dead, mount_at, mount_of
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient, connect
+from lakefs_fuse.control.mounts import Mount, is_dead, mount_at, mount_of
 from lakefs_fuse.control.runtime import real_mountpoint
+from lakefs_fuse.control.supervision import supervisor_of
 from lakefs_fuse.errors import LakeError
 
 FILES_SHOWN_MAX = 20
@@ -27,6 +28,10 @@ def open_daemon(mountpoint: str) -> ControlClient:
     client = connect_to_owner(point, mounted)
     if client is not None:
         return client
+    supervisor = supervisor_of(point, owner_of(mounted))
+    if supervisor is not None:
+        supervisor.close()
+        raise LakeError(f"the daemon of {point} died and is being started again (by pid {supervisor.pid}): see its log")
     if mounted is None:
         raise LakeError(f"nothing is mounted at {point}")
     if mounted.is_fuse and is_dead(point):
@@ -36,11 +41,15 @@ def open_daemon(mountpoint: str) -> ControlClient:
 
 def connect_to_owner(point: str, mounted: Mount | None) -> ControlClient | None:
     """None where no daemon answers. Raises LakeError where it is another user's."""
-    uid = os.geteuid()
-    owner = mounted.owner if mounted is not None and mounted.is_fuse else uid
+    uid, owner = os.geteuid(), owner_of(mounted)
     if uid not in (0, owner):
         raise LakeError(f"the mount {point} belongs to uid {owner}: run this as that user or as root")
     return connect(point, owner=owner)
+
+
+def owner_of(mounted: Mount | None) -> int:
+    """Whose daemon it is to be; this user's where nothing tells."""
+    return mounted.owner if mounted is not None and mounted.is_fuse else os.geteuid()
 
 
 def locate(path: str) -> tuple[str, str]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, cast
 
 import click
 import platformdirs
 from msgspec import structs
 
-from lakefs_fuse.cli import preflight, spawn
+from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, SIZE, default_text
+from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE, default_text
 from lakefs_fuse.cli.store_options import StoreOptions, absolute, build_store, given, store_options
-from lakefs_fuse.config import PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
+from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.rules import check_pack_threshold, read_rules
@@ -50,23 +51,33 @@ class Options(StoreOptions):
     pack_threshold: int | None
     rules: str | None
     relocate_after: float | None
+    durability: str | None
+    writeback_delay: float | None
+    staging_timeout: float | None
+    upload_limit: int | None
+    supervise: bool
     attributes: str | None
     orphans: str | None
     log_file: str | None
     log_level: str | None
     foreground: bool
+    print_systemd_unit: bool
 
 
 class MountCommand(click.Command):
     """A command that takes its long options in ``-o`` too."""
 
+    def flags(self) -> dict[str, bool]:
+        """Long options without their dashes, and whether they take no value."""
+        return {
+            name.removeprefix("--"): param.is_flag
+            for param in self.params
+            if isinstance(param, click.Option) and param.name != "mount_o"
+            for name in (*param.opts, *param.secondary_opts)
+        }
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        flags: dict[str, bool] = {}
-        for param in self.params:
-            if isinstance(param, click.Option) and param.name != "mount_o":
-                for name in (*param.opts, *param.secondary_opts):
-                    flags[name.removeprefix("--")] = param.is_flag
-        return super().parse_args(ctx, expand(args, flags))
+        return super().parse_args(ctx, expand(args, self.flags()))
 
 
 @click.command("mount", cls=MountCommand, context_settings={"show_default": True})
@@ -103,6 +114,15 @@ class MountCommand(click.Command):
 @click.option("--rules", type=click.Path(), metavar="FILE", help="TOML file of settings that differ by path.")
 @click.option("--relocate-after", type=DURATION, help="Plain objects that were renamed are copied to their new key by "
               f"the store after so long; 0 leaves them.  {_default('relocate_after_s')}")  # fmt: skip
+@click.option("--durability", type=click.Choice(DURABILITIES), help="What close() waits for: the store, or (writeback) "
+              f"the local disk, to upload later.  {_default('durability')}")  # fmt: skip
+@click.option("--writeback-delay", type=DURATION, help="How long files accepted by write-back wait for others to share "
+              f"a pack with.  {_default('writeback_delay_s')}")  # fmt: skip
+@click.option("--staging-timeout", type=DURATION, help="How long a writer waits while staging is full before it gets "
+              f"ENOSPC.  {_default('staging_timeout_s')}")  # fmt: skip
+@click.option("--upload-limit", type=RATE, help="Most that uploads send in a second, such as 2GiB/s; 0 is no limit.  "
+              "[default: 0]")  # fmt: skip
+@click.option("--supervise/--no-supervise", default=True, help="Start a daemon that died again, and mount anew.")
 @click.option("--attributes", type=click.Choice(["listing", "objects"]), help="Where mode, owner and mtime of objects "
               f"come from: the listing, or one HEAD each, once.  {_default('attributes')}")  # fmt: skip
 @click.option("--orphans", type=click.Choice(["keep", "finish", "abort"]), help="What to do with files that a dead "
@@ -111,6 +131,7 @@ class MountCommand(click.Command):
 @click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
               help=_default("log_level"))  # fmt: skip
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to standard error.")
+@click.option("--print-systemd-unit", is_flag=True, help="Mount nothing; print a systemd service that would.")
 def mount(source: str, mountpoint: str, **options: Unpack[Options]) -> None:
     """Mount SOURCE (s3://bucket/prefix or file:///dir) at the directory MOUNTPOINT.
 
@@ -118,11 +139,22 @@ def mount(source: str, mountpoint: str, **options: Unpack[Options]) -> None:
     AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role; they are never arguments.
     """
     config = build_config(source, mountpoint, options)
+    if options["print_systemd_unit"]:
+        context = click.get_current_context()
+        click.echo(systemd.unit(config, context, uid=os.geteuid(), program=systemd.this_program()), nl=False)
+        return
     preflight.check(config, preflight.Host.this())
     if config.foreground:
         spawn.run_in_foreground(config)
     else:
         spawn.start(config)
+
+
+def config_of(args: Sequence[str]) -> MountConfig:
+    """What a command line asks for, checked and not mounted. Raises ConfigError and click.UsageError."""
+    context = mount.make_context("mount", list(args))
+    source, mountpoint = str(context.params.pop("source")), str(context.params.pop("mountpoint"))
+    return build_config(source, mountpoint, cast("Options", context.params))
 
 
 def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
@@ -139,6 +171,7 @@ def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
         read_only=options["read_only"],
         allow_other=options["allow_other"],
         foreground=foreground,
+        supervise=options["supervise"],
     )
     return structs.replace(
         config,
@@ -157,6 +190,10 @@ def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
             pack_threshold_bytes=options["pack_threshold"],
             rules=None if options["rules"] is None else read_rules(os.path.expanduser(options["rules"])),
             relocate_after_s=options["relocate_after"],
+            durability=options["durability"],
+            writeback_delay_s=options["writeback_delay"],
+            staging_timeout_s=options["staging_timeout"],
+            upload_bytes_s_max=options["upload_limit"],
             log_level=options["log_level"],
             attributes=options["attributes"],
             orphans=options["orphans"],

@@ -18,8 +18,10 @@ _FOR_MOUNT_ITSELF = frozenset(
         "defaults",
         "exec",
         "group",
+        "noatime",
         "noauto",
         "nodev",
+        "nodiratime",
         "nofail",
         "nosuid",
         "nouser",
@@ -29,7 +31,7 @@ _FOR_MOUNT_ITSELF = frozenset(
         "users",
     }
 )
-"""Of no concern to a filesystem, or (nosuid, nodev) true of every FUSE mount."""
+"""Of no concern to a filesystem, or (nosuid, nodev, noatime) true of every mount of ours."""
 
 _ALIASES = {"ro": "read-only", "rw": "read-write"}
 
@@ -60,13 +62,23 @@ def expand(args: Iterable[str], flags: Mapping[str, bool]) -> list[str]:
     return expanded
 
 
+def known_only(text: str, flags: Mapping[str, bool]) -> str:
+    """The value of an ``-o`` without the options that are not ours, for mount(8)'s ``-s``."""
+    items = (item for item in text.split(",") if _long_name(item.partition("=")[0]) in flags)
+    return ",".join(items)
+
+
+def _long_name(key: str) -> str:
+    return _ALIASES.get(key, key.replace("_", "-"))
+
+
 def _long_options(text: str, flags: Mapping[str, bool]) -> list[str]:
     found: list[str] = []
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
-        if key in _FOR_MOUNT_ITSELF or key.startswith("x-") or key == "comment":
+        if key in _FOR_MOUNT_ITSELF or key.startswith(("x-", "X-")) or key == "comment":
             continue
-        name = _ALIASES.get(key, key.replace("_", "-"))
+        name = _long_name(key)
         if name not in flags:
             raise click.UsageError(f"unknown mount option {key!r} in -o")
         if flags[name] and equals:

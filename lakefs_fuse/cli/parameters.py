@@ -32,6 +32,15 @@ class Size(click.ParamType[int]):
             self.fail(str(error), param, ctx)
 
 
+class Rate(Size):
+    """Bytes a second: a size, with or without ``/s``."""
+
+    name = "rate"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return super().convert(value if isinstance(value, int) else str(value).strip().removesuffix("/s"), param, ctx)
+
+
 class Duration(click.ParamType[float]):
     """Seconds."""
 
@@ -65,6 +74,7 @@ class OctalMode(click.ParamType[int]):
 
 
 SIZE = Size()
+RATE = Rate()
 DURATION = Duration()
 OCTAL_MODE = OctalMode()
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lakefs_fuse.cli.mountinfo import MOUNTINFO, is_dead, mount_at
 from lakefs_fuse.cli.parameters import format_bytes
 from lakefs_fuse.config import MIB, MountConfig
+from lakefs_fuse.control.mounts import MOUNTINFO, is_dead, mount_at
 from lakefs_fuse.errors import CacheError, MountError
 
 ROOM_BYTES_MIN = 64 * MIB

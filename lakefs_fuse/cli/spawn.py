@@ -1,7 +1,8 @@
-"""Starts the daemon of a mount and waits until it serves or says why it cannot.
+"""Starts the daemon of a mount, or its supervisor, and waits until it serves or says why it cannot.
 
-The configuration goes over standard input and the answer comes over an inherited pipe, one JSON line; credentials are
-only ever in the environment. The daemon is a session of its own, so closing the terminal does not end it.
+Both are started in the same way: the configuration goes over standard input and the answer comes over an inherited
+pipe, one JSON line; credentials are only ever in the environment. What is started is a session of its own, so closing
+the terminal does not end it.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from pathlib import Path
 import msgspec
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.errors import EXIT_FAILURE, LakeError, MountError
+from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer
+from lakefs_fuse.errors import LakeError, MountError
 
 STARTUP_S = 60.0
 """On top of the time that store requests are tried again: opening and checking the cache directory."""
 TERMINATE_S_MAX = 10.0
-ANSWER_BYTES_MAX = 64 * 1024
+"""A supervisor kills a daemon that does not serve yet sooner than that."""
 
 DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon")
 """-P: the directory in which a user happens to be is not where modules come from."""
+SUPERVISOR: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.supervisor")
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What the daemon says once: an empty ``error`` is readiness."""
-
-    error: str = ""
-    exit_code: int = EXIT_FAILURE
+def program(config: MountConfig) -> tuple[str, ...]:
+    """What serves a mount: its daemon, or a supervisor that keeps one."""
+    return SUPERVISOR if config.supervise else DAEMON
 
 
 class DaemonFailed(LakeError):
@@ -54,8 +55,9 @@ def open_log(log_file: str) -> int:
         ) from error
 
 
-def run_in_foreground(config: MountConfig, command: Sequence[str] = DAEMON) -> None:
-    """Become the daemon; it logs to standard error. Does not return."""
+def run_in_foreground(config: MountConfig, command: Sequence[str] | None = None) -> None:
+    """Become the daemon or its supervisor, which log to standard error. Does not return."""
+    command = command or program(config)
     document = msgspec.json.encode(config)
     descriptor = os.memfd_create("lakefs-fuse-config")
     os.write(descriptor, document)
@@ -66,8 +68,9 @@ def run_in_foreground(config: MountConfig, command: Sequence[str] = DAEMON) -> N
     os.execv(command[0], list(command))
 
 
-def start(config: MountConfig, command: Sequence[str] = DAEMON, *, startup_s: float = STARTUP_S) -> None:
+def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_s: float = STARTUP_S) -> None:
     """Returns when the mount answers. Raises DaemonFailed or MountError, and then no daemon is left."""
+    command = command or program(config)
     log_file = config.log_file or os.devnull
     log_descriptor = open_log(log_file)
     answer_end, daemon_end = os.pipe()

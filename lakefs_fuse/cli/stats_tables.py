@@ -35,6 +35,7 @@ def render(values: Values, before: Values | None = None, interval_s: float = 1.0
         _store(values, before, interval_s),
         _cache(values),
         _writing(values),
+        *_write_back(values),
         _commits(values),
         _upcalls(values, before, interval_s),
     ]
@@ -106,6 +107,24 @@ def _writing(values: Values) -> Text:
         f"{number(upload, 'parts'):,.0f} parts, {number(upload, 'publishes'):,.0f} files, "
         f"{number(upload, 'failures'):,.0f} failures",
     )
+
+
+def _write_back(values: Values) -> Iterator[Text]:
+    waiting, kept = section(values, "writeback"), section(values, "kept")
+    if number(waiting, "accepted") or number(waiting, "files") or number(waiting, "replayed"):
+        why = f", because {waiting['waiting_because']}" if waiting.get("waiting_because") else ""
+        yield Text.assemble(
+            ("write-back: ", "bold"),
+            f"{number(waiting, 'files'):,.0f} files, {format_bytes(number(waiting, 'bytes'))} wait for the store, "
+            f"the oldest for {format_duration(number(waiting, 'oldest_s'))}{why}; ",
+            f"{number(waiting, 'accepted'):,.0f} accepted, {number(waiting, 'failed'):,.0f} failed, ",
+            f"{number(waiting, 'replayed'):,.0f} back at mount, {number(waiting, 'conflicts'):,.0f} conflicts",
+        )
+    if number(kept, "checkpoints"):
+        yield Text.assemble(
+            ("checkpoints kept in the cache: ", "bold"),
+            f"{number(kept, 'checkpoints'):,.0f}, {format_bytes(number(kept, 'bytes'))}",
+        )
 
 
 def _commits(values: Values) -> Text:

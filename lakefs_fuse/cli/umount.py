@@ -8,29 +8,33 @@ happens here.
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import click
 from rich.console import Console
 
-from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, wait_exit
-from lakefs_fuse.cli.mountinfo import Mount, is_dead, mount_at
+from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of, wait_exit
 from lakefs_fuse.cli.parameters import DURATION
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
+from lakefs_fuse.control.mounts import Mount, detach, is_dead, mount_at
 from lakefs_fuse.control.runtime import client_socket_paths, real_mountpoint
+from lakefs_fuse.control.supervision import Supervisor, supervisor_of
 from lakefs_fuse.errors import LakeError
 
-DETACH_S_MAX = 30.0
-"""How long umount(8) or fusermount3 may take."""
 LAZY_WAIT_S_MAX = 2.0
 """A lazily detached mount ends when its last file is closed, which may be never: not waited for any longer."""
 
 EXIT_S_MIN = 5.0
 """A daemon that has drained may take this long to close its database, whatever --timeout says."""
+
+NEXT_LIFE_S_MAX = 15.0
+"""How long a daemon that died is waited for: only a daemon can store what it had accepted."""
+NEXT_LIFE_CHECK_S = 0.1
+SUPERVISOR_S_MAX = 20.0
+"""A supervisor gives a daemon that does not serve yet less than this to end."""
 
 
 @click.command("umount")
@@ -41,37 +45,97 @@ EXIT_S_MIN = 5.0
 def umount(mountpoint: str, lazy: bool, timeout: float) -> None:
     """Unmount MOUNTPOINT after everything written to it is in the store.
 
-    Clears away a mount whose daemon died, too.
+    Clears away a mount whose daemon died, too. One that is being started again is waited for; if it does not come, the
+    mount goes without it, with exit code 1.
     """
     point = real_mountpoint(mountpoint)
     mounted = mount_at(point)
     deadline_s = time.monotonic() + timeout
-    client = connect_to_owner(point, mounted)
-    if client is None:
-        clear_dead_mount(point, mounted, lazy=lazy)
-        return
+    client = connect_to_owner(point, mounted) if lazy else connect_serving(point, mounted)
+    with ExitStack() as stack:
+        supervisor = supervisor_of(point, owner_of(mounted))
+        if supervisor is not None:
+            stack.callback(supervisor.close)
+        if client is None and supervisor is not None:
+            client = None if lazy else wait_next_life(point, mounted, supervisor, deadline_s)
+            mounted = mount_at(point)
+            if client is None:
+                end_between_lives(point, supervisor, lazy=lazy)
+                return
+        if client is None:
+            clear_dead_mount(point, mounted)
+            return
+        stack.enter_context(client)
+        if unmount_served(client, point, mounted, lazy=lazy, deadline_s=deadline_s) and supervisor is not None:
+            supervisor.wait(EXIT_S_MIN)
+
+
+def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, lazy: bool, deadline_s: float) -> bool:
+    """Whether the daemon has ended; it may go on for a while with --lazy."""
     console = Console(stderr=True)
     pidfd = os.pidfd_open(client.pid)
     try:
-        with client:
-            problem = make_durable(client, point, console, deadline_s)
-            if problem and not lazy:
-                raise LakeError(f"{problem}; {point} stays mounted (--lazy detaches it and keeps the bytes in staging)")
-            if problem:
-                click.echo(f"lakefs-fuse: {problem}; the bytes stay in staging", err=True)
-            if lazy:
-                detach(point, lazy=True)
-                report_lazy_end(client.pid, pidfd, point)
-                return
-            # Asked for before the mount goes, so that the daemon cannot end without our hearing how.
-            ending = client.follow(protocol.WaitEnd())
-            if mounted is not None:
-                detach(point, lazy=False)
-            wait_end(ending, console, deadline_s)
-            if not wait_exit(pidfd, max(EXIT_S_MIN, deadline_s - time.monotonic())):
-                raise LakeError(f"{point} is unmounted, but its daemon (pid {client.pid}) does not end: see its log")
+        problem = make_durable(client, point, console, deadline_s)
+        if problem and not lazy:
+            raise LakeError(f"{problem}; {point} stays mounted (--lazy detaches it and keeps the bytes in staging)")
+        if problem:
+            click.echo(f"lakefs-fuse: {problem}; the bytes stay in staging", err=True)
+        if lazy:
+            detach(point, lazy=True)
+            return report_lazy_end(client.pid, pidfd, point)
+        # Asked for before the mount goes, so that the daemon cannot end without our hearing how.
+        ending = client.follow(protocol.WaitEnd())
+        if mounted is not None:
+            detach(point, lazy=False)
+        wait_end(ending, console, deadline_s)
+        if not wait_exit(pidfd, max(EXIT_S_MIN, deadline_s - time.monotonic())):
+            raise LakeError(f"{point} is unmounted, but its daemon (pid {client.pid}) does not end: see its log")
+        return True
     finally:
         os.close(pidfd)
+
+
+def wait_next_life(
+    point: str, mounted: Mount | None, supervisor: Supervisor, deadline_s: float
+) -> ControlClient | None:
+    """A connection to the daemon that is being started again, if that works soon."""
+    until_s = min(deadline_s, time.monotonic() + NEXT_LIFE_S_MAX)
+    while time.monotonic() < until_s and not supervisor.wait(NEXT_LIFE_CHECK_S):
+        client = connect_serving(point, mounted)
+        if client is not None:
+            return client
+    return None
+
+
+def connect_serving(point: str, mounted: Mount | None) -> ControlClient | None:
+    """As `connect_to_owner`, but not to a daemon that has not mounted yet: there is nothing of its own to unmount."""
+    client = connect_to_owner(point, mounted)
+    if client is None:
+        return None
+    with client:
+        try:
+            if client.hello().starting:
+                return None
+        except LakeError:
+            pass  # It died just now, or hangs: what is asked of it next will tell.
+    return connect_to_owner(point, mounted)
+
+
+def end_between_lives(point: str, supervisor: Supervisor, *, lazy: bool) -> None:
+    """Unmount where no daemon runs, and none is to come. Raises LakeError: nobody knows what is stored."""
+    supervisor.stop()
+    if not supervisor.wait(SUPERVISOR_S_MAX):
+        raise LakeError(f"the supervisor of {point} (pid {supervisor.pid}) does not end: see its log")
+    mounted = mount_at(point)
+    if mounted is not None and mounted.is_fuse and is_dead(point):
+        detach(point, lazy=True)
+    message = (
+        f"{point} is unmounted, but its daemon had died and could not be started again: bytes that were not in the "
+        "store yet are in the cache directory, for the next mount"
+    )
+    if not lazy:
+        raise LakeError(message)
+    click.echo(f"lakefs-fuse: {message}", err=True)
 
 
 def make_durable(client: ControlClient, point: str, console: Console, deadline_s: float) -> str:
@@ -93,13 +157,15 @@ def wait_end(ending: Iterator[protocol.Reply], console: Console, deadline_s: flo
         raise LakeError("\n".join([f"{reply.message}; the bytes stay in staging:", *describe_files(reply.files)]))
 
 
-def report_lazy_end(pid: int, pidfd: int, point: str) -> None:
-    """Say so where the daemon of a lazily detached mount goes on."""
-    if not wait_exit(pidfd, LAZY_WAIT_S_MAX):
-        click.echo(f"lakefs-fuse: {point} is detached; its daemon (pid {pid}) ends when it is idle", err=True)
+def report_lazy_end(pid: int, pidfd: int, point: str) -> bool:
+    """Whether the daemon of a lazily detached mount has ended; if it goes on, that is said."""
+    if wait_exit(pidfd, LAZY_WAIT_S_MAX):
+        return True
+    click.echo(f"lakefs-fuse: {point} is detached; its daemon (pid {pid}) ends when it is idle", err=True)
+    return False
 
 
-def clear_dead_mount(point: str, mounted: Mount | None, *, lazy: bool) -> None:
+def clear_dead_mount(point: str, mounted: Mount | None) -> None:
     """Remove what a dead daemon left mounted. Raises LakeError for a mount that is not one of those."""
     if mounted is None:
         raise LakeError(f"nothing is mounted at {point}")
@@ -114,32 +180,3 @@ def clear_dead_mount(point: str, mounted: Mount | None, *, lazy: bool) -> None:
         "Bytes that were not in the store yet are in the cache directory: the next mount lists them",
         err=True,
     )
-
-
-def detach(point: str, *, lazy: bool) -> None:
-    """Take the mount out of the tree. Raises LakeError, in particular where it is in use."""
-    if os.geteuid() == 0 and shutil.which("umount"):
-        command = ["umount", *(["-l"] if lazy else []), point]
-    else:
-        command = ["fusermount3", "-u", *(["-z"] if lazy else []), point]
-    try:
-        result = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=DETACH_S_MAX,
-            env={**os.environ, "LC_ALL": "C"},
-            check=False,
-        )
-    except FileNotFoundError as error:
-        raise LakeError(f"{command[0]} is missing: install the package fuse3") from error
-    except subprocess.TimeoutExpired as error:
-        raise LakeError(f"`{' '.join(command)}` hangs: see the daemon's log; --lazy detaches the mount") from error
-    if result.returncode == 0:
-        return
-    said = " ".join(result.stderr.split())
-    if "busy" in said.lower():
-        raise LakeError(
-            f"{point} is in use: close its files and leave its directories (`fuser -vm {point}` shows who), or --lazy"
-        )
-    raise LakeError(f"`{' '.join(command)}` failed: {said}")

@@ -85,6 +85,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     source: str
     mountpoint: str
     log_file: str
+    starting: bool = False
+    """It is about to replace the mount of a daemon that died: what is there now is not its own."""
 
 
 class StoreOf(msgspec.Struct, frozen=True, tag="store"):

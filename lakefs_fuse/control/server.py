@@ -31,6 +31,8 @@ IDLE_S_MAX = 60.0
 SEND_S_MAX = 10.0
 """How long a client may take to read one line."""
 PROGRESS_INTERVAL_S = 0.25
+LOOKING_SHARE = 20
+"""Looking at many files takes a while: so many times that passes before it is done again."""
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class ControlServer:
         capabilities: dict[str, object],
         request_unmount: Callable[[], None],
         clock: Callable[[], float],
+        restarts: int = 0,
         allowed_uids: frozenset[int] | None = None,
     ) -> None:
         self._fs = fs
@@ -88,6 +91,9 @@ class ControlServer:
         self._capabilities = capabilities
         self._request_unmount = request_unmount
         self._clock = clock
+        self._restarts = restarts
+        self.starting = False
+        """The mount is not there yet."""
         self._started_s = clock()
         self._clients = 0
         self._allowed_uids = frozenset((0, os.geteuid())) if allowed_uids is None else allowed_uids
@@ -174,6 +180,7 @@ class ControlServer:
                     source=str(self._config.store.source),
                     mountpoint=self._config.mountpoint,
                     log_file=self._config.log_file or "",
+                    starting=self.starting,
                 )
         return protocol.Done()
 
@@ -185,6 +192,7 @@ class ControlServer:
             config=self._config,
             capabilities=self._capabilities,
             uptime_s=self._clock() - self._started_s,
+            restarts=self._restarts,
         )
 
     async def _make_durable(self, stream: trio.SocketStream, path: str) -> None:
@@ -214,8 +222,11 @@ class ControlServer:
     async def _send_progress(self, stream: trio.SocketStream, path: str, finished: trio.Event) -> None:
         meter = ProgressMeter()
         while not finished.is_set():
-            await self._send(stream, meter.update(not_durable(self._fs, path)))
-            with trio.move_on_after(PROGRESS_INTERVAL_S):
+            began_s = self._clock()
+            progress = meter.update(not_durable(self._fs, path))
+            interval_s = max(PROGRESS_INTERVAL_S, LOOKING_SHARE * (self._clock() - began_s))
+            await self._send(stream, progress)
+            with trio.move_on_after(interval_s):
                 await finished.wait()
 
     async def _wait_end(self, stream: trio.SocketStream) -> None:

@@ -67,13 +67,20 @@ def assemble(
     config: MountConfig,
     capabilities: dict[str, object],
     uptime_s: float,
+    restarts: int,
 ) -> dict[str, object]:
     """``values`` (which is not changed) with memory, mount, daemon, capabilities and unfinished files added."""
     memory = values.get("memory")
     return {
         **values,
         "memory": {**(memory if isinstance(memory, dict) else {}), "rss": resident_bytes()},
-        "daemon": {"pid": os.getpid(), "version": __version__, "uptime_s": round(uptime_s, 3)},
+        "daemon": {
+            "pid": os.getpid(),
+            "version": __version__,
+            "uptime_s": round(uptime_s, 3),
+            "restarts": restarts,
+            "supervised": config.supervise,
+        },
         "mount": {
             "source": str(config.store.source),
             "mountpoint": config.mountpoint,

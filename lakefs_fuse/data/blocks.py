@@ -213,6 +213,18 @@ class BlockCache:
                 self._health.failed(error)
         return False
 
+    def transfer(self, old: Version, new: Version) -> bool:
+        """What is here of ``old`` is from now on what is here of ``new``, which is the same bytes; who reads ``old``
+        meanwhile goes on. False where nothing of it is here, or that cannot be. Raises ValueError where sizes differ.
+        """
+        if old.size != new.size:
+            raise ValueError(f"{old.size} and {new.size} bytes are not the same")
+        try:
+            return self.writable and self._files.transfer(old, new)
+        except OSError as error:
+            self._health.failed(error)
+            return False
+
     # -- space
 
     def drop(self, version: Version) -> None:

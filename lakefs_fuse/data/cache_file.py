@@ -116,6 +116,19 @@ def seal(fd: int, version: Version, hashes: Sequence[int]) -> None:
     disk.pwrite_all(fd, _header(layout, _check(version)).ljust(HEADER_BYTES, b"\0"), layout.data_end)
 
 
+def relabel(path: str, old: Version, new: Version) -> None:
+    """Make a cache file of ``old``, with the hashes of its blocks, one of ``new``; its name is the caller's. After a
+    crash between the two it answers for neither. Raises DamagedFile, OSError."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        layout, check = read_layout(fd)
+        if layout.size != old.size or check != _check(old):
+            raise DamagedFile("another version")
+        disk.pwrite_all(fd, _header(layout, _check(new)).ljust(HEADER_BYTES, b"\0"), layout.data_end)
+    finally:
+        os.close(fd)
+
+
 def read_hashes(fd: int, layout: Layout, first: int, stop: int) -> tuple[int, ...]:
     """Of blocks [first, stop), which must exist; 0 = absent. Raises OSError."""
     raw = os.pread(fd, (stop - first) * _HASH_BYTES, layout.hash_at(first))

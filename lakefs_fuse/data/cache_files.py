@@ -30,7 +30,7 @@ from pathlib import Path
 import msgspec
 
 from lakefs_fuse.data import disk, eviction
-from lakefs_fuse.data.cache_file import CacheFile, DamagedFile, name_digest, seal
+from lakefs_fuse.data.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
 from lakefs_fuse.data.version import Version
 from lakefs_fuse.metrics import CacheMetrics
 
@@ -172,6 +172,34 @@ class CacheFiles:
             os.rename(path, target)
             with self._lock:
                 self._count(digest, allocated)
+
+    def transfer(self, old: Version, new: Version) -> bool:
+        """Make the file of ``old`` that of ``new``; False where there is none. Raises OSError."""
+        source, target = name_digest(old), name_digest(new)
+        path, aim = eviction.file_path(self._root, source), eviction.file_path(self._root, target)
+        with self._files_lock:
+            try:
+                relabel(path, old, new)
+            except FileNotFoundError:
+                return False
+            except DamagedFile as error:
+                _log.warning("block cache: file of %s dropped: %s", old.key, error)
+                self._remove(source)
+                self.count_damaged()
+                return False
+            self._remove(target)
+            os.makedirs(os.path.dirname(aim), mode=0o700, exist_ok=True)
+            os.rename(path, aim)
+            allocated = disk.allocated_bytes(aim)
+            with self._lock:
+                file = self._open.pop(source, None)
+                if file is not None:  # whoever reads or writes it goes on: the bytes are the same
+                    file.dead = True
+                self._count(source, -(file.accounted_bytes if file is not None else allocated))
+                self._count(target, allocated)
+            if file is not None and not file.users:
+                file.close()
+        return True
 
     def drop(self, version: Version) -> None:
         """Remove a version's file, pinned or not."""

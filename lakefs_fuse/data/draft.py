@@ -6,7 +6,9 @@ Always true:
 * a page is read from staging where it is local, from the base version below ``base_limit``, else it is zeros;
 * a part is uploaded as soon as every page of it is local, again if it is written to after that, and at `publish` if it
   was not yet; two uploads of one part number never run at once;
-* a part whose bytes were let go to make room can still be completed, but neither read nor changed.
+* a part whose bytes were let go to make room can still be completed, but neither read nor changed;
+* an accepted draft is not changed any more; its bytes, and its record, survive a crash of the machine;
+* while the store is away, parts wait and are tried again for ever (see `draft_uploads`).
 
 Writers share the gate, `publish` and `truncate` hold it alone. All methods run on trio tasks; file calls that may
 block long go to worker threads. After a crash the journal record says what is staged (see `record`): bytes written
@@ -15,7 +17,6 @@ since it was last saved are in the staging file and count for a new file, which 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -23,21 +24,22 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 import trio
 
 from lakefs_fuse.data.draft_parts import Part, PartState
+from lakefs_fuse.data.draft_record import record_of
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
+from lakefs_fuse.data.draft_uploads import upload_in_background, write_out_complete
 from lakefs_fuse.data.gate import Gate
-from lakefs_fuse.data.hashing import hash_blocks
+from lakefs_fuse.data.hashing import BlockHasher, hash_blocks
 from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
-from lakefs_fuse.data.record import BaseExtent, DraftRecord, DraftState, UploadedPart
+from lakefs_fuse.data.record import DraftRecord, DraftState
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.data.version import BLOCK_BYTES, Extent
-from lakefs_fuse.errors import FileError, LakeError, StagingFull
+from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
 
 DRAFT_METADATA = "lakefs-draft"
 """User metadata key of the token: the draft an object was made from, and after a dot which change of it, if any."""
 FILL_BYTES_MAX = 4 << 20
-log = logging.getLogger(__name__)
 RECENT_PARTS_KEPT = 2
 """The first part and so many complete ones behind the writer stay staged: headers and trailers are written late."""
 
@@ -52,9 +54,10 @@ class Draft:
         target: DraftTarget,
         *,
         base: Extent | None = None,
-        restored_fd: int | None = None,
+        file: StagedFile | None = None,
     ) -> None:
-        """Raises StagingFull or CacheError where there can be no staging file."""
+        """``file`` has its bytes where there are some. Raises StagingFull or CacheError where there can be no staging
+        file."""
         self.services = services
         self.id = draft_id
         self.target = target
@@ -76,21 +79,30 @@ class Draft:
         self.changes = 0
         self.recheck = False
         self.unlinked = False
+        self.accepted = self.began = self.saves = 0
+        self.deferred = False
+        """Parts are sent when the draft is accepted, or staging is half full, and not before."""
+        self.delayed: Unavailable | None = None
+        """Why parts wait to be sent again."""
+        self._hurry = trio.Event()
         self.uploading = 0
         self._gate = Gate()
         self._idle = trio.Event()
         self._staged_bytes = 0
         self._busy_parts: Counter[int] = Counter()
         self._closing = False
-        fd = services.staging.create(draft_id, target.key) if restored_fd is None else restored_fd
-        self._file = StagedFile(fd, services.staging)
+        if file is None:
+            fd = services.staging.create(draft_id, target.key)
+            file = StagedFile(services.staging, draft_id, target.key, fd=fd)
+        self.file = file
         services.staging.register(self)
 
     # -- what staging asks
 
     @property
     def making_room(self) -> bool:
-        return self.uploading > 0 or self.state is DraftState.PUBLISHING
+        waits = self.accepted > 0 and self.state in (DraftState.ACCEPTED, DraftState.FAILED)
+        return self.uploading > 0 or self.state is DraftState.PUBLISHING or waits
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
         """The journal is told before the bytes go, or a crash would take the holes for them."""
@@ -116,7 +128,7 @@ class Draft:
 
     def _punch(self, index: int) -> int:
         start, end = self.services.layout.range(index)
-        if not self._file.punch(start, end):
+        if not self.file.punch(start, end):
             self.parts[index].state = PartState.CLEAN
             return 0
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
@@ -143,15 +155,15 @@ class Draft:
     async def read(self, offset: int, length: int) -> Buffer:
         """Bytes [offset, offset + length) cut at the draft's size."""
         end = min(offset + length, self.size)
-        if self.fd < 0:
+        if self.file.is_closed:
             raise DraftEnded
-        with self._file.held(), self._using(offset, end):
+        with self.file.held(), self._using(offset, end):
             return await self._read(offset, end)
 
     @property
     def fd(self) -> int:
-        """The staging file's descriptor, -1 once the draft is closed and nobody reads."""
-        return self._file.fd
+        """The staging file's descriptor, -1 once the draft is closed and nobody reads. Raises what opening it does."""
+        return self.file.fd
 
     async def _read(self, offset: int, end: int) -> Buffer:
         if offset >= end:
@@ -175,7 +187,7 @@ class Draft:
         return await self.services.reader.read(base.version, base.offset + offset, length)
 
     async def read_staged(self, offset: int, length: int) -> bytes:
-        return await self._file.read(offset, length)
+        return await self.file.read(offset, length)
 
     async def write(self, offset: int, data: Buffer) -> None:
         """Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises."""
@@ -206,7 +218,7 @@ class Draft:
 
     async def _write_staged(self, offset: int, data: Buffer) -> None:
         try:
-            await self._file.write(offset, data)
+            await self.file.write(offset, data)
         except LakeError:
             self._erase_unmarked(offset, offset + len(data))
             raise
@@ -215,7 +227,7 @@ class Draft:
         """A write that failed half-way leaves no bytes in pages that count as zeros."""
         for begin, upto, local in list(self.pages.runs(start - start % PAGE_BYTES, end + -end % PAGE_BYTES)):
             if not local:
-                self._file.punch(begin, upto)
+                self.file.punch(begin, upto)
 
     async def _fill_edges(self, offset: int, end: int) -> None:
         """A page that is written in part and whose rest is the base's is fetched whole first."""
@@ -227,7 +239,7 @@ class Draft:
                     await self.fill(at, at + PAGE_BYTES)
 
     def _check_alive(self) -> None:
-        if self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
+        if self.accepted or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
             raise DraftEnded
 
     def _begin_change(self) -> None:
@@ -275,12 +287,16 @@ class Draft:
             part.generation += 1
             if part.state is PartState.CLEAN:
                 part.state = PartState.DIRTY
-        if self.size > layout.single_bytes_max:
+        if self.deferred and self.services.staging.is_half_full:
+            self.deferred = False
+        if self.deferred:
+            write_out_complete(self, layout.index(start), layout.index(end - 1))
+        if self.size > layout.single_bytes_max and not self.deferred:
             first = 0 if not self.upload_intent_ns else layout.index(start)
             for index in range(first, layout.index(end - 1) + 1):
-                self._start_if_complete(index)
+                self.start_if_complete(index)
 
-    def _start_if_complete(self, index: int) -> None:
+    def start_if_complete(self, index: int) -> None:
         part = self.parts.get(index)
         if part is None or part.state is not PartState.DIRTY or part.announced or self.error is not None:
             return
@@ -289,11 +305,13 @@ class Draft:
         if part.etag and not self.services.client.capabilities.parts_replaceable:
             return
         start, end = self.services.layout.range(index)
+        if self.accepted:
+            end = min(end, self.size)
         if end <= self.size and self.pages.covers(start, end):
             part.announced = True
             self.uploading += 1
             self.services.slots.ready()
-            self.services.nursery.start_soon(self._upload_in_background, index)
+            self.services.nursery.start_soon(upload_in_background, self, index)
 
     async def truncate(self, size: int) -> None:
         """Cut or extend (with zeros). Raises StagingFull where the cut goes through a part that was let go."""
@@ -309,7 +327,7 @@ class Draft:
         layout = self.services.layout
         if size and layout.range(layout.index(size - 1))[1] > size:
             self._refuse_dropped(size - 1, size)
-        await self._file.cut(size)
+        await self.file.cut(size)
         gone = self.pages.truncate(size) * PAGE_BYTES
         self._staged_bytes -= gone
         self.services.staging.release(gone)
@@ -324,28 +342,45 @@ class Draft:
 
     # -- uploading
 
-    async def _upload_in_background(self, index: int) -> None:
-        """A failure is remembered and answered by `publish`, which tries again."""
-        try:
-            await self.upload_part(index)
-        except LakeError as error:
-            self.error = error
-            self.services.metrics.failures += 1
-        except OSError as error:
-            self.error = self.services.staging.translate(error)
-            self.services.metrics.failures += 1
-        except Exception as error:
-            log.exception("uploading part %d of %s", index, self.target.key)
-            self.error = LakeError(f"uploading failed: {error!r}")
-        finally:
-            self.parts[index].announced = False
-            self.uploading -= 1
-            if not self.uploading:
-                self._idle.set()
-                self._idle = trio.Event()
-            self.services.staging.notify()
-        if self.state is DraftState.WRITING:
-            self._start_if_complete(index)
+    def part_ended(self, index: int) -> None:
+        """No upload of the part is under way any more."""
+        self.parts[index].announced = False
+        self.uploading -= 1
+        if not self.uploading:
+            self._idle.set()
+            self._idle = trio.Event()
+        self.services.staging.notify()
+
+    async def wait_hurry(self, pause_s: float) -> None:
+        """Sleep, unless told to `hurry`."""
+        with trio.move_on_after(pause_s):
+            await self._hurry.wait()
+
+    def hurry(self) -> None:
+        """Parts that wait to be sent again do not."""
+        self._hurry.set()
+        self._hurry = trio.Event()
+
+    # -- write-back
+
+    def accept(self, sequence: int) -> None:
+        """From here on nothing changes. The caller holds the draft alone, has synced it, and saves the record."""
+        self.state, self.accepted = DraftState.ACCEPTED, sequence
+
+    @property
+    def is_unknown_to_store(self) -> bool:
+        """Nothing of an accepted draft was ever sent."""
+        return self.state is DraftState.ACCEPTED and not (self.upload_intent_ns or self.uploading or self.recheck)
+
+    def count_staged(self) -> None:
+        """Of a draft that was brought back: its bytes take room. Once."""
+        self._staged_bytes = self.pages.pages * PAGE_BYTES
+        self.services.staging.bytes_used += self._staged_bytes
+
+    def park(self) -> None:
+        """Give the descriptor back until somebody reads or uploads."""
+        if not self.uploading:
+            self.file.park()
 
     async def wait_idle(self) -> None:
         """Until no upload of a part is under way."""
@@ -366,9 +401,12 @@ class Draft:
             part.state = PartState.UPLOADING
             try:
                 upload_id = await self.begin_upload()
-                body = FileSlice(self.fd, start, length)
+                hasher = BlockHasher(start, start + length, self.size)
+                body = FileSlice(self.fd, start, length, hasher.saw)
                 ref = await self.services.client.upload_part(self.target.key, upload_id, index + 1, body)
-                hashes = await trio.to_thread.run_sync(hash_blocks, self.fd, start, start + length, self.size)
+                hashes = hasher.seen()
+                if hashes is None:
+                    hashes = await trio.to_thread.run_sync(hash_blocks, self.fd, start, start + length, self.size)
             except BaseException:
                 part.state = PartState.DIRTY
                 self.upload_failed = True
@@ -377,6 +415,8 @@ class Draft:
         self.services.metrics.parts_repeated += repeated
         self.settle_part(index, generation, ref, length)
         if part.state is PartState.CLEAN:
+            if self.size > start + length and (start + length) % BLOCK_BYTES:
+                hashes.pop((start + length) // BLOCK_BYTES, None)  # the file ended in this block, and has grown since
             self.hashes.update(hashes)
         self.save()
 
@@ -414,41 +454,18 @@ class Draft:
     # -- the journal
 
     def record(self) -> DraftRecord:
-        return DraftRecord(
-            id=self.id,
-            key=self.target.key,
-            state=self.state,
-            created_ns=self.created_ns,
-            size=self.size,
-            base=self._base_extent(),
-            base_limit=self.base_limit,
-            replaces=self.target.replaces,
-            path=self.target.path,
-            upload_id=self.upload_id,
-            upload_intent_ns=self.upload_intent_ns,
-            upload_metadata=self.upload_metadata,
-            changes=self.changes,
-            token=self.token,
-            unlinked=self.unlinked,
-            metadata=dict(self.target.describe(False)),
-            metadata_multipart=dict(self.target.describe(True)),
-            parts=[
-                UploadedPart(index, part.etag, part.length, part.state is PartState.CLEAN)
-                for index, part in sorted(self.parts.items())
-                if part.state in (PartState.CLEAN, PartState.DROPPED)
-            ],
-            pages=self.pages.dump(),
-            error=str(self.error) if self.error else "",
-        )
-
-    def _base_extent(self) -> BaseExtent | None:
-        base = self.base
-        if base is None:
-            return None
-        return BaseExtent(base.version.key, base.version.etag, base.version.size, base.offset, base.size)
+        return record_of(self)
 
     def save(self, *, sync: bool = False) -> None:
-        self.services.save(self.record(), sync)
+        """Note what the draft is. Raises CacheError, and StagingFull where it failed, and its bytes were in memory."""
+        self.services.save(self.noted(), sync)
+
+    def noted(self) -> DraftRecord:
+        """The record, about to be saved. Raises StagingFull and CacheError."""
+        if self.state is DraftState.FAILED and not self.accepted:
+            self.file.keep_on_disk()
+        self.saves += 1
+        return self.record()
 
     # -- the end
 
@@ -456,6 +473,7 @@ class Draft:
         """Nobody wants these bytes: abort the upload, delete the staging file. The journal record is the caller's, who
         keeps it where ``error`` says that an upload is left."""
         self.state = DraftState.DISCARDED
+        self.hurry()
         await self.wait_idle()
         self.error = None
         try:
@@ -466,14 +484,13 @@ class Draft:
             self.error = error
         self.close(unlink=True)
 
-    def close(self, *, unlink: bool) -> None:
-        """Give back the descriptor and the room. ``unlink`` is false where the file became cache."""
+    def close(self, *, unlink: bool, leave: bool = False) -> None:
+        """Give back the descriptor and the room. ``unlink`` is false where the file became cache; ``leave`` leaves its
+        bytes to the next mount."""
         if self._closing:
             return
         self._closing = True
-        if unlink:
-            self.services.staging.path(self.id).unlink(missing_ok=True)
         self.services.staging.release(self._staged_bytes)
         self._staged_bytes = 0
         self.services.staging.unregister(self)
-        self._file.close()
+        self.file.close(unlink=unlink, leave=leave)

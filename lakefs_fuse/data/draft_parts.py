@@ -23,3 +23,5 @@ class Part:
     etag: str = ""
     length: int = 0
     announced: bool = False
+    written_out: bool = False
+    """Its way to the disk was begun."""

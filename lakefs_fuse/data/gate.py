@@ -1,7 +1,7 @@
 """A lock with shared and exclusive holders: many writers of one file, or its publisher, never both.
 
 Whoever asks for it exclusively keeps newcomers out, so a stream of writers cannot keep a `close()` waiting. Not
-reentrant. Used from trio tasks only.
+reentrant. A free gate is passed without a checkpoint. Used from trio tasks only.
 """
 
 from __future__ import annotations
@@ -16,48 +16,45 @@ class Gate:
     """See the module's head."""
 
     def __init__(self) -> None:
-        self._condition = trio.Condition()
         self._shared = 0
         self._exclusive = False
         self._exclusive_waiting = 0
-
-    def _is_closed(self) -> bool:
-        return self._exclusive or self._exclusive_waiting > 0
+        self._changed: trio.Event | None = None
 
     @asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        if self._is_closed():
-            async with self._condition:
-                while self._is_closed():
-                    await self._condition.wait()
+        while self._exclusive or self._exclusive_waiting:
+            await self._wait()
         self._shared += 1
         try:
             yield
         finally:
             self._shared -= 1
-            if not self._shared and self._exclusive_waiting:
-                await self._wake()
+            self._wake()
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
         self._exclusive_waiting += 1
         try:
-            async with self._condition:
-                while self._exclusive or self._shared:
-                    await self._condition.wait()
-                self._exclusive = True
-        except BaseException:
+            while self._exclusive or self._shared:
+                await self._wait()
+            self._exclusive = True
+        finally:
             self._exclusive_waiting -= 1
-            await self._wake()  # those whom this one kept out
-            raise
-        self._exclusive_waiting -= 1
+            if not self._exclusive:
+                self._wake()  # those whom this one kept out
         try:
             yield
         finally:
             self._exclusive = False
-            await self._wake()
+            self._wake()
 
-    async def _wake(self) -> None:
-        with trio.CancelScope(shield=True):
-            async with self._condition:
-                self._condition.notify_all()
+    async def _wait(self) -> None:
+        if self._changed is None:
+            self._changed = trio.Event()
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None

@@ -54,6 +54,7 @@ async def publish(draft: Draft) -> Published:
         draft.state = DraftState.PUBLISHING
         draft.error = None
         draft.save()
+        draft.hurry()
         await draft.wait_idle()
         draft.error = None
         dropped = any(part.state is PartState.DROPPED for part in draft.parts.values())
@@ -90,7 +91,7 @@ async def _settle_earlier_attempt(draft: Draft) -> None:
     if older is not None:
         if draft.upload_id:
             await draft.services.client.abort_multipart(draft.target.key, draft.upload_id)
-            _forget_upload(draft)
+            forget_upload(draft)
         draft.target.if_absent, draft.target.replaces = False, older.etag
         if draft.base is not None:
             draft.base = Extent.whole(Version(draft.target.key, older.etag, older.size))
@@ -134,12 +135,12 @@ async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
 async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
     if draft.upload_id and not draft.services.client.capabilities.parts_replaceable and _has_stale_parts(draft):
         await draft.services.client.abort_multipart(draft.target.key, draft.upload_id)
-        _forget_upload(draft)
+        forget_upload(draft)
     try:
         meta = await _send_and_complete(draft)
     except NotFound:
         log.warning("the multipart upload of %s is gone from the store: it starts anew", draft.target.key)
-        _forget_upload(draft)
+        forget_upload(draft)
         try:
             meta = await _send_and_complete(draft)
         except NotFound as error:
@@ -180,7 +181,7 @@ def _has_stale_parts(draft: Draft) -> bool:
     return stale or draft.upload_failed
 
 
-def _forget_upload(draft: Draft) -> None:
+def forget_upload(draft: Draft) -> None:
     """The upload is gone. What is staged can be sent again; what was let go is lost, and says so when read."""
     draft.upload_id, draft.upload_intent_ns, draft.upload_failed = "", 0, False
     for part in draft.parts.values():

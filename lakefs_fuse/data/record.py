@@ -9,21 +9,25 @@ import msgspec
 
 class DraftState(StrEnum):
     """Life of a draft. Left to right, but `FAILED` goes back: to `PUBLISHING` with every retry, to
-    `WRITING` with every change.
+    `WRITING` with every change. A draft that was accepted has a sequence number and is never written to again: who
+    writes to its file begins another.
 
     ========== =========================== ==================================================================
     state      leaves to                   a crash here leaves behind
     ========== =========================== ==================================================================
-    writing    publishing, discarded       staged bytes, perhaps an unfinished upload; the store shows nothing
+    writing    accepted, publishing,       staged bytes, perhaps an unfinished upload; the store shows nothing;
+               discarded                   listed as orphan
+    accepted   publishing, discarded       the same, synced and promised: the next mount goes on with it
     publishing published, failed           the same, or the published object (its metadata names the draft)
-    failed     publishing, writing,        staged bytes whose writer was told that they are not durable
-               discarded
+    failed     publishing, writing,        staged bytes whose writer was told that they are not durable, or (accepted)
+               discarded                   which the next mount tries again
     published  –                           the object; the record goes with the row that names its version
     discarded  –                           at most a staging file and an unfinished upload, listed as orphan
     ========== =========================== ==================================================================
     """
 
     WRITING = "writing"
+    ACCEPTED = "accepted"
     PUBLISHING = "publishing"
     FAILED = "failed"
     PUBLISHED = "published"
@@ -78,6 +82,14 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}
     metadata_multipart: dict[str, str] = {}
     """Attributes as of now, as a single request tells them and as an upload does."""
+    accepted: int = 0
+    """Its place in the order of what write-back accepted; 0 where nobody was told that it is safe."""
+    began: int = 0
+    """The newest number given out when it began: so much was accepted before it."""
+    segment: str = ""
+    segment_offset: int = 0
+    segment_bytes: int = 0
+    """Where an accepted file's staged bytes are, if not in a file of their own."""
     parts: list[UploadedPart] = []
     pages: dict[int, bytes] = {}
     error: str = ""

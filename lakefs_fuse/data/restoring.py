@@ -13,6 +13,8 @@ from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
 from lakefs_fuse.data.record import DraftRecord, DraftState
+from lakefs_fuse.data.segments import Spot
+from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import CacheError
 
@@ -23,19 +25,27 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
     if record.base is not None:
         there = record.base
         base = Extent(Version(there.key, there.etag, there.object_bytes), there.offset, there.size)
+    target = DraftTarget(record.key, describe, replaces=record.replaces, path=record.path)
+    spot = Spot(record.segment, record.segment_offset, record.segment_bytes) if record.segment else None
     try:
-        fd = os.open(services.staging.path(record.id), os.O_RDWR | os.O_CLOEXEC)
+        if spot is not None:
+            services.staging.path(record.id).unlink(missing_ok=True)  # a copy, perhaps half of one
+            services.staging.segments.restore(spot)
+            file = StagedFile(services.staging, record.id, record.key, spot=spot)
+        else:
+            fd = os.open(services.staging.path(record.id), os.O_RDWR | os.O_CLOEXEC)
+            file = StagedFile(services.staging, record.id, record.key, fd=fd)
     except FileNotFoundError as error:
         raise CacheError(f"the staged bytes of {record.key} are gone from this node: abort {record.id}") from error
     except OSError as error:
         raise services.staging.translate(error) from error
-    target = DraftTarget(record.key, describe, replaces=record.replaces, path=record.path)
-    draft = Draft(services, record.id, target, base=base, restored_fd=fd)
+    draft = Draft(services, record.id, target, base=base, file=file)
     draft.state, draft.created_ns = record.state, record.created_ns
     draft.size, draft.base_limit = record.size, record.base_limit
     draft.upload_id, draft.upload_intent_ns = record.upload_id, record.upload_intent_ns
     draft.upload_metadata = record.upload_metadata
     draft.token, draft.changes, draft.recheck = record.token, record.changes, True
+    draft.accepted, draft.began = record.accepted, record.began
     draft.pages.load(record.pages)
     writing = record.state is DraftState.WRITING
     for part in record.parts:
@@ -43,7 +53,7 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
             state = PartState.CLEAN if part.staged else PartState.DROPPED
             draft.parts[part.index] = Part(state, etag=part.etag, length=part.length)
     if writing and base is None:
-        draft.size = max(draft.size, os.fstat(fd).st_size)
+        draft.size = max(draft.size, os.fstat(draft.fd).st_size)
         dropped = {index for index, part in draft.parts.items() if part.state is PartState.DROPPED}
         for index in range(services.layout.count(draft.size)):
             if index not in dropped:

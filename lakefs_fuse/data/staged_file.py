@@ -1,7 +1,10 @@
-"""The bytes of one draft on the local disk: an open staging file.
+"""The bytes of one draft on this node: in memory while it is small, then a staging file, or a place in a segment.
 
-What was never written reads as zeros. The descriptor stays open until the last `held` block has ended, for its number
-would be another file's after. Used from trio tasks; calls that may block long go to worker threads.
+What was never written reads as zeros. A draft that `begins_small` has no file of its own until it outgrows
+`MEMORY_BYTES_MAX` or somebody needs a descriptor; once accepted its bytes are in a segment (see `segments`), where they
+are read from. The descriptor stays open until the last `held` block has ended, for its number would be another file's
+after; a file that waits can be parked meanwhile, and is opened again by whoever needs it. Used from trio tasks; calls
+that may block long go to worker threads.
 """
 
 from __future__ import annotations
@@ -13,24 +16,39 @@ from contextlib import contextmanager
 
 import trio
 
-from lakefs_fuse.data.disk import punch_hole, pwrite_all
+from lakefs_fuse.data.disk import punch_hole, pwrite_all, start_writeout
+from lakefs_fuse.data.segments import Spot
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.store.protocol import Buffer
 
+MEMORY_BYTES_MAX = 256 << 10
+"""What is written to a file that is kept in memory until it is accepted; those open at a time are few."""
 THREAD_BYTES_MIN = 64 << 10
 """Reads and writes from this size on are worth a worker thread."""
+READS_MAX = 4
+"""At once of one file, in threads that writes, which a busy disk holds up, cannot use up."""
+NO_FILE = -1
 log = logging.getLogger(__name__)
 
 
 class StagedFile:
     """See the module's head. Errors of the disk are StagingFull or CacheError."""
 
-    def __init__(self, fd: int, staging: Staging) -> None:
-        """Takes the descriptor over; it is -1 once closed."""
-        self.fd = fd
+    def __init__(
+        self, staging: Staging, draft_id: str, key: str, *, fd: int = NO_FILE, spot: Spot | None = None
+    ) -> None:
+        """Takes a descriptor over, or a place in a segment; in memory where neither is given."""
+        self._fd = fd
+        self._spot = spot
+        self._memory = bytearray() if fd == NO_FILE and spot is None else None
         self._staging = staging
+        self._draft_id, self._key = draft_id, key
+        self._has_file = fd != NO_FILE
+        self._parked = False
         self._holders = 0
         self._closing = False
+        self._leave = False
+        self._reading_threads: trio.CapacityLimiter | None = None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -43,25 +61,115 @@ class StagedFile:
             if self._closing and not self._holders:
                 self._close()
 
-    def close(self) -> None:
-        self._closing = True
-        if not self._holders and self.fd >= 0:
+    @property
+    def fd(self) -> int:
+        """The descriptor of a staging file, made now where there was none; -1 once closed. Raises StagingFull or
+        CacheError."""
+        if self._parked:
+            self._fd, self._parked = self._staging.reopen(self._draft_id), False
+        elif self._fd == NO_FILE and not self.is_closed:
+            self._make_file()
+        return self._fd
+
+    @property
+    def is_closed(self) -> bool:
+        return self._fd == NO_FILE and not self._parked and self._memory is None and self._spot is None
+
+    @property
+    def spot(self) -> Spot | None:
+        """Its place in a segment, if that is where its bytes are."""
+        return self._spot
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self._memory is not None
+
+    def memory(self) -> bytes | None:
+        """Everything that was written, where that is in memory only."""
+        return None if self._memory is None else bytes(self._memory)
+
+    def _make_file(self) -> None:
+        """The bytes get a file of their own. A segment that has them goes on counting for the journal."""
+        if self._spot is not None:  # a daemon that died may have begun one
+            self._staging.path(self._draft_id).unlink(missing_ok=True)
+        fd = self._staging.create(self._draft_id, self._key)
+        try:
+            if self._memory is not None:
+                pwrite_all(fd, self._memory, 0)
+            elif self._spot is not None:
+                pwrite_all(fd, self._staging.segments.read(self._spot, 0, self._spot.length), 0)
+        except OSError as error:
+            os.close(fd)
+            self._staging.path(self._draft_id).unlink(missing_ok=True)
+            raise self._staging.translate(error) from error
+        self._fd, self._memory, self._has_file = fd, None, True
+
+    def keep_on_disk(self) -> None:
+        """What is in memory gets a staging file, for whoever looks after this daemon has ended. Raises StagingFull or
+        CacheError."""
+        if self._memory:
+            self._make_file()
+
+    def keep_in(self, spot: Spot) -> None:
+        """The bytes are safe in a segment now."""
+        self._spot, self._memory = spot, None
+
+    def park(self) -> None:
+        """Give the descriptor back for now, unless somebody reads. Nobody else may be using it."""
+        if not self._holders and self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._parked = NO_FILE, True
+
+    def close(self, *, unlink: bool, leave: bool = False) -> None:
+        """``unlink`` is false where the file became cache; ``leave`` leaves everything to the next mount."""
+        self._closing, self._leave = True, leave
+        self._parked = False
+        if unlink and self._has_file and not leave:
+            self._staging.path(self._draft_id).unlink(missing_ok=True)
+        if not self._holders:
             self._close()
 
     def _close(self) -> None:
-        os.close(self.fd)
-        self.fd = -1
+        self._memory = None
+        if self._spot is not None:
+            if not self._leave:
+                self._staging.segments.release(self._spot)
+            self._spot = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = NO_FILE
+
+    async def sync(self) -> None:
+        """The bytes survive a crash of the machine when this returns."""
+        try:
+            await trio.to_thread.run_sync(os.fdatasync, self.fd)
+        except OSError as error:
+            raise self._staging.translate(error) from error
 
     async def read(self, offset: int, length: int) -> bytes:
         """``length`` bytes, zeros beyond the file's end."""
-        if length < THREAD_BYTES_MIN:
-            data = os.pread(self.fd, length, offset)
-        else:
-            data = await trio.to_thread.run_sync(os.pread, self.fd, length, offset)
+        try:
+            data = await self._read(offset, length)
+        except OSError as error:
+            raise self._staging.translate(error) from error
         return data if len(data) == length else data + bytes(length - len(data))
+
+    async def _read(self, offset: int, length: int) -> bytes:
+        if self._memory is not None:
+            return bytes(self._memory[offset : offset + length])
+        if self._spot is not None and self._fd == NO_FILE:
+            return self._staging.segments.read(self._spot, offset, length)
+        if length < THREAD_BYTES_MIN:
+            return os.pread(self.fd, length, offset)
+        if self._reading_threads is None:
+            self._reading_threads = trio.CapacityLimiter(READS_MAX)
+        return await trio.to_thread.run_sync(os.pread, self.fd, length, offset, limiter=self._reading_threads)
 
     async def write(self, offset: int, data: Buffer) -> None:
         """Where it fails, an unknown part of the range was written."""
+        if self._memory is not None and offset + len(data) <= MEMORY_BYTES_MAX:
+            self._write_memory(self._memory, offset, data)
+            return
         try:
             if len(data) < THREAD_BYTES_MIN:
                 pwrite_all(self.fd, data, offset)
@@ -70,7 +178,22 @@ class StagedFile:
         except OSError as error:
             raise self._staging.translate(error) from error
 
+    @staticmethod
+    def _write_memory(memory: bytearray, offset: int, data: Buffer) -> None:
+        if offset > len(memory):
+            memory += bytes(offset - len(memory))
+        memory[offset : offset + len(data)] = data
+
+    async def write_out(self, start: int, end: int) -> None:
+        """Bytes [start, end) are on their way to the disk when this returns."""
+        if self._fd >= 0:
+            with self.held():
+                await trio.to_thread.run_sync(start_writeout, self._fd, start, end - start)
+
     async def cut(self, size: int) -> None:
+        if self._memory is not None:
+            del self._memory[size:]
+            return
         try:
             await trio.to_thread.run_sync(os.ftruncate, self.fd, size)
         except OSError as error:
@@ -78,6 +201,11 @@ class StagedFile:
 
     def punch(self, start: int, end: int) -> bool:
         """Bytes [start, end) become zeros and give their room back; False where this filesystem cannot."""
+        if self._memory is not None:
+            end = min(end, len(self._memory))
+            if start < end:
+                self._memory[start:end] = bytes(end - start)
+            return True
         try:
             return punch_hole(self.fd, start, end - start)
         except OSError as error:

@@ -2,20 +2,22 @@
 
 Always true: writers never stage more than ``bytes_max``, and the disk keeps ``free_bytes_min`` free; a writer that
 finds no room waits for uploads to make some, and gets `StagingFull` only where nothing is under way that could.
-Files lie in one directory under their draft's id. Extended attributes on a file name the key its bytes are meant for,
-so that it can be told what it is even where the journal is lost.
+Files lie in one directory under their draft's id; small ones that were accepted share segments. Extended attributes on
+a file name the key its bytes are meant for, so that it can be told what it is even where the journal is lost.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 import trio
 
 from lakefs_fuse.data.disk import free_bytes
+from lakefs_fuse.data.segments import Segments
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
 
@@ -23,6 +25,16 @@ IN_FLIGHT_BYTES = 16 << 20
 KEY_XATTR = "user.lakefs.key"
 UPLOAD_XATTR = "user.lakefs.upload"
 WAIT_S_MAX = 1.0
+
+
+class StagingState(StrEnum):
+    """How the last attempt to stage something went, as `stats` shows it."""
+
+    OK = "ok"
+    FULL = "full"
+    """No room: writers wait, or got ENOSPC."""
+    FAILED = "failed"
+    """The disk answers with errors."""
 
 
 class Stager(Protocol):
@@ -48,11 +60,15 @@ class Staging:
         metrics: UploadMetrics,
         evict: Callable[[int], object] = lambda _: None,
         free: Callable[[Path], int] = free_bytes,
+        wait_s_max: float = 3600.0,
     ) -> None:
         """``evict(bytes)`` asks the block cache for room on the same disk; it is called in a worker thread."""
         self.directory = directory
+        self.segments = Segments(directory)
         self.bytes_max = bytes_max
         self.bytes_used = 0
+        self.wait_s_max = wait_s_max
+        self.state = StagingState.OK
         self._free_bytes_min = free_bytes_min
         self._metrics = metrics
         self._evict = evict
@@ -75,6 +91,13 @@ class Staging:
             pass  # a filesystem without attributes: the journal alone tells what the file is
         return fd
 
+    def reopen(self, draft_id: str) -> int:
+        """The descriptor of a staging file that is there. Raises StagingFull or CacheError."""
+        try:
+            return os.open(self.path(draft_id), os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise self.translate(error) from error
+
     def note_upload(self, fd: int, upload_id: str) -> None:
         """Name the file's multipart upload on the file too, so that it can be aborted even without the journal."""
         try:
@@ -85,8 +108,15 @@ class Staging:
     def translate(self, error: OSError) -> LakeError:
         """What an error of the staging disk means to the writer."""
         if error.errno in (28, 122):  # ENOSPC, EDQUOT
+            self.state = StagingState.FULL
             return StagingFull(f"the disk of {self.directory} is full: free some space or use another --cache-dir")
+        self.state = StagingState.FAILED
         return CacheError(f"the staging disk fails ({os.strerror(error.errno or 5)}): {self.directory}")
+
+    @property
+    def is_half_full(self) -> bool:
+        """Uploads that were put off had better begin."""
+        return self.bytes_used > self.bytes_max // 2
 
     def register(self, stager: Stager) -> None:
         self._stagers.add(stager)
@@ -107,10 +137,17 @@ class Staging:
             self.notify()
 
     async def reserve(self, count: int) -> None:
-        """Wait for room for ``count`` more bytes and take it. Raises StagingFull."""
+        """Wait for room for ``count`` more bytes and take it. Raises StagingFull, at once where nothing is on its way
+        that could make room, else after ``wait_s_max``; CacheError where the disk fails."""
+        if self._fits(count) and self._free_bytes() > self._free_bytes_min + IN_FLIGHT_BYTES + count:
+            self.bytes_used += count
+            self.state = StagingState.OK
+            return
+        deadline_s = trio.current_time() + self.wait_s_max
         while not (self._fits(count) and await self._disk_fits(count) and self._fits(count)):
             if self._drop(keep_recent=True):
                 continue
+            self.state = StagingState.FULL
             if not any(stager.making_room for stager in self._stagers):
                 if self._drop(keep_recent=False):
                     continue
@@ -118,11 +155,17 @@ class Staging:
                     f"{self.bytes_used} bytes are staged and none of them can be uploaded yet: "
                     "close files that are open for writing, or raise --staging-size"
                 )
+            if trio.current_time() >= deadline_s:
+                raise StagingFull(
+                    f"staging was full for {self.wait_s_max:g} s ({self.bytes_used} bytes wait for the store): "
+                    "see `lakefs-fuse stats`, or raise --staging-size or --staging-timeout"
+                )
             self._metrics.writer_waits += 1
             room = self._room
             with trio.move_on_after(WAIT_S_MAX):
                 await room.wait()
         self.bytes_used += count
+        self.state = StagingState.OK
 
     def take(self, count: int) -> None:
         """Room for bytes that cannot wait, because what they are needed for makes room when it is done. Little by
@@ -137,11 +180,18 @@ class Staging:
     def _fits(self, count: int) -> bool:
         return self.bytes_used + count <= self.bytes_max
 
+    def _free_bytes(self) -> int:
+        """Raises StagingFull or CacheError."""
+        try:
+            return self._free(self.directory)
+        except OSError as error:
+            raise self.translate(error) from error
+
     async def _disk_fits(self, count: int) -> bool:
         """``IN_FLIGHT_BYTES`` are for what was reserved and is not written yet."""
         wanted = self._free_bytes_min + IN_FLIGHT_BYTES + count
-        short = wanted - self._free(self.directory)
+        short = wanted - self._free_bytes()
         if short > 0:
             await trio.to_thread.run_sync(self._evict, short)
-            short = wanted - self._free(self.directory)
+            short = wanted - self._free_bytes()
         return short <= 0

@@ -24,15 +24,21 @@ from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
+from lakefs_fuse.fs.evidence import Evidence
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.keep_units import Units
+from lakefs_fuse.fs.keeping import Keeper
 from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.newest import Newest
 from lakefs_fuse.fs.packing import Packer
 from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.fs.relocating import Relocator
+from lakefs_fuse.fs.replay import Replay
 from lakefs_fuse.fs.status import Status
 from lakefs_fuse.fs.storing import Storing
 from lakefs_fuse.fs.watching import FilesWatcher
+from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.rules import Rules
@@ -66,6 +72,7 @@ class Ground:
             free_bytes_min=config.free_bytes_min,
             metrics=self.metrics.upload,
             evict=self.cache.evict,
+            wait_s_max=config.staging_timeout_s,
         )
         return DraftServices(
             client=self.client,
@@ -102,14 +109,17 @@ class Commits:
     async def begin(self) -> None:
         """Take up what the last daemon journaled, and apply what others did since. Raises LakeError."""
         self.committer.load()
+        await self.committer.settle_journal()
         self.clock.seen(self.applier.newest())
         await self.poller.correct_clock()
         await self.poller.poll()
+        self.committer.set_attributes_again()
 
     async def read_again(self) -> None:
         """Names that were covered by others come back. Raises LakeError."""
         self.applier.forget_applied()
         await self.poller.poll()
+        self.committer.set_attributes_again()
 
 
 class Assembly:
@@ -138,17 +148,34 @@ class Assembly:
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX),
             hide_at=storing.hide_at, clock_ns=ground.clock_ns,
         )  # fmt: skip
-        self.recovery = Recovery(
-            database, namespace, files.services, storing, read_only=ground.config.read_only, changed=watcher.changed
+        self.writeback = writeback = self._write_back(storing)
+        evidence = Evidence(namespace, ground.client)
+        self.replay = Replay(
+            database, namespace, files, writeback, evidence, metrics.writeback,
+            ensure_directory=lambda path: commits.applier.ensure_directory(path, ground.clock_ns()),
+            say=storing.say,
+        )  # fmt: skip
+        files.newest = writeback.publisher = Newest(
+            database, namespace, ground.cache, files, storing, writeback, self.replay
         )
+        self.recovery = Recovery(
+            database, namespace, files.services, storing, evidence,
+            read_only=config.read_only, changed=watcher.changed, replayed=self.replay.records,
+            in_use=lambda inode: files.get(inode) is not None,
+        )  # fmt: skip
         status = Status(
             metrics, ground.client.capabilities, ground.cache, reader, namespace, files, self.recovery, committer,
-            deletions, relocator, clock_ns=ground.clock_ns,
+            deletions, relocator, writeback, clock_ns=ground.clock_ns,
         )  # fmt: skip
         self.filesystem = Filesystem(
-            config, database, ground.client, namespace, files, self.recovery, committer, deletions, relocator, status,
-            metrics, clock_ns=ground.clock_ns,
+            config, database, ground.client, namespace, files, self.recovery, committer, deletions, relocator,
+            writeback, status, metrics, clock_ns=ground.clock_ns,
         )  # fmt: skip
+        files.keeper = keeper = Keeper(
+            database, namespace, ground.cache, Units(config.rules),
+            is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
+        )  # fmt: skip
+        relocator.moved = keeper.moved
         watcher.watch(self.filesystem, namespace, files)
         storing.elsewhere, storing.free = relocator.note, relocator.free
         if not config.read_only:
@@ -158,18 +185,34 @@ class Assembly:
                 policy=Rules.of(config).pack_for, being_written=files.being_written,
             )  # fmt: skip
 
+    def _write_back(self, storing: Storing) -> WriteBack:
+        ground, committer, files = self._ground, self._commits.committer, self.files
+        writeback = files.writeback = WriteBack(
+            ground.database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback,
+            delay_s=ground.config.writeback_delay_s, is_pressed=lambda: files.services.staging.is_half_full,
+            progress=committer.progress, is_held=lambda: bool(committer.held_until),
+        )  # fmt: skip
+        committer.reached = writeback.reached
+        return writeback
+
     async def begin(self) -> None:
         """Names are as the store has them when this returns, but for what orphans hide. Raises LakeError."""
+        if not self._ground.config.read_only:
+            self.replay.restore()
         await self._commits.begin()
+        self.writeback.sequence = max(self.writeback.sequence, self._commits.committer.newest_after)
         await self.recovery.load()
-        if self.recovery.uncovered:
+        if self.recovery.uncovered or self.replay.uncovered:
             await self._commits.read_again()
+        await self.files.keeper.load()
 
     def start(self) -> None:
         """What runs for as long as the mount lives."""
         nursery = self._ground.nursery
         nursery.start_soon(self._commits.poller.run)
+        nursery.start_soon(self.files.keeper.run)
         if not self._ground.config.read_only:
+            nursery.start_soon(self.writeback.run)
             nursery.start_soon(self._commits.committer.run)
             nursery.start_soon(self._commits.deletions.run)
             nursery.start_soon(self._relocator.run)

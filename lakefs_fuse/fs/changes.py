@@ -11,33 +11,36 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
-import trio
 
-from lakefs_fuse.catalog.committer import Committer
+from lakefs_fuse.catalog.committer import Change, Committer
 from lakefs_fuse.catalog.deletions import Doomed
-from lakefs_fuse.catalog.record import Mkdir, Remove, Symlink
+from lakefs_fuse.catalog.record import Mkdir, Remove, SetAttr, Symlink
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
+from lakefs_fuse.fs.looking_below import LookingBelow
 from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.open_file import FileState
 from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE, Renaming
+from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.protocol import Capabilities
 
 TARGET_BYTES_MAX = 4095
 XATTR_PREFIX = "user."
 XATTR_RESERVED = "user.lakefs."
+XATTR_STATE, XATTR_LOCATION = "user.lakefs.state", "user.lakefs.location"
 XATTRS_BYTES_MAX = 64 << 10
-LISTED_AT_ONCE = 8
-"""Directories listed at a time before a directory is renamed."""
 
 
 class Changes:
@@ -53,11 +56,12 @@ class Changes:
         capabilities: Capabilities,
         *,
         relocator: Relocator,
+        writeback: WriteBack,
         clock_ns: Callable[[], int],
         touched_root: Callable[[], None],
     ) -> None:
         self._config, self._db, self._ns, self._files = config, database, namespace, files
-        self._relocator = relocator
+        self._relocator, self._writeback = relocator, writeback
         self._committer, self._capabilities = committer, capabilities
         self._clock_ns, self._touched_root = clock_ns, touched_root
 
@@ -78,20 +82,27 @@ class Changes:
         return self._ns.key(entry).removesuffix("/")
 
     def _enqueue(self, builder: ChangeBuilder, doomed: list[Doomed] | None = None) -> None:
-        change = builder.change()
-        self._committer.enqueue(msgspec.structs.replace(change, doomed=doomed or []))
+        self.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed or []))
 
-    def touch(self, parent: int) -> None:
-        """A directory's own times change with its names."""
+    def enqueue(self, change: Change) -> None:
+        """Journal a change; under write-back what it takes away or shows waits for what was accepted before it."""
+        shown = (each for each in change.operations if not isinstance(each, Mkdir | SetAttr))
+        if len(self._writeback) and any(self._writeback.is_for(each.path) for each in shown):
+            change = msgspec.structs.replace(change, after=self._writeback.sequence)
+        self._committer.enqueue(change)
+
+    def touch(self, parent: int, batch: Batch | None = None) -> None:
+        """A directory's own times change with its names; at once, or with ``batch``."""
         now = self._clock_ns()
         if parent == ROOT_INODE:
             self._touched_root()
             return
         entry = self._ns.tree.entry(parent)
         if entry is not None:
-            batch = Batch()
-            self._ns.tree.update(batch, msgspec.structs.replace(entry, mtime_ns=now, ctime_ns=now))
-            self._db.commit(batch)
+            now_or_later = Batch() if batch is None else batch
+            self._ns.tree.update(now_or_later, msgspec.structs.replace(entry, mtime_ns=now, ctime_ns=now))
+            if batch is None:
+                self._db.commit(now_or_later)
 
     def keep_parent(self, builder: ChangeBuilder, leaving: Entry) -> None:
         """A directory that only its last name made visible is made to stay before that name goes."""
@@ -144,7 +155,7 @@ class Changes:
 
     async def check_empty(self, entry: Entry) -> None:
         """Raises FileError(ENOTEMPTY); keys that cannot be shown count too, as they would bring the directory back."""
-        await self._ns.ensure_listed(entry.inode)
+        await self._ns.ensure_listed(entry.inode, strictly=False)
         listing = self._ns.tree.listing(entry.inode)
         if self._ns.tree.has_children(entry.inode) or (listing is not None and listing.hides_keys):
             raise FileError(errno.ENOTEMPTY)
@@ -174,7 +185,7 @@ class Changes:
             return
         if row.is_local and entry.etag:  # of an attempt whose answer was lost
             row = msgspec.structs.replace(row, etag=entry.etag)
-        if row.is_local and not row.etag and not row.stamp:
+        if row.is_local and not row.etag and not row.stamp and not self._committer.may_have(self.path(row)):
             self._ns.changing(row.parent, row.name)
             batch = Batch()
             self._ns.tree.remove(batch, row)
@@ -240,9 +251,11 @@ class Changes:
                 await self._check_replaceable(source, target)
         for entry in (source, *([target] if exchange and target is not None else [])):
             if entry.is_dir:
-                await self._list_below(entry)
+                looking = LookingBelow(self._ns, self._files.services.client, self._files.look_again)
+                patience_s = self._config.staging_timeout_s
+                await self._writeback.patiently(self.path(entry), partial(looking.run, entry), patience_s)
         renaming = Renaming(
-            self._db, self._ns, self._files, self._committer, self, self._relocator,
+            self._db, self._ns, self._files, self._committer, self, self._relocator, self._writeback,
             relocate_after_s=self._config.relocate_after_s, clock_ns=self._clock_ns,
         )  # fmt: skip
         await renaming.run(source, parent_new, name_new, target, exchange=exchange)
@@ -257,21 +270,6 @@ class Changes:
         elif source.is_dir:
             raise FileError(errno.ENOTDIR)
 
-    async def _list_below(self, directory: Entry) -> None:
-        """Every name below a directory is known when this returns."""
-        queue = [directory.inode]
-        few = trio.CapacityLimiter(LISTED_AT_ONCE)
-
-        async def listed(inode: int) -> None:
-            async with few:
-                await self._ns.ensure_listed(inode)
-
-        while queue:
-            async with collecting() as nursery:
-                for inode in queue:
-                    nursery.start_soon(listed, inode)
-            queue = [child.inode for inode in queue for child in self._ns.tree.children(inode) if child.is_dir]
-
     # -- attributes
 
     def set_attributes(self, entry: Entry) -> Entry:
@@ -283,10 +281,59 @@ class Changes:
 
     def xattr(self, entry: Entry, name: str) -> bytes:
         """Raises FileError(ENODATA)."""
+        if name.startswith(XATTR_RESERVED):
+            return self._told(entry, name)
         value = self._ns.tree.xattrs(entry.inode).get(name) if entry.flags & Flag.XATTRS else None
         if value is None:
             raise FileError(errno.ENODATA)
         return value
+
+    def _told(self, entry: Entry, name: str) -> bytes:
+        """Names that are answered and never listed, so that nobody copies them."""
+        answer = None
+        if not entry.is_dir and not entry.is_symlink:
+            if name == XATTR_STATE:
+                answer = str(self._state(entry))
+            elif name == XATTR_LOCATION:
+                answer = self._location(entry)
+        if answer is None:
+            raise FileError(errno.ENODATA)
+        return answer.encode()
+
+    def _state(self, entry: Entry) -> FileState:
+        """Of the newest bytes of a file."""
+        file = self._files.get(entry.inode)
+        draft = file.draft if file is not None else None
+        if draft is None:
+            return FileState.DURABLE
+        item = self._writeback.item_of(draft)
+        if draft.state is DraftState.FAILED and (item is None or item.failed):
+            return FileState.FAILED
+        begun = draft.accepted and (draft.upload_intent_ns or (item is not None and item.started))
+        on_its_way = begun or draft.uploading or draft.state is DraftState.PUBLISHING
+        return FileState.UPLOADING if on_its_way else FileState.DIRTY
+
+    def _location(self, entry: Entry) -> str:
+        """Where the newest bytes of a file are."""
+        file = self._files.get(entry.inode)
+        if file is not None and file.draft is not None:
+            return self._staged_location(file.draft)
+        extent = file.extent if file is not None else self._ns.extent(entry)
+        if extent is None:
+            raise FileError(errno.ENODATA)
+        source = str(self._config.store.source).rstrip("/")
+        part = "" if extent.is_whole else f" bytes {extent.offset}-{extent.offset + extent.size - 1}"
+        return f"{source}/{extent.version.key}{part if extent.size else ''}"
+
+    @staticmethod
+    def _staged_location(draft: Draft) -> str:
+        staging, spot = draft.services.staging, draft.file.spot
+        if draft.file.is_in_memory:
+            return "memory"
+        if spot is None:
+            return f"file://{staging.path(draft.id)}"
+        part = f" bytes {spot.offset}-{spot.offset + spot.length - 1}" if spot.length else ""
+        return f"file://{staging.directory / spot.segment}{part}"
 
     def xattr_names(self, entry: Entry) -> list[str]:
         return list(self._ns.tree.xattrs(entry.inode)) if entry.flags & Flag.XATTRS else []
@@ -308,6 +355,8 @@ class Changes:
         if sum(len(key.encode()) + len(held) for key, held in xattrs.items()) > XATTRS_BYTES_MAX:
             raise FileError(errno.ENOSPC, f"extended attributes of a file hold {XATTRS_BYTES_MAX} bytes")
         file = self._files.get(entry.inode)
+        if file is not None and file.publishing.locked():
+            file.late_xattrs = xattrs
         if file is not None and (file.unlinked or file.entry.is_local):
             self._set_local_xattrs(entry, xattrs)
             return

@@ -2,21 +2,21 @@
 
 An `OpenFile` belongs to one inode. It reads from its draft where it has one, else from the version it is pinned to; it
 stays in the table while a handle is open or its newest bytes are not in the store. Publishing is what `close()` and
-`fsync()` wait for (`storing` says how); it ends with the new version in the tree and the journal record gone. A file
-that is renamed keeps its inode, handles and draft; one whose bytes are moved (into a pack, to its new key) is read on
-from where they are now. Trio thread only; code between two awaits is atomic.
+`fsync()` wait for (see `newest`). Under write-back `close()` waits for the local disk only; who writes to the file
+after that begins another draft. A file that is renamed keeps its inode, handles and draft; one whose bytes are moved
+(into a pack, to its new key) is read on from where they are now. Trio thread only; code between two awaits is atomic.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
-import trio
 
+from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
@@ -24,53 +24,26 @@ from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarg
 from lakefs_fuse.data.publishing import visible_token
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState, encode
+from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.version import Extent
-from lakefs_fuse.errors import CacheError, FileError, LakeError
+from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.namespace import Namespace
-from lakefs_fuse.fs.storing import Stored, Storing
+from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.fs.storing import Storing
+from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
+if TYPE_CHECKING:
+    from lakefs_fuse.fs.keeping import Keeper
+    from lakefs_fuse.fs.newest import Newest
+
 KEPT_BYTES_MAX = 256 << 20
 """An open file that is deleted here is fetched whole first, if no larger than this, so that its readers can go on."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class OpenFile:
-    """One inode in use. ``entry`` is what is known of the file now; its size is the draft's while there is one. ``key``
-    is its path, and the key that a plain object of it would have; ``extent`` where its bytes are."""
-
-    entry: Entry
-    key: str
-    extent: Extent | None
-    draft: Draft | None = None
-    handles: int = 0
-    writers: int = 0
-    unlinked: bool = False
-    if_absent: bool = False
-    publishing: trio.Lock = field(default_factory=trio.Lock)
-
-    @property
-    def current(self) -> Entry:
-        return msgspec.structs.replace(self.entry, size=self.draft.size) if self.draft else self.entry
-
-    @property
-    def is_untouched(self) -> bool:
-        """Created or emptied, and not written to since."""
-        return self.draft is not None and self.draft.size == 0 and self.draft.base is None
-
-    def describe(self, multipart: bool) -> Mapping[str, str]:
-        """Metadata of the object. A multipart upload's is fixed when it begins, before the last write has a time."""
-        return attributes.describe(self.entry, with_mtime=not multipart or bool(self.entry.flags & Flag.MTIME_KEPT))
-
-    def written(self, now_ns: int) -> None:
-        """The bytes changed just now."""
-        flags = self.entry.flags & ~Flag.MTIME_KEPT
-        self.entry = msgspec.structs.replace(self.entry, flags=flags, mtime_ns=now_ns, ctime_ns=now_ns)
 
 
 class FileTable:
@@ -91,9 +64,13 @@ class FileTable:
         """``look_again`` asks the store what others committed."""
         self._db, self._ns, self._cache, self._reader = database, namespace, cache, reader
         self._journal = Journal(database)
-        self._new_id, self._storing, self.look_again = new_id, storing, look_again
+        self.new_id, self._storing, self.look_again = new_id, storing, look_again
+        self.writeback: WriteBack
+        self.newest: Newest
+        self.keeper: Keeper
         self.services = services(self._save)
         self._files: dict[int, OpenFile] = {}
+        self._renamed: set[int] = set()
 
     def _save(self, record: DraftRecord, sync: bool) -> None:
         batch = Batch()
@@ -124,6 +101,9 @@ class FileTable:
             parent = above.parent
         return True
 
+    def in_use(self) -> Iterable[OpenFile]:
+        return self._files.values()
+
     def dirty(self) -> list[OpenFile]:
         return [file for file in self._files.values() if file.draft is not None]
 
@@ -139,7 +119,11 @@ class FileTable:
 
     def is_aimed_at(self, key: str) -> bool:
         """Something that is being written will be stored at this key, or belongs to the file whose key it is."""
-        return any(file.draft is not None and key in (file.key, file.draft.target.key) for file in self._files.values())
+        return any(
+            each.draft is not None and key in (each.key, each.draft.target.key)
+            for file in self._files.values()
+            for each in file.versions
+        )
 
     def __len__(self) -> int:
         return len(self._files)
@@ -164,6 +148,20 @@ class FileTable:
         self._files[entry.inode] = file
         return file
 
+    def restore(self, file: OpenFile) -> None:
+        """A file that write-back accepted is back, without a handle."""
+        if file.entry.inode not in self._files and file.extent is not None:
+            self._cache.pin(file.extent.version)
+        self._files[file.entry.inode] = file
+        if file.draft is not None and file.draft.target.path:
+            self._renamed.add(file.entry.inode)
+
+    def detach(self, file: OpenFile) -> None:
+        """The file has nothing to do any more with the version that it was to replace."""
+        if file.extent is not None:
+            self._cache.unpin(file.extent.version)
+        file.extent, file.if_absent = None, False
+
     async def release(self, file: OpenFile, *, writer: bool) -> None:
         """One handle less. The last one takes the file out of the table, unless it still has bytes to publish."""
         file.handles -= 1
@@ -173,26 +171,26 @@ class FileTable:
         if file.draft is not None and file.unlinked:
             await self._discard(file)
         elif file.draft is not None and file.draft.state is DraftState.WRITING:
-            self.services.nursery.start_soon(self._publish_late, file)
+            self.services.nursery.start_soon(self._close_late, file)
             return
-        self._forget_if_idle(file)
+        self.forget_if_idle(file)
 
-    def _forget_if_idle(self, file: OpenFile) -> None:
+    def forget_if_idle(self, file: OpenFile) -> None:
         if file.handles or file.draft is not None or self._files.get(file.entry.inode) is not file:
             return
         del self._files[file.entry.inode]
         if file.extent is not None:
             self._cache.unpin(file.extent.version)
 
-    async def _publish_late(self, file: OpenFile) -> None:
+    async def _close_late(self, file: OpenFile) -> None:
         """Nobody waits for these bytes any more (a mapping outlived its file, a close was not the opener's)."""
         try:
-            await self.publish(file)
+            await self.close_file(file)
         except LakeError as error:
             log.error("%s is not durable: %s", file.key, error)
         except Exception:
             log.exception("%s is not durable", file.key)
-        self._forget_if_idle(file)
+        self.forget_if_idle(file)
 
     # -- reading and writing
 
@@ -225,6 +223,8 @@ class FileTable:
 
     async def write(self, file: OpenFile, offset: int, data: Buffer) -> None:
         while True:
+            if file.draft is not None and file.draft.accepted:
+                await self.newest.begin_anew(file, file.draft)
             try:
                 await self.draft(file).write(offset, data)
                 return
@@ -233,15 +233,29 @@ class FileTable:
 
     async def truncate(self, file: OpenFile, size: int) -> None:
         while True:
+            if file.draft is not None and file.draft.accepted:
+                if size == 0:
+                    self.leave_behind(file)
+                else:
+                    await self.newest.begin_anew(file, file.draft)
             try:
                 await self.draft(file, anew=size == 0).truncate(size)
                 return
             except DraftEnded:
                 await self._wait_published(file)
 
+    def leave_behind(self, file: OpenFile) -> None:
+        """Another version than the accepted one may begin. What was deleted meanwhile is wanted by nobody then."""
+        earlier = file.leave_behind()
+        if file.unlinked and earlier.draft is not None:
+            file.behind.remove(earlier)
+            self.newest.discard_later(earlier.draft)
+
     @staticmethod
     async def _wait_published(file: OpenFile) -> None:
-        """The draft has ended; whoever ended it is about to take it away."""
+        """The draft has ended; whoever ended it is about to take it away, or it was accepted."""
+        if file.draft is not None and file.draft.accepted:
+            return
         async with file.publishing:
             pass
 
@@ -249,75 +263,44 @@ class FileTable:
         """The file's draft, begun now where it has none; ``anew`` where nothing of the old version counts."""
         if file.draft is None:
             replaces = file.extent.version.etag if file.extent else ""
-            target = DraftTarget(file.key, file.describe, replaces=replaces, if_absent=file.if_absent)
-            base = None if anew else file.extent
-            draft_id = self._new_id()
-            self.aim(file, draft_id, target)
-            file.draft = Draft(self.services, draft_id, target, base=base)
-            file.draft.save()
+            if_absent = file.if_absent and not file.behind
+            target = DraftTarget(file.key, file.describe, replaces=replaces, if_absent=if_absent)
+            base = None if anew or file.behind else file.extent
+            draft_id = self.new_id()
+            small = StagedFile(self.services.staging, draft_id, file.key) if self.writeback.is_for(file.key) else None
+            self.begin(file, Draft(self.services, draft_id, target, base=base, file=small))
+        assert file.draft is not None
         return file.draft
+
+    def begin(self, file: OpenFile, draft: Draft) -> None:
+        """The draft is the file's newest version."""
+        self.aim(file, draft.id, draft.target)
+        draft.began, draft.deferred = self.writeback.sequence, self.writeback.is_for(file.key)
+        file.draft = draft
+        draft.save()
 
     def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
         """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,
         there that belong to another name."""
         taken = self._ns.tree.objects.used(file.key) is not None or any(
             other.draft is not None and not other.unlinked and other.draft.target.key == file.key
-            for other in self._files.values()
-            if other is not file
+            for other in self._elsewhere()
+            if other.entry.inode != file.entry.inode
         )
         target.key, target.path = (OBJECTS + draft_id, file.key) if taken else (file.key, "")
 
-    # -- publishing
+    def _elsewhere(self) -> list[OpenFile]:
+        """Files that were renamed after their upload began: they are stored at a key that was theirs."""
+        self._renamed = {inode for inode in self._renamed if inode in self._files}
+        return [version for inode in self._renamed for version in self._files[inode].versions]
+
+    async def close_file(self, file: OpenFile) -> None:
+        """See `Newest.close`."""
+        await self.newest.close(file)
 
     async def publish(self, file: OpenFile) -> None:
-        """Return when the file's bytes, as they were when called, are in the store. Raises LakeError."""
-        async with file.publishing:
-            draft = file.draft
-            if draft is None or file.unlinked:
-                return
-            async with draft.exclusive():
-                if not draft.upload_intent_ns:
-                    self.aim(file, draft.id, draft.target)
-                stored = await self._storing.store(file, draft)
-                self._accept(file, draft, stored)
-            if stored.published is not None:
-                await trio.to_thread.run_sync(self._to_cache, draft, stored)
-            draft.close(unlink=stored.published is None)
-        self._forget_if_idle(file)
-
-    def _accept(self, file: OpenFile, draft: Draft, stored: Stored) -> None:
-        self._cache.pin(stored.extent.version)
-        if file.extent is not None:
-            self._cache.unpin(file.extent.version)
-        now = file.entry
-        file.entry, file.extent, file.draft, file.if_absent = stored.entry, stored.extent, None, False
-        try:
-            self._record(file.entry, draft)
-            if not file.unlinked and not _is_told(now, stored.told):
-                self._storing.set_attributes(file, now)
-        except CacheError as error:  # it is durable all the same; the next listing, or the next mount, finds out
-            log.error("%s is in the store, but that could not be noted: %s", file.key, error)
-
-    def _record(self, entry: Entry, draft: Draft) -> None:
-        batch = Batch()
-        self._ns.changing(entry.parent, entry.name)
-        row = self._ns.tree.entry(entry.inode)
-        if row is not None and self._ns.is_removed(entry):
-            # Another node saw these bytes, and removed or renamed them, before their writer heard that they are there.
-            self._ns.tree.remove(batch, row)
-            self._ns.tell(entry.parent, entry.name)
-        elif row is not None:
-            self._ns.tree.update(batch, entry)
-        else:  # somebody else's version has the name on this node, and ours replaced it: look again
-            self._ns.tree.forget_listing(batch, entry.parent)
-        self._journal.delete(batch, draft.id)
-        self._db.commit(batch)
-
-    def _to_cache(self, draft: Draft, stored: Stored) -> None:
-        """What was just written is read back from local disk. A cache that cannot take it loses nothing."""
-        if stored.published is not None:
-            path = self.services.staging.path(draft.id)
-            self._cache.adopt(path, stored.extent.version, stored.published.hashes)
+        """See `Newest.publish`."""
+        await self.newest.publish(file)
 
     # -- what commits change
 
@@ -326,13 +309,14 @@ class FileTable:
         file = self._files.get(entry.inode)
         if file is None or file.unlinked:
             return
-        if file.draft is None:
+        if file.draft is None and not file.behind:
             file.entry = entry
             self._pin(file, self._ns.extent(entry))
-        else:
-            flags = (file.entry.flags & ~Flag.XATTRS) | (entry.flags & Flag.XATTRS)
-            file.entry = msgspec.structs.replace(
-                file.entry, parent=entry.parent, cookie=entry.cookie, name=entry.name, flags=flags
+            return
+        for each in file.versions:
+            flags = (each.entry.flags & ~Flag.XATTRS) | (entry.flags & Flag.XATTRS)
+            each.entry = msgspec.structs.replace(
+                each.entry, parent=entry.parent, cookie=entry.cookie, name=entry.name, flags=flags
             )
 
     def relocated(self, entry: Entry) -> None:
@@ -340,9 +324,15 @@ class FileTable:
         file = self._files.get(entry.inode)
         if file is None:
             return
-        extent = self._ns.extent(entry)
-        if file.draft is not None and file.draft.base == file.extent:
-            file.draft.base = extent
+        extent, before = self._ns.extent(entry), file.extent
+        for draft in (each.draft for each in file.versions):
+            if draft is None or before is None or extent is None:
+                continue
+            if draft.base == before:
+                draft.base = extent
+            if draft.target.replaces == before.version.etag:
+                draft.target.replaces = extent.version.etag
+            draft.save()
         self._pin(file, extent)
         place = {"place": entry.place, "offset": entry.offset, "etag": entry.etag, "stamp": entry.stamp}
         file.entry = msgspec.structs.replace(file.entry, **place)
@@ -358,20 +348,38 @@ class FileTable:
 
     def moved(self) -> None:
         """Directories, or files, have other names: what is being written goes there too."""
-        for file in self._files.values():
+        for file in list(self._files.values()):
             above = None if file.unlinked else self._ns.tree.path(file.entry.parent)
             if above is None:
                 continue
             key = b"/".join([*above, file.entry.name]).decode("utf-8", "surrogatepass")
             if key == file.key:
                 continue
-            file.key, draft = key, file.draft
-            if draft is not None:
-                if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING:
-                    draft.target.path = key
-                else:
-                    self.aim(file, draft.id, draft.target)
-                draft.save()
+            batch = Batch()
+            self.move(batch, file, key)
+            self._db.commit(batch, sync=any(each.draft is not None and each.draft.accepted for each in file.versions))
+
+    def move(self, batch: Batch, file: OpenFile, key: str) -> None:
+        """A file, all its versions, has another name when the batch is committed, which also tells the journal."""
+        for each in file.versions:
+            each.key, draft = key, each.draft
+            if draft is None:
+                continue
+            if draft.upload_intent_ns or draft.state is DraftState.PUBLISHING:
+                draft.target.path = key
+                self._renamed.add(each.entry.inode)
+            else:
+                self.aim(each, draft.id, draft.target)
+            self._journal.put(batch, draft.id, encode(draft.noted()))
+
+    def replaces(self, inode: int, etag: str, leaves: Iterable[Doomed] = ()) -> None:
+        """A file that is not in the store yet will replace the plain object with this ETag (empty: none), and objects
+        elsewhere."""
+        file = self._files.get(inode)
+        for each in file.versions if file is not None else ():
+            if each.draft is not None:
+                each.draft.target.replaces = etag
+                each.leaves = (*each.leaves, *leaves)
 
     async def unlink(self, file: OpenFile, delete: Callable[[Entry], Awaitable[None]]) -> None:
         """``delete`` takes the name away; handles stay. No publishing runs meanwhile, so none can bring the name
@@ -379,18 +387,22 @@ class FileTable:
         file.unlinked = True
         try:
             async with file.publishing:
+                if file.draft is not None:  # what is being accepted is accepted first
+                    async with file.draft.exclusive():
+                        pass
                 await self._keep_for_handles(file)
                 await delete(await self._with_late_object(file))
         except BaseException:
             file.unlinked = False
             raise
+        await self._drop_accepted(file)
         if file.draft is not None:
             file.draft.unlinked = True
             if file.handles:
                 file.draft.save(sync=True)
             else:
                 await self._discard(file)
-        self._forget_if_idle(file)
+        self.forget_if_idle(file)
 
     async def _keep_for_handles(self, file: OpenFile) -> None:
         """Who has the file open goes on reading what is about to go from the store."""
@@ -409,7 +421,7 @@ class FileTable:
     async def _with_late_object(self, file: OpenFile) -> Entry:
         """An attempt to publish failed without an answer, and the object may be there all the same."""
         draft = file.draft
-        if draft is None or not (draft.recheck or draft.state is DraftState.FAILED):
+        if draft is None or draft.accepted or not (draft.recheck or draft.state is DraftState.FAILED):
             return file.entry
         meta = (await visible_token(draft))[1]
         if meta is None:
@@ -418,6 +430,25 @@ class FileTable:
             return msgspec.structs.replace(file.entry, etag=meta.etag)
         self._storing.forsake(meta)
         return file.entry
+
+    async def _drop_accepted(self, file: OpenFile) -> None:
+        """Versions that write-back accepted are wanted by nobody, once the name is gone; but who has the file open
+        reads the last of them. Known to the journal when this returns."""
+        batch = Batch()
+        gone = [each.draft for each in file.versions if each.draft is not None and each.draft.accepted]
+        for draft in gone:
+            self.writeback.forget(draft)
+            draft.unlinked = True
+            self._journal.put(batch, draft.id, encode(draft.record()))
+        if not gone:
+            return
+        self._db.commit(batch, sync=True)
+        file.behind.clear()
+        for draft in gone:
+            if draft is not file.draft or not file.handles:
+                self.newest.discard_later(draft)
+        if file.draft in gone and not file.handles:
+            file.draft = None
 
     async def _discard(self, file: OpenFile) -> None:
         draft, file.draft = file.draft, None
@@ -436,13 +467,15 @@ class FileTable:
 
     def close(self) -> None:
         """The mount ends: what is staged is noted as it is, for the next one."""
-        for file in self.dirty():
+        for file in [version for each in self._files.values() for version in each.versions]:
             if file.draft is not None:
                 try:
+                    file.draft.file.keep_on_disk()
                     file.draft.save(sync=True)
-                except CacheError as error:
+                except LakeError as error:
                     log.error("what is staged of %s could not be noted: %s", file.key, error)
-                file.draft.close(unlink=False)
+                file.draft.close(unlink=False, leave=True)
+        self.services.staging.segments.close()
 
     def learned(self, meta: ObjectMeta) -> None:
         """A GET told the metadata of an object: keep it where it belongs to a file in use."""
@@ -464,9 +497,3 @@ class FileTable:
         if file is not None:
             file.entry = learnt
         return learnt
-
-
-def _is_told(entry: Entry, told: Mapping[str, str]) -> bool:
-    """An object's metadata says what the entry does; an mtime nobody chose is its LastModified."""
-    wanted = attributes.describe(entry, with_mtime=bool(entry.flags & Flag.MTIME_KEPT))
-    return all(told.get(name) == value for name, value in wanted.items())

@@ -18,17 +18,19 @@ from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.errors import CacheError, FileError, LakeError, NotFound
+from lakefs_fuse.errors import CacheError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.asking import ask_all, is_unasked
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.changes import Changes
-from lakefs_fuse.fs.files import FileTable, OpenFile
+from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.keys import PLACEHOLDER
 from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.status import Status
 from lakefs_fuse.fs.views import Unfinished
+from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.metrics import Metrics
@@ -76,13 +78,14 @@ class Filesystem:
         committer: Committer,
         deletions: Deletions,
         relocator: Relocator,
+        writeback: WriteBack,
         status: Status,
         metrics: Metrics,
         *,
         clock_ns: Callable[[], int],
     ) -> None:
         self.config, self.metrics = config, metrics
-        self._committer, self._deletions = committer, deletions
+        self._committer, self._deletions, self._writeback = committer, deletions, writeback
         self._db, self._client, self._ns, self._files = database, client, namespace, files
         self._recovery, self._status = recovery, status
         self._clock_ns = clock_ns
@@ -90,7 +93,7 @@ class Filesystem:
         """Told of names that changed behind the kernel's back; the adapter above sets it."""
         self._changes = Changes(
             config, database, namespace, files, committer, client.capabilities,
-            relocator=relocator, clock_ns=clock_ns, touched_root=self._touched_root,
+            relocator=relocator, writeback=writeback, clock_ns=clock_ns, touched_root=self._touched_root,
         )  # fmt: skip
         self.on_statistics: Callable[[], None] = lambda: None
         """Called before counters are read; the adapter above adds what it counts elsewhere."""
@@ -132,6 +135,13 @@ class Filesystem:
             await self._learn(inode, entry)
         return self.entry(inode)
 
+    async def stat(self, inode: int) -> Entry:
+        """As `getattr`; while the store is away, what is known."""
+        try:
+            return self.entry(inode) if self._client.is_away else await self.getattr(inode)
+        except Unavailable:
+            return self.entry(inode)
+
     def _has_no_marker(self, entry: Entry) -> bool:
         """A directory that was listed, and nothing but its children came to light."""
         return entry.is_dir and not entry.flags & Flag.MARKER and self._ns.tree.listing(entry.inode) is not None
@@ -162,7 +172,7 @@ class Filesystem:
     async def opendir(self, inode: int) -> float:
         """A complete listing is there when this returns; it may be remembered for so many seconds."""
         self._directory(inode)
-        fresh_s = await self._ns.ensure_listed(inode)
+        fresh_s = await self._ns.ensure_listed(inode, strictly=False)
         if self.config.attributes == "objects":
             await ask_all(self._ns.tree.children(inode), self.getattr)
         return fresh_s
@@ -198,9 +208,11 @@ class Filesystem:
                 kept = file.draft is None or self._is_chosen(change)
                 flags = changed.flags | (Flag.MTIME_KEPT if kept else 0)
                 file.entry = msgspec.structs.replace(changed, flags=flags, ctime_ns=self._clock_ns())
-                self._files.draft(file)
+                draft = self._files.draft(file)
+                if draft.accepted:
+                    draft.save(sync=True)
             if file.draft is not None and not file.writers:
-                await self._files.publish(file)
+                await self._files.close_file(file)
         finally:
             await self._files.release(file, writer=False)
         return file.current
@@ -290,10 +302,19 @@ class Filesystem:
         self._refuse_read_only()
         self._changes.set_xattr(await self.getattr(inode), name, value)
 
+    async def sync_directory(self, inode: int) -> None:
+        """Every change of a name made before is in the store when this returns, and so is every file that write-back
+        accepted at or below the directory. Raises LakeError."""
+        await self._writeback.drain(self._writeback.below(self._ns.prefix(inode).removesuffix("/")))
+        await self.sync_names()
+
     async def sync_names(self) -> None:
         """Every change of a name made before is in the store when this returns. Raises LakeError."""
-        if not self.config.read_only:
-            await self._committer.flush()
+        if self.config.read_only:
+            return
+        while self._committer.held_until:
+            await self._writeback.drain(list(self._writeback.items))
+        await self._committer.flush()
 
     def _touched_root(self) -> None:
         now = self._clock_ns()
@@ -346,11 +367,14 @@ class Filesystem:
         self._directory(parent)
         key = self._changes.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
+        await self._writeback.wait_room(self.config.staging_timeout_s)
         known, _ = await self._ns.lookup(parent, name, ask=exclusive)
         if known is not None:
             if exclusive:
                 raise FileError(errno.EEXIST)
             return await self.open(known.inode, flags, opener), self.entry(known.inode)
+        if self._writeback.is_for(key) and self._ns.tree.listing(parent) is None:
+            self._ns.list_soon(parent)  # so that names can be made while the store is away
         now = self._clock_ns()
         batch = Batch()
         self._ns.changing(parent, name)
@@ -358,6 +382,7 @@ class Filesystem:
             batch, parent, name, Flag.LOCAL | Flag.ATTRIBUTES_KNOWN,
             mode=mode & PERMISSIONS, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now,
         )  # fmt: skip
+        self._changes.touch(parent, batch)
         file = self._files.adopt_new(entry, key, if_absent=exclusive and self._client.capabilities.put_if_absent)
         try:
             self._db.commit(batch)
@@ -365,7 +390,6 @@ class Filesystem:
             file.unlinked = True
             await self._files.release(file, writer=True)
             raise
-        self._changes.touch(parent)
         return self._new_handle(file, True, opener), entry
 
     async def read(self, number: int, offset: int, length: int) -> Buffer:
@@ -379,10 +403,11 @@ class Filesystem:
         return len(data)
 
     async def flush(self, number: int) -> None:
-        """What close() waits for: afterwards the bytes are in the store, or the error is answered."""
+        """What close() waits for: afterwards the bytes are in the store, or under write-back on the local disk, or the
+        error is answered."""
         handle = self.handle(number)
         if handle.writable:
-            await self._files.publish(handle.file)
+            await self._files.close_file(handle.file)
 
     async def fsync(self, number: int) -> None:
         await self._files.publish(self.handle(number).file)
@@ -420,22 +445,30 @@ class Filesystem:
         the first that cannot be; the others are published all the same."""
         failed: LakeError | None = None
         below = path.strip("/")
+        try:
+            await self._writeback.drain(self._writeback.below(below))
+        except LakeError as error:
+            failed = error
         for file in self._files.dirty():
-            if not below or file.key == below or file.key.startswith(below + "/"):
+            ours = not below or file.key == below or file.key.startswith(below + "/")
+            if ours and not (failed is not None and file.draft is not None and file.draft.accepted):
                 try:
                     await self._files.publish(file)
                 except LakeError as error:
                     failed = failed or error
-        await self.sync_names()
-        if not below and not self.config.read_only:
+        if failed is None:
+            await self.sync_names()
+        if failed is None and not below and not self.config.read_only:
             await self._deletions.drain()
         if failed is not None:
             raise failed
 
     async def finish_orphan(self, orphan_id: str) -> None:
+        self._refuse_read_only()
         await self._recovery.finish(orphan_id)
 
     async def abort_orphan(self, orphan_id: str) -> None:
+        self._refuse_read_only()
         await self._recovery.abort(orphan_id)
 
 

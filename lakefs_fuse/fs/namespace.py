@@ -3,7 +3,7 @@
 A directory that was listed within the TTL answers everything, absent names included, without a request. After the TTL
 it is listed again, once, whoever asks. A name in a directory that was never listed (or is very large) is asked for by
 itself, and after a few such questions the directory is listed in the background. Times of listings are wall clock and
-survive a restart; a time in the future counts as long ago.
+survive a restart; a time in the future counts as long ago. While the store is away, what was listed before counts on.
 
 Changes this node makes go through `changing`, so that a LIST which began before them cannot undo them. All code between
 two awaits is atomic; trio thread only.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import trio
 
 from lakefs_fuse.data.version import Extent, Version
-from lakefs_fuse.errors import FileError, LakeError, NotFound
+from lakefs_fuse.errors import AccessDenied, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, is_reserved
 from lakefs_fuse.fs.listing import DirectoryMerge, Found, read_page
 from lakefs_fuse.meta.database import Batch, Database
@@ -38,6 +38,10 @@ POINT_LOOKUPS_MAX = 8
 POINT_ANSWERS_MAX = 65_536
 BACKGROUND_LISTINGS_MAX = 4
 SINGLE_NAME_KEYS = 100
+AWAY = (Unavailable, AccessDenied)
+"""What was listed before counts on where a LIST fails so: for a while nobody answers, or a key has expired."""
+AWAY_CHECK_S = 0.5
+"""Who waits for a LIST looks so often whether the store is away."""
 log = logging.getLogger(__name__)
 
 
@@ -77,6 +81,7 @@ class Namespace:
         self._answers: dict[tuple[int, bytes], int] = {}
         self._asked: dict[int, int] = {}
         self._background = 0
+        self._failing = False
 
     # -- keys
 
@@ -161,24 +166,62 @@ class Namespace:
                 return entry, fresh_s
             listing = self.tree.listing(directory)
             if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
-                await self.list_directory(directory)
+                await self._list_again(directory)
                 return self.tree.child(directory, name), self.fresh_s(directory)
             self._consider_background_listing(directory)
-        await self._ask_for_name(directory, name, component)
+        if not self._counts_on(directory):
+            try:
+                await self._ask_for_name(directory, name, component)
+            except AWAY:
+                if self.tree.listing(directory) is None:
+                    raise
         return self.tree.child(directory, name), self._answer_fresh_s(directory, name)
+
+    def _counts_on(self, directory: int) -> bool:
+        """The store is away, and the directory was listed before; a LIST goes on asking for it."""
+        if not self._client.is_away or self.tree.listing(directory) is None:
+            return False
+        self.list_soon(directory)
+        return True
+
+    async def _list_again(self, directory: int) -> None:
+        """A directory that was listed before is listed again when this returns, or the store is away."""
+        if self._counts_on(directory):
+            return
+        flight = self._flights.get(directory) or self._begin_listing(directory)
+        while not flight.done.is_set() and not self._client.is_away:
+            with trio.move_on_after(AWAY_CHECK_S):
+                await flight.done.wait()
+        if flight.error is not None and not isinstance(flight.error, AWAY):
+            raise flight.error
+
+    def list_soon(self, directory: int) -> None:
+        """List a directory in the background, unless too many are."""
+        if directory not in self._flights and self._background < BACKGROUND_LISTINGS_MAX:
+            self._begin_listing(directory)
+
+    def _begin_listing(self, directory: int) -> Flight:
+        flight = self._flights[directory] = Flight()
+        self._background += 1
+        self._nursery.start_soon(self._list_in_background, directory, flight)
+        return flight
 
     def _consider_background_listing(self, directory: int) -> None:
         self._asked[directory] = asked = self._asked.get(directory, 0) + 1
         if asked > POINT_LOOKUPS_MAX and directory not in self._flights and self._background < BACKGROUND_LISTINGS_MAX:
             del self._asked[directory]
-            self._background += 1
-            self._nursery.start_soon(self._list_in_background, directory)
+            self._begin_listing(directory)
         elif len(self._asked) > POINT_ANSWERS_MAX:
             self._asked.clear()
 
-    async def _list_in_background(self, directory: int) -> None:
+    async def _list_in_background(self, directory: int, flight: Flight) -> None:
         try:
-            await self.list_directory(directory)
+            await self._fly(directory, flight)
+            self._failing = False
+        except AWAY as error:
+            if not self._failing:
+                log.warning("the store does not tell names, those that are known count on: %s", error)
+            self._failing = True
         except LakeError as error:
             log.info("listing of inode %d in the background failed: %s", directory, error)
         except Exception:
@@ -223,12 +266,16 @@ class Namespace:
         if len(self._answers) > POINT_ANSWERS_MAX:
             del self._answers[next(iter(self._answers))]
 
-    async def ensure_listed(self, directory: int) -> float:
-        """List a directory unless that was done within the TTL; answers for how many seconds that counts."""
+    async def ensure_listed(self, directory: int, *, strictly: bool = True) -> float:
+        """List a directory unless that was done within the TTL; answers for how many seconds that counts. Unless
+        ``strictly``, what is known of it will do while the store is away."""
         fresh_s = self.fresh_s(directory)
         if fresh_s > 0:
             return fresh_s
-        await self.list_directory(directory)
+        if strictly or self.tree.listing(directory) is None:
+            await self.list_directory(directory)
+        else:
+            await self._list_again(directory)
         return self.fresh_s(directory)
 
     async def list_directory(self, directory: int) -> None:
@@ -240,6 +287,9 @@ class Namespace:
                 raise flight.error
             return
         flight = self._flights[directory] = Flight()
+        await self._fly(directory, flight)
+
+    async def _fly(self, directory: int, flight: Flight) -> None:
         try:
             with self._watching(directory, flight):
                 await self._list(directory, flight)

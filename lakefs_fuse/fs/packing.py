@@ -30,12 +30,13 @@ from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.rules import PackPolicy
 
 if TYPE_CHECKING:
-    from lakefs_fuse.fs.files import OpenFile
+    from lakefs_fuse.fs.open_file import OpenFile
 
 GATHER_S_MAX = 0.05
 """No close is held back longer than this for others to join."""
 PACK_BYTES_MAX = 64 * MIB
 PACK_FILES_MAX = 8192
+FILES_BETWEEN_PAUSES = 32
 log = logging.getLogger(__name__)
 
 
@@ -105,6 +106,20 @@ class Packer:
         if waiting.error is not None:
             raise waiting.error
         return waiting.packed
+
+    async def commit_together(self, files: list[tuple[OpenFile, Draft]]) -> None:
+        """Accepted files become one commit. Raises LakeError; then none is in it."""
+        batch = []
+        for file, draft in files:
+            if draft.base is not None:
+                await draft.fill(0, draft.size)
+            batch.append(Waiting(file, draft, await draft.read_staged(0, draft.size), False))
+            if not len(batch) % FILES_BETWEEN_PAUSES:
+                await trio.lowlevel.checkpoint()
+        await self._commit(batch)
+        for waiting in batch:
+            if waiting.error is not None:
+                raise waiting.error
 
     def alone(self, begins: bool) -> None:
         """A small file is being stored as a plain object, or was: whoever closes meanwhile is not alone."""
@@ -195,7 +210,7 @@ class Packer:
         draft.services.metrics.failures += 1
         waiting.error = draft.error
         try:
-            draft.save(sync=True)
+            draft.save(sync=not draft.accepted)
         except LakeError as unsaved:
             log.error("what is staged of %s could not be noted: %s", waiting.file.key, unsaved)
         waiting.done.set()

@@ -11,19 +11,19 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 
 from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.data.disk import allocated_bytes
-from lakefs_fuse.data.draft import DRAFT_METADATA
 from lakefs_fuse.data.draft_services import DraftServices
 from lakefs_fuse.data.record import DraftRecord, DraftState, decode
 from lakefs_fuse.data.restoring import restored
-from lakefs_fuse.data.staging import KEY_XATTR, UPLOAD_XATTR
+from lakefs_fuse.data.segments import PREFIX, entries
+from lakefs_fuse.data.staging import KEY_XATTR, UPLOAD_XATTR, Staging
 from lakefs_fuse.data.strays import abort_strays
-from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound
-from lakefs_fuse.fs import attributes
+from lakefs_fuse.errors import ConfigError, FileError, LakeError
+from lakefs_fuse.fs.evidence import Evidence, path_of
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.storing import Storing
 from lakefs_fuse.meta.database import Batch, Database
@@ -43,10 +43,16 @@ class Recovery:
         namespace: Namespace,
         services: DraftServices,
         storing: Storing,
+        evidence: Evidence,
         *,
         read_only: bool,
         changed: Callable[[int, bytes], None],
+        replayed: Container[str],
+        in_use: Callable[[int], bool],
     ) -> None:
+        """``replayed`` are the records that write-back goes on with: they are none of its business, and nor are the
+        names of files ``in_use``."""
+        self._evidence, self._replayed, self._in_use = evidence, replayed, in_use
         self._db, self._ns, self._services = database, namespace, services
         self._storing, self._read_only = storing, read_only
         self._journal = Journal(database)
@@ -60,20 +66,25 @@ class Recovery:
     async def load(self) -> None:
         """Read the journal and the staging directory; called once, before the mount answers."""
         for draft_id, raw in list(self._journal.records()):
+            if draft_id in self._replayed:
+                continue
             try:
                 record = decode(raw)
             except ValueError as error:
                 log.error("journal record %s cannot be read (%s): its bytes stay in staging", draft_id, error)
                 self._forget(draft_id)
                 continue
-            self._drop_local_name(_path(record))
-            if self._path(draft_id).exists() or record.upload_intent_ns:
+            self._drop_local_name(path_of(record))
+            if self._path(draft_id).exists() or record.upload_intent_ns or record.segment:
                 self.orphans[draft_id] = record
             else:
                 self._forget(draft_id)
         for record in list(self.orphans.values()):
             try:
-                if record.unlinked or await self._is_published(record):
+                if record.unlinked:
+                    await self._forsake(record)
+                    await self.abort(record.id)
+                elif await self._is_published(record):
                     await self.abort(record.id)
             except LakeError as error:
                 log.warning("what became of %s cannot be told now: %s", record.key, error)
@@ -81,6 +92,16 @@ class Recovery:
         for draft_id in self.orphans:
             self._room[draft_id] = self._staged(draft_id)
         self._services.staging.bytes_used += sum(self._room.values())
+
+    async def _forsake(self, record: DraftRecord) -> None:
+        """Nobody wants the bytes, and an attempt to store them may have worked. Where a newer version is on its way,
+        that replaces them."""
+        entry = self._ns.at(path_of(record))
+        if entry is not None and self._in_use(entry.inode):
+            return
+        meta = await self._evidence.published(record) if record.state is not DraftState.WRITING else None
+        if meta is not None and not self._read_only:
+            self._storing.forsake(meta)
 
     def _path(self, draft_id: str) -> Path:
         return self._services.staging.path(draft_id)
@@ -93,8 +114,10 @@ class Recovery:
 
     def _find_unrecorded(self) -> None:
         """Staged bytes whose record is lost, because the metadata cache was: told, never deleted unasked."""
+        self._unpack_segments()
         for entry in os.scandir(self._services.staging.directory):
-            if entry.name in self.orphans or not entry.is_file():
+            ours = entry.name in self.orphans or entry.name in self._replayed or entry.name.startswith(PREFIX)
+            if ours or not entry.is_file():
                 continue
             key, upload_id = _attribute(entry.path, KEY_XATTR), _attribute(entry.path, UPLOAD_XATTR)
             if key:
@@ -109,9 +132,20 @@ class Recovery:
                 error=f"{UNKNOWN_PREFIX}bytes in {entry.path}: copy what you need of them, then abort",
             )
 
+    def _unpack_segments(self) -> None:
+        """Segments that no record names hold what is in the store, unless the records were lost."""
+        named = {record.segment for record in self.orphans.values()}
+        for path in self._services.staging.segments.unwanted():
+            if path.name in named or self._read_only:
+                continue
+            if self._db.lost_rows:
+                for raw, data in entries(path):
+                    _unpack(self._services.staging, raw, data)
+            path.unlink(missing_ok=True)
+
     def _drop_local_name(self, key: str) -> None:
         entry = self._ns.at(key)
-        if entry is not None and entry.is_local:
+        if entry is not None and entry.is_local and not self._in_use(entry.inode):
             self.uncovered = self.uncovered or bool(entry.stamp or entry.etag)
             batch = Batch()
             self._ns.tree.remove(batch, entry)
@@ -121,24 +155,14 @@ class Recovery:
     async def _is_published(self, record: DraftRecord) -> bool:
         if record.state is DraftState.WRITING:
             return False
-        if self._is_in_pack(record):
+        if self._evidence.is_in_pack(record):
             return True
-        try:
-            meta = await self._services.client.head(record.key)
-        except NotFound:
+        meta = await self._evidence.published(record)
+        if meta is None:
             return False
-        if not record.token or (meta.metadata or {}).get(DRAFT_METADATA) != record.token:
-            return False
-        if not self._read_only and (await self._visible(record))[0] in (record.replaces, meta.etag):
-            self._storing.say(_path(record), meta)
+        if not self._read_only and (await self._evidence.visible(record)).etag in (record.replaces, meta.etag):
+            self._storing.say(path_of(record), meta)
         return True
-
-    def _is_in_pack(self, record: DraftRecord) -> bool:
-        """A commit has a file of this size and of this very nanosecond under the name."""
-        entry = self._ns.at(_path(record))
-        if entry is None or not entry.place or entry.size != record.size:
-            return False
-        return attributes.describe(entry, with_mtime=True).get("mtime") == record.metadata.get("mtime")
 
     def _forget(self, draft_id: str) -> None:
         batch = Batch()
@@ -154,7 +178,7 @@ class Recovery:
         self._refresh_parent(record)
 
     def _refresh_parent(self, record: DraftRecord) -> None:
-        *above, name = [part.encode("utf-8", "surrogatepass") for part in _path(record).split("/")]
+        *above, name = [part.encode("utf-8", "surrogatepass") for part in path_of(record).split("/")]
         parent = self._ns.tree.resolve(above)
         inode = ROOT_INODE if not above else parent.inode if parent is not None else None
         if inode is not None:
@@ -200,11 +224,17 @@ class Recovery:
             await self._abort_uploads(record)
             self._drop(record)
             return
-        etag, token = await self._visible(record)
-        if etag != record.replaces and token.partition(".")[0] != record.id:
+        entry = self._ns.at(path_of(record))
+        if entry is not None and entry.is_local and self._in_use(entry.inode):
+            raise FileError(
+                errno.EBUSY, f"another version of {path_of(record)} is not in the store yet: try again later"
+            )
+        there = await self._evidence.visible(record)
+        ours = there.draft_id == record.id or there.draft_id in self._replayed
+        if there.etag != record.replaces and not ours:
             raise FileError(
                 errno.EEXIST,
-                f"{_path(record)} was changed by somebody else since; the unfinished bytes are kept in "
+                f"{path_of(record)} was changed by somebody else since; the unfinished bytes are kept in "
                 f"{self._path(record.id)}: copy what you need of them, then abort",
             )
         draft = restored(
@@ -213,32 +243,14 @@ class Recovery:
         try:
             async with draft.exclusive():
                 if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:
-                    draft.target.key, draft.target.path = OBJECTS + record.id, _path(record)
-                await self._storing.finish(draft, _path(record))
+                    draft.target.key, draft.target.path = OBJECTS + record.id, path_of(record)
+                await self._storing.finish(draft, path_of(record))
         except BaseException:
             self.orphans[record.id] = draft.record()
             raise
         finally:
             draft.close(unlink=False)
         self._drop(record)
-
-    async def _visible(self, record: DraftRecord) -> tuple[str, str]:
-        """ETag and draft token of the object that the name means now; empty where there is none."""
-        path = _path(record)
-        entry = self._ns.at(path)
-        if entry is not None and (entry.is_dir or entry.is_symlink):
-            return str(entry.file_type), ""
-        extent = self._ns.extent(entry) if entry is not None else None
-        if extent is not None and extent.version.key not in (path, record.key):
-            return extent.version.etag, ""
-        try:
-            meta = await self._services.client.head(path)
-        except NotFound:
-            return "", ""
-        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
-        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
-            return "", ""
-        return meta.etag, (meta.metadata or {}).get(DRAFT_METADATA, "")
 
     async def abort(self, orphan_id: str) -> None:
         """Take an orphan's upload, bytes and record away."""
@@ -261,9 +273,15 @@ class Recovery:
             await abort_strays(self._services.client, record.key, record.upload_intent_ns)
 
 
-def _path(record: DraftRecord) -> str:
-    """Where the file is in the lake."""
-    return record.path or record.key
+def _unpack(staging: Staging, raw: bytes, data: bytes) -> None:
+    """An entry of a segment gets a staging file of its own."""
+    try:
+        record = decode(raw)
+    except ValueError as error:
+        log.error("an entry of a segment in %s cannot be read: %s", staging.directory, error)
+        return
+    with os.fdopen(staging.create(record.id, path_of(record)), "wb") as target:
+        target.write(data)
 
 
 def _attribute(path: str, name: str) -> str:

@@ -11,7 +11,7 @@ After a crash the notes go on with the next mount. Trio thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import islice
 
 import msgspec
@@ -22,6 +22,7 @@ from lakefs_fuse.catalog.committer import Change, Committer
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.record import OWN, THIS, ObjectRef, Put, Relocate
 from lakefs_fuse.data.draft import DRAFT_METADATA
+from lakefs_fuse.data.version import Version
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.fs.attributes import learn
 from lakefs_fuse.fs.committed import ChangeBuilder
@@ -81,6 +82,9 @@ class Relocator:
         self._committer, self._deletions, self._client, self._metrics = committer, deletions, client, metrics
         self._after_ns, self._check_ns, self._clock_ns = int(after_s * NS), max(1, int(check_s * NS)), clock_ns
         self._hide_at = hide_at
+        self.moved: Callable[[Version, Version], Awaitable[None]] | None = None
+        """Told of bytes that are another object now, so that the cache goes on having them."""
+        self._quiet_until_ns = 0
         self.waiting = sum(1 for _ in database.scan(b"Z", b"["))
         """Renamed objects still to be looked at or copied."""
 
@@ -113,6 +117,10 @@ class Relocator:
 
     async def relocate_due(self) -> int:
         """Deal with everything whose time has come; answers how many objects were copied. Raises LakeError."""
+        if self._committer.held_until:  # a rename that others have not heard of
+            self._quiet_until_ns = self._clock_ns() + self._check_ns
+        if self._clock_ns() < self._quiet_until_ns:
+            return 0
         before = self._metrics.relocated
         end = b"Z" + (self._clock_ns() + 1).to_bytes(8, "big")
         while due := list(islice(self._db.scan(b"Z", end), TASKS_MAX)):
@@ -222,6 +230,8 @@ class Relocator:
         objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
         self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
         self._metrics.relocated += 1
+        if self.moved is not None:
+            await self.moved(Version(row.key, row.etag, row.size), Version(path, copied.etag, row.size))
 
     async def _copy_whole(self, path: str, row: ObjectRow) -> ObjectMeta:
         return await self._client.copy(row.key, path, etag=row.etag)

@@ -8,8 +8,10 @@ those that are being written go on under it. Made for one call by `changes`.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,11 +21,13 @@ from lakefs_fuse.catalog.committer import Change, Committer
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import Remove
 from lakefs_fuse.errors import FileError
+from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.keys import KEY_BYTES_MAX
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.relocating import Relocator, renamed_objects
+from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 
@@ -34,6 +38,7 @@ RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 NS = 1_000_000_000
 RELOCATION_SLACK_NS = 30 * NS
+log = logging.getLogger(__name__)
 
 
 class Renaming:
@@ -47,26 +52,38 @@ class Renaming:
         committer: Committer,
         changes: Changes,
         relocator: Relocator,
+        writeback: WriteBack,
         *,
         relocate_after_s: float,
         clock_ns: Callable[[], int],
     ) -> None:
         self._db, self._ns, self._files, self._committer = database, namespace, files, committer
-        self._changes, self._relocator = changes, relocator
+        self._changes, self._relocator, self._writeback = changes, relocator, writeback
         self._relocate_after_s, self._clock_ns = relocate_after_s, clock_ns
 
     async def run(self, source: Entry, parent: int, name: bytes, target: Entry | None, *, exchange: bool) -> None:
-        """Raises LakeError; then nothing was renamed."""
+        """Raises LakeError; then nothing was renamed, or (where the store did not answer) all of it a little later."""
+        if await self._run(source, parent, name, target, exchange=exchange):
+            while self._committer.held_until:
+                await self._writeback.drain(list(self._writeback.items))
+            await self._committer.flush()
+
+    async def _run(self, source: Entry, parent: int, name: bytes, target: Entry | None, *, exchange: bool) -> bool:
+        """Whether it is journaled, and has to be in the store before anybody is told."""
+        waits = False
         if exchange:
             await self._store_first(source, target)
+        if source.is_dir or exchange:
+            await self._store_accepted(source, *([target] if exchange and target is not None else []))
         async with self._not_publishing(source):
             now = self._ns.tree.entry(source.inode)
             if now is None:
                 raise FileError(errno.ENOENT)
             if now.is_local:
                 await self._rename_here(now, parent, name)
-                return
+                return False
             there = self._ns.tree.child(parent, name)
+            old, new = self._changes.path(now), self._ns.prefix(parent) + name.decode()
             opened = None if there is None or exchange else self._files.get(there.inode)
 
             renamed: list[str] = []
@@ -77,14 +94,25 @@ class Renaming:
                 return made
 
             async def commit(_: Entry) -> None:
-                await self._committer.commit(change)
+                nonlocal waits
+                if self._is_put_off(now, parent, name, exchange):
+                    async with self._committer.quiet():
+                        self._changes.enqueue(change())
+                elif self._committer.held_until:  # what it builds on is not in the store yet
+                    waits = True
+                    async with self._committer.quiet():
+                        self._committer.enqueue(change())
+                else:
+                    await self._committer.commit(change)
 
             if opened is not None:
                 await self._files.unlink(opened, commit)
             else:
                 await commit(source)
             self._files.moved()
+            self._files.keeper.renamed(old, new)
             self._relocator.note(renamed)
+        return waits
 
     async def _store_first(self, *entries: Entry | None) -> None:
         """An exchange is made in the store: what is only here has to be there before."""
@@ -92,6 +120,23 @@ class Renaming:
             file = self._files.get(entry.inode) if entry is not None and entry.is_local else None
             if file is not None:
                 await self._files.publish(file)
+
+    async def _store_accepted(self, *entries: Entry) -> None:
+        """What write-back accepted below a directory is in the store before its new name is. While the store is away
+        this waits, as long as a writer would for room."""
+        for entry in entries:
+            path = self._changes.path(entry)
+            drain = partial(self._drain_below, path)
+            await self._writeback.patiently(path, drain, self._files.services.staging.wait_s_max)
+
+    async def _drain_below(self, path: str) -> None:
+        if len(self._writeback):
+            await self._writeback.drain(self._writeback.below(path))
+
+    def _is_put_off(self, source: Entry, parent: int, name: bytes, exchange: bool) -> bool:
+        """Under write-back a rename is journaled, and in the store after what was accepted before it."""
+        new = self._ns.prefix(parent) + name.decode()
+        return not exchange and self._writeback.is_for(self._changes.path(source)) and self._writeback.is_for(new)
 
     @asynccontextmanager
     async def _not_publishing(self, source: Entry) -> AsyncIterator[None]:
@@ -108,6 +153,7 @@ class Renaming:
     async def _rename_here(self, entry: Entry, parent: int, name: bytes) -> None:
         """The file gets its new name when it is stored; what it replaces stays for others until then."""
         there = self._ns.tree.child(parent, name)
+        old, new = self._changes.path(entry), self._ns.prefix(parent) + name.decode()
         opened = None if there is None else self._files.get(there.inode)
 
         async def move(_: Entry) -> None:
@@ -118,26 +164,34 @@ class Renaming:
         else:
             await move(entry)
         self._files.moved()
+        self._files.keeper.renamed(old, new)
 
     def _move_row(self, entry: Entry, parent: int, name: bytes, there: Entry | None) -> None:
         self._ns.changing(entry.parent, entry.name)
         self._ns.changing(parent, name)
-        if entry.etag or entry.stamp:  # it had replaced something under the old name, which nobody shall see again
-            old = self._changes.path(entry)
+        old = self._changes.path(entry)
+        if entry.etag or entry.stamp or self._committer.may_have(old):  # what it had replaced shall nobody see again
             doomed = self._changes.orphaned(old, entry)
-            self._committer.enqueue(Change(operations=[Remove(old, hides=entry.etag)], doomed=doomed))
+            self._changes.enqueue(Change(operations=[Remove(old, hides=entry.etag)], doomed=doomed))
         moving = msgspec.structs.replace(entry, etag="", stamp=0)
+        leaves: list[Doomed] = []
         batch = Batch()
         if there is not None:
+            row = self._ns.tree.objects.get(there.place) if there.place else None
+            if row is not None and not row.is_pack:
+                leaves.append(Doomed(row.key, row.etag, checked=True))
             path = self._changes.path(there)
             moving = msgspec.structs.replace(entry, etag=self._ns.own_etag(path), stamp=there.stamp)
             self._ns.tree.remove(batch, there)
         self._ns.tree.detach(batch, entry)
-        self._db.commit(batch)
-        batch = Batch()
         moved = self._ns.tree.attach(batch, moving, parent, name)
-        self._db.commit(batch)
+        self._files.replaces(entry.inode, moving.etag, leaves)
+        file = self._files.get(entry.inode)
+        if file is not None:
+            self._files.move(batch, file, self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass"))
+        self._db.commit(batch, sync=bool(len(self._writeback)))
         self._files.updated(moved)
+        reached("rename.moved")
 
     # -- what is
 

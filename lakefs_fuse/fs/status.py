@@ -11,12 +11,13 @@ from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.reader import BlockReader
-from lakefs_fuse.data.record import DraftRecord
+from lakefs_fuse.data.record import DraftRecord, DraftState
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.views import Unfinished
+from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.protocol import Capabilities
 
@@ -38,6 +39,7 @@ class Status:
         committer: Committer,
         deletions: Deletions,
         relocator: Relocator,
+        writeback: WriteBack,
         *,
         clock_ns: Callable[[], int],
     ) -> None:
@@ -45,12 +47,13 @@ class Status:
         self._cache, self._reader = cache, reader
         self._ns, self._files, self._recovery = namespace, files, recovery
         self._committer, self._deletions, self._relocator = committer, deletions, relocator
+        self._writeback = writeback
         self._clock_ns = clock_ns
 
     def statistics(self) -> dict[str, object]:
         """Nested plain values; names are final once released."""
         told = self._metrics.as_dict()
-        drafts = [file.draft for file in self._files.dirty() if file.draft is not None]
+        drafts = self._drafts()
         staging = self._files.services.staging
         cache = self._cache.statistics()
         told["cache"] = {
@@ -64,9 +67,10 @@ class Status:
         told["dirty"] = {
             "files": len(drafts),
             "bytes": sum(draft.size for draft in drafts),
-            "failed": sum(draft.error is not None for draft in drafts),
+            "failed": sum(draft.error is not None and not self._only_waits(draft) for draft in drafts),
             "orphans": len(self._recovery.orphans),
         }
+        told["writeback"] = self._of_writeback()
         objects = self._ns.tree.objects
         told["commits"] = {
             **dataclasses.asdict(self._metrics.commits),
@@ -78,15 +82,20 @@ class Status:
             "pack_bytes_live": objects.bytes_live,
             "pack_bytes_dead": max(0, objects.bytes_packed - objects.bytes_live),
         }
-        told["staging"] = {"bytes": staging.bytes_used, "bytes_max": staging.bytes_max}
+        told["staging"] = {
+            "bytes": staging.bytes_used,
+            "bytes_max": staging.bytes_max,
+            "state": str(staging.state),
+        }
         told["files"] = {"in_use": len(self._files)}
+        told["kept"] = self._files.keeper.statistics()
         told["capabilities"] = dataclasses.asdict(self._capabilities)
         return told
 
     def unfinished(self) -> list[Unfinished]:
         """Files being written and orphans, oldest first."""
         now = self._clock_ns()
-        of_drafts = [self._of_draft(file.draft, now) for file in self._files.dirty() if file.draft is not None]
+        of_drafts = [self._of_draft(draft, now) for draft in self._drafts()]
         of_names = []
         if self._committer.waiting:
             error = str(self._committer.error or "")
@@ -95,15 +104,36 @@ class Status:
         of_orphans = [self._of_orphan(record, now) for record in self._recovery.orphans.values()]
         return sorted(of_drafts + of_names + of_orphans, key=lambda item: -item.age_s)
 
+    def _drafts(self) -> list[Draft]:
+        """Versions behind others included."""
+        return [each.draft for file in self._files.in_use() for each in file.versions if each.draft is not None]
+
+    def _only_waits(self, draft: Draft) -> bool:
+        """An attempt failed for a reason that is not the file's own, and is made again."""
+        item = self._writeback.item_of(draft)
+        return draft.state is DraftState.FAILED and item is not None and not item.failed
+
+    def _of_writeback(self) -> dict[str, object]:
+        items = list(self._writeback.items)
+        now = self._clock_ns()
+        return {
+            **dataclasses.asdict(self._metrics.writeback),
+            "files": len(items),
+            "bytes": sum(item.draft.size for item in items),
+            "oldest_s": max(((now - item.draft.created_ns) / NS for item in items), default=0.0),
+            "failed": sum(item.failed for item in items),
+            "waiting_because": str(self._writeback.error or ""),
+        }
+
     def _of_draft(self, draft: Draft, now: int) -> Unfinished:
         done = [part for part in draft.parts.values() if part.state in (PartState.CLEAN, PartState.DROPPED)]
         return Unfinished(
             id=draft.id,
-            path=draft.target.key,
+            path=draft.target.path or draft.target.key,
             bytes=draft.size,
-            state=str(draft.state),
+            state=str(DraftState.ACCEPTED if self._only_waits(draft) else draft.state),
             age_s=(now - draft.created_ns) / NS,
-            error=str(draft.error) if draft.error else "",
+            error=str(draft.error or draft.delayed or ""),
             parts_done=len(done),
             bytes_done=sum(part.length for part in done),
         )

@@ -19,7 +19,8 @@ from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.record import OBJECTS, Remove
 from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.publishing import Published, publish
+from lakefs_fuse.data.publishing import Published, publish, visible_token
+from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import attributes
@@ -30,9 +31,11 @@ from lakefs_fuse.meta.objects import ObjectRow
 from lakefs_fuse.store.protocol import ObjectMeta
 
 if TYPE_CHECKING:
-    from lakefs_fuse.fs.files import OpenFile
+    from lakefs_fuse.fs.open_file import OpenFile
     from lakefs_fuse.fs.packing import Packer
 
+CHOSEN_TIMES_NS = 60_000_000_000
+"""An mtime that differs so much from when the object was stored was chosen by somebody."""
 log = logging.getLogger(__name__)
 
 
@@ -62,18 +65,31 @@ class Storing:
         self.free: Callable[[str], Awaitable[None]] | None = None
         """Copies away what another name has at a key."""
 
-    async def store(self, file: OpenFile, draft: Draft) -> Stored:
-        """Make the draft's bytes the newest version of the file. The caller holds ``draft.exclusive()``.
+    async def store(self, file: OpenFile, draft: Draft, *, alone: bool = False) -> Stored:
+        """Make the draft's bytes the newest version of the file. The caller holds ``draft.exclusive()``. ``alone``: no
+        other file is waited for.
 
         Raises LakeError; then nothing is lost, and it can be tried again.
         """
         await self._committer.settle()  # or these bytes may hit what a rename that seemed to fail has taken away
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
-        if self.packer is not None and await self.packer.submit(file, draft):
+        if not alone and self.packer is not None and await self.packer.submit(file, draft):
             stored = self._packed(file)
         else:
             stored = await self._plain(file, draft)
-        self._retire(before, stored.entry)
+        self._retire(before, stored.entry, file)
+        return stored
+
+    async def store_together(self, files: list[tuple[OpenFile, Draft]]) -> list[Stored]:
+        """As `store`, of small files, in one pack."""
+        assert self.packer is not None
+        await self._committer.settle()
+        objects = self._ns.tree.objects
+        before = [objects.get(file.entry.place) if file.entry.place else None for file, _ in files]
+        await self.packer.commit_together(files)
+        stored = [self._packed(file) for file, _ in files]
+        for row, now, (file, _) in zip(before, stored, files, strict=True):
+            self._retire(row, now.entry, file)
         return stored
 
     # -- in a pack
@@ -125,12 +141,12 @@ class Storing:
         entry = file.entry
         if entry.flags & (Flag.XATTRS | Flag.MTIME_KEPT) or (row is not None and row.stamp):
             return True
-        if any(
-            held not in (UNSET, shown)
-            for held, shown in zip((entry.mode, entry.uid, entry.gid), self._shown, strict=True)
-        ):
-            return True  # no listing would tell
-        return self._ns.tree.tombstones.get(file.key.encode()) is not None
+        return self._is_special(entry) or self._ns.tree.tombstones.get(file.key.encode()) is not None
+
+    def _is_special(self, entry: Entry) -> bool:
+        """It has a mode or an owner that no listing would tell."""
+        held = (entry.mode, entry.uid, entry.gid)
+        return any(each not in (UNSET, shown) for each, shown in zip(held, self._shown, strict=True))
 
     async def _say_where(self, file: OpenFile, entry: Entry, key: str) -> Entry:
         """A commit that the name is the object at ``key``; journaled, so it will be made even if this fails."""
@@ -144,10 +160,12 @@ class Storing:
     def _name(self, path: str, entry: Entry, key: str) -> None:
         """Journal that a name is the plain object at ``key``, and that no other name is."""
         builder = ChangeBuilder(self._ns.tree)
-        builder.put(path, entry, key=key, hides=self._ns.own_etag(path))
+        hides = self._ns.own_etag(path)
+        builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
             self.hide_at(builder, key, entry.etag)
-        self._committer.enqueue(builder.change())
+        doomed = [Doomed(path, hides, checked=True)] if hides and key != path else []
+        self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
         if key != path:
             self.elsewhere([path])
 
@@ -167,10 +185,12 @@ class Storing:
         """The name is this object, with the attributes that its metadata tells. Raises CacheError."""
         there = self._ns.at(path)
         tombstone = self._ns.tree.tombstones.get(path.encode())
-        if meta.key == path and tombstone is None and (there is None or not there.stamp):
-            return  # as every listing shows
         entry = Entry(0, 0, b"", 0, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
-        self._name(path, attributes.learn(entry, meta.metadata or {}), meta.key)
+        entry = attributes.learn(entry, meta.metadata or {})
+        shown = not self._is_special(entry) and abs(entry.mtime_ns - meta.mtime_ns) < CHOSEN_TIMES_NS
+        if shown and meta.key == path and tombstone is None and (there is None or not there.stamp):
+            return  # as every listing shows
+        self._name(path, entry, meta.key)
 
     def hide_at(self, builder: ChangeBuilder, key: str, etag: str) -> None:
         """A plain object at a key is not the file of that name, and nobody shall see it there."""
@@ -178,7 +198,7 @@ class Storing:
         directory = self._ns.directory("/".join(above))
         name = key.rsplit("/", 1)[-1].encode()
         there = None if directory is None else self._ns.tree.named(directory, name)
-        if there is not None and there.place:
+        if there is not None and (there.place or there.is_symlink):
             builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
         elif there is None or there.is_local:
             builder.operations.append(Remove(key, hides=etag))
@@ -196,20 +216,30 @@ class Storing:
 
     # -- what is left behind
 
-    def _retire(self, before: ObjectRow | None, now: Entry) -> None:
+    def _retire(self, before: ObjectRow | None, now: Entry, file: OpenFile) -> None:
         """The object of the version before is wanted by nobody, unless it was replaced in place."""
+        for doomed in file.leaves:
+            self._deletions.doom(doomed)
+        file.leaves = ()
         if before is not None and not before.is_pack and before.number != now.place:
             self._deletions.doom(Doomed(before.key, before.etag, checked=True))
+
+    async def forsake_late(self, draft: Draft) -> None:
+        """An attempt to store a version that nobody wants any more may have worked. Raises LakeError."""
+        if draft.recheck or draft.state is DraftState.FAILED:
+            meta = (await visible_token(draft))[1]
+            if meta is not None:
+                self.forsake(meta)
 
     def forsake(self, meta: ObjectMeta) -> None:
         """An object that was stored for a name that is gone. Raises CacheError."""
         self._deletions.doom(Doomed(meta.key, meta.etag, checked=True))
 
-    def set_attributes(self, file: OpenFile, wanted: Entry) -> None:
+    def set_attributes(self, file: OpenFile, wanted: Entry, xattrs: dict[str, bytes] | None = None) -> None:
         """Attributes that were set after the store had been told of the file's. Raises CacheError."""
         entry = msgspec.structs.replace(
             file.entry, mode=wanted.mode, uid=wanted.uid, gid=wanted.gid, mtime_ns=wanted.mtime_ns
         )
         builder = ChangeBuilder(self._ns.tree)
-        builder.set_attributes(file.key, entry)
+        builder.set_attributes(file.key, entry, xattrs)
         self._committer.enqueue(builder.change())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from lakefs_fuse.catalog.apply import Watcher
+from lakefs_fuse.errors import CacheError
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.protocol import ObjectMeta
+
+log = logging.getLogger(__name__)
 
 
 class FilesWatcher(Watcher):
@@ -40,4 +45,7 @@ class FilesWatcher(Watcher):
 
     def learned(self, meta: ObjectMeta) -> None:
         """A GET told an object's metadata."""
-        self._files.learned(meta)
+        try:
+            self._files.learned(meta)
+        except CacheError as error:
+            log.info("the attributes of %s will be asked for: %s", meta.key, error)

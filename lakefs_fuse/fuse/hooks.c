@@ -2,7 +2,7 @@
  * Kernel hooks: what pyfuse3 does not pass on.
  *
  * Loaded with RTLD_GLOBAL before pyfuse3, so that pyfuse3's call of fuse_session_new arrives here. The operation table
- * is copied, FLUSH and GETXATTR are wrapped, and libfuse's own function does the rest. Without this library the mount
+ * is copied, INIT, FLUSH and GETXATTR are wrapped, and libfuse's own function does the rest. Without this library the mount
  * works as well, but cannot tell which process closes a file, and answers more requests in Python.
  *
  * Single-threaded by construction: libfuse calls the handlers from the one thread that reads /dev/fuse, and the Python
@@ -25,6 +25,17 @@ static int64_t flush_pid;
 static int (*reply_error)(fuse_req_t, int);
 static void (*next_getxattr)(fuse_req_t, fuse_ino_t, const char *, size_t);
 static int64_t xattrs_answered;
+static void (*next_init)(void *, struct fuse_conn_info *);
+
+/*
+ * With ATOMIC_O_TRUNC the kernel forgets the attributes of every file it opens with O_TRUNC, those it has just created
+ * included, and asks for them again. Without it only a file that was there before is truncated by a request of its own.
+ */
+static void init(void *userdata, struct fuse_conn_info *connection)
+{
+	next_init(userdata, connection);
+	connection->want &= ~FUSE_CAP_ATOMIC_O_TRUNC;
+}
 
 static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
@@ -70,6 +81,10 @@ struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_
 		next_flush = operations.flush;
 		operations.flush = flush;
 		session_hooked = 1;
+	}
+	if (operations.init) {
+		next_init = operations.init;
+		operations.init = init;
 	}
 	if (operations.getxattr && reply_error) {
 		next_getxattr = operations.getxattr;

@@ -144,7 +144,7 @@ class Operations(pyfuse3.Operations):
 
     @upcall("getattr")
     async def getattr(self, inode: int, ctx: object = None) -> pyfuse3.EntryAttributes:
-        entry = await self.fs.getattr(inode)
+        entry = await self.fs.stat(inode)
         return self._attributes(entry, self.fs.attribute_fresh_s(entry))
 
     @upcall("setattr")
@@ -199,7 +199,7 @@ class Operations(pyfuse3.Operations):
 
     @upcall("fsyncdir")
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        await self.fs.sync_names()
+        await self.fs.sync_directory(fh)
 
     @upcall("mkdir")
     async def mkdir(self, parent: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:

@@ -61,10 +61,18 @@ async def serve(fs: Filesystem, config: MountConfig, *, ready: Callable[[], None
         ) from error
     log.info("mounted %s on %s, hooks %s", config.store.source, config.mountpoint, "on" if hooks.active() else "off")
     unmount = True
+
+    def answers() -> None:
+        nonlocal unmount
+        # If this fails from here on, the dead mount stays for the next daemon to replace: until then programs are to
+        # see that something is wrong, not the directory beneath.
+        unmount = not config.supervise
+        ready()
+
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(operations.send_invalidations)
-            nursery.start_soon(_announce, config.mountpoint, ready)
+            nursery.start_soon(_announce, config.mountpoint, answers)
             nursery.start_soon(_unmount_when_asked, config.mountpoint)
             await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
             unmount = False

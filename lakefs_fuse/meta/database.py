@@ -5,6 +5,7 @@
 ``N`` parent sort-name        cookie: find a name; the order is the store's LIST order
 ``D`` parent cookie           packed `Entry`: read a directory in one range scan
 ``I`` inode                   parent, cookie: find the entry of an inode
+``K`` path                    `fs.keeping.Row` of a checkpoint: which are the newest, to be kept in the cache
 ``L`` inode                   `tree.Listing` of a directory that was listed completely
 ``J`` draft id                journal record of bytes not yet durable
 ``P`` number                  `objects.ObjectRow`: an object that entries have their bytes in
@@ -125,7 +126,8 @@ class Database:
         opened even after repair; then nothing in it was changed."""
         self._directory = directory
         self._failed_at: float | None = None
-        self._raw = _open_or_repair(directory)
+        self._raw, self.lost_rows = _open_or_repair(directory)
+        """It is new, or was damaged: what it does not tell may have been all the same."""
         if not self._is_whole():
             self.close()
             _move_aside(directory)
@@ -137,6 +139,7 @@ class Database:
         self._plain = WriteOptions()
         stored = self.get(b"Midentity")
         if stored is None:
+            self.lost_rows = True
             batch = Batch()
             batch.put(b"Midentity", identity.encode())
             batch.put(b"Mschema", SCHEMA)
@@ -182,6 +185,19 @@ class Database:
             self._raw.write(batch._raw, self._synced if sync else self._plain)
         except Exception as error:
             self._failed_at = time.monotonic()
+            raise self._broken(error) from error
+
+    @property
+    def is_failing(self) -> bool:
+        """The last write failed: the next is preceded by opening the database anew."""
+        return self._failed_at is not None
+
+    def sync(self) -> None:
+        """Everything committed before survives a crash of the machine. For a worker thread: others go on reading and
+        writing. Raises CacheError."""
+        try:
+            self._raw.flush_wal(True)
+        except Exception as error:
             raise self._broken(error) from error
 
     def _broken(self, error: Exception) -> CacheError:
@@ -261,20 +277,21 @@ class Database:
             log.warning("closing %s: %s", self._directory, error)
 
 
-def _open_or_repair(directory: Path) -> Rdict:
-    """A database that does not open is repaired once; where that fails too it is moved aside, never deleted."""
+def _open_or_repair(directory: Path) -> tuple[Rdict, bool]:
+    """The database, and whether rows may be lost. One that does not open is repaired once; where that fails too it is
+    moved aside, never deleted."""
     try:
-        return Rdict(str(directory), options())
+        return Rdict(str(directory), options()), False
     except Exception as error:
         if "lock" in str(error).lower() and "hold" in str(error).lower():
             raise CacheError(f"{directory} is in use by another process") from error
         log.warning("the metadata cache %s does not open, and is repaired: %s", directory, error)
     try:
         Rdict.repair(str(directory), options())
-        return Rdict(str(directory), options())
+        return Rdict(str(directory), options()), True
     except Exception:
         _move_aside(directory)
-        return Rdict(str(directory), options())
+        return Rdict(str(directory), options()), True
 
 
 def _move_aside(directory: Path) -> None:

@@ -4,11 +4,14 @@ Always true:
 
 * every attempt that began is counted once in `StoreMetrics`, on the trio thread, whether it was answered or abandoned;
 * only `Unavailable` is tried again: with exponential backoff and full jitter, until ``retry_timeout_s`` after the call
-  began; then the last error is raised;
-* at most ``requests_max`` requests and ``uploads_max`` uploads (`put`, `upload_part`) run at once; uploads do not wait
-  behind reads, nor reads behind uploads;
+  began (after its first failure, if it is an upload: one may take longer than that when all goes well); then the last
+  error is raised;
+* at most ``requests_max`` requests, ``uploads_max`` parts and ``uploads_max`` whole objects (`put`) run at once, each
+  kind in threads of its own: uploads do not wait behind reads, nor reads behind uploads, nor a commit behind parts that
+  a limit makes slow;
 * a cancelled read returns at once and its thread ends by itself, still holding its place; a cancelled write returns
-  when the attempt under way has ended, so that bodies and descriptors may be freed then.
+  when the attempt under way has ended, so that bodies and descriptors may be freed then: soon where a limit holds it
+  up (see `pace`), else when the store has answered.
 
 A write that is tried again may have succeeded the first time. `put` and `delete` do not mind; `put` or `complete` with
 ``if_absent`` may then say PreconditionFailed, and `complete_multipart` NotFound, about the caller's own success: the
@@ -43,6 +46,10 @@ from lakefs_fuse.store.protocol import (
 BACKOFF_S_FIRST = 0.1
 BACKOFF_S_FIRST_THROTTLED = 0.5
 BACKOFF_S_MAX = 8.0
+AWAY_S_MIN = 5.0
+"""A store whose every answer was a failure for so long is away …"""
+SILENT_S_MIN = 10.0
+"""… and so is one that leaves a question without any answer for so long."""
 DELETE_KEYS_MAX = 1000
 
 T = TypeVar("T")
@@ -71,7 +78,23 @@ class StoreClient:
         self._rng = rng
         self._clock = clock
         self._requests = trio.CapacityLimiter(requests_max)
-        self._uploads = trio.CapacityLimiter(uploads_max)
+        self._failing_since_s: float | None = None
+        self._answered_s = clock()
+        self._asked_s: dict[object, float] = {}
+        self._parts = trio.CapacityLimiter(uploads_max)
+        self._puts = trio.CapacityLimiter(uploads_max)
+
+    @property
+    def is_away(self) -> bool:
+        """The store does not answer (see AWAY_S_MIN). Until its next answer, for which somebody has to ask."""
+        now = self._clock()
+        if self._failing_since_s is not None and now - self._failing_since_s >= AWAY_S_MIN:
+            return True
+        oldest_s = min(self._asked_s.values(), default=now)
+        return now - max(oldest_s, self._answered_s) >= SILENT_S_MIN
+
+    def _answered(self) -> None:
+        self._failing_since_s, self._answered_s = None, self._clock()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -128,7 +151,7 @@ class StoreClient:
     ) -> ObjectMeta:
         """See `ObjectStore.put`."""
         call = partial(self._store.put, key, body, metadata=metadata, if_absent=if_absent)
-        meta = await self._call("put", call, limiter=self._uploads)
+        meta = await self._call("put", call, limiter=self._puts)
         self.metrics.bytes_written += meta.size
         return meta
 
@@ -157,7 +180,7 @@ class StoreClient:
     async def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> PartRef:
         """See `ObjectStore.upload_part`."""
         call = partial(self._store.upload_part, key, upload_id, number, body)
-        part = await self._call("part", call, limiter=self._uploads)
+        part = await self._call("part", call, limiter=self._parts)
         self.metrics.bytes_written += part.size
         return part
 
@@ -198,6 +221,8 @@ class StoreClient:
             try:
                 return await self._attempt(kind, call, abandon, limiter or self._requests)
             except Unavailable as error:
+                if not attempt and limiter is not None:
+                    began = self._clock()
                 remaining = began + self._retry_timeout_s - self._clock()
                 if remaining <= 0:
                     raise
@@ -211,23 +236,33 @@ class StoreClient:
         """One attempt. ``errors`` counts answers that are faults, not those that are information."""
         clock, metrics = self._clock, self.metrics
         started: list[float] = []
+        question = object()
+        if kind in ("list", "head"):
+            self._asked_s[question] = clock()
 
         def work() -> T:
             started.append(clock())
             return call()
 
         try:
-            return await trio.to_thread.run_sync(work, abandon_on_cancel=abandon, limiter=limiter)
+            answer = await trio.to_thread.run_sync(work, abandon_on_cancel=abandon, limiter=limiter)
+            self._answered()
+            return answer
         except Unavailable as error:
             metrics.errors += 1
             metrics.throttled += error.throttled
+            if self._failing_since_s is None:
+                self._failing_since_s = clock()
             raise
         except (NotFound, PreconditionFailed):
+            self._answered()
             raise
         except Exception:
+            self._answered()
             metrics.errors += 1
             raise
         finally:
+            self._asked_s.pop(question, None)
             if started:
                 took = clock() - started[0]
                 metrics.requests[kind] += 1

@@ -13,12 +13,13 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.store.local_listing import LocalListing
 from lakefs_fuse.store.local_tree import LocalTree, file_etag, translated
 from lakefs_fuse.store.local_uploads import LocalUploads, copy_bytes
+from lakefs_fuse.store.pace import Pace
 from lakefs_fuse.store.protocol import Body, Fetched, ListPage, ObjectMeta, PartRef, UploadRef
 
 
@@ -33,6 +34,7 @@ class LocalStore:
         self._tree = LocalTree(root, rng or random.SystemRandom(), now_ns)
         self._listing = LocalListing(self._tree)
         self._uploads = LocalUploads(self._tree)
+        self._pace: Pace | None = None
 
     @property
     def name(self) -> str:
@@ -86,7 +88,7 @@ class LocalStore:
                 raise KeyRefused(f"{key!r} is a directory here and cannot hold bytes")
             with translated("put", key):
                 return self._tree.put_marker(key, metadata, if_absent=if_absent)
-        return self._write(key, lambda fd: _write_body(fd, body), metadata, if_absent=if_absent)
+        return self._write(key, lambda fd: self._write_body(fd, body), metadata, if_absent=if_absent)
 
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
@@ -154,7 +156,7 @@ class LocalStore:
 
     def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> PartRef:
         """See `ObjectStore.upload_part`."""
-        return self._uploads.put_part(key, upload_id, number, lambda fd: _write_body(fd, body))
+        return self._uploads.put_part(key, upload_id, number, lambda fd: self._write_body(fd, body))
 
     def upload_part_copy(
         self, key: str, upload_id: str, number: int, source: str, start: int, end: int, *, etag: str | None = None
@@ -194,6 +196,20 @@ class LocalStore:
     def close(self) -> None:
         """Nothing is held."""
 
+    def keep_to(self, pace: Pace) -> None:
+        """See `Pacable.keep_to`."""
+        self._pace = pace
+
+    def _write_body(self, fd: int, body: Body) -> None:
+        if self._pace is not None:
+            pieces: Iterable[bytes] = self._pace.pieces(body)
+        else:
+            pieces = (body,) if isinstance(body, bytes) else body.pieces()
+        for piece in pieces:
+            view = memoryview(piece)
+            while view:
+                view = view[os.write(fd, view) :]
+
     def _write(
         self, key: str, fill: Callable[[int], None], metadata: Mapping[str, str] | None, *, if_absent: bool = False
     ) -> ObjectMeta:
@@ -221,13 +237,6 @@ def _read(fd: int, start: int, end: int) -> bytes:
             break
         data += more
     return data
-
-
-def _write_body(fd: int, body: Body) -> None:
-    for piece in (body,) if isinstance(body, bytes) else body.pieces():
-        view = memoryview(piece)
-        while view:
-            view = view[os.write(fd, view) :]
 
 
 def _copy_unchanged(source: int, target: int, key: str, status: os.stat_result, start: int, end: int) -> None:

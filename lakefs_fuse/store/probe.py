@@ -4,7 +4,7 @@ Everything is written under ``.lakefs/probe-<random>/`` and removed again, wheth
 one by one by the names that were used and by listing, uploads by aborting. A crash in mid-probe leaves a few small
 objects there, which no mount shows.
 
-Blocking: about 40 requests, each tried a few times. Called once per mount, before anything is served.
+Blocking: about 45 requests, each tried a few times. Called once per mount, before anything is served.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import contextlib
 import hashlib
 import random
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import (
@@ -31,6 +32,7 @@ from lakefs_fuse.errors import (
     Unsupported,
 )
 from lakefs_fuse.store.patience import patiently
+from lakefs_fuse.store.probeable import Adaptable, Observable, Summing
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectStore, PartRef
 
 T = TypeVar("T")
@@ -55,23 +57,8 @@ _NOTES = {
     "metadata": "user metadata is not kept: modes, owners and exact times of files are not",
     "copy_if_match": "conditions on copies are ignored: versions are compared before and after",
     "md5_etags": "ETags are not MD5 sums: uploads carry Content-MD5, which the store may or may not check",
+    "checks_crc32": "CRC-32 sums of uploads are not checked: MD5 sums guard them, at five times the price",
 }
-
-
-@runtime_checkable
-class Observable(Protocol):
-    """A store that can show what its server answers before it is made up for."""
-
-    def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
-        """HTTP status and body length of a ranged GET."""
-
-
-@runtime_checkable
-class Adaptable(Protocol):
-    """A store that behaves differently for different capabilities."""
-
-    def adapt(self, capabilities: Capabilities) -> None:
-        """Called once, before serving."""
 
 
 def probe(
@@ -155,10 +142,13 @@ class _Probe:
         found["copy_if_match"] = self._copies_conditionally(key)
         found["sorted_listing"] = self._lists_in_order()
         found["lists_markers"] = self._lists_markers()
-        found |= self._multipart()
-        found["part_copy"] = self._copies_parts(key)
+        found |= self._uploading(key)
         self._find_refused_characters()
-        self.seen |= found.keys() if isinstance(self._store, Observable) else found.keys() - {"md5_etags"}
+        self.seen |= found.keys() - {"md5_etags", "checks_crc32"}
+        if isinstance(self._store, Observable):
+            self.seen.add("md5_etags")
+        if isinstance(self._store, Summing) and not self._store.sender.encrypted:
+            self.seen.add("checks_crc32")
         return found
 
     # -- single findings -----------------------------------------------------------------------------------------
@@ -232,6 +222,38 @@ class _Probe:
         self._written.append(base + "dir")
         page = self._list(base, delimiter="/")
         return list(page.prefixes) == [base + "dir/"] and not [m for m in page.objects if m.key != base]
+
+    def _uploading(self, source: str) -> dict[str, bool]:
+        """What uploads can do; with sums, unless these cost a liberty."""
+        if self._checks_crc32():
+            found = self._multipart()
+            found["part_copy"] = self._copies_parts(source)
+            if all(found.values()):
+                return {**found, "checks_crc32": True}
+        self._send_sums(False)
+        found = self._multipart()
+        found["part_copy"] = self._copies_parts(source)
+        return {**found, "checks_crc32": False}
+
+    def _send_sums(self, yes: bool) -> None:
+        if isinstance(self._store, Summing):
+            self._store.sender.sends_sums = yes
+
+    def _checks_crc32(self) -> bool:
+        """Whether wrong sums are refused and right ones are not, for an object and a part; then they are sent on."""
+        if not isinstance(self._store, Summing) or self._store.sender.encrypted:
+            return False
+        sender, key, right = self._store.sender, self._base + "summed", zlib.crc32(BODY)
+        self._written.append(key)
+        with self._survives() as checking:
+            if self._ask(lambda: sender.accepts(key, BODY, right ^ 1)):
+                return False
+            self._send_sums(True)
+            upload_id = self._begin_upload(key)
+            if not self._ask(lambda: sender.accepts(key, BODY, right ^ 1, upload_id)):
+                taken = self._ask(lambda: sender.accepts(key, BODY, right))
+                checking.worked = taken and self._ask(lambda: sender.accepts(key, BODY, right, upload_id))
+        return checking.worked
 
     def _multipart(self) -> dict[str, bool]:
         """Uploads of one small part, first with all liberties taken. Raises ConfigError where there are none."""

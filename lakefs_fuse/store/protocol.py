@@ -14,7 +14,7 @@ Implementations are called from worker threads, many at once, and keep no state 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -29,12 +29,15 @@ PART_BYTES_MIN = 5 * 1024 * 1024
 class FileSlice:
     """Bytes ``offset`` to ``offset + length`` of an open file, read with pread; beyond its end are zeros.
 
-    The descriptor stays owned by whoever made the slice and must outlive the call it is passed to.
+    The descriptor stays owned by whoever made the slice and must outlive the call it is passed to. ``seen`` is told
+    each piece that `pieces` reads and where in the file it begins, in the thread that reads: a store that goes through
+    the bytes for a sum spares its caller another pass. It may be told all, some or none of them, and the same again.
     """
 
     fd: int
     offset: int
     length: int
+    seen: Callable[[int, bytes], None] | None = None
 
     def pieces(self, piece_bytes_max: int = 1 << 20) -> Iterator[bytes]:
         """The bytes in order, in pieces that bound memory."""
@@ -44,6 +47,8 @@ class FileSlice:
             piece = os.pread(self.fd, want, at)
             if len(piece) < want:
                 piece += bytes(want - len(piece))
+            if self.seen is not None:
+                self.seen(at, piece)
             at += want
             yield piece
 
@@ -125,6 +130,9 @@ class Capabilities:
     """Completing an upload answers the ETag that HEAD and LIST show; else the store client asks for it."""
     md5_etags: bool = True
     """The ETag of a PUT and of a part is the MD5 of its bytes."""
+    checks_crc32: bool = False
+    """An object or a part that comes with a wrong CRC-32 (``x-amz-checksum-crc32``) is refused. Not asked where uploads
+    need no sums: over https, and of a local directory. False by default, as trust has to be earned."""
     characters_refused: str = ""
     """Characters that the store would change in a key; writing such a key raises KeyRefused."""
     notes: tuple[str, ...] = field(default=())

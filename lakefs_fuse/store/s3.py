@@ -12,11 +12,10 @@ Called from any worker thread; holds connections only. A crash leaves at most an
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any
+from functools import partial
 
 from botocore import exceptions as boto
 
@@ -25,9 +24,11 @@ from lakefs_fuse.errors import (
     LakeError,
     NotFound,
     PreconditionFailed,
+    StoreError,
     Unavailable,
     Unsupported,
 )
+from lakefs_fuse.store.pace import Pace
 from lakefs_fuse.store.protocol import (
     Body,
     Capabilities,
@@ -38,14 +39,14 @@ from lakefs_fuse.store.protocol import (
     PartRef,
     UploadRef,
 )
-from lakefs_fuse.store.s3_body import length_of, md5_of, md5_of_sent, outgoing
+from lakefs_fuse.store.s3_body import length_of, md5_of_sent
 from lakefs_fuse.store.s3_client import S3Access
 from lakefs_fuse.store.s3_errors import RangeNotSatisfiable, from_boto
 from lakefs_fuse.store.s3_get import range_from_answer
 from lakefs_fuse.store.s3_hot import S3Hot, expressible
 from lakefs_fuse.store.s3_listing import S3Listing
+from lakefs_fuse.store.s3_send import Answer, S3Sender
 
-Answer = Mapping[str, Any]
 _XML_ILLEGAL = frozenset(map(chr, range(32))) - {"\t", "\n"}
 
 
@@ -59,6 +60,8 @@ class S3Store:
         self._prefix = access.prefix
         self._listing = S3Listing(access)
         self._hot = S3Hot(access)
+        self.sender = S3Sender(self._call, encrypted=access.encrypted)
+        """Public for the probe, which tries what it can do."""
         self.capabilities = Capabilities(name="s3", partial_status=False, md5_etags=False)
 
     @property
@@ -69,6 +72,11 @@ class S3Store:
     def adapt(self, capabilities: Capabilities) -> None:
         """Use what the probe found; before any other thread uses the store."""
         self.capabilities = capabilities
+        self.sender.md5_etags, self.sender.sends_sums = capabilities.md5_etags, capabilities.checks_crc32
+
+    def keep_to(self, pace: Pace) -> None:
+        """See `Pacable.keep_to`."""
+        self.sender.pace = pace
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -143,16 +151,19 @@ class S3Store:
         if if_absent and not self.capabilities.put_if_absent:
             self._refuse_existing(key)
             if_absent = False
-        if self._hot.takes(size, metadata) and expressible(key):
+        pace = self.sender.pace
+        if self.sender.spares(size) and self._hot.takes(size, metadata) and expressible(key):
             small = b"".join(body.pieces()) if isinstance(body, FileSlice) else body
+            if pace is not None:
+                pace.wait(size)
             meta = self._hot.put(key, small, metadata, if_absent=if_absent)
-            if self._compares_md5 and md5_of_sent(small) != meta.etag:
+            if self.sender.compares_md5 and md5_of_sent(small) != meta.etag:
                 raise Unavailable(f"{what}: what arrived is not what was sent")
             return meta if meta.etag else self.head(key)
         parameters: dict[str, object] = {"Metadata": dict(metadata or {})}
         if if_absent:
             parameters["IfNoneMatch"] = "*"
-        answer = self._send("put_object", what, key, body, parameters, visible=True)
+        answer = self.sender.send("put_object", what, key, body, parameters, visible=True)
         etag = _etag(answer)
         return ObjectMeta(key, size, etag, time.time_ns(), dict(metadata or {})) if etag else self.head(key)
 
@@ -204,14 +215,23 @@ class S3Store:
     def create_multipart(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
         """See `ObjectStore.create_multipart`."""
         self._refuse_key(key)
-        answer = self._call("create_multipart_upload", f"create upload {key!r}", key, Metadata=dict(metadata or {}))
+        parameters = {"Metadata": dict(metadata or {}), **self.sender.upload_parameters()}
+        answer = self._call("create_multipart_upload", f"create upload {key!r}", key, **parameters)
         return str(answer["UploadId"])
 
     def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> PartRef:
         """See `ObjectStore.upload_part`; a slice is streamed, in pieces of 1 MiB."""
         parameters: dict[str, object] = {"UploadId": upload_id, "PartNumber": number}
         what = f"upload part {number} of {key!r}"
-        answer = self._send("upload_part", what, key, body, parameters, visible=False)
+        send = partial(self.sender.send, "upload_part", what, key, body, parameters, visible=False)
+        try:
+            answer = send()
+        except (KeyRefused, StoreError) as error:
+            if type(error) not in (KeyRefused, StoreError):
+                raise
+            # Perhaps the upload was begun by a mount that knew the store as one that does, or does not, check sums:
+            # some stores insist that parts do as the upload said.
+            answer = send(sums=not self.sender.sends_sums)
         return PartRef(number, _etag(answer), length_of(body))
 
     def upload_part_copy(
@@ -306,10 +326,6 @@ class S3Store:
 
     # -- how calls are made --------------------------------------------------------------------------------------
 
-    @property
-    def _compares_md5(self) -> bool:
-        return self.capabilities.md5_etags and not self._access.encrypted
-
     def _call(self, operation: str, what: str, key: str | None, **parameters: object) -> Answer:
         if key is not None:
             parameters["Key"] = self._prefix + key
@@ -317,24 +333,6 @@ class S3Store:
             answer: Answer = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
         except (boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
             raise from_boto(what, error) from error
-        return answer
-
-    def _send(
-        self, operation: str, what: str, key: str, body: Body, parameters: dict[str, object], *, visible: bool
-    ) -> Answer:
-        """A call with a body, guarded as `s3_body` says; ``visible``: the object is, as soon as it is stored."""
-        compares = self._compares_md5
-        announced: bytes | None = None
-        if not self._access.encrypted and (visible or not compares):
-            announced = md5_of(body)
-            parameters["ContentMD5"] = base64.b64encode(announced).decode()
-        sent = outgoing(body, digest=compares and announced is None)
-        answer = self._call(operation, what, key, Body=sent, **parameters)
-        # Encrypted with a key of the customer's or of KMS, an object's ETag is no MD5 on any store.
-        if compares and not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm")):
-            due = announced.hex() if announced is not None else md5_of_sent(sent)
-            if due != _etag(answer):
-                raise Unavailable(f"{what}: what arrived is not what was sent")
         return answer
 
     def _source(self, key: str) -> dict[str, str]:

@@ -1,11 +1,4 @@
-"""Bodies of uploads: streamed from a file, never held whole, and what guards them on the way.
-
-What guards the bytes: over https TLS does. Over http the MD5 of a part, taken while it is sent, is compared with the
-ETag that the store answers (S3 defines it to be that, and every server tried keeps to it): 2 ms per MiB outside the
-GIL, no second pass, and a damaged part is sent again before anyone sees it. A whole object is visible at once, so its
-MD5 goes ahead in a Content-MD5 header, for the store to refuse what does not match; so do parts where ETags are not MD5
-sums (the probe finds out). The signature's own hash is no help: of the servers tried none compares it. Objects of up to
-1 MiB are compared only afterwards, and put again. The length is checked by HTTP itself.
+"""Bodies of uploads: streamed, never held whole, at the pace that was asked for; and their sums.
 
 Used by one thread at a time.
 """
@@ -14,20 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 
+from lakefs_fuse.store.pace import Pace
 from lakefs_fuse.store.protocol import Body
 
 PIECE_BYTES = 1 << 20
 
 
-class SliceReader:
-    """A rewindable reader of a slice, with as much of a file object's interface as botocore and urllib3 use."""
+class BodyReader:
+    """A rewindable reader of a body, with as much of a file object's interface as botocore and urllib3 use."""
 
-    def __init__(self, fd: int, offset: int, length: int, *, digest: bool) -> None:
-        self._fd = fd
-        self._offset = offset
-        self._length = length
+    def __init__(self, body: Body, *, digest: bool, pace: Pace | None) -> None:
+        self._body = body
+        self._length = length_of(body)
         self._at = 0
+        self._pace = pace
+        self._piece_bytes = PIECE_BYTES if pace is None else pace.piece_bytes
         self._want_digest = digest
         self._md5 = hashlib.md5(usedforsecurity=False)
 
@@ -35,23 +31,30 @@ class SliceReader:
         return self._length
 
     def read(self, size: int | None = -1) -> bytes:
-        """The next piece: at most 1 MiB, and at least that where fewer bytes were asked for.
+        """The next piece when it may be sent: 1 MiB, or what the pace says, whatever was asked for.
 
         urllib3 sends whatever it is given but asks for 16 KiB at a time, which would be a thousand turns for the GIL
         where sixteen do.
         """
         if size == 0:
             return b""
-        want = min(PIECE_BYTES, self._length - self._at)
+        want = min(self._piece_bytes, self._length - self._at)
         if want <= 0:
             return b""
-        piece = os.pread(self._fd, want, self._offset + self._at)
-        if len(piece) < want:
-            piece += bytes(want - len(piece))
+        if self._pace is not None:
+            self._pace.wait(want)
+        piece = self._read(want)
         self._at += want
         if self._want_digest:
             self._md5.update(piece)
         return piece
+
+    def _read(self, want: int) -> bytes:
+        body = self._body
+        if isinstance(body, bytes):
+            return body[self._at : self._at + want]
+        piece = os.pread(body.fd, want, body.offset + self._at)
+        return piece if len(piece) == want else piece + bytes(want - len(piece))
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """As io.IOBase.seek; going back to the start begins the digest anew."""
@@ -62,7 +65,7 @@ class SliceReader:
         return self._at
 
     def tell(self) -> int:
-        """Position in the slice."""
+        """Position in the body."""
         return self._at
 
     def hexdigest(self) -> str:
@@ -70,19 +73,19 @@ class SliceReader:
         return self._md5.hexdigest()
 
 
-Outgoing = bytes | SliceReader
+Outgoing = bytes | BodyReader
 
 
-def outgoing(body: Body, *, digest: bool) -> Outgoing:
+def outgoing(body: Body, *, digest: bool, pace: Pace | None = None) -> Outgoing:
     """What botocore is given."""
-    if isinstance(body, bytes):
+    if isinstance(body, bytes) and (pace is None or not body):
         return body
-    return SliceReader(body.fd, body.offset, body.length, digest=digest)
+    return BodyReader(body, digest=digest, pace=pace)
 
 
 def md5_of_sent(body: Outgoing) -> str:
     """MD5 in hex of a body that was sent once, whole."""
-    return body.hexdigest() if isinstance(body, SliceReader) else hashlib.md5(body, usedforsecurity=False).hexdigest()
+    return body.hexdigest() if isinstance(body, BodyReader) else hashlib.md5(body, usedforsecurity=False).hexdigest()
 
 
 def md5_of(body: Body) -> bytes:
@@ -91,6 +94,14 @@ def md5_of(body: Body) -> bytes:
     for piece in (body,) if isinstance(body, bytes) else body.pieces(PIECE_BYTES):
         md5.update(piece)
     return md5.digest()
+
+
+def crc32_of(body: Body) -> int:
+    """Of a body that is yet to be sent: one pass over the bytes, outside the GIL."""
+    crc = 0
+    for piece in (body,) if isinstance(body, bytes) else body.pieces(PIECE_BYTES):
+        crc = zlib.crc32(piece, crc)
+    return crc
 
 
 def length_of(body: Body) -> int:

@@ -40,6 +40,10 @@ class RangeNotSatisfiable(StoreError):
     """The object ends before the range starts; `s3.S3Store.get` finds out why."""
 
 
+class SumRefused(Unavailable):
+    """What arrived has not the sum that was said of it: sending it again is the cure."""
+
+
 _KINDS: Mapping[str, type[StoreError]] = {
     "NoSuchKey": NotFound,
     "NotFound": NotFound,
@@ -91,8 +95,8 @@ _KINDS: Mapping[str, type[StoreError]] = {
     "RequestTimeout": Unavailable,
     "InternalError": Unavailable,
     "OperationAborted": Unavailable,
-    # What arrived is not what was sent: sending it again is the cure.
-    "BadDigest": Unavailable,
+    "BadDigest": SumRefused,
+    "XAmzContentChecksumMismatch": SumRefused,
     "IncompleteBody": Unavailable,
     "XAmzContentSHA256Mismatch": Unavailable,
 }
@@ -142,9 +146,9 @@ def from_answer(what: str, code: str, status: int, reason: str = "") -> StoreErr
     if kind is None:
         kind = Unavailable if status >= 500 else StoreError
     named = f"{code} ({status})" if code else str(status)
-    if kind is Unavailable:
+    if issubclass(kind, Unavailable):
         throttled = status == 429 or _THROTTLED.search(code) is not None or (status == 503 and not code)
-        return Unavailable(f"{what}: the store answered {named}", throttled=throttled)
+        return kind(f"{what}: the store answered {named}", throttled=throttled)
     if kind is AccessDenied:
         return AccessDenied(f"{what}: {named}: {_ADVICE.get(code, _DENIED)}")
     if kind is WrongRegion:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.cli.mountinfo import mount_at
+from lakefs_fuse.control.mounts import mount_at
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lakefs_fuse.cli.mountinfo import mount_at
+from lakefs_fuse.control.mounts import mount_at
 from lakefs_fuse.control.runtime import client_socket_paths
 
 LAKEFS = [sys.executable, "-P", "-m", "lakefs_fuse"]
@@ -89,7 +89,7 @@ def test_a_day_in_the_life_of_a_lake(lake: Lake) -> None:
 
 
 def test_a_killed_daemon_leaves_a_mount_that_umount_clears(lake: Lake) -> None:
-    assert lake.run(*lake.mount_arguments()).returncode == 0
+    assert lake.run(*lake.mount_arguments("--no-supervise")).returncode == 0
     pid = json.loads(lake.run("stats", "--json", lake.point).stdout)["daemon"]["pid"]
     os.kill(pid, signal.SIGKILL)
     assert "is dead: run" in lake.run("stats", lake.point).stderr

@@ -12,7 +12,7 @@ import pytest
 from lakefs_fuse import __version__
 from lakefs_fuse.cli import preflight, run, spawn
 from lakefs_fuse.cli.mount import mount
-from lakefs_fuse.cli.parameters import SIZE
+from lakefs_fuse.cli.parameters import RATE, SIZE
 from lakefs_fuse.config import GIB, MIB, MountConfig, Rule, Source, StoreConfig
 
 
@@ -29,12 +29,15 @@ def mounted(monkeypatch: pytest.MonkeyPatch) -> list[MountConfig]:
 def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ca.pem").touch()
-    (tmp_path / "rules.toml").write_text('[[rule]]\npath = "ckpt/**"\npack = "never"\n')
+    (tmp_path / "rules.toml").write_text(
+        '[[rule]]\npath = "ckpt/**"\npack = "never"\ndurability = "close"\nkeep-newest = 2\n'
+    )
     arguments = """mount s3://bucket/some/prefix mnt --cache-dir cache --cache-size 3GiB --staging-size 2G
         --free-space 100M --endpoint-url http://localhost:8333/ --region eu-1 --profile lab --addressing-style path
         --ca-bundle ca.pem --metadata-ttl 5m --read-only --allow-other --uid 1000 --gid 100 --file-mode 600
         --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --attributes objects
         --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --relocate-after 0
+        --durability writeback --writeback-delay 500ms --staging-timeout 10m --upload-limit 2GiB/s --no-supervise
         --log-level debug --foreground""".split()
     assert run(arguments) == 0
     (config,) = mounted
@@ -72,8 +75,21 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "pack": "always",
         "pack_threshold_bytes": 256 << 10,
         "refresh_s": 1.5,
-        "rules": ({"path": "ckpt/**", "pack": "never", "pack_threshold_bytes": None},),
+        "rules": (
+            {
+                "path": "ckpt/**",
+                "pack": "never",
+                "pack_threshold_bytes": None,
+                "durability": "close",
+                "keep_newest": 2,
+            },
+        ),
         "relocate_after_s": 0.0,
+        "durability": "writeback",
+        "writeback_delay_s": 0.5,
+        "staging_timeout_s": 600.0,
+        "upload_bytes_s_max": 2 * GIB,
+        "supervise": False,
     }
 
 
@@ -112,6 +128,10 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert SIZE.convert(told["--pack-threshold"], None, None) == config.pack_threshold_bytes
     assert float(told["--refresh"]) == config.refresh_s
     assert float(told["--relocate-after"]) == config.relocate_after_s
+    assert told["--durability"] == config.durability
+    assert float(told["--writeback-delay"]) == config.writeback_delay_s
+    assert float(told["--staging-timeout"]) == config.staging_timeout_s
+    assert RATE.convert(told["--upload-limit"], None, None) == config.upload_bytes_s_max
     assert told["--addressing-style"] == config.store.addressing_style
     modes = f"{told.pop('--file-mode')}, {told.pop('--dir-mode')}"
     rows = re.findall(r"^\| `(--[a-z-]+)[^|]*\| ([^|]+) \|", options_table(), re.MULTILINE)
@@ -145,6 +165,14 @@ def test_packing_through_mount8(mounted: list[MountConfig], tmp_path: Path) -> N
     assert config.rules == (Rule(path="**/*.json", pack_threshold_bytes=4096),)
 
 
+def test_write_back_through_mount8(mounted: list[MountConfig]) -> None:
+    options = "durability=writeback,writeback_delay=0,staging_timeout=5m,upload_limit=100M,no_supervise"
+    assert run(["mount", "file:///data", "/mnt/lake", "-o", options]) == 0
+    (config,) = mounted
+    assert (config.durability, config.writeback_delay_s, config.staging_timeout_s) == ("writeback", 0.0, 300.0)
+    assert (config.upload_bytes_s_max, config.supervise) == (100 * MIB, False)
+
+
 def test_the_last_one_wins_wherever_it_comes_from(mounted: list[MountConfig]) -> None:
     assert run(["mount", "file:///data", "/mnt/lake", "-o", "uid=1,ro", "--uid", "2", "-o", "rw"]) == 0
     (config,) = mounted
@@ -176,6 +204,11 @@ def test_an_option_value_that_looks_like_an_option_is_a_value(mounted: list[Moun
         (["--refresh", "-5"], "--refresh"),
         (["--refresh", "0"], "--refresh"),
         (["--relocate-after", "-1"], "--relocate-after"),
+        (["--durability", "sometimes"], "--durability"),
+        (["--writeback-delay", "-1"], "--writeback-delay"),
+        (["--staging-timeout", "long"], "--staging-timeout"),
+        (["--upload-limit", "2GiB/h"], "--upload-limit"),
+        (["-o", "supervise=no"], "supervise"),
         (["--rules", "/nonexistent/rules.toml"], "--rules"),
         (["-o", "pack=sometimes"], "--pack"),
         (["--ca-bundle", "/nonexistent/ca.pem"], "--ca-bundle"),

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from lakefs_fuse.cli import preflight
-from lakefs_fuse.cli.mountinfo import mount_at, mount_of, read_mounts
 from lakefs_fuse.cli.preflight import Host
 from lakefs_fuse.config import TIB, MountConfig, Source, StoreConfig
+from lakefs_fuse.control.mounts import mount_at, mount_of, read_mounts
 from lakefs_fuse.errors import CacheError, LakeError, MountError
 
 ROOT_MOUNT = "22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw\n"

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from lakefs_fuse.cli import run
-from lakefs_fuse.cli.mountinfo import mount_at
 from lakefs_fuse.control import runtime
+from lakefs_fuse.control.mounts import mount_at
 
 SERVER = """
 import json, sys

@@ -111,7 +111,7 @@ class Model:
             self.store = MemoryStore(page_keys_max=3)
         else:
             self.store = LocalStore(str(store_dir), now_ns=self.clock)
-        self._pack = pack
+        self.settings: dict[str, object] = {"pack": pack}
         self.handles: list[Handle] = []
         self.chosen_mtimes: dict[str, int] = {}
         self._mounts = 0
@@ -119,16 +119,22 @@ class Model:
         self.mounted: Lake
         self.second: Lake
 
+    @property
+    def cache(self) -> Path:
+        """Of the mount that is there, or comes next."""
+        return self._caches / str(self._mounts)
+
     async def mount(self) -> None:
-        cache = self._caches / str(self._mounts)
-        mount = lake(self.store, cache, clock=self.clock, pack=self._pack)
+        mount = lake(self.store, self.cache, clock=self.clock, **self.settings)  # type: ignore[arg-type]
         self.mounted = await self._stack.enter_async_context(mount)
 
     async def unmount(self) -> None:
         await self._stack.aclose()
 
     async def run(self, operations: list[Operation]) -> None:
-        async with lake(self.store, self._caches / "second", clock=self.clock, pack=self._pack) as self.second:
+        pack = {"pack": self.settings["pack"]}
+        second = lake(self.store, self._caches / "second", clock=self.clock, **pack)  # type: ignore[arg-type]
+        async with second as self.second:
             await self.mount()
             try:
                 for operation in operations:
@@ -210,7 +216,8 @@ class Model:
             await self.mounted.fs.rename(*source, *target, flags)
             return None
 
-        assert await self._ours(move) == expected
+        answer = await self._ours(move)
+        assert answer == expected, (old, new, flags, answer, expected)
         if expected is None and old != new:
             self._renamed(old, new, flags == RENAME_EXCHANGE)
 

@@ -565,20 +565,28 @@ async def test_opening_what_was_removed_is_stale(tmp_path: Path) -> None:
         assert caught.value.errno == errno.ESTALE
 
 
-async def test_a_store_that_is_away_is_an_error_and_no_more(tmp_path: Path) -> None:
+async def test_what_is_known_counts_on_while_the_store_is_away(tmp_path: Path) -> None:
+    """In directories that were listed once; of others, and of bytes that are not here, nothing can be said."""
     store, clock = MemoryStore(), Clock()
     store.give("file", b"x")
+    store.give("unknown/file", b"x")
     async with lake(store, tmp_path, clock=clock) as m:
         await m.names()
+        unknown = await m.found("unknown")
         clock.advance(TTL_S + 1)
-        away = Failures(lambda request: True, Unavailable("away"), count=1_000_000)
-        store.hook = away
-        for call in (m.names(), m.lookup("file"), m.lookup("absent"), m.mkdir("d")):
+        store.hook = Failures(lambda request: True, Unavailable("away"), count=1_000_000)
+        store.give("new", b"x")
+        assert await m.names() == ["file", "unknown"]
+        assert (await m.found("file")).size == 1
+        assert await m.fs.lookup(1, b"new") == (None, 0.0)
+        await m.mkdir("d")
+        assert await m.names() == ["d", "file", "unknown"]
+        for call in (m.fs.opendir(unknown.inode), m.fs.lookup(unknown.inode, b"file"), m.read("file")):
             with pytest.raises(LakeError) as caught:
                 await call
             assert caught.value.errno == errno.EIO
         store.hook = lambda request, when: None
-        assert await m.names() == ["file"]
+        assert await m.names() == ["d", "file", "new", "unknown"]
 
 
 async def test_metadata_that_says_nothing_shows_the_mounts_defaults(tmp_path: Path) -> None:

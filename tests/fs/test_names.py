@@ -325,7 +325,7 @@ async def test_a_file_is_removed_while_its_pack_is_on_its_way(tmp_path: Path) ->
 
 
 async def test_what_two_nodes_did_to_one_directory(tmp_path: Path) -> None:
-    """A file is made in a directory while another node renames it: it stays where it was made."""
+    """A file is made in a directory before another node renames it, and has not heard of it: it goes along."""
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
         await one.mkdir("d")
@@ -337,4 +337,23 @@ async def test_what_two_nodes_did_to_one_directory(tmp_path: Path) -> None:
         clock.advance(1)
         await one.rename("d", "e")
         tree = await same_for_all(store, tmp_path, clock, one, two)
-        assert tree == {"d": None, "d/b": b"b", "e": None, "e/a": b"a"}
+        assert tree == {"e": None, "e/a": b"a", "e/b": b"b"}
+
+
+async def test_a_renamed_directory_takes_along_what_other_nodes_put_there(tmp_path: Path) -> None:
+    """Shards of several nodes are published by one rename, although the listing is not old yet."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.mkdir("tmp")
+        await one.write("tmp/rank0", b"0")
+        await one.fs.sync_names()
+        await two.poll()
+        await two.write("tmp/rank1", b"1")
+        await two.mkdir("tmp/deep")
+        await two.write("tmp/deep/rank2", b"2")
+        await two.fs.sync_names()
+        clock.advance(1)
+        await one.rename("tmp", "final")
+        tree = await same_for_all(store, tmp_path, clock, one, two)
+        wanted = {"final": None, "final/rank0": b"0", "final/rank1": b"1", "final/deep": None, "final/deep/rank2": b"2"}
+        assert tree == wanted

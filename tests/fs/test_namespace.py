@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import AccessDenied, FileError
+from lakefs_fuse.errors import FileError, NoSuchBucket
 from lakefs_fuse.fs import namespace as namespace_module
 from lakefs_fuse.fs.keys import PLACEHOLDER
 from lakefs_fuse.meta.entry import ROOT_INODE
@@ -347,14 +347,14 @@ async def test_a_failed_list_is_told_to_all_who_waited_and_tried_again(tmp_path:
             nonlocal lists
             lists += when == "before"
             if lists == 2:
-                raise AccessDenied("no")
+                raise NoSuchBucket("no")
 
         store.hook = second_page_fails
         refused = 0
 
         async def refuse() -> None:
             nonlocal refused
-            with pytest.raises(AccessDenied):
+            with pytest.raises(NoSuchBucket):
                 await m.names()
             refused += 1
 
@@ -656,7 +656,7 @@ async def test_failures_hook_is_used_up(tmp_path: Path) -> None:
     """A name whose question failed is asked for again."""
     store = store_of("a")
     async with lake(store, tmp_path) as m:
-        store.hook = Failures(lambda request: request.what == "list", AccessDenied("no"))
-        with pytest.raises(AccessDenied):
+        store.hook = Failures(lambda request: request.what == "list", NoSuchBucket("no"))
+        with pytest.raises(NoSuchBucket):
             await m.lookup("a")
         assert await m.lookup("a") is not None

@@ -11,7 +11,8 @@ import pytest
 
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.store.opening import open_store
-from lakefs_fuse.store.probe import Adaptable, probe
+from lakefs_fuse.store.probe import probe
+from lakefs_fuse.store.probeable import Adaptable
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 from tests.servers import Server
 

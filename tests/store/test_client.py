@@ -13,10 +13,11 @@ from typing import cast
 
 import pytest
 import trio
+import trio.testing
 
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import AWAY_S_MIN, SILENT_S_MIN, StoreClient
 from lakefs_fuse.store.opening import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, Fetched, ObjectMeta, ObjectStore
@@ -305,3 +306,59 @@ async def test_only_unavailable_is_tried_again() -> None:
             await client.head("a")
         assert store.calls == client.metrics.requests["head"] == 1
         assert client.metrics.errors == (type(error) is LakeError)
+
+
+async def test_when_a_store_is_away() -> None:
+    """Where every answer has been a failure for a while, or one does not come; any real answer ends it."""
+    now_s = 0.0
+    answers = threading.Event()
+
+    class Moody:
+        error: Exception | None = None
+
+        def head(self, key: str) -> ObjectMeta:
+            if self.error is not None:
+                raise self.error
+            return ObjectMeta(key, 1, "e", 0)
+
+        def time_ns(self) -> int:
+            assert answers.wait(10)
+            return 1
+
+    store = Moody()
+    client = StoreClient(
+        cast(ObjectStore, store),
+        Capabilities(name="moody"),
+        StoreMetrics(),
+        retry_timeout_s=0.0,
+        rng=random.Random(1),
+        clock=lambda: now_s,
+    )
+
+    def away() -> bool:
+        return client.is_away
+
+    store.error = Unavailable("away")
+    for second in range(int(AWAY_S_MIN) + 1):
+        now_s = float(second)
+        with pytest.raises(Unavailable):
+            await client.head("a")
+        assert away() == (second >= AWAY_S_MIN)
+    store.error = NotFound("a")
+    with pytest.raises(NotFound):
+        await client.head("a")
+    assert not away()
+    store.error = None
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.time_ns)
+        await trio.testing.wait_all_tasks_blocked()
+        now_s += SILENT_S_MIN - 1
+        assert not away()
+        now_s += 1
+        assert away()
+        await client.head("a")
+        assert not away()
+        now_s += SILENT_S_MIN
+        assert away()
+        answers.set()
+    assert not away()

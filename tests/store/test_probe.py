@@ -19,9 +19,9 @@ from tests.servers import Server, s3_client
 from tests.store.lakes import NAMES, config_of, s3_config
 
 CANNOT = {
-    "local": {"md5_etags"},
+    "local": {"md5_etags", "checks_crc32"},
     "seaweedfs": {"sorted_listing"},
-    "moto": {"copy_if_match"},
+    "moto": {"copy_if_match", "checks_crc32"},
     "rclone": {
         "partial_status",
         "get_if_match",
@@ -31,6 +31,7 @@ CANNOT = {
         "complete_etag",
         "lists_markers",
         "copy_if_match",
+        "checks_crc32",
     },
 }
 REFUSED = {"seaweedfs": "\\", "moto": "\n"}
@@ -60,7 +61,7 @@ def test_each_store_is_seen_for_what_it_is(
         found = probe(store, random.Random(1))
         assert {flag for flag in FLAGS if not getattr(found, flag)} == CANNOT[name]
         assert found.characters_refused == REFUSED.get(name, "")
-        shown = CANNOT[name] - ({"md5_etags"} if name == "local" else set())
+        shown = CANNOT[name] - ({"md5_etags", "checks_crc32"} if name == "local" else set())
         assert len(found.notes) == len(shown) + (name in REFUSED)
         assert found.name == ("local" if name == "local" else "s3")
         assert list(store.list_page("").objects) == []

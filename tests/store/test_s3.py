@@ -27,9 +27,9 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.store.protocol import Capabilities, FileSlice, ObjectMeta
 from lakefs_fuse.store.s3 import S3Store
-from lakefs_fuse.store.s3_body import SliceReader
+from lakefs_fuse.store.s3_body import BodyReader
 from lakefs_fuse.store.s3_client import connect
-from lakefs_fuse.store.s3_errors import WrongRegion, from_answer, from_xml
+from lakefs_fuse.store.s3_errors import SumRefused, WrongRegion, from_answer, from_xml
 from lakefs_fuse.store.s3_hot import expressible
 from lakefs_fuse.store.s3_listing import parse_page
 from tests.faults import Faults
@@ -153,14 +153,19 @@ def test_virtual_hosts_and_paths(seaweed: Server) -> None:
 # -- uploads -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("md5_etags", [True, False])
+@pytest.mark.parametrize(("md5_etags", "checks_crc32"), [(True, True), (True, False), (False, True), (False, False)])
 def test_an_upload_damaged_on_the_way_is_noticed(
-    faults: tuple[Server, Faults], new_bucket: Callable[[Server], str], tmp_path: Path, md5_etags: bool
+    faults: tuple[Server, Faults],
+    new_bucket: Callable[[Server], str],
+    tmp_path: Path,
+    md5_etags: bool,
+    checks_crc32: bool,
 ) -> None:
-    """By comparing the ETag; and where ETags say nothing, by the store, which is told the sum."""
+    """By the store, which is told the CRC-32, where it looks; else by comparing the ETag; and where ETags say nothing,
+    by the store, which is told the MD5 sum."""
     server, controls = faults
     store = S3Store(connect(s3_config(server, new_bucket(controls.server))))
-    store.adapt(Capabilities(name="s3", md5_etags=md5_etags))
+    store.adapt(Capabilities(name="s3", md5_etags=md5_etags, checks_crc32=checks_crc32))
     path = tmp_path / "body"
     path.write_bytes(os.urandom(2 * MIB))
     upload_id = store.create_multipart("a")
@@ -171,7 +176,7 @@ def test_an_upload_damaged_on_the_way_is_noticed(
             lambda: store.upload_part("a", upload_id, 1, b"x" * 1000),
             lambda: store.put("b", body),
         ]
-        if md5_etags:
+        if md5_etags or checks_crc32:
             calls.append(lambda: store.put("small", b"small"))
         for number, call in enumerate(calls):
             controls.corrupt(1, method="PUT")
@@ -179,7 +184,8 @@ def test_an_upload_damaged_on_the_way_is_noticed(
                 call()
             if key := {2: "b", 3: "small"}.get(number):
                 # Refused by the store before it was visible; small ones are put again by the client's retry.
-                with pytest.raises(NotFound) if key == "b" else contextlib.nullcontext():
+                refused = key == "b" or not md5_etags
+                with pytest.raises(NotFound) if refused else contextlib.nullcontext():
                     store.head(key)
             call()
     assert controls.injected["corrupt"] == len(calls)
@@ -202,12 +208,30 @@ def test_a_large_part_is_streamed(seaweed: Server, new_bucket: Callable[[Server]
     store.close()
 
 
-def test_slice_reader_rewinds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun_with_sums", [True, False])
+def test_an_upload_begun_by_a_mount_that_knew_the_store_otherwise_goes_on(
+    faults: tuple[Server, Faults], new_bucket: Callable[[Server], str], begun_with_sums: bool
+) -> None:
+    """Some stores insist that parts say sums if, and only if, their upload was begun so."""
+    server, controls = faults
+    store = S3Store(connect(s3_config(server, new_bucket(controls.server))))
+    store.adapt(Capabilities(name="s3", checks_crc32=begun_with_sums))
+    upload_id = store.create_multipart("a")
+    store.adapt(Capabilities(name="s3", checks_crc32=not begun_with_sums))
+    controls.refuse(1, method="PUT")
+    part = store.upload_part("a", upload_id, 1, b"x" * 1000)
+    assert (controls.injected["refuse"], controls.counts["PUT"]) == (1, 2)
+    store.complete_multipart("a", upload_id, [part])
+    assert bytes(store.get("a", 0, 1000).data) == b"x" * 1000
+    store.close()
+
+
+def test_body_reader_rewinds(tmp_path: Path) -> None:
     path = tmp_path / "a"
     data = os.urandom(3 * MIB)
     path.write_bytes(data)
     with path.open("rb") as file:
-        reader = SliceReader(file.fileno(), 100, 2 * MIB, digest=True)
+        reader = BodyReader(FileSlice(file.fileno(), 100, 2 * MIB), digest=True, pace=None)
         assert (reader.seek(0, 2), reader.tell(), reader.seek(0)) == (2 * MIB, 2 * MIB, 0)
         first = reader.read() + reader.read(-1)
         digest = reader.hexdigest()
@@ -261,7 +285,7 @@ def test_a_small_put_needs_no_head_and_a_copy_one(
         ("InternalError", 500, Unavailable),
         ("SlowDown", 503, Unavailable),
         ("RequestTimeout", 400, Unavailable),
-        ("BadDigest", 400, Unavailable),
+        ("BadDigest", 400, SumRefused),
         ("", 502, Unavailable),
         ("", 429, Unavailable),
         ("EntityTooSmall", 400, StoreError),

@@ -12,9 +12,11 @@ import pytest
 import trio
 
 from lakefs_fuse.data import staged_file
+from lakefs_fuse.data.cache_file import block_hash
 from lakefs_fuse.data.disk import pwrite_all
 from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.record import DraftState, decode, encode
+from lakefs_fuse.data.version import BLOCK_BYTES
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, StagingFull, Unavailable
 from lakefs_fuse.store.protocol import Capabilities
 from tests.memory_store import Failures, Pause, Request
@@ -45,6 +47,23 @@ async def test_the_first_part_goes_up_while_the_file_is_written(tmp_path: Path) 
         assert b.store.data("file") == data
         draft.close(unlink=True)
     assert b.staging.bytes_used == 0
+
+
+async def test_a_file_that_grows_while_its_last_part_is_sent_is_hashed_as_it_is_in_the_end(tmp_path: Path) -> None:
+    size = BLOCK_BYTES + PART
+    data = noise(3, size + 100)
+    async with bench(tmp_path) as b:
+        b.store.hook = pause = Pause(is_part(BLOCK_BYTES // PART + 1), "after")
+        draft = b.draft()
+        await draft.write(0, data[:size])
+        await reached(pause.reached)
+        await draft.write(size, data[size:])
+        pause.resume()
+        await b.idle(draft)
+        published = await b.publish(draft)
+        last = data[BLOCK_BYTES:]
+        assert published.hashes == [block_hash(data[:BLOCK_BYTES]), block_hash(last)]
+        draft.close(unlink=True)
 
 
 async def test_a_small_file_is_one_put(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.data.staging import IN_FLIGHT_BYTES, KEY_XATTR, UPLOAD_XATTR, Staging
+from lakefs_fuse.data.staging import IN_FLIGHT_BYTES, KEY_XATTR, UPLOAD_XATTR, Staging, StagingState
 from lakefs_fuse.errors import CacheError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
 
@@ -151,6 +151,35 @@ async def test_files_tell_what_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "id").stat().st_mode & 0o777 == 0o600
     with pytest.raises(CacheError):
         staging.create("id", "dir/é")
+
+
+async def test_what_it_says_of_itself(tmp_path: Path) -> None:
+    """The state of the last attempt, whoever made it."""
+    staging = make(tmp_path)
+    assert staging.state is StagingState.OK
+    await staging.reserve(1000)
+    with pytest.raises(StagingFull):
+        await staging.reserve(1)
+    assert staging.state is StagingState.FULL
+    staging.release(1)
+    await staging.reserve(1)
+    assert staging.state is StagingState.OK
+    staging.release(1000)
+    staging.translate(OSError(errno.EIO, "broken"))
+    assert staging.state is StagingState.FAILED
+    await staging.reserve(1)
+    assert staging.state is StagingState.OK
+
+
+async def test_a_disk_that_cannot_even_be_asked(tmp_path: Path) -> None:
+    def gone(_: Path) -> int:
+        raise FileNotFoundError(errno.ENOENT, "gone")
+
+    staging = Staging(tmp_path, bytes_max=1000, free_bytes_min=0, metrics=UploadMetrics(), free=gone)
+    with pytest.raises(CacheError, match="the staging disk fails"):
+        await staging.reserve(1)
+    assert staging.state is StagingState.FAILED
+    assert staging.bytes_used == 0
 
 
 def test_errors_of_the_disk(tmp_path: Path) -> None:

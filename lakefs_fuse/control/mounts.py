@@ -1,6 +1,7 @@
-"""What is mounted where, from /proc/self/mountinfo: unlike stat(2) it never asks the filesystem itself.
+"""What is mounted where, and taking a mount out of the tree again.
 
-See proc_pid_mountinfo(5) for the fields.
+Looked up in /proc/self/mountinfo: unlike stat(2) it never asks the filesystem itself. See proc_pid_mountinfo(5) for the
+fields. Only `is_dead` asks, and `detach` blocks for a bounded time; everything here may be called from any thread.
 """
 
 from __future__ import annotations
@@ -8,20 +9,27 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from lakefs_fuse.errors import LakeError
+
 MOUNTINFO = Path("/proc/self/mountinfo")
+DETACH_S_MAX = 30.0
+"""How long umount(8) or fusermount3 may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mounted filesystem. ``owner`` is the user who made a FUSE mount, 0 for others."""
+    """One mounted filesystem. ``owner`` is the user who made a FUSE mount, 0 for others; ``device`` is major:minor."""
 
     mountpoint: str
     fstype: str
     source: str
     owner: int
+    device: str
 
     @property
     def is_fuse(self) -> bool:
@@ -41,7 +49,8 @@ def read_mounts(path: Path = MOUNTINFO) -> list[Mount]:
         separator = fields.index("-", 6)
         fstype, source = fields[separator + 1 : separator + 3]
         options = dict(option.partition("=")[::2] for option in fields[separator + 3].split(","))
-        mounts.append(Mount(_unescape(fields[4]), fstype, _unescape(source), int(options.get("user_id") or 0)))
+        owner = int(options.get("user_id") or 0)
+        mounts.append(Mount(_unescape(fields[4]), fstype, _unescape(source), owner, fields[2]))
     return mounts
 
 
@@ -71,3 +80,32 @@ def is_dead(mountpoint: str) -> bool:
     except OSError as error:
         return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     return False
+
+
+def detach(point: str, *, lazy: bool) -> None:
+    """Take the mount out of the tree. Raises LakeError, in particular where it is in use."""
+    if os.geteuid() == 0 and shutil.which("umount"):
+        command = ["umount", *(["-l"] if lazy else []), point]
+    else:
+        command = ["fusermount3", "-u", *(["-z"] if lazy else []), point]
+    try:
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=DETACH_S_MAX,
+            env={**os.environ, "LC_ALL": "C"},
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise LakeError(f"{command[0]} is missing: install the package fuse3") from error
+    except subprocess.TimeoutExpired as error:
+        raise LakeError(f"`{' '.join(command)}` hangs: see the daemon's log; --lazy detaches the mount") from error
+    if result.returncode == 0:
+        return
+    said = " ".join(result.stderr.split())
+    if "busy" in said.lower():
+        raise LakeError(
+            f"{point} is in use: close its files and leave its directories (`fuser -vm {point}` shows who), or --lazy"
+        )
+    raise LakeError(f"`{' '.join(command)}` failed: {said}")

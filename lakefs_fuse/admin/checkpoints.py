@@ -1,0 +1,355 @@
+"""`checkpoint` beside the mounts: the checkpoints that a lake has, as a fresh mount anywhere would see them.
+
+Verifying reads every byte of every file from its object in the store, at the version that the name means; no cache of a
+node has a part in it. Nothing is written. Memory: the names of the files in question, and `FILES_AT_ONCE` times
+`WINDOWS` windows of their bytes. Tasks of one trio loop; sums are taken in worker threads.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+import trio
+
+from lakefs_fuse import offline_protocol as protocol
+from lakefs_fuse.admin.at_once import for_each
+from lakefs_fuse.admin.checkpoint_report import Checked, Report, mismatches_count
+from lakefs_fuse.admin.checkpoint_sums import (
+    ZIP_MAGIC,
+    Broken,
+    Check,
+    Safetensors,
+    Sha256,
+    TailTooShort,
+    Zip,
+    etag_check,
+    parse_sha256sums,
+    read_directory,
+)
+from lakefs_fuse.admin.commands import Work
+from lakefs_fuse.admin.extents import ExtentReader, Moving, chunks
+from lakefs_fuse.admin.headless import Headless, open_headless
+from lakefs_fuse.catalog.record import COMMITS
+from lakefs_fuse.checkpoints.model import Listing, Seen, is_wanted, make_listing, markers_asked
+from lakefs_fuse.config import KIB, MIB
+from lakefs_fuse.data.draft import DRAFT_METADATA
+from lakefs_fuse.data.version import Extent
+from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.store.client import StoreClient
+
+WINDOW_BYTES = 4 * MIB
+WINDOWS = 4
+"""Fetched at once of one file."""
+FILES_AT_ONCE = 3
+TAIL_BYTES = 256 * KIB
+DIRECTORY_BYTES_MAX = 256 * MIB
+"""Of a ZIP; a checkpoint of a million tensors has less."""
+SUMS_NAME = "SHA256SUMS"
+SUMS_BYTES_MAX = 64 * MIB
+INDEX_SUFFIX = ".index.json"
+
+Fetch = Callable[[int, int], Awaitable[bytes]]
+"""Bytes [start, end) of a file."""
+
+
+@dataclass(slots=True)
+class Found:
+    """A checkpoint in the store; ``files`` by their paths in it, a file itself by its own name."""
+
+    seen: Seen
+    files: dict[str, Entry] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Place:
+    """The directory that checkpoints are in."""
+
+    listing: Listing
+    found: dict[str, Found]
+    sums: Entry | None
+
+
+async def run_checkpoint(work: Work, args: protocol.CheckpointArgs) -> protocol.Finished:
+    """`ls` and `latest`. Raises LakeError."""
+    async with open_headless(work.client, work.store, rng=work.rng, clock_ns=work.clock_ns) as lake:
+        listing = (await look(lake, work, args.url, args.marker, args.match)).listing
+    if args.action == "ls":
+        lines = [
+            f"{item.name}{'/' if item.kind == 'directory' else ''}: {item.files:,} files, {item.bytes:,} bytes, "
+            + (("complete, newest" if item.name == listing.latest else "complete") if item.complete else item.reason)
+            for item in listing.checkpoints
+        ]
+        text = "\n".join(lines) or f"{args.url}: no checkpoints"
+        return protocol.Finished(summary=msgspec.to_builtins(listing), text=protocol.printable(text))
+    newest = listing.find(listing.latest) if listing.latest is not None else None
+    if newest is None:
+        raise LakeError(f"{args.url} has no complete checkpoint ({len(listing.checkpoints)} incomplete)")
+    return protocol.Finished(summary=msgspec.to_builtins(newest), text=protocol.printable(newest.path))
+
+
+async def look(lake: Headless, work: Work, url: str, marker: str | None, match: str | None) -> Place:
+    """All that lies in ``work.path``. Raises LakeError."""
+    asked = markers_asked(marker)
+    above = work.path + "/" if work.path else ""
+    found: dict[str, Found] = {}
+    linked: set[str] = set()
+    sums: Entry | None = None
+    async for path, entry in lake.listed_files(work.path):
+        if path == work.path:
+            raise LakeError(f"{url} is not a directory: give the one that holds the checkpoints")
+        name, slash, inside = path[len(above) :].partition("/")
+        if entry.is_symlink:
+            if not slash:
+                linked.add(lake.tree.target(entry.inode).decode("utf-8", "replace").rstrip("/").rpartition("/")[2])
+            continue
+        if name == SUMS_NAME and not slash:
+            sums = entry
+        if not is_wanted(name, match, is_dir=bool(slash)):
+            continue
+        item = found.setdefault(name, Found(Seen(name=name, is_dir=bool(slash))))
+        item.seen.add(entry.size, entry.mtime_ns)
+        item.files[inside or name] = entry
+        if inside in asked:
+            item.seen.markers.add(inside)
+    for name in linked & found.keys():
+        found[name].seen.linked = True
+    listing = make_listing(url, [item.seen for item in found.values()], marker=marker, now_ns=work.clock_ns())
+    return Place(listing, found, sums)
+
+
+# -- verifying
+
+
+@dataclass(slots=True)
+class Job:
+    """One file to be read; ``checked`` takes what is found."""
+
+    path: str
+    entry: Entry
+    extent: Extent
+    sha256: str | None
+    checked: Checked
+
+    def moving(self) -> Moving:
+        return Moving(self.path, self.entry, self.extent)
+
+
+async def run_verify(work: Work, args: protocol.VerifyArgs) -> protocol.Finished:
+    """Raises LakeError where the store does not answer."""
+    began = trio.current_time()
+    async with open_headless(work.client, work.store, rng=work.rng, clock_ns=work.clock_ns) as lake:
+        place = await look(lake, work, args.url, args.marker, args.match)
+        report = Report(args.url)
+        jobs = await _jobs(lake, place, args, report)
+        verifier = Verifier(work.client, work, sum(job.extent.size for job in jobs), len(jobs))
+        await verifier.run(jobs)
+    mismatches_count(report, args.md5_etags)
+    summary = {**report.summary(), "seconds": round(trio.current_time() - began, 3)}
+    return protocol.Finished(
+        summary=summary, text=protocol.printable(report.describe()), exit_code=1 if report.bad else 0
+    )
+
+
+async def _jobs(lake: Headless, place: Place, args: protocol.VerifyArgs, report: Report) -> list[Job]:
+    """What is to be read, oldest checkpoint last."""
+    known = {item.name: item for item in place.listing.checkpoints}
+    if args.names:
+        chosen = [name.rstrip("/") for name in dict.fromkeys(args.names)]
+    else:
+        chosen = [item.name for item in place.listing.checkpoints if item.complete]
+        report.skipped = {item.name: item.reason for item in place.listing.checkpoints if not item.complete}
+        for name in args.not_stored:
+            report.skipped[name] = "not all of it is in the store yet"
+        chosen = [name for name in chosen if name not in report.skipped]
+    outer = await _read_sums(lake, place.sums)
+    jobs: list[Job] = []
+    for name in chosen:
+        found = known.get(name)
+        checked = report.begin(name)
+        if name in args.not_stored:
+            checked.problem(name, "not all of it is in the store yet")
+        if found is None:
+            checked.problem(name, "not in the store")
+            continue
+        if not found.complete:
+            checked.problem(name, f"incomplete: {found.reason}")
+        jobs += await _jobs_of(lake, place.found[name], outer, checked)
+    return jobs
+
+
+async def _jobs_of(lake: Headless, found: Found, outer: dict[str, str], checked: Checked) -> list[Job]:
+    seen, files = found.seen, found.files
+    sums = {path: outer[name] for path in files if (name := f"{seen.name}/{path}" if seen.is_dir else path) in outer}
+    if seen.is_dir:
+        inner = await _read_sums(lake, files.get(SUMS_NAME))
+        for path in inner.keys() - files.keys():
+            checked.problem(path, f"missing, though {SUMS_NAME} has it")
+        sums |= inner
+        for index in [path for path in files if path.endswith(INDEX_SUFFIX) and "/" not in path]:
+            for shard in await _shards(lake, files[index]):
+                if shard not in files:
+                    checked.problem(shard, f"missing, though {index} names it")
+    jobs = []
+    for path, entry in files.items():
+        extent = lake.namespace.extent(entry)
+        if extent is not None:
+            jobs.append(Job(path, entry, extent, sums.get(path), checked))
+    return jobs
+
+
+async def _read_small(lake: Headless, entry: Entry | None) -> bytes:
+    """Empty where it is not there, is too large, or is damaged, which its own check says."""
+    extent = lake.namespace.extent(entry) if entry is not None else None
+    if entry is None or extent is None or extent.size > SUMS_BYTES_MAX:
+        return b""
+    (read,) = await ExtentReader(lake.client).read([Moving("", entry, extent)])
+    return read.data if read is not None else b""
+
+
+async def _read_sums(lake: Headless, entry: Entry | None) -> dict[str, str]:
+    return parse_sha256sums(await _read_small(lake, entry))
+
+
+async def _shards(lake: Headless, entry: Entry) -> set[str]:
+    """Files that an index of shards names, as Hugging Face writes it."""
+    try:
+        document = msgspec.json.decode(await _read_small(lake, entry))
+    except (msgspec.DecodeError, RecursionError):
+        return set()
+    shards = document.get("weight_map") if isinstance(document, dict) else None
+    return {shard for shard in shards.values() if isinstance(shard, str)} if isinstance(shards, dict) else set()
+
+
+class Verifier:
+    """Reads files and takes their sums."""
+
+    def __init__(self, client: StoreClient, work: Work, bytes_total: int, files_total: int) -> None:
+        self._client, self._work = client, work
+        self._bytes_total, self._files_total = bytes_total, files_total
+        self._bytes = self._files = 0
+        self._packed = ExtentReader(client)
+
+    async def run(self, jobs: Sequence[Job]) -> None:
+        """Raises LakeError where the store does not answer."""
+        packed = [job for job in jobs if job.extent.version.key.startswith(COMMITS)]
+        plain = [job for job in jobs if not job.extent.version.key.startswith(COMMITS)]
+        await for_each(plain, self._verify_plain, FILES_AT_ONCE)
+        await self._verify_packed(packed)
+
+    def _progress(self, size: int, files: int = 0) -> None:
+        self._bytes += size
+        self._files += files
+        self._work.progress(
+            protocol.Progress(
+                what="verifying",
+                files_done=self._files,
+                bytes_done=self._bytes,
+                files_total=self._files_total,
+                bytes_total=self._bytes_total,
+            )
+        )
+
+    # -- in packs
+
+    async def _verify_packed(self, jobs: Sequence[Job]) -> None:
+        at = 0
+        for chunk in chunks([job.moving() for job in jobs]):
+            for job, read in zip(jobs[at : at + len(chunk)], await self._packed.read(chunk), strict=True):
+                if read is None:
+                    job.checked.file(job.path, job.extent.size, [])
+                    job.checked.problem(job.path, "its bytes in the pack are not those of its CRC-32, or gone")
+                else:
+                    checks = await self._checks(job, read.data[:8], partial(_from_memory, read.data))
+                    await trio.to_thread.run_sync(_feed, checks, [memoryview(read.data)])
+                    findings = [check.finish() for check in checks]
+                    job.checked.file(job.path, job.extent.size, findings, crc32=True)
+                self._progress(job.extent.size, 1)
+            at += len(chunk)
+
+    # -- objects of their own
+
+    async def _verify_plain(self, job: Job) -> None:
+        try:
+            await self._stream(job)
+        except (NotFound, PreconditionFailed):
+            job.checked.problem(job.path, "its object was removed or replaced")
+        except DamagedCommit as error:
+            job.checked.problem(job.path, str(error))
+        self._progress(0, 1)
+
+    async def _stream(self, job: Job) -> None:
+        version, size = job.extent.version, job.extent.size
+        meta = await self._client.head(version.key)
+        if meta.etag != version.etag or meta.size != size:
+            raise PreconditionFailed(f"{version.key} is another version")
+        ours = DRAFT_METADATA in (meta.metadata or {})
+        etag = etag_check(version.etag, size, ours=ours)
+        checks: list[Check] = [etag] if etag is not None else []
+        at = 0
+        while at < size:
+            datas = await self._windows(job.extent, at, min(size, at + WINDOWS * WINDOW_BYTES))
+            if not at:
+                checks += await self._checks(job, bytes(datas[0][:8]), partial(self._fetch, job.extent))
+            await trio.to_thread.run_sync(_feed, checks, datas)
+            length = sum(map(len, datas))
+            at += length
+            self._progress(length)
+        job.checked.file(job.path, size, [check.finish() for check in checks], ours=ours, etag=version.etag)
+
+    async def _windows(self, extent: Extent, start: int, end: int) -> list[memoryview]:
+        starts = range(start, end, WINDOW_BYTES)
+        datas = [memoryview(b"")] * len(starts)
+
+        async def fetch(index: int, at: int) -> None:
+            datas[index] = memoryview(await self._fetch(extent, at, min(end, at + WINDOW_BYTES)))
+
+        async with collecting() as nursery:
+            for index, at in enumerate(starts):
+                nursery.start_soon(fetch, index, at)
+        return datas
+
+    async def _fetch(self, extent: Extent, start: int, end: int) -> bytes:
+        version = extent.version
+        fetched = await self._client.get(version.key, extent.offset + start, extent.offset + end, etag=version.etag)
+        if len(fetched.data) != end - start:
+            raise DamagedCommit(f"the store gave {len(fetched.data)} bytes for {end - start} from byte {start} on")
+        return bytes(fetched.data)
+
+    # -- what can be checked
+
+    async def _checks(self, job: Job, head: bytes, fetch: Fetch) -> list[Check]:
+        checks: list[Check] = [Sha256(job.sha256)] if job.sha256 is not None else []
+        if job.path.endswith(".safetensors"):
+            checks.append(Safetensors(job.extent.size))
+        if head[:4] == ZIP_MAGIC:
+            checks.append(await _zip_check(job.extent.size, fetch))
+        return checks
+
+
+async def _zip_check(size: int, fetch: Fetch) -> Check:
+    start = max(0, size - TAIL_BYTES)
+    while True:
+        try:
+            return Zip(read_directory(await fetch(start, size), size))
+        except TailTooShort as error:
+            if error.start >= start or size - error.start > DIRECTORY_BYTES_MAX:
+                return Broken("zip", "the directory of the ZIP cannot be read")
+            start = error.start
+        except zipfile.BadZipFile:
+            return Broken("zip", "the ZIP has no directory at its end: it was cut short")
+
+
+async def _from_memory(data: bytes, start: int, end: int) -> bytes:
+    return data[start:end]
+
+
+def _feed(checks: Sequence[Check], datas: Sequence[memoryview]) -> None:
+    for data in datas:
+        for check in checks:
+            check.feed(data)

@@ -1,0 +1,201 @@
+"""Checkpoints of one directory: which there are, which are complete and why the others are not, and which may go.
+
+A checkpoint is a regular file directly in the directory, or a directory directly in it with all files below. Whoever
+looks (a walk through a mount, or through the names of a lake without one) hands over `Seen` for each and gets a
+`Listing`; nothing is read or changed here. A listing holds one item for each checkpoint, not for each file.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from lakefs_fuse.checkpoints.names import (
+    MARKERS,
+    PRUNED_PREFIX,
+    is_checkpoint_file,
+    looks_temporary,
+    step_of,
+    steps_order,
+)
+
+NS = 1_000_000_000
+DURABLE = "durable"
+
+
+class Seen(msgspec.Struct, kw_only=True):
+    """What a walk found. ``states`` counts files by what ``user.lakefs.state`` says of them; ``markers`` are names of
+    files directly in the directory that may be success markers. ``mtime_ns`` is the newest of the files', 0 where there
+    is none; ``linked``: a symbolic link beside it leads to it."""
+
+    name: str
+    is_dir: bool
+    files: int = 0
+    bytes: int = 0
+    mtime_ns: int = 0
+    states: dict[str, int] = msgspec.field(default_factory=dict)
+    markers: set[str] = msgspec.field(default_factory=set)
+    linked: bool = False
+
+    def add(self, size: int, mtime_ns: int, state: str = DURABLE) -> None:
+        """One file of it."""
+        self.files += 1
+        self.bytes += size
+        self.mtime_ns = max(self.mtime_ns, mtime_ns)
+        self.states[state] = self.states.get(state, 0) + 1
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """As ``ls --json`` prints it; the names are final. ``reason`` says why it is not ``complete``. ``where`` is
+    ``store``, or ``node`` where some of it is only on this node yet; ``state`` is that of its least durable file."""
+
+    name: str
+    path: str
+    kind: str
+    files: int
+    bytes: int
+    mtime: float
+    age_s: float
+    step: int | None
+    complete: bool
+    reason: str
+    where: str
+    state: str
+    linked: bool = False
+
+
+class Listing(msgspec.Struct, frozen=True, kw_only=True):
+    """Newest first. ``order`` is what the names' numbers (``step``) or the times of the files (``mtime``) say; the
+    newest complete checkpoint is ``latest``, None where there is none. ``markers`` are those that count here."""
+
+    path: str
+    order: str
+    latest: str | None
+    markers: list[str]
+    checkpoints: list[Checkpoint]
+
+    def find(self, name: str) -> Checkpoint | None:
+        return next((item for item in self.checkpoints if item.name == name), None)
+
+
+_STATES = ("failed", "uploading", "dirty")
+"""Least durable last; a state that is not known here counts as worse than durable."""
+
+
+def is_wanted(name: str, match: str | None, *, is_dir: bool) -> bool:
+    """Whether what has this name counts as a checkpoint. ``match`` is the user's pattern for names."""
+    if match is not None:
+        return fnmatch.fnmatchcase(name, match) or name.startswith(PRUNED_PREFIX)
+    return is_dir or is_checkpoint_file(name)
+
+
+def markers_asked(marker: str | None) -> tuple[str, ...]:
+    """File names that a walk has to look out for."""
+    return MARKERS if marker is None else (marker,)
+
+
+def make_listing(path: str, seen: Sequence[Seen], *, marker: str | None, now_ns: int) -> Listing:
+    """``path`` is what the items' paths begin with. With a ``marker`` every directory needs it; without one, every
+    directory needs one of `MARKERS` as soon as any has one."""
+    expected = {name for item in seen for name in item.markers} if marker is None else {marker}
+    names = [item.name for item in seen if not looks_temporary(item.name)]
+    keys = steps_order(names) if names else None
+    by_name = dict(zip(names, keys, strict=True)) if keys is not None else {}
+
+    def newest_first(item: Seen) -> tuple[tuple[int, ...], int, str]:
+        return by_name.get(item.name, (step_of(item.name) or 0,) if keys else ()), item.mtime_ns, item.name
+
+    made = [
+        _make(path, item, _why_incomplete(item, expected), now_ns)
+        for item in sorted(seen, key=newest_first, reverse=True)
+    ]
+    return Listing(
+        path=path,
+        order="step" if keys is not None else "mtime",
+        latest=next((item.name for item in made if item.complete), None),
+        markers=sorted(expected),
+        checkpoints=made,
+    )
+
+
+def _make(path: str, item: Seen, reason: str, now_ns: int) -> Checkpoint:
+    state = _worst(item.states)
+    return Checkpoint(
+        name=item.name,
+        path=f"{path.rstrip('/')}/{item.name}",
+        kind="directory" if item.is_dir else "file",
+        files=item.files,
+        bytes=item.bytes,
+        mtime=item.mtime_ns / NS,
+        age_s=max(0, now_ns - item.mtime_ns) / NS if item.mtime_ns else 0.0,
+        step=step_of(item.name),
+        complete=not reason,
+        reason=reason,
+        where="store" if state == DURABLE else "node",
+        state=state,
+        linked=item.linked,
+    )
+
+
+def _worst(states: Iterable[str]) -> str:
+    there = set(states)
+    for state in reversed(_STATES):
+        if state in there:
+            return state
+    return next((state for state in sorted(there) if state != DURABLE), DURABLE)
+
+
+def _why_incomplete(item: Seen, expected: set[str]) -> str:
+    waiting = {state: count for state, count in item.states.items() if state != DURABLE}
+    if item.name.startswith(PRUNED_PREFIX):
+        return "being deleted"
+    if looks_temporary(item.name):
+        return "the name is a temporary one"
+    if not item.files:
+        return "no files"
+    if waiting:
+        text = ", ".join(f"{count} {state}" for state, count in sorted(waiting.items()))
+        return f"not in the store yet ({text})" if item.is_dir else f"not in the store yet ({next(iter(waiting))})"
+    if item.is_dir and expected and not item.markers & expected:
+        return f"no {' or '.join(sorted(expected))}"
+    return ""
+
+
+# -- pruning
+
+
+class Pruning(msgspec.Struct, frozen=True, kw_only=True):
+    """``keep`` so many of the newest complete ones; take only what is older than ``older_than_s``. What has no number
+    in its name is neither counted nor taken, unless the user's pattern (``any_name``) says which names are meant."""
+
+    keep: int | None = None
+    older_than_s: float | None = None
+    incomplete: bool = False
+    any_name: bool = False
+
+
+def choose(listing: Listing, pruning: Pruning) -> list[Checkpoint]:
+    """What is to go, oldest first. Never the newest complete one, nor anything that is not all in the store, nor what a
+    symbolic link leads to; incomplete ones only if they are older than the newest complete one."""
+    chosen: list[Checkpoint] = []
+    complete = 0
+    newest = listing.find(listing.latest) if listing.latest is not None else None
+    for place, item in enumerate(listing.checkpoints):
+        if item.name.startswith(PRUNED_PREFIX):
+            chosen.append(item)
+            continue
+        if item.state != DURABLE:
+            continue
+        named = pruning.any_name or item.step is not None
+        complete += item.complete and named
+        spared = not named or item.linked or (pruning.older_than_s is not None and item.age_s < pruning.older_than_s)
+        if item.complete:
+            spared |= complete <= max(1, pruning.keep or 1)
+        else:
+            late = newest is None or place < listing.checkpoints.index(newest) or item.mtime >= newest.mtime
+            spared |= not pruning.incomplete or late
+        if not spared:
+            chosen.append(item)
+    return chosen[::-1]

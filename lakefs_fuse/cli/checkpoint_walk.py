@@ -1,0 +1,123 @@
+"""The checkpoints of a directory in a mount: found with ordinary system calls, deleted with them.
+
+A directory goes in three steps: renamed to a name that says so (one commit: no node ever sees a part of it under its
+own name), emptied, removed. After a crash between them what is left looks incomplete, and the next `prune` takes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+
+from lakefs_fuse.checkpoints.model import DURABLE, Checkpoint, Listing, Seen, is_wanted, make_listing, markers_asked
+from lakefs_fuse.checkpoints.names import PRUNED_PREFIX
+from lakefs_fuse.errors import LakeError
+
+STATE = "user.lakefs.state"
+
+
+def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Listing:
+    """What is directly in ``path``, an absolute path. Raises LakeError where it is not a directory that can be read."""
+    asked = markers_asked(marker)
+    linked: set[str] = set()
+    found: list[Seen] = []
+    try:
+        for entry in _entries(path):
+            if entry.is_symlink():
+                linked.add(os.path.basename(os.path.normpath(os.readlink(entry.path))))
+                continue
+            is_dir = entry.is_dir(follow_symlinks=False)
+            if is_wanted(entry.name, match, is_dir=is_dir) and (is_dir or entry.is_file(follow_symlinks=False)):
+                found.append(_look_into(entry, asked) if is_dir else _look_at(entry))
+    except OSError as error:
+        raise LakeError(f"{path}: {error.strerror}") from error
+    for item in found:
+        item.linked = item.name in linked
+    return make_listing(path, found, marker=marker, now_ns=time.time_ns())
+
+
+def _entries(path: str) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(path) as entries:
+        yield from entries
+
+
+def _look_at(entry: os.DirEntry[str]) -> Seen:
+    seen = Seen(name=entry.name, is_dir=False)
+    _add(seen, entry)
+    return seen
+
+
+def _look_into(top: os.DirEntry[str], asked: tuple[str, ...]) -> Seen:
+    seen = Seen(name=top.name, is_dir=True)
+    waiting = [top.path]
+    while waiting:
+        directory = waiting.pop()
+        try:
+            for entry in _entries(directory):
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                elif entry.is_file(follow_symlinks=False):
+                    _add(seen, entry)
+                    if directory == top.path and entry.name in asked:
+                        seen.markers.add(entry.name)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+    return seen
+
+
+def _add(seen: Seen, entry: os.DirEntry[str]) -> None:
+    try:
+        status = entry.stat(follow_symlinks=False)
+        seen.add(status.st_size, status.st_mtime_ns, state_of(entry.path))
+    except FileNotFoundError:
+        pass  # removed meanwhile
+
+
+def state_of(path: str) -> str:
+    """What the mount says of a file; one that it says nothing of is in the store."""
+    try:
+        return os.getxattr(path, STATE, follow_symlinks=False).decode("ascii", "replace")
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+            return DURABLE
+        raise
+
+
+def delete(directory: str, checkpoint: Checkpoint) -> None:
+    """Take a checkpoint of ``directory`` away. Raises OSError; one that is gone already is no error."""
+    path = os.path.join(directory, checkpoint.name)
+    try:
+        if checkpoint.kind == "file":
+            os.unlink(path)
+            return
+        if not checkpoint.name.startswith(PRUNED_PREFIX):
+            aside = os.path.join(directory, f"{PRUNED_PREFIX}{checkpoint.name[:200]}-{secrets.token_hex(4)}")
+            os.rename(path, aside)
+            path = aside
+        _delete_tree(path)
+    except FileNotFoundError:
+        pass
+
+
+def _delete_tree(path: str) -> None:
+    """Not shutil.rmtree: nothing here follows a link or asks for more than names."""
+    for entry in list(_entries(path)):
+        if entry.is_dir(follow_symlinks=False):
+            _delete_tree(entry.path)
+        else:
+            os.unlink(entry.path)
+    os.rmdir(path)
+
+
+def is_directory(path: str) -> bool:
+    """Raises LakeError where nothing can be said."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise LakeError(f"{path}: {error.strerror}") from error

@@ -1,0 +1,149 @@
+"""`lakefs-fuse mount … --print-systemd-unit`: a service that does what the same command line would do.
+
+``Type=notify``: the process in the foreground (the supervisor, or the daemon without one) tells systemd when the mount
+answers. Stopping the service stores everything first. Credentials are never in a unit, which anyone may read: they come
+from an environment file, or from where else boto3 finds them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import click
+from click.core import ParameterSource
+
+from lakefs_fuse.cli.parameters import OctalMode
+from lakefs_fuse.cli.store_options import absolute
+from lakefs_fuse.config import MountConfig
+
+_LEFT_OUT = frozenset({"mount_o", "print_systemd_unit", "foreground", "cache_dir"})
+"""Said in another way in a unit, or always."""
+
+SYSTEM_UNIT = """\
+# /etc/systemd/system/{name}.service: then `systemctl daemon-reload` and `systemctl enable --now {name}`.
+# Credentials, and whatever else boto3 takes from the environment, go into {environment_file}
+# (mode 0600) as lines like AWS_ACCESS_KEY_ID=…; without that file, ~/.aws of root or the machine's role are asked.
+[Unit]
+Description=Lake {source} at {mountpoint}
+Wants=network-online.target
+After=network-online.target
+RequiresMountsFor={directories}
+
+[Service]
+Type=notify
+EnvironmentFile=-{environment_file}
+{service}
+[Install]
+WantedBy=multi-user.target
+"""
+
+USER_UNIT = """\
+# ~/.config/systemd/user/{name}.service: then `systemctl --user daemon-reload` and
+# `systemctl --user enable --now {name}`; `loginctl enable-linger` starts it without a login.
+# Credentials, and whatever else boto3 takes from the environment, go into
+# ~/.config/lakefs-fuse/{name}.env (mode 0600) as lines like AWS_ACCESS_KEY_ID=…; without that file, ~/.aws is asked.
+[Unit]
+Description=Lake {source} at {mountpoint}
+
+[Service]
+Type=notify
+EnvironmentFile=-%h/.config/lakefs-fuse/{name}.env
+{service}
+[Install]
+WantedBy=default.target
+"""
+
+SERVICE = """\
+ExecStart={start}
+# Everything reaches the store before the mount goes. If that fails, SIGTERM unmounts, and the bytes stay in staging.
+ExecStop=-{stop}
+KillMode=mixed
+TimeoutStartSec=15min
+TimeoutStopSec=65min
+Restart=on-failure
+RestartSec=5
+RestartPreventExitStatus=2
+"""
+
+
+def unit(config: MountConfig, context: click.Context, *, uid: int, program: tuple[str, ...]) -> str:
+    """The unit file of ``config``, which ``context`` was made into; a user's own where ``uid`` is not root's."""
+    source, point = str(context.params["source"]), config.mountpoint
+    if config.store.source.scheme == "file":
+        source = str(config.store.source)
+    start = [*program, "mount", source, point, "--cache-dir", config.cache_dir, *_given(context), "--foreground"]
+    directories = dict.fromkeys((os.path.dirname(config.cache_dir), os.path.dirname(point)))
+    if config.store.source.scheme == "file":
+        directories[config.store.source.bucket] = None
+    name = unit_name(point)
+    return (SYSTEM_UNIT if uid == 0 else USER_UNIT).format(
+        name=name,
+        source=_literal(source),
+        mountpoint=_literal(point),
+        environment_file=f"/etc/lakefs-fuse/{name}.env",
+        directories=" ".join(_path(directory) for directory in directories),
+        service=SERVICE.format(start=_command(start), stop=_command([*program, "umount", point])),
+    )
+
+
+def unit_name(mountpoint: str) -> str:
+    """One name for each mountpoint that looks like it: lakefs-mnt-lake."""
+    return "lakefs-" + (re.sub(r"[^A-Za-z0-9._]+", "-", mountpoint).strip("-")[-100:] or "root")
+
+
+def this_program() -> tuple[str, ...]:
+    """How to run this installation from anywhere."""
+    beside = Path(sys.executable).with_name("lakefs-fuse")
+    return (str(beside),) if os.access(beside, os.X_OK) else (sys.executable, "-P", "-m", "lakefs_fuse")
+
+
+def _given(context: click.Context) -> list[str]:
+    """Options that were given, from the command line or in ``-o``, in the form that they are checked in."""
+    found: list[str] = []
+    for param in context.command.params:
+        name = param.name or ""
+        if not isinstance(param, click.Option) or name in _LEFT_OUT:
+            continue
+        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE:
+            continue
+        value = context.params[name]
+        if param.is_flag:
+            found.append((param.opts if value else param.secondary_opts)[0])
+        else:
+            found.append(f"{param.opts[0]}={_text(param, value)}")
+    return found
+
+
+def _text(param: click.Option, value: object) -> str:
+    """``value`` as it can be typed again."""
+    if isinstance(param.type, click.Path):
+        return str(absolute(str(value)))
+    if isinstance(param.type, OctalMode) and isinstance(value, int):
+        return f"{value:o}"
+    if isinstance(value, float):
+        return f"{value:.6f}".rstrip("0").rstrip(".")
+    return str(value)
+
+
+def _command(arguments: list[str]) -> str:
+    return " ".join(_argument(argument) for argument in arguments)
+
+
+def _argument(text: str) -> str:
+    """One word for ExecStart=: see "Command lines" in systemd.service(5)."""
+    text = _literal(text).replace("$", "$$")
+    if re.fullmatch(r"[A-Za-z0-9_./:=@%$+,-]+", text):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _path(text: str) -> str:
+    text = _literal(text)
+    return f'"{text}"' if re.search(r"\s", text) else text
+
+
+def _literal(text: str) -> str:
+    return text.replace("%", "%%")

@@ -1,0 +1,125 @@
+"""Which process supervises a mount, and what a daemon says to whoever started it.
+
+A supervisor holds a POSIX record lock on a file beside the mount's control socket. Whoever asks is told its pid by the
+kernel (F_GETLK), so the answer is never stale and there is no protocol: SIGTERM ends it. A crash leaves the file, which
+means nothing, and no lock. POSIX locks are per process: only one `Claim` of a mountpoint in each.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import struct
+from pathlib import Path
+
+import msgspec
+
+from lakefs_fuse.control.runtime import client_socket_paths, server_socket_path
+from lakefs_fuse.errors import EXIT_FAILURE, MountError
+
+ANSWER_BYTES_MAX = 64 * 1024
+
+_FLOCK = "hhqqi"
+"""l_type, l_whence, l_start, l_len and l_pid of struct flock, with a 64-bit off_t."""
+_WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a daemon says once: an empty ``error`` is readiness."""
+
+    error: str = ""
+    exit_code: int = EXIT_FAILURE
+    detached: bool = False
+    """With an error: the dead mount that it was to replace is gone, and there is no new one."""
+
+
+class Claim:
+    """The right to supervise a mountpoint, held until `release` or the end of the process."""
+
+    def __init__(self, mountpoint: str) -> None:
+        """Raises MountError where another process has it."""
+        self._path = _lock_path(server_socket_path(mountpoint))
+        try:
+            while not self._take(mountpoint):
+                pass
+        except OSError as error:
+            raise MountError(f"lock file {self._path}: {error.strerror}") from error
+
+    def _take(self, mountpoint: str) -> bool:
+        """False where the file was taken away between opening and locking it."""
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(self._path).st_ino == os.fstat(self._descriptor).st_ino:
+                return True
+        except (BlockingIOError, PermissionError) as error:
+            pid = _holder(self._descriptor)
+            os.close(self._descriptor)
+            raise MountError(
+                f"mountpoint {mountpoint} has a supervisor (pid {pid}) that is about to mount there again: "
+                f"`lakefs-fuse umount {mountpoint}` ends it"
+            ) from error
+        except FileNotFoundError:
+            pass
+        os.close(self._descriptor)
+        return False
+
+    def release(self) -> None:
+        """Another may have it now."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+class Supervisor:
+    """A process that supervises a mount, by a pidfd, which cannot come to mean another process."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid, self._pidfd = pid, pidfd
+
+    def stop(self) -> None:
+        """Ask it to end its daemon and itself. It may have ended."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within ``timeout_s``."""
+        return bool(select.select([self._pidfd], [], [], max(0.0, timeout_s))[0])
+
+    def close(self) -> None:
+        os.close(self._pidfd)
+
+
+def supervisor_of(mountpoint: str, owner: int) -> Supervisor | None:
+    """The process of ``owner`` that supervises a real mountpoint, if one does. Close it after use."""
+    for socket in client_socket_paths(mountpoint, owner):
+        try:
+            descriptor = os.open(_lock_path(socket), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            pid = _holder(descriptor)
+            if pid <= 0:  # nobody, or somebody whose pid means nothing in this namespace
+                continue
+            pidfd = os.pidfd_open(pid)
+            # It was the holder before and after: the pid was not another's in between.
+            if _holder(descriptor) == pid:
+                return Supervisor(pid, pidfd)
+            os.close(pidfd)
+        except ProcessLookupError:
+            continue
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def _lock_path(socket: Path) -> Path:
+    return socket.with_suffix(".lock")
+
+
+def _holder(descriptor: int) -> int:
+    answer = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, _WHOLE_FILE))
+    return 0 if answer[0] == fcntl.F_UNLCK else int(answer[4])

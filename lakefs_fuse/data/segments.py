@@ -1,0 +1,147 @@
+"""Many small accepted files in one local file, so that accepting a group of them takes one write and one sync.
+
+What always holds: an entry is its head (`HEAD`), the file's bytes and then its journal record, so that a segment can be
+read even where the journal is lost; bytes are synced before anybody is told that they are safe; a segment is deleted
+when nothing in it is wanted any more. The journal says what is: after a crash, what no record names goes. One group is
+written at a time. Trio thread only, but for `Group.write`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+
+from lakefs_fuse.data.disk import pwrite_all
+
+PREFIX = "segment-"
+MAGIC = b"LFS1"
+HEAD = Struct("<4sIQ")
+"""Magic, bytes of the record, bytes of the file."""
+SEGMENT_BYTES = 64 << 20
+"""A segment that has grown to this takes no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where an accepted file's bytes are."""
+
+    segment: str
+    offset: int
+    length: int
+
+
+class Segments:
+    """All segments of a staging directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._descriptors: dict[str, int] = {}
+        self._wanted: Counter[str] = Counter()
+        self._current = ""
+        self._size = 0
+
+    def group(self) -> Group:
+        """Begin a group; it counts from `Group.keep` on, and there is no other before. Raises OSError."""
+        if not self._current or self._size >= SEGMENT_BYTES:
+            self._begin()
+        return Group(self, self._descriptors[self._current], self._current, self._size)
+
+    def _begin(self) -> None:
+        full, self._current = self._current, ""
+        if full and not self._wanted[full]:
+            self._delete(full)
+        name = f"{PREFIX}{os.urandom(8).hex()}"
+        path = self._directory / name
+        self._descriptors[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._current, self._size = name, 0
+
+    def keep(self, segment: str, size: int, count: int) -> None:
+        """A group was written: so many entries are wanted, until `release` of each."""
+        self._size = size
+        self._wanted[segment] += count
+
+    def restore(self, spot: Spot) -> None:
+        """The journal wants this. Raises OSError."""
+        if spot.segment not in self._descriptors:
+            self._descriptors[spot.segment] = os.open(self._directory / spot.segment, os.O_RDWR | os.O_CLOEXEC)
+        self._wanted[spot.segment] += 1
+
+    def read(self, spot: Spot, offset: int, length: int) -> bytes:
+        """Bytes [offset, offset + length) of the file, cut at its end. Raises OSError."""
+        length = min(length, spot.length - offset)
+        return os.pread(self._descriptors[spot.segment], length, spot.offset + offset) if length > 0 else b""
+
+    def release(self, spot: Spot) -> None:
+        """This is wanted no more."""
+        self._wanted[spot.segment] -= 1
+        if not self._wanted[spot.segment] and spot.segment != self._current:
+            self._delete(spot.segment)
+
+    def _delete(self, segment: str) -> None:
+        del self._wanted[segment]
+        os.close(self._descriptors.pop(segment))
+        (self._directory / segment).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """What nobody wants goes; the rest is for the next mount."""
+        self._current = ""
+        for segment in list(self._descriptors):
+            if self._wanted[segment]:
+                os.close(self._descriptors.pop(segment))
+            else:
+                self._delete(segment)
+
+    def unwanted(self) -> list[Path]:
+        """Segments that nothing brought back refers to."""
+        return [
+            Path(entry.path)
+            for entry in os.scandir(self._directory)
+            if entry.name.startswith(PREFIX) and entry.name not in self._descriptors
+        ]
+
+
+class Group:
+    """Entries that are written and synced together."""
+
+    def __init__(self, segments: Segments, descriptor: int, segment: str, offset: int) -> None:
+        self._segments, self._descriptor, self._segment = segments, descriptor, segment
+        self._at = self._end = offset
+        self._pieces: list[bytes] = []
+        self._count = 0
+
+    def spot(self, length: int) -> Spot:
+        """Where the next entry's bytes will be."""
+        return Spot(self._segment, self._end + HEAD.size, length)
+
+    def add(self, data: bytes, record: bytes) -> None:
+        """The entry whose place was just asked for."""
+        self._pieces += (HEAD.pack(MAGIC, len(record), len(data)), data, record)
+        self._end += HEAD.size + len(data) + len(record)
+        self._count += 1
+
+    def write(self) -> None:
+        """In a worker thread. Raises OSError; then nothing counts as written."""
+        if self._pieces:
+            pwrite_all(self._descriptor, b"".join(self._pieces), self._at)
+            os.fdatasync(self._descriptor)
+
+    def keep(self) -> None:
+        """It was written, and its entries are wanted."""
+        self._segments.keep(self._segment, self._end, self._count)
+
+
+def entries(path: Path) -> Iterator[tuple[bytes, bytes]]:
+    """Records and bytes of a segment, up to where it was cut."""
+    with open(path, "rb") as source:
+        while len(head := source.read(HEAD.size)) == HEAD.size:
+            magic, record_bytes, data_bytes = HEAD.unpack(head)
+            if magic != MAGIC:
+                return
+            data, record = source.read(data_bytes), source.read(record_bytes)
+            if len(data) < data_bytes or len(record) < record_bytes:
+                return
+            yield record, data

@@ -1,0 +1,36 @@
+"""Named points at which a test makes the daemon die, as if the power had gone between two instructions.
+
+Set ``LAKEFS_FAILPOINT=name`` or ``name:n`` in the daemon's environment and it kills itself with SIGKILL when it comes
+to that point (for the ``n``-th time). `NAMES` has every point with what a crash there leaves behind; docs/operations.md
+tells the same to users. Without the variable a point costs one comparison.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+
+VARIABLE = "LAKEFS_FAILPOINT"
+NAMES = {
+    "accept.synced": "the bytes of a closed file are on the local disk, its journal record does not say so yet",
+    "accept.recorded": "the file is accepted, close() has not returned",
+    "publish.begun": "an upload is asked for and not yet under way",
+    "publish.sent": "every part is in the store, or the object was put; nothing here knows of it",
+    "publish.noted": "the new version is visible and known here, the staged bytes are not deleted yet",
+    "commit.noted": "a commit is about to be sent",
+    "commit.sent": "a commit is in the store; nothing here knows of it",
+    "rename.moved": "a file not yet in the store has its new name in memory, and perhaps in the journal",
+    "discard.begun": "a version that is not wanted any more is about to go",
+    "replay.restored": "accepted files are back at mount, no upload was resumed yet",
+}
+
+_name, _, _count = os.environ.get(VARIABLE, "").partition(":")
+_times = itertools.count(1)
+_last = int(_count) if _count.isdecimal() else 1
+
+
+def reached(name: str) -> None:
+    """Die here if that was asked for."""
+    if name == _name and next(_times) >= _last:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,149 @@
+"""Closed files are made safe on the local disk: the bytes first, then the journal says so, many with one sync of each.
+
+What always holds: a file is accepted (its `close()` answers 0) only after its staged bytes and then its journal record
+survive a crash of the machine. Syncing a new file makes its name in the staging directory durable too on ext4, XFS and
+Btrfs. While one group is being synced the next gathers. A crash before the record is there leaves an orphan, after it
+an accepted file, whoever was told of it. Trio thread only, but for the syncing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import trio
+
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.draft_record import accepted_record
+from lakefs_fuse.data.record import encode
+from lakefs_fuse.data.segments import Group, Spot
+from lakefs_fuse.errors import CacheError, LakeError
+from lakefs_fuse.failpoints import reached
+from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.journal import Journal
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Closing:
+    """A file whose `close()` waits."""
+
+    file: OpenFile
+    draft: Draft
+    number: int = 0
+    spot: Spot | None = None
+    saves: int = 0
+    error: LakeError | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+class Acceptor:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        nursery: trio.Nursery,
+        *,
+        number: Callable[[], int],
+        replaced: Callable[[OpenFile], list[Draft]],
+        accepted: Callable[[OpenFile, Draft], None],
+    ) -> None:
+        """``number()`` is the next in the order of what is accepted. ``replaced(file)`` are the earlier versions
+        that nobody needs once this one is accepted; ``accepted`` is told when it is."""
+        self._db, self._nursery = database, nursery
+        self._journal = Journal(database)
+        self._number, self._replaced, self._accepted = number, replaced, accepted
+        self._closing: list[Closing] = []
+        self._working = False
+
+    async def accept(self, file: OpenFile, draft: Draft) -> None:
+        """The caller holds the draft alone. Raises LakeError; then the draft is as it was."""
+        if not draft.file.is_in_memory:
+            await draft.file.sync()
+        closing = Closing(file, draft)
+        self._closing.append(closing)
+        if not self._working:
+            self._working = True
+            self._nursery.start_soon(self._work)
+        await closing.done.wait()
+        if closing.error is not None:
+            raise closing.error
+
+    async def _work(self) -> None:
+        group: list[Closing] = []
+        try:
+            while self._closing:
+                group, self._closing = self._closing, []
+                await self._accept_group([closing for closing in group if not closing.file.unlinked])
+                for closing in group:
+                    closing.done.set()
+        finally:
+            self._working = False
+            for closing in (*group, *self._closing):
+                if not closing.done.is_set():
+                    closing.error = closing.error or LakeError("the mount is ending")
+                    closing.done.set()
+            self._closing.clear()
+
+    async def _accept_group(self, group: list[Closing]) -> None:
+        if not group:
+            return
+        staging = group[0].draft.services.staging
+        try:
+            segment, batch = staging.segments.group(), Batch()
+            for closing in group:
+                self._describe(closing, segment, batch)
+            await trio.to_thread.run_sync(self._write, segment, batch)
+            if self._db.is_failing:  # it is opened anew, which nobody else may see half done
+                self._db.commit(batch, sync=True)
+        except (OSError, CacheError) as error:
+            failure = staging.translate(error) if isinstance(error, OSError) else error
+            for closing in group:
+                closing.error = failure
+            return
+        segment.keep()
+        reached("accept.recorded")
+        for closing in group:
+            self._end(closing)
+
+    def _describe(self, closing: Closing, segment: Group, batch: Batch) -> None:
+        """The record as it will be, and where the bytes will be."""
+        draft, closing.number = closing.draft, self._number()
+        data = draft.file.memory()
+        if data is not None:
+            closing.spot = segment.spot(len(data))
+        record = accepted_record(draft, closing.number, closing.spot)
+        raw = encode(record)
+        if data is not None:
+            segment.add(data, raw)
+        closing.saves = draft.saves
+        self._journal.put(batch, draft.id, raw)
+        for replaced in self._replaced(closing.file):
+            if replaced.is_unknown_to_store:
+                self._journal.delete(batch, replaced.id)
+            else:  # what is there of it has to go, or is recognised as ours, even if this daemon dies
+                gone = msgspec.structs.replace(replaced.record(), unlinked=True)
+                self._journal.put(batch, replaced.id, encode(gone))
+
+    def _write(self, segment: Group, batch: Batch) -> None:
+        """In a worker thread: bytes, then records."""
+        segment.write()
+        reached("accept.synced")
+        if not self._db.is_failing:
+            self._db.commit(batch)
+            self._db.sync()
+
+    def _end(self, closing: Closing) -> None:
+        draft = closing.draft
+        if closing.spot is not None:
+            draft.file.keep_in(closing.spot)
+        draft.accept(closing.number)
+        if draft.saves != closing.saves:  # it was renamed meanwhile, or its attributes changed
+            draft.save(sync=True)
+        if not closing.file.unlinked:
+            self._accepted(closing.file, draft)

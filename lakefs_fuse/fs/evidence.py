@@ -1,0 +1,73 @@
+"""What the store has under the name of a journal record: its own bytes after all, or somebody else's. Asks only.
+
+Trio thread only; meant for mount and for what came back at mount, one HEAD a question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lakefs_fuse.data.draft import DRAFT_METADATA
+from lakefs_fuse.data.record import DraftRecord
+from lakefs_fuse.errors import NotFound
+from lakefs_fuse.fs import attributes
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """ETag and draft token of the object that a name means now; empty where there is none."""
+
+    etag: str = ""
+    token: str = ""
+
+    @property
+    def draft_id(self) -> str:
+        return self.token.partition(".")[0]
+
+
+class Evidence:
+    """See the module's head."""
+
+    def __init__(self, namespace: Namespace, client: StoreClient) -> None:
+        self._ns, self._client = namespace, client
+
+    async def published(self, record: DraftRecord) -> ObjectMeta | None:
+        """The plain object that the record's bytes, as they are now, became. Raises LakeError."""
+        try:
+            meta = await self._client.head(record.key)
+        except NotFound:
+            return None
+        return meta if record.token and (meta.metadata or {}).get(DRAFT_METADATA) == record.token else None
+
+    def is_in_pack(self, record: DraftRecord) -> bool:
+        """A commit has a file of this size and of this very nanosecond under the name."""
+        entry = self._ns.at(path_of(record))
+        if entry is None or not entry.place or entry.size != record.size:
+            return False
+        return attributes.describe(entry, with_mtime=True).get("mtime") == record.metadata.get("mtime")
+
+    async def visible(self, record: DraftRecord) -> Visible:
+        """What the name means now. Raises LakeError."""
+        path = path_of(record)
+        entry = self._ns.at(path)
+        if entry is not None and (entry.is_dir or entry.is_symlink):
+            return Visible(str(entry.file_type))
+        extent = self._ns.extent(entry) if entry is not None else None
+        if extent is not None and extent.version.key not in (path, record.key):
+            return Visible(extent.version.etag)
+        try:
+            meta = await self._client.head(path)
+        except NotFound:
+            return Visible()
+        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
+            return Visible()
+        return Visible(meta.etag, (meta.metadata or {}).get(DRAFT_METADATA, ""))
+
+
+def path_of(record: DraftRecord) -> str:
+    """Where the file is in the lake."""
+    return record.path or record.key

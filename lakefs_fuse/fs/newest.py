@@ -1,0 +1,304 @@
+"""How the bytes of a file become its newest version: accepted on this node, published in the store, noted here.
+
+`close` is what `close()` waits for, `publish` what `fsync()` does; write-back publishes what it accepted through
+`publish_accepted` and `publish_together`. One version of a file is published at a time (``OpenFile.publishing``), and
+not while its name is renamed or removed; writers go on meanwhile where the version was accepted. Ends with the new
+version in the tree and the journal record gone, in one batch. A crash before that leaves the record, which the next
+mount compares with what the store has. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+import msgspec
+import trio
+
+from lakefs_fuse.data.blocks import BlockCache
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.draft_services import DraftEnded, DraftTarget
+from lakefs_fuse.data.record import DraftState
+from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
+from lakefs_fuse.failpoints import reached
+from lakefs_fuse.fs import attributes
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.fs.replay import Replay
+from lakefs_fuse.fs.storing import Stored, Storing
+from lakefs_fuse.fs.writeback import Accepted, WriteBack
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.journal import Journal
+
+COPY_BYTES_MAX = 64 << 20
+"""An accepted file up to this size is copied when it is changed before it is in the store; a larger one waits."""
+WAIT_DURABLE_S = 1.0
+DISCARD_S_FIRST, DISCARD_S_MAX = 1.0, 60.0
+"""Between attempts to end the upload of a version that nobody wants."""
+COPY_STEP_BYTES = 4 << 20
+STAGE_WHOLE_S_MAX = 2.0
+"""So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
+log = logging.getLogger(__name__)
+
+
+class Newest:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        namespace: Namespace,
+        cache: BlockCache,
+        files: FileTable,
+        storing: Storing,
+        writeback: WriteBack,
+        replay: Replay,
+    ) -> None:
+        self._db, self._ns, self._cache, self._files = database, namespace, cache, files
+        self._storing, self._writeback, self._replay = storing, writeback, replay
+        self._services = files.services
+        self._journal = Journal(database)
+
+    async def close(self, file: OpenFile) -> None:
+        """What `close()` waits for: the store, or under write-back the local disk. Raises LakeError."""
+        draft = file.draft
+        if draft is None or file.unlinked or draft.accepted:
+            return
+        if not self._writeback.is_for(file.key):
+            await self.publish(file)
+            return
+        async with draft.exclusive():
+            if file.draft is draft and draft.state in (DraftState.WRITING, DraftState.FAILED):
+                await self._stage_whole(draft)
+                await self._writeback.accept(file, draft)
+
+    @staticmethod
+    async def _stage_whole(draft: Draft) -> None:
+        """What a small file keeps of the version it changes is staged too, where the store answers in time: that
+        version may be gone when these bytes are published."""
+        if draft.base is None or draft.size > COPY_BYTES_MAX:
+            return
+        with trio.move_on_after(STAGE_WHOLE_S_MAX):
+            try:
+                await draft.fill(0, draft.size)
+            except LakeError as error:
+                log.info("%s is accepted as a change of what the store has: %s", draft.target.key, error)
+
+    async def publish(self, file: OpenFile) -> None:
+        """Return when the file's bytes, as they were when called, are in the store, and what write-back accepted
+        before in its directory. Raises LakeError."""
+        if len(self._writeback):
+            await self._writeback.drain(self._writeback.before(file.key))
+        if file.draft is not None:
+            await self._publish(file, file.draft)
+
+    async def settled(self, item: Accepted) -> bool:
+        """See `writeback.Publisher`."""
+        return await self._replay.settled(item)
+
+    async def set_aside(self, item: Accepted) -> None:
+        """See `writeback.Publisher`."""
+        await self._replay.set_aside(item)
+
+    async def publish_accepted(self, item: Accepted) -> None:
+        """See `writeback.Publisher`."""
+        await self._publish(item.file, item.draft, item)
+
+    async def _publish(self, file: OpenFile, draft: Draft, item: Accepted | None = None) -> None:
+        async with file.publishing:
+            owner = file.owner_of(draft)
+            if owner is None or file.unlinked:
+                if draft.accepted:
+                    self._writeback.forget(draft)
+                return
+            if item is not None:
+                if item.superseded:
+                    return
+                item.busy = True
+            async with draft.exclusive():
+                if not draft.upload_intent_ns:
+                    self._files.aim(owner, draft.id, draft.target)
+                reached("publish.begun")
+                stored = await self._storing.store(owner, draft, alone=item is not None)
+                reached("publish.sent")
+                self._accept(file, draft, stored)
+            reached("publish.noted")
+            if stored.published is not None:
+                await trio.to_thread.run_sync(self._to_cache, draft, stored)
+            self._end(draft, stored)
+            if not file.unlinked:
+                self._files.keeper.published(owner.key, stored.extent)
+        self._files.forget_if_idle(file)
+
+    async def publish_together(self, items: list[Accepted]) -> list[Accepted]:
+        """See `writeback.Publisher`."""
+        done: list[Accepted] = []
+        items = [item for item in items if not item.replayed or not await self._replay.settled(item)]
+        with ExitStack() as held:
+            taken: list[tuple[OpenFile, Draft]] = []
+            for item in items:
+                owner = item.file.owner_of(item.draft)
+                if owner is None or item.file.unlinked:
+                    self._writeback.forget(item.draft)
+                    continue
+                if item.superseded:
+                    continue
+                if item.file.publishing.locked():
+                    break  # what comes after it in the order waits for the next pack
+                item.file.publishing.acquire_nowait()
+                held.callback(item.file.publishing.release)
+                item.busy = True
+                done.append(item)
+                taken.append((owner, item.draft))
+            if not taken:
+                return []
+            together = await self._storing.store_together(taken)
+            for item, (owner, _), stored in zip(done, taken, together, strict=True):
+                self._accept(item.file, item.draft, stored)
+                self._end(item.draft, stored)
+                if not item.file.unlinked:
+                    self._files.keeper.published(owner.key, stored.extent)
+        for item in done:
+            self._files.forget_if_idle(item.file)
+        return done
+
+    def _end(self, draft: Draft, stored: Stored) -> None:
+        draft.close(unlink=stored.published is None)
+        if draft.accepted:
+            self._writeback.forget(draft)
+
+    def _accept(self, file: OpenFile, draft: Draft, stored: Stored) -> None:
+        """These bytes are the newest version in the store, whatever was written since."""
+        self._cache.pin(stored.extent.version)
+        if file.extent is not None:
+            self._cache.unpin(file.extent.version)
+        owner = file.owner_of(draft) or file
+        now = owner.entry
+        file.extent, file.if_absent = stored.extent, False
+        if owner is file:
+            file.entry, file.draft = stored.entry, None
+        else:
+            file.behind.remove(owner)
+            owner.entry = stored.entry
+            self._follow(file, stored)
+        late, file.late_xattrs = file.late_xattrs, None
+        try:
+            self._record(stored.entry, draft)
+            if not file.unlinked and (late is not None or not _is_told(now, stored.told)):
+                self._storing.set_attributes(owner, now, late)
+        except CacheError as error:  # it is durable all the same; the next listing, or the next mount, finds out
+            log.error("%s is in the store, but that could not be noted: %s", file.key, error)
+
+    @staticmethod
+    def _follow(file: OpenFile, stored: Stored) -> None:
+        """Later versions of the file replace this one."""
+        now = stored.entry
+        for later in file.versions:
+            flags = later.entry.flags & ~Flag.LOCAL
+            later.entry = msgspec.structs.replace(
+                later.entry, flags=flags, etag=now.etag, stamp=now.stamp, place=now.place, offset=now.offset
+            )
+            later.extent, later.if_absent = stored.extent, False
+            if later.draft is not None:
+                later.draft.target.replaces, later.draft.target.if_absent = stored.extent.version.etag, False
+                later.draft.save()
+
+    def _record(self, entry: Entry, draft: Draft) -> None:
+        batch = Batch()
+        self._ns.changing(entry.parent, entry.name)
+        row = self._ns.tree.entry(entry.inode)
+        if row is not None and self._ns.is_removed(entry):
+            # Another node saw these bytes, and removed or renamed them, before their writer heard that they are there.
+            self._ns.tree.remove(batch, row)
+            self._ns.tell(entry.parent, entry.name)
+        elif row is not None:
+            self._ns.tree.update(batch, entry)
+        else:  # somebody else's version has the name on this node, and ours replaced it: look again
+            self._ns.tree.forget_listing(batch, entry.parent)
+        self._journal.delete(batch, draft.id)
+        self._db.commit(batch)
+
+    def _to_cache(self, draft: Draft, stored: Stored) -> None:
+        """What was just written is read back from local disk. A cache that cannot take it loses nothing."""
+        if stored.published is not None:
+            path = self._services.staging.path(draft.id)
+            self._cache.adopt(path, stored.extent.version, stored.published.hashes)
+
+    # -- changing what was accepted
+
+    async def begin_anew(self, file: OpenFile, accepted: Draft) -> None:
+        """A file is changed that was accepted and is not in the store yet: the next version begins as a copy of it, or
+        where it is large, after it was published. Raises LakeError."""
+        if accepted.size > COPY_BYTES_MAX and not file.unlinked:
+            with trio.move_on_after(self._services.staging.wait_s_max):
+                await self._wait_durable(file, accepted)
+            if file.draft is accepted and not file.unlinked:
+                raise StagingFull(f"{file.key} waits for the store, and cannot be changed before it is there")
+            return
+        target = DraftTarget(file.key, file.describe, replaces=file.extent.version.etag if file.extent else "")
+        copy = Draft(self._services, self._files.new_id(), target)
+        copy.deferred = True
+        try:
+            for at in range(0, accepted.size, COPY_STEP_BYTES):
+                await copy.write(at, await accepted.read(at, COPY_STEP_BYTES))
+            copy.size = accepted.size
+        except DraftEnded:
+            pass
+        except BaseException:
+            await copy.discard()
+            raise
+        if file.draft is not accepted:  # it was published meanwhile, or somebody else began
+            await copy.discard()
+            return
+        self._files.leave_behind(file)
+        self._files.begin(file, copy)
+
+    async def _wait_durable(self, file: OpenFile, accepted: Draft) -> None:
+        while file.draft is accepted and not file.unlinked:
+            try:
+                await self._writeback.drain(self._writeback.before(file.key))
+            except LakeError as error:
+                log.info("%s is to be changed, and waits for the store: %s", file.key, error)
+            if file.draft is accepted:
+                await trio.sleep(WAIT_DURABLE_S)
+
+    # -- what nobody wants any more
+
+    def discard_later(self, draft: Draft) -> None:
+        """See `writeback.Publisher`."""
+        draft.unlinked = True
+        self._services.nursery.start_soon(self._discard, draft)
+
+    async def _discard(self, draft: Draft) -> None:
+        """Until the store has nothing left of it either; where the mount ends before, the next one goes on."""
+        reached("discard.begun")
+        pause_s = DISCARD_S_FIRST
+        while True:
+            try:
+                await self._storing.forsake_late(draft)
+                await draft.discard()
+                if draft.error is None:
+                    self._files.forget_record(draft.id)
+                    return
+                error: LakeError = draft.error
+            except LakeError as failed:
+                error = failed
+                draft.close(unlink=True)
+            log.warning("what the store has of a version of %s that is not wanted stays: %s", draft.target.key, error)
+            try:
+                draft.save(sync=True)
+            except CacheError as unsaved:
+                log.error("what is left of %s could not be noted: %s", draft.target.key, unsaved)
+            if not isinstance(error, Unavailable):
+                return
+            await trio.sleep(pause_s)
+            pause_s = min(2 * pause_s, DISCARD_S_MAX)
+
+
+def _is_told(entry: Entry, told: Mapping[str, str]) -> bool:
+    """An object's metadata says what the entry does; an mtime nobody chose is its LastModified."""
+    wanted = attributes.describe(entry, with_mtime=bool(entry.flags & Flag.MTIME_KEPT))
+    return all(told.get(name) == value for name, value in wanted.items())

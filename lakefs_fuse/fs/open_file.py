@@ -1,0 +1,93 @@
+"""One file in use: what `FileTable` keeps of it while a handle is open or its newest bytes are not in the store.
+
+Trio thread only; nothing of it survives a crash but what the journal and the rows say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+import trio
+
+from lakefs_fuse.catalog.deletions import Doomed
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.version import Extent
+from lakefs_fuse.fs import attributes
+from lakefs_fuse.meta.entry import Entry, Flag
+
+
+class FileState(StrEnum):
+    """What ``user.lakefs.state`` says. From ``dirty`` and ``uploading`` to ``durable`` or ``failed``, which the next
+    attempt takes back to ``uploading``; a write takes any of them to ``dirty``."""
+
+    DIRTY = "dirty"
+    """Being written, or accepted and waiting."""
+    UPLOADING = "uploading"
+    """Parts of it, or the pack that it is in, are on their way or in the store already."""
+    DURABLE = "durable"
+    FAILED = "failed"
+    """The store refused it, or did not answer a caller that waited; the bytes are on the local disk."""
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """One inode in use. ``entry`` is what is known of the file now; its size is the draft's while there is one. ``key``
+    is its path, and the key that a plain object of it would have; ``extent`` where its bytes are."""
+
+    entry: Entry
+    key: str
+    extent: Extent | None
+    draft: Draft | None = None
+    handles: int = 0
+    writers: int = 0
+    unlinked: bool = False
+    if_absent: bool = False
+    behind: list[OpenFile] = field(default_factory=list)
+    """Versions that write-back accepted before ``draft`` began, oldest first, as they were then, with the same lock."""
+    late_xattrs: dict[str, bytes] | None = None
+    """Set while a version was being stored, which may not tell them."""
+    leaves: tuple[Doomed, ...] = ()
+    """Objects elsewhere that nobody wants once the draft is stored."""
+    publishing: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def current(self) -> Entry:
+        return msgspec.structs.replace(self.entry, size=self.draft.size) if self.draft else self.entry
+
+    @property
+    def is_untouched(self) -> bool:
+        """Created or emptied, and not written to since."""
+        return self.draft is not None and self.draft.size == 0 and self.draft.base is None
+
+    def describe(self, multipart: bool) -> Mapping[str, str]:
+        """Metadata of the object. A multipart upload's is fixed when it begins, before the last write has a time."""
+        return attributes.describe(self.entry, with_mtime=not multipart or bool(self.entry.flags & Flag.MTIME_KEPT))
+
+    def written(self, now_ns: int) -> None:
+        """The bytes changed just now."""
+        flags = self.entry.flags & ~Flag.MTIME_KEPT
+        self.entry = msgspec.structs.replace(self.entry, flags=flags, mtime_ns=now_ns, ctime_ns=now_ns)
+
+    @property
+    def versions(self) -> list[OpenFile]:
+        """Those that wait behind, and this."""
+        return [*self.behind, self] if self.behind else [self]
+
+    def owner_of(self, draft: Draft) -> OpenFile | None:
+        """This, or the version behind it, whose draft it is; None where it has ended."""
+        return next((each for each in self.versions if each.draft is draft), None)
+
+    def leave_behind(self) -> OpenFile:
+        """The accepted draft becomes a version of its own, with the attributes it has now; another may begin."""
+        assert self.draft is not None
+        earlier = OpenFile(
+            self.entry, self.key, self.extent, self.draft, if_absent=self.if_absent, leaves=self.leaves,
+            publishing=self.publishing,
+        )  # fmt: skip
+        self.draft.target.describe = earlier.describe
+        self.behind.append(earlier)
+        self.draft = None
+        return earlier

@@ -1,0 +1,48 @@
+"""What a store may offer beyond `ObjectStore` for the probe to find out more, and to make use of it.
+
+Called by `probe`, before anything is served.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from lakefs_fuse.store.protocol import Capabilities
+
+
+@runtime_checkable
+class Observable(Protocol):
+    """A store that can show what its server answers before it is made up for."""
+
+    def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
+        """HTTP status and body length of a ranged GET."""
+
+
+class Sender(Protocol):
+    """What sends the bodies of uploads."""
+
+    sends_sums: bool
+    """Whether uploads say their CRC-32."""
+
+    @property
+    def encrypted(self) -> bool:
+        """Then sums are no use."""
+
+    def accepts(self, key: str, body: bytes, crc32: int, upload_id: str = "") -> bool:
+        """Whether the store takes an object, or part 1 of an upload, whose CRC-32 is said to be ``crc32``."""
+
+
+@runtime_checkable
+class Summing(Protocol):
+    """A store whose uploads can say their sums."""
+
+    @property
+    def sender(self) -> Sender: ...
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """A store that behaves differently for different capabilities."""
+
+    def adapt(self, capabilities: Capabilities) -> None:
+        """Called once, before serving."""

@@ -1,0 +1,347 @@
+"""Keeps a mount alive: `python -m lakefs_fuse.supervisor`, started by `lakefs-fuse mount` in the daemon's place.
+
+It takes the same configuration on standard input and the same ``--ready-fd`` as the daemon, which is its child. The
+first life's answer is passed on as it is; a first life that does not serve ends the supervisor, too. Afterwards a
+daemon that is killed or fails while its mount is there is started again. The dead mount stays until the next daemon
+has opened the lake, so that programs get ENOTCONN meanwhile, and do not take the directory beneath for the lake; that
+daemon detaches it and mounts in one go. Lives that end soon, or never begin, are spaced by `Pace`.
+
+It is over when the daemon ends by itself, when the mount was taken away by someone, and by SIGTERM or SIGINT, which are
+passed on. The daemon is a session of its own: a terminal's Ctrl-C reaches it once, through here. SIGKILL of the
+supervisor leaves the daemon serving, unsupervised. One thread, and nothing is polled: signals come through a wakeup
+descriptor, the daemon's end through a pidfd. It holds little memory and imports none of the layers that do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from lakefs_fuse import failpoints, notify
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.control.mounts import detach, mount_at
+from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, Claim
+from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
+from lakefs_fuse.logs import open_supervisor_log
+
+SHORT_LIFE_S = 60.0
+"""A daemon that ends sooner is one of a row; a longer life ends the row."""
+PROMPT_RESTARTS = 5
+"""So many in a row are started again at once …"""
+DELAY_S_MAX = 30.0
+"""… and later ones after 1, 2, 4, … seconds, never more than this."""
+STARTUP_S_MAX = 600.0
+"""On top of the time that store requests are tried again: how long a later life may take until it serves."""
+STOP_S_MAX = 5.0
+"""A daemon that does not serve yet is killed if it does not end within this, which costs nothing."""
+CONFIG_BYTES_MAX = 1 << 20
+
+DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon")
+"""-P: the directory in which a user happens to be is not where modules come from."""
+
+log = logging.getLogger("lakefs_fuse.supervisor")
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """How one daemon went. ``code`` is its exit code, or minus the signal that killed it."""
+
+    served: bool
+    code: int
+    lasted_s: float
+    answer: Answer | None = None
+    device: str = ""
+    """Of its mount, if it served."""
+
+    def __str__(self) -> str:
+        how = f"killed by {_signal_name(-self.code)}" if self.code < 0 else f"exit code {self.code}"
+        error = f": {self.answer.error}" if self.answer is not None and self.answer.error else ""
+        return f"{how}, {'served for' if self.served else 'did not serve within'} {self.lasted_s:.1f} s{error}"
+
+    @property
+    def may_not_have_detached(self) -> bool:
+        """If the mount is gone, somebody else took it away: it served, or says that it did not do it."""
+        return self.served or (self.answer is not None and not self.answer.detached)
+
+    @property
+    def is_over(self) -> bool:
+        """It ended on purpose: unmounted and drained, whether or not everything could be stored."""
+        return self.code == 0 or (self.served and self.code == EXIT_FAILURE)
+
+
+class Pace:
+    """When to start again; never in a spin."""
+
+    def __init__(self) -> None:
+        self._short = 0
+
+    def delay_s(self, life: Life) -> float:
+        """How long to wait after ``life``, which is counted."""
+        self._short = 0 if life.served and life.lasted_s >= SHORT_LIFE_S else self._short + 1
+        # What did not even start is not helped by a prompt attempt: the store is away, or the disk full.
+        late = self._short - (PROMPT_RESTARTS if life.served else 0)
+        return 0.0 if late <= 0 else min(DELAY_S_MAX, 2.0 ** min(late - 1, 30))
+
+
+class Signals:
+    """SIGTERM, SIGINT and SIGHUP as a descriptor to wait on; whatever was ignored stays ignored."""
+
+    def __init__(self) -> None:
+        self.receiving, self._sending = socket.socketpair()
+        self._sending.setblocking(False)
+        signal.set_wakeup_fd(self._sending.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: None)
+
+    def read(self) -> list[str]:
+        """Names of those that came; call when `receiving` is readable."""
+        return [_signal_name(number) for number in self.receiving.recv(64)]
+
+
+class Supervisor:
+    """All lives of one mount's daemon, one after another."""
+
+    def __init__(
+        self,
+        config: MountConfig,
+        ready_fd: int | None,
+        *,
+        command: Sequence[str] = DAEMON,
+        signals: Signals,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._ready_fd = ready_fd
+        self._command = command
+        self._signals = signals
+        self._clock = clock
+        self._environment = _environment()
+        self._document = os.memfd_create("lakefs-fuse-config")
+        os.write(self._document, msgspec.json.encode(config))
+        self._stopping = False
+
+    def run(self) -> int:
+        """The exit code: the last daemon's, or EXIT_FAILURE if it was killed."""
+        pace, restarts, device = Pace(), 0, ""
+        while True:
+            life = self._live(restarts, device)
+            device = life.device or device
+            if self._is_last(life, restarts, device):
+                break
+            if device and not self._is_mounted(device):
+                # Taken away by the daemon that failed, or died, before it could make the new one.
+                device = ""
+            delay_s = pace.delay_s(life)
+            log.error("the daemon died (%s); starting it again in %g s", life, delay_s)
+            notify.notify(f"STATUS=The daemon died ({life}); starting it again")
+            if self._pause(delay_s):
+                self._clear(device)
+                break
+            if device and not self._is_mounted(device):
+                log.warning("%s was unmounted; the daemon is not started again", self._config.mountpoint)
+                break
+            restarts += 1
+            # A point at which to die, for tests, is meant for the first life.
+            self._environment.pop(failpoints.VARIABLE, None)
+        return life.code if life.code >= 0 else EXIT_FAILURE
+
+    def _is_last(self, life: Life, restarts: int, device: str) -> bool:
+        if life.is_over or (restarts == 0 and not life.served):
+            if life.code:
+                log.error("the daemon ended (%s)", life)
+                self._clear(device)
+            return True
+        if self._stopping:
+            log.error("the daemon died while it was to stop (%s)", life)
+            self._clear(device)
+            return True
+        if device and not self._is_mounted(device) and life.may_not_have_detached:
+            log.error(
+                "the daemon died after its mount was gone (%s); what is not in the store stays in %s",
+                life,
+                self._config.cache_dir,
+            )
+            return True
+        return False
+
+    def _live(self, restarts: int, device: str) -> Life:
+        """One daemon, from start to end. ``device`` is that of the dead mount it replaces, or empty."""
+        began_s = self._clock()
+        reading, writing = os.pipe()
+        os.set_inheritable(writing, True)
+        os.lseek(self._document, 0, os.SEEK_SET)
+        arguments = [
+            "--ready-fd",
+            str(writing),
+            "--restarts",
+            str(restarts),
+            *(["--replace", device] if device else []),
+        ]
+        try:
+            pid = os.posix_spawn(
+                self._command[0],
+                [*self._command, *arguments],
+                self._environment,
+                file_actions=[(os.POSIX_SPAWN_DUP2, self._document, 0)],
+                setsid=True,
+            )
+        except OSError as error:
+            os.close(reading)
+            return Life(False, EXIT_FAILURE, 0.0, Answer(f"cannot be started: {error.strerror}"))
+        finally:
+            os.close(writing)
+        pidfd = os.pidfd_open(pid)
+        try:
+            return self._follow(pid, pidfd, reading, began_s, is_first=restarts == 0)
+        finally:
+            os.close(pidfd)
+            os.close(reading)
+
+    def _follow(self, pid: int, pidfd: int, reading: int, began_s: float, *, is_first: bool) -> Life:
+        """Wait for a daemon's end; pass on signals to it, and the first one's answer to whoever waits."""
+        answer: Answer | None = None
+        waiting_for: list[int | socket.socket] = [pidfd, self._signals.receiving, reading]
+        # The first life's time is kept by the one who waits for it.
+        deadline_s = float("inf") if is_first else began_s + STARTUP_S_MAX + self._config.store.retry_timeout_s
+        device = ""
+        while True:
+            served = answer is not None and not answer.error
+            left_s = None if served or deadline_s == float("inf") else max(0.0, deadline_s - self._clock())
+            ready, _, _ = select.select(waiting_for, [], [], left_s)
+            if reading in ready:
+                waiting_for.remove(reading)
+                answer = self._read_answer(reading, pass_on=is_first)
+                if answer is not None and not answer.error:
+                    mounted = mount_at(self._config.mountpoint)
+                    device = mounted.device if mounted is not None else "gone"
+                    self._announce(pid, is_first=is_first)
+                    continue
+            if self._signals.receiving in ready:
+                self._stop(pidfd)
+                deadline_s = min(deadline_s, self._clock() + STOP_S_MAX)
+            if pidfd in ready:
+                break
+            if not ready and not served:
+                log.error("the daemon (pid %d) does not get ready; killing it", pid)
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                deadline_s = float("inf")
+        _, status = os.waitpid(pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return Life(bool(device), code, self._clock() - began_s, answer, device)
+
+    def _read_answer(self, reading: int, *, pass_on: bool) -> Answer | None:
+        """None where the daemon closed the pipe without a word, as one that dies does."""
+        # One write of less than PIPE_BUF, or the first piece of a long message, which is good enough for the log.
+        line = os.read(reading, ANSWER_BYTES_MAX)
+        if pass_on and self._ready_fd is not None:
+            try:
+                os.write(self._ready_fd, line)
+            except BrokenPipeError:
+                pass  # Whoever waited has given up.
+            os.close(self._ready_fd)
+            self._ready_fd = None
+        if not line:
+            return None
+        try:
+            return msgspec.json.decode(line.partition(b"\n")[0], type=Answer)
+        except msgspec.DecodeError:
+            return Answer("its answer makes no sense")
+
+    def _announce(self, pid: int, *, is_first: bool) -> None:
+        if not is_first:
+            log.warning("the daemon serves again (pid %d)", pid)
+        notify.notify(notify.READY, f"STATUS=Serving {self._config.store.source} (daemon pid {pid})")
+
+    def _stop(self, pidfd: int) -> None:
+        """Pass on what came: the daemon unmounts and drains, and a second one makes it give up draining."""
+        for name in self._signals.read():
+            log.info("signal %s, passed on", name)
+            try:
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+            except ProcessLookupError:
+                pass
+        if not self._stopping:
+            notify.notify(notify.STOPPING, "STATUS=Storing what is left")
+        self._stopping = True
+
+    def _pause(self, delay_s: float) -> bool:
+        """Whether it was told to stop meanwhile."""
+        if not select.select([self._signals.receiving], [], [], delay_s)[0]:
+            return False
+        log.info("signal %s while no daemon runs: ending", ", ".join(self._signals.read()))
+        return True
+
+    def _is_mounted(self, device: str) -> bool:
+        """The mount of the dead daemon is what one comes to at the mountpoint."""
+        mounted = mount_at(self._config.mountpoint)
+        return mounted is not None and mounted.is_fuse and mounted.device == device
+
+    def _clear(self, device: str) -> None:
+        """Take away the dead mount, if it is there."""
+        if not self._is_mounted(device):
+            return
+        try:
+            detach(self._config.mountpoint, lazy=True)
+        except LakeError as error:
+            log.error("%s", error)
+
+
+def _environment() -> dict[str, str]:
+    """What daemons are started with, from "/": the same as ours, with nothing in it that depends on where we are."""
+    environment = {**os.environ}
+    # This process is the service; the daemon is a part of it.
+    environment.pop(notify.VARIABLE, None)
+    if path := environment.get("PYTHONPATH"):
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+    return environment
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a realtime signal
+        return f"signal {number}"
+
+
+def run(argv: Sequence[str], command: Sequence[str] = DAEMON) -> int:
+    """The exit code; a failure before the first daemon runs is told to whoever waits for readiness, and printed."""
+    parser = argparse.ArgumentParser(prog="lakefs_fuse.supervisor")
+    parser.add_argument("--ready-fd", type=int)
+    ready_fd: int | None = parser.parse_args(argv).ready_fd
+    if ready_fd is not None:
+        os.set_inheritable(ready_fd, False)
+    signals = Signals()
+    try:
+        try:
+            config = msgspec.json.decode(sys.stdin.buffer.read(CONFIG_BYTES_MAX), type=MountConfig)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"no usable configuration: {error}; use `lakefs-fuse mount`") from error
+        claim = Claim(config.mountpoint)
+        try:
+            open_supervisor_log(config)
+            supervisor = Supervisor(config, ready_fd, command=command, signals=signals)
+            os.chdir("/")
+            return supervisor.run()
+        finally:
+            claim.release()
+    except LakeError as error:
+        print(f"lakefs-fuse: {error}", file=sys.stderr)
+        if ready_fd is not None:
+            answer = Answer(str(error), error.exit_code)
+            os.write(ready_fd, msgspec.json.encode(answer) + b"\n")
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,395 @@
+"""Rounds of work, death, and comparison, on one lake after another.
+
+A round: the daemon starts (perhaps told to die at a boundary), writers compare what is there with what they know and
+go on writing, the daemon dies, what lies in the store is looked at as another program sees it. After some rounds the
+lake is ended as a user would: flush, unmount, `gc`; and then a mount with an empty cache must show the model, and
+nothing must be left over. Everything random follows from the seed, but the moments at which processes run do not.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.crash import harm
+from scripts.crash.content import Ids
+from scripts.crash.host import Host, HostError
+from scripts.crash.member import Answer, Check, CheckSightings, CheckStore, Crew, Go, Hot, Stop, WriteLog
+from scripts.crash.store_view import DANGLING, StoreView
+from scripts.crash.tree import Kind, look
+from scripts.crash.watcher import Watcher
+from tests.servers import Server
+
+FAILPOINT_WAIT_S = 2.5
+"""How long the daemon may work on without reaching the boundary it was told to die at."""
+FAILPOINT_COUNTS = (1, 1, 2, 3, 5, 8, 13)
+"""The daemon dies when it comes to the boundary for this time."""
+RANDOM_S_MAX = 1.2
+STARTING_S_MAX = 1.3
+CATCH_UP_S_MAX = 10.0
+"""The other node looks for commits five times a second, and at listings once."""
+REPLAY = "replay.restored"
+
+
+class Failure(Exception):
+    """Something acknowledged is not there, or something else is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one run does."""
+
+    seed: str
+    kills: int
+    kills_per_lake: int
+    durability: str
+    failpoints: tuple[str, ...]
+    harm: str = ""
+    """What to break behind the daemon's back, to see that it is noticed; see `harm`."""
+    harm_after: int = 6
+    """Kills before that."""
+    allow_dangling: bool = False
+    """Count names whose bytes were replaced, instead of failing."""
+    watch: bool = True
+    """Every other lake has a second mount, which is looked at all the time."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was done, for the summary."""
+
+    kills: int = 0
+    lakes: int = 0
+    steps: int = 0
+    bytes_written: int = 0
+    files_seen: int = 0
+    sightings: int = 0
+    early: int = 0
+    dangling: int = 0
+    happened: Counter[str] = field(default_factory=Counter)
+    missed: Counter[str] = field(default_factory=Counter)
+
+
+class Lake:
+    """One lake, from an empty bucket prefix to its end."""
+
+    def __init__(self, plan: Plan, number: int, server: Server, bucket: str, directory: Path, crew: Crew,
+                 tally: Tally) -> None:  # fmt: skip
+        self._plan, self._number, self._crew, self._tally = plan, number, crew, tally
+        self._random = random.Random(f"{plan.seed}/lake{number}")
+        self.directory = directory / f"lake{number}"
+        options = self._options()
+        self.prefix = f"lake{number}/"
+        self._source, self._server = f"s3://{bucket}/{self.prefix}".rstrip("/"), server
+        self._host = Host(server, self._source, self.directory, *options)
+        self._view = StoreView(server, bucket, self.prefix)
+        self._unclosed: set[str] = set()
+        self._watcher: Watcher | None = None
+        if plan.watch and number % 2 == 0:
+            self._watcher = Watcher(server, self._source, self.directory / "other", f"{plan.seed}/watcher{number}")
+        self.options = " ".join(options)
+        self.rounds = 0
+        self.kind = self.deaths = ""
+
+    def _options(self) -> list[str]:
+        choose = self._random.choice
+        options = ["--durability", self._plan.durability, "--writeback-delay", choose(["0", "50ms", "300ms"])]
+        options += ["--refresh", choose(["0.2", "1"]), "--metadata-ttl", choose(["1", "60"])]
+        options += [
+            "--relocate-after",
+            choose(["0", "500ms", "60"]),
+            "--pack",
+            choose(["auto", "auto", "always", "never"]),
+        ]
+        return [*options, "--orphans", choose(["keep", "abort"]), "--staging-size", choose(["256M", "1G"])]
+
+    def close(self) -> None:
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher.host.close()
+        self._host.close()
+        self._view.close()
+
+    # -- one lake
+
+    def run(self, kills: int) -> None:
+        """Raises Failure, HostError, TimeoutError."""
+        self._crew.begin(f"{self._plan.seed}/lake{self._number}", self._host.mountpoint, self._plan.durability)
+        self._host.start()
+        self._host.wait_mounted()
+        os.mkdir(self._host.mountpoint / "shared")
+        self._host.flush()
+        self._host.umount()
+        if self._watcher is not None:
+            self._watcher.start()
+        while self.rounds < kills:
+            self._round()
+            self.rounds += 1
+        self._mount("")
+        self._end()
+        self._tally.lakes += 1
+
+    def _round(self) -> None:
+        """No daemon runs, before and after."""
+        before = self.kind
+        self.kind = self._kind()
+        kind = self.kind
+        self.deaths = f"after {before or 'nothing'}, before {kind}"
+        self._mount(kind)
+        if kind == "wipe":
+            self._work_until(lambda: self._sleep(RANDOM_S_MAX), stop_first=True)
+        elif kind in self._plan.failpoints and kind != REPLAY:
+            self._work_until(lambda: self._await_failpoint(kind))
+        else:
+            self._work_until(lambda: self._sleep(RANDOM_S_MAX))
+        self._tally.kills += 1
+        self._tally.happened[kind] += 1
+        self._host.clear()
+        if kind == "wipe":
+            shutil.rmtree(self._host.cache)
+        if self._plan.harm and self._tally.kills >= self._plan.harm_after:
+            harm.do(self._plan.harm, self._host, self._view, self._random)
+        self._look_at_store()
+
+    def _mount(self, kind: str) -> None:
+        """A daemon that comes to its mount, and shows what it must; perhaps after one that dies on the way there."""
+        failpoint = f"{kind}:{self._random.choice(FAILPOINT_COUNTS)}" if kind in self._plan.failpoints else ""
+        if kind == "starting":
+            self._host.start()
+            self._host.wait_died(self._random.random() * STARTING_S_MAX)
+            self._host.kill()
+            self._host.clear()
+        elif failpoint:
+            self._host.start(REPLAY if kind == REPLAY else failpoint)
+            if self._host.wait_mounted(may_die=True):
+                try:
+                    self._compare()
+                    self._tally.missed[REPLAY] += kind == REPLAY
+                    return
+                except Failure:
+                    if not self._host.wait_died(1.0):
+                        raise
+            self._host.clear()
+            self._look_at_store()
+        self._host.start()
+        self._host.wait_mounted()
+        self._compare()
+
+    def _kind(self) -> str:
+        """How this round's daemon dies: each boundary in its turn, at random moments, while it replays, and after a
+        flush with the loss of its cache directory."""
+        number = self._number * self._plan.kills_per_lake + self.rounds
+        if number % 2 and self._plan.failpoints:
+            return self._plan.failpoints[number // 2 % len(self._plan.failpoints)]
+        draw = self._random.random()
+        return "wipe" if draw < 0.08 else "starting" if draw < 0.25 else "random"
+
+    def _sleep(self, seconds_max: float) -> None:
+        if self._host.wait_died(self._random.random() ** 1.5 * seconds_max):
+            raise HostError(f"the daemon died by itself:\n{self._host.tail()}")
+
+    def _await_failpoint(self, name: str) -> None:
+        if not self._host.wait_died(FAILPOINT_WAIT_S):
+            self._tally.missed[name] += 1
+
+    def _work_until(self, wait: Callable[[], None], *, stop_first: bool = False) -> None:
+        """Writers work, ``wait`` returns, the daemon is dead."""
+        self._crew.send(Go())
+        wait()
+        if stop_first:
+            self._take(self._stop())
+            self._host.flush()
+            self._host.kill()
+            return
+        if not self._host.has_died():
+            self._host.kill()
+        self._take(self._crew.answers())
+
+    def _stop(self) -> list[Answer]:
+        self._crew.send(Stop())
+        return [*self._crew.answers(), *self._crew.answers()]
+
+    # -- comparing
+
+    def _take(self, answers: list[Answer]) -> list[Answer]:
+        """Raises Failure where a writer has something to complain of."""
+        for answer in answers:
+            self._tally.steps += answer.steps
+            self._tally.early += answer.early
+            self._tally.bytes_written += answer.bytes_written
+            self._unclosed.update(path for path in answer.unclosed if path)
+        problems = [problem for answer in answers for problem in answer.problems]
+        if problems:
+            raise Failure("\n".join(problems))
+        return answers
+
+    def _compare(self, *, strict: bool = False, root: Path | None = None) -> None:
+        root = root or self._host.mountpoint
+        answers = self._take(self._crew.ask(Check(strict, root)))
+        hot = [each for answer in answers for each in answer.hot]
+        names = {each.name for each in hot}
+        problems = [
+            problem for name in names for problem in _compare_hot(root, name, [h for h in hot if h.name == name])
+        ]
+        expected = {name.rpartition("/")[2] for name in names}
+        strangers = [name for name in os.listdir(root / "shared") if not name.startswith("w") and name not in expected]
+        problems += [f"shared/{name} is there, and nobody made it" for name in strangers]
+        problems += [f"{name} is there, and nobody made it" for name in os.listdir(root) if not _is_ours(name)]
+        if problems:
+            raise Failure("\n".join(problems))
+
+    def _look_at_store(self, *, strict: bool = False) -> None:
+        seen = self._view.look()
+        if self._plan.allow_dangling and not strict:
+            dangling = {path for path, node in seen.items() if node.damage.startswith(DANGLING)}
+            self._tally.dangling += len(dangling)
+            places = {path.rpartition("/")[0] for path in dangling}
+            seen = {path: node for path, node in seen.items() if path not in dangling}
+            seen = {
+                path: node
+                for path, node in seen.items()
+                if path.rpartition("/")[0] not in places or not _is_group(path)
+            }
+        self._tally.files_seen += len(seen)
+        answers = self._take(self._crew.ask(CheckStore(seen, strict)))
+        tried: set[tuple[str, Ids]] = {each for answer in answers for each in answer.hot_tried}
+        problems = [f"{path} in the store is {node}" for path, node in seen.items() if not _is_ours(path.split("/")[0])]
+        for path, node in seen.items():
+            if path.startswith("shared/hot-") and (path, node.content) not in tried:
+                problems.append(f"{path} in the store is {node}, which nobody renamed to it")
+        if problems:
+            raise Failure("\n".join(problems))
+        if self._watcher is not None:
+            sightings = self._watcher.take()
+            self._tally.sightings += len(sightings)
+            self._take(self._crew.ask(CheckSightings(sightings)))
+
+    # -- the end
+
+    def _end(self) -> None:
+        """Flush, unmount, collect garbage; then another node with nothing in its cache, and the store itself."""
+        self._crew.send(Go())
+        self._sleep(RANDOM_S_MAX)
+        self._take(self._stop())
+        self._host.flush()
+        self._check_orphans()
+        self._host.umount()
+        self._look_at_store(strict=True)
+        self._compare_other_node()
+        if left := os.listdir(self._host.cache / "staging"):
+            raise Failure(f"after umount there is in staging: {left}\n{self._host.tail()}")
+        gc = ["gc", self._source, "--endpoint-url", self._server.url, "--region", "us-east-1"]
+        for _ in range(2):
+            done = self._host.cli(*gc, "--grace", "0", "--uploads-older-than", "0")
+            if done.returncode:
+                raise Failure(f"gc: {done.stderr}{done.stdout}")
+        if left := self._view.uploads():
+            raise Failure(f"unfinished uploads are left in the store: {left}")
+        self._host.cache = self.directory / "cache-of-another-node"
+        self._host.start()
+        self._host.wait_mounted()
+        self._compare(strict=True)
+        self._host.umount()
+        if complaints := self._host.complaints():
+            raise Failure("\n".join(complaints))
+
+    def _compare_other_node(self) -> None:
+        """The mount that was there all the time catches up."""
+        if self._watcher is None:
+            return
+        self._watcher.stop()
+        deadline = time.monotonic() + CATCH_UP_S_MAX
+        while True:
+            try:
+                self._compare(strict=True, root=self._watcher.host.mountpoint)
+                break
+            except Failure as failure:
+                if time.monotonic() > deadline:
+                    raise Failure(
+                        f"on the other node, {CATCH_UP_S_MAX:.0f} s after the last change:\n{failure}"
+                    ) from None
+            time.sleep(0.2)
+        self._watcher.host.umount()
+        if complaints := self._watcher.host.complaints():
+            raise Failure("\n".join(complaints))
+
+    def _check_orphans(self) -> None:
+        """Only what nobody closed may be one; then they are aborted."""
+        statistics = self._host.statistics()
+        unfinished = statistics["unfinished"]
+        assert isinstance(unfinished, list)
+        for item in unfinished:
+            if item["state"] != "orphan" or item["path"] not in self._unclosed:
+                raise Failure(f"after a flush, {item} is not durable, and it was closed")
+        writeback = statistics.get("writeback")
+        if isinstance(writeback, dict) and (writeback.get("conflicts") or writeback.get("failed")):
+            raise Failure(f"nobody else wrote to this lake, and nothing failed, but write-back tells {writeback}")
+        done = self._host.cli("orphans", str(self._host.mountpoint), "--all", "abort")
+        if done.returncode:
+            raise Failure(f"orphans --all abort: {done.stderr}")
+
+    def keep_evidence(self) -> None:
+        """After a failure: what the writers did, and no process."""
+        try:
+            self._crew.ask(WriteLog(self.directory))
+        except (TimeoutError, EOFError, OSError):
+            pass
+
+
+def _is_group(path: str) -> bool:
+    return "/turns/" in path or "/ckpt-" in path
+
+
+def _is_ours(name: str) -> bool:
+    return name == "shared" or (name[:1] == "w" and name[1:].isdecimal())
+
+
+def _compare_hot(root: Path, name: str, writes: list[Hot]) -> list[str]:
+    """A name that all rename onto has the version of a rename that no other one came after."""
+    try:
+        node = look(root, name)
+    except OSError as error:
+        return [f"{name}: {error}; it had {len(writes)} versions"]
+    allowed = [each for each in writes if not any(other.began_ns > each.ended_ns for other in writes)]
+    if node.damage or node.kind is not Kind.FILE or node.content not in [each.content for each in allowed]:
+        versions = "\n".join(f"      {h.began_ns / 1e9:.6f} to {h.ended_ns / 1e9:.6f} {list(h.content)}"
+                             for h in sorted(writes, key=lambda each: each.began_ns)[-20:])  # fmt: skip
+        return [
+            f"{name} is {node}; the newest version must be one of {[list(h.content) for h in allowed]}:\n{versions}"
+        ]
+    return []
+
+
+def run(
+    plan: Plan, server: Server, bucket: str, directory: Path, crew: Crew, say: Callable[[str], None]
+) -> tuple[Tally, int]:
+    """All lakes; how many of them failed. A lake that failed is left as it is, with its directories."""
+    tally, failures, number = Tally(), 0, 0
+    started = time.monotonic()
+    while tally.kills < plan.kills and failures < 3:
+        before = tally.kills
+        lake = Lake(plan, number, server, bucket, directory, crew, tally)
+        lake_kills = min(plan.kills_per_lake, plan.kills - tally.kills)
+        try:
+            lake.run(lake_kills)
+        except (Failure, HostError, TimeoutError, subprocess.TimeoutExpired) as error:
+            failures += 1
+            lake.keep_evidence()
+            where = f"seed {plan.seed}, lake {number} ({lake.options}), round {lake.rounds} ({lake.deaths})"
+            say(f"FAILED: {where}\n{error}")
+            say(f"kept: {lake.directory}")
+            return tally, failures
+        finally:
+            lake.close()
+        shutil.rmtree(lake.directory)
+        took = time.monotonic() - started
+        say(f"lake {number}: {tally.kills - before} kills, {tally.kills} in all, {took:.0f} s; {lake.options}")
+        number += 1
+    return tally, failures

@@ -1,0 +1,125 @@
+"""The checkpoints of a directory by ordinary system calls; any filesystem with extended attributes does."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.checkpoints.model import Checkpoint, Listing
+from lakefs_fuse.cli import run
+from lakefs_fuse.cli.checkpoint_walk import STATE, delete, find_checkpoints
+from lakefs_fuse.errors import LakeError
+
+
+def put(path: Path, size: int = 10, when_s: float | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(bytes(size))
+    if when_s is not None:
+        os.utime(path, (when_s, when_s))
+
+
+def look(path: Path, marker: str | None = None, match: str | None = None) -> Listing:
+    return find_checkpoints(str(path), marker=marker, match=match)
+
+
+def item(found: Listing, name: str) -> Checkpoint:
+    made = found.find(name)
+    assert made is not None
+    return made
+
+
+def test_files_and_directories_of_shards(tmp_path: Path) -> None:
+    put(tmp_path / "step1.pt", 100, 1000)
+    put(tmp_path / "step2" / "rank0.pt", 20, 3000)
+    put(tmp_path / "step2" / "deep" / "rank1.pt", 30, 2000)
+    put(tmp_path / "config.json")
+    (tmp_path / "step3").mkdir()
+    (tmp_path / "last.pt").symlink_to("step1.pt")
+    found = look(tmp_path)
+    assert [made.name for made in found.checkpoints] == ["step3", "step2", "step1.pt"]
+    shards = item(found, "step2")
+    assert (shards.kind, shards.files, shards.bytes, shards.mtime, shards.step) == ("directory", 2, 50, 3000.0, 2)
+    assert shards.path == str(tmp_path / "step2")
+    assert shards.complete
+    assert item(found, "step1.pt").linked
+    assert found.latest == "step2"
+    assert [made.name for made in look(tmp_path, match="*.json").checkpoints] == ["config.json"]
+
+
+def test_markers_lie_directly_in_the_directory(tmp_path: Path) -> None:
+    put(tmp_path / "1" / "a")
+    put(tmp_path / "1" / "_SUCCESS", 0)
+    put(tmp_path / "2" / "sub" / "_SUCCESS", 0)
+    found = look(tmp_path)
+    assert (found.markers, found.latest) == (["_SUCCESS"], "1")
+    assert item(found, "2").reason == "no _SUCCESS"
+    assert look(tmp_path, marker="a").latest == "1"
+
+
+def test_what_the_mount_says_of_a_file_counts(tmp_path: Path) -> None:
+    put(tmp_path / "1" / "a")
+    put(tmp_path / "1" / "b")
+    put(tmp_path / "2.pt")
+    os.setxattr(tmp_path / "1" / "a", STATE, b"uploading")
+    os.setxattr(tmp_path / "1" / "b", STATE, b"dirty")
+    os.setxattr(tmp_path / "2.pt", STATE, b"durable")
+    found = look(tmp_path)
+    first = item(found, "1")
+    assert (first.complete, first.where, first.state) == (False, "node", "dirty")
+    assert first.reason == "not in the store yet (1 dirty, 1 uploading)"
+    assert item(found, "2.pt").complete
+
+
+def test_deleting(tmp_path: Path) -> None:
+    put(tmp_path / "1" / "deep" / "a")
+    put(tmp_path / "2.pt")
+    outside = tmp_path.parent / "outside"
+    put(outside / "kept")
+    (tmp_path / "1" / "link").symlink_to(outside)
+    for made in look(tmp_path).checkpoints:
+        delete(str(tmp_path), made)
+        delete(str(tmp_path), made)  # gone already
+    assert list(tmp_path.iterdir()) == []
+    assert (outside / "kept").exists()
+
+
+def test_a_directory_that_is_half_deleted_is_not_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        put(tmp_path / f"step{step}" / "a")
+        put(tmp_path / f"step{step}" / "b")
+
+    def fail(path: str) -> None:
+        raise PermissionError(13, "no")
+
+    monkeypatch.setattr(os, "unlink", fail)
+    with pytest.raises(PermissionError):
+        delete(str(tmp_path), item(look(tmp_path), "step1"))
+    monkeypatch.undo()
+    found = look(tmp_path)
+    assert [made.reason for made in found.checkpoints if made.name != "step2"] == ["being deleted"]
+    for made in found.checkpoints:
+        if made.name != "step2":
+            delete(str(tmp_path), made)
+    assert [path.name for path in tmp_path.iterdir()] == ["step2"]
+
+
+def test_what_cannot_be_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(LakeError, match="No such file"):
+        look(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "text"),
+    [
+        (("ls", "/"), 1, "not inside a mount"),
+        (("prune", "/"), 2, "say what may go"),
+        (("prune", "s3://bucket/ckpt", "--keep", "1"), 2, "through a mount"),
+        (("prune", "/", "--keep", "0"), 2, "0"),
+        (("latest", "/", "--region", "x"), 2, "--region goes with a source URL"),
+    ],
+)
+def test_usage(args: tuple[str, ...], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["checkpoint", *args]) == code
+    assert text in capsys.readouterr().err

@@ -1,0 +1,86 @@
+"""A daemon that died between a commit and what it notes of it: the next one has every change, in its order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.catalog import committer
+from lakefs_fuse.catalog.apply import Applier
+from tests.fs.lakes import Lake, lake, permissions
+from tests.fs.writing_back import die
+from tests.memory_store import MemoryStore
+
+
+class Death:
+    """Once armed, the cache directory is copied when the point is reached."""
+
+    def __init__(self, point: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.armed = False
+        self.left = root / "left"
+        self._point, self._cache = point, root / "cache"
+        monkeypatch.setattr(committer, "reached", self)
+
+    def __call__(self, name: str) -> None:
+        if self.armed and name == self._point:
+            self.now()
+
+    def now(self) -> None:
+        self.armed = False
+        die(self._cache, self.left)
+
+
+async def changed(m: Lake, path: str) -> None:
+    await m.write(path, b"bytes")
+    await m.setattr(path, mode=0o600)
+
+
+async def test_a_rename_that_took_along_what_was_journaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old name does not come back because the journal seems newer than the commit that removed it."""
+    store, death = MemoryStore(), Death("commit.sent", tmp_path, monkeypatch)
+    async with lake(store, death._cache, pack="never") as m:
+        await changed(m, "x")
+        death.armed = True
+        await m.rename("x", "y")
+    async with lake(store, death.left) as m:
+        assert await m.names() == ["y"]
+        assert permissions(await m.getattr("y")) == 0o600
+
+
+async def test_attributes_that_are_in_no_commit_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit in doubt is applied again, and does not undo what was set after it."""
+    store, death = MemoryStore(), Death("commit.sent", tmp_path, monkeypatch)
+    async with lake(store, death._cache, pack="never", relocate_after_s=0.0) as m:
+        await changed(m, "x")
+        await m.rename("x", "y")
+        await m.setattr("y", mode=0o644)
+        death.now()
+    async with lake(store, death.left) as m:
+        m.fs._committer._applier.forget_applied()
+        await m.poll()
+        m.fs._committer.set_attributes_again()
+        assert permissions(await m.getattr("y")) == 0o644
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert permissions(await other.getattr("y")) == 0o644
+
+
+async def test_a_change_that_was_journaled_and_not_in_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, death = MemoryStore(), Death("", tmp_path, monkeypatch)
+    async with lake(store, death._cache) as m:
+        await m.write("x", b"1")
+        await m.sync()
+        real = Applier.apply_pending
+
+        def dying(*args: object, **kwargs: object) -> None:
+            monkeypatch.setattr(Applier, "apply_pending", real)
+            death.now()
+
+        monkeypatch.setattr(Applier, "apply_pending", dying)
+        await m.unlink("x")
+    async with lake(store, death.left) as m:
+        assert await m.names() == []
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.names() == []
