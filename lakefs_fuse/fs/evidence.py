@@ -42,6 +42,15 @@ class Evidence:
             return None
         return meta if record.token and (meta.metadata or {}).get(DRAFT_METADATA) == record.token else None
 
+    async def is_at(self, key: str, draft_id: str) -> bool:
+        """The plain object at a key was made from this draft, and from no change of it after a failure. Raises
+        LakeError."""
+        try:
+            meta = await self._client.head(key)
+        except NotFound:
+            return False
+        return (meta.metadata or {}).get(DRAFT_METADATA) == draft_id
+
     def is_in_pack(self, record: DraftRecord) -> bool:
         """A commit has a file of this size and of this very nanosecond under the name."""
         entry = self._ns.at(path_of(record))

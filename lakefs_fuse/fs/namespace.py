@@ -387,6 +387,11 @@ class Namespace:
         """A directory that this node has just made is known to hold nothing."""
         self.tree.set_listing(batch, directory, Listing(self._clock_ns(), 0))
 
+    @property
+    def is_disk_failing(self) -> bool:
+        """Names cannot be written to the local disk."""
+        return self._db.is_failing
+
     def statistics(self) -> dict[str, object]:
         return {
             "hidden_keys": dict(zip(map(str, Hidden), self.tree.hidden, strict=True)),

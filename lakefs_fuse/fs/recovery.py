@@ -88,7 +88,7 @@ class Recovery:
                     await self.abort(record.id)
             except LakeError as error:
                 log.warning("what became of %s cannot be told now: %s", record.key, error)
-        self._find_unrecorded()
+        await self._find_unrecorded()
         for draft_id in self.orphans:
             self._room[draft_id] = self._staged(draft_id)
         self._services.staging.bytes_used += sum(self._room.values())
@@ -112,14 +112,18 @@ class Recovery:
         except FileNotFoundError:
             return 0
 
-    def _find_unrecorded(self) -> None:
-        """Staged bytes whose record is lost, because the metadata cache was: told, never deleted unasked."""
+    async def _find_unrecorded(self) -> None:
+        """Staged bytes whose record is lost, because the metadata cache was: told, never deleted unasked. Those of
+        files that were published and noted just before the daemon died are in the store."""
         self._unpack_segments()
         for entry in os.scandir(self._services.staging.directory):
             ours = entry.name in self.orphans or entry.name in self._replayed or entry.name.startswith(PREFIX)
             if ours or not entry.is_file():
                 continue
             key, upload_id = _attribute(entry.path, KEY_XATTR), _attribute(entry.path, UPLOAD_XATTR)
+            if await self._is_left_over(entry.name, key, entry.stat().st_size):
+                self._path(entry.name).unlink(missing_ok=True)
+                continue
             if key:
                 self._drop_local_name(key)
             self.orphans[entry.name] = DraftRecord(
@@ -131,6 +135,17 @@ class Recovery:
                 size=entry.stat().st_size,
                 error=f"{UNKNOWN_PREFIX}bytes in {entry.path}: copy what you need of them, then abort",
             )
+
+    async def _is_left_over(self, draft_id: str, key: str, size: int) -> bool:
+        if self._read_only or not key:
+            return False
+        if not size and not self._db.lost_rows:
+            return True
+        try:
+            return await self._evidence.is_at(key, draft_id)
+        except LakeError as error:
+            log.warning("what became of %s cannot be told now: %s", key, error)
+            return False
 
     def _unpack_segments(self) -> None:
         """Segments that no record names hold what is in the store, unless the records were lost."""

@@ -12,6 +12,7 @@ from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState
+from lakefs_fuse.data.staging import StagingState
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.recovery import Recovery
@@ -85,7 +86,7 @@ class Status:
         told["staging"] = {
             "bytes": staging.bytes_used,
             "bytes_max": staging.bytes_max,
-            "state": str(staging.state),
+            "state": str(StagingState.FAILED if self._ns.is_disk_failing else staging.state),
         }
         told["files"] = {"in_use": len(self._files)}
         told["kept"] = self._files.keeper.statistics()

@@ -196,7 +196,9 @@ class WriteBack:
             for earlier in file.behind:
                 item = self.item_of(earlier.draft) if earlier.draft is not None else None
                 if item is not None:
-                    item.superseded = False
+                    item.superseded = item.draft.unlinked = False
+                    if not self.is_packable(item):
+                        start_uploads(item.draft)
             self._kick.set()
             raise
 
@@ -213,7 +215,7 @@ class WriteBack:
         for draft in drafts:
             item = self.item_of(draft)
             if item is not None:
-                item.superseded = True
+                item.superseded = draft.unlinked = True  # what is saved of it from here on says so
         return drafts
 
     def _was_accepted(self, file: OpenFile, draft: Draft) -> None:

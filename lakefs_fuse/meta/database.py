@@ -29,6 +29,8 @@ synced. After a crash of the machine the tail of the log may be missing: names c
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,6 +57,8 @@ WRITE_BUFFER_BYTES = 16 << 20
 WRITE_BUFFERS = 2
 OPEN_FILES_MAX = 256
 REOPEN_PAUSE_S = 1.0
+PROBE_BYTES = 64 << 10
+"""Opening the database anew writes less."""
 INODES_RESERVED = 1 << 20
 """Inode numbers set aside at once, so that handing one out is not a write."""
 
@@ -210,11 +214,20 @@ class Database:
             raise CacheError(f"the metadata cache in {self._directory} could not be written a moment ago")
         self._failed_at = time.monotonic()
         try:
+            self._check_disk()
             self.close()
             self._raw = Rdict(str(self._directory), options())
         except Exception as error:
             raise self._broken(error) from error
         self._failed_at = None
+
+    def _check_disk(self) -> None:
+        """Raises OSError where the disk takes no bytes: a database that was closed, and cannot be opened there, could
+        not even be read any more."""
+        with tempfile.TemporaryFile(dir=self._directory) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
 
     def scan(self, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Keys in [begin, end) in order, as of the first step: changes made while it is read are not seen.
@@ -222,7 +235,10 @@ class Database:
         The end is checked here and not by `ReadOptions.set_iterate_upper_bound`: with it, iterators of rocksdict 0.3
         were seen to end early and to run past the bound.
         """
-        items = cast("Iterator[tuple[bytes, bytes]]", self._raw.items(from_key=begin))
+        try:
+            items = cast("Iterator[tuple[bytes, bytes]]", self._raw.items(from_key=begin))
+        except Exception as error:
+            raise self._broken(error) from error
         while True:
             try:
                 key, value = next(items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakefs_fuse.errors import CacheError
+from lakefs_fuse.meta import database as module
 from lakefs_fuse.meta.database import INODES_RESERVED, Batch, Database
 
 
@@ -77,6 +79,42 @@ def test_inode_numbers_are_never_given_out_twice(tmp_path: Path) -> None:
     database = Database(tmp_path / "meta", "lake")
     assert database.new_inode() > last[-1]
     assert INODES_RESERVED > 1
+    database.close()
+
+
+def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A database that was closed could not be opened again there; with the disk well, writes go on."""
+    database = Database(tmp_path / "meta", "lake")
+    put(database, b"Xa")
+
+    class Broken:
+        """The database after a write failed."""
+
+        def __init__(self, whole: object) -> None:
+            self._whole = whole
+
+        def write(self, *_: object) -> None:
+            raise OSError(errno.EROFS, "read-only")
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._whole, name)
+
+    def refuse(**_: object) -> None:
+        raise OSError(errno.EROFS, "read-only")
+
+    monkeypatch.setattr(database, "_raw", Broken(database._raw))
+    monkeypatch.setattr(module, "REOPEN_PAUSE_S", 0.0)
+    with monkeypatch.context() as broken:
+        broken.setattr(module.tempfile, "TemporaryFile", refuse)
+        for _ in range(3):
+            with pytest.raises(CacheError, match="read-only"):
+                put(database, b"Xb")
+            assert database.is_failing
+            assert database.get(b"Xa") == b"=Xa"
+            assert [key for key, _ in database.scan(b"X", b"Y")] == [b"Xa"]
+    put(database, b"Xb")
+    assert not database.is_failing
+    assert [key for key, _ in database.scan(b"X", b"Y")] == [b"Xa", b"Xb"]
     database.close()
 
 
