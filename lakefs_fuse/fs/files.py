@@ -262,7 +262,7 @@ class FileTable:
     def draft(self, file: OpenFile, *, anew: bool = False) -> Draft:
         """The file's draft, begun now where it has none; ``anew`` where nothing of the old version counts."""
         if file.draft is None:
-            replaces = file.extent.version.etag if file.extent else ""
+            replaces = file.replaces
             if_absent = file.if_absent and not file.behind
             target = DraftTarget(file.key, file.describe, replaces=replaces, if_absent=if_absent)
             base = None if anew or file.behind else file.extent

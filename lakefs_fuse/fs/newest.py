@@ -238,7 +238,7 @@ class Newest:
             if file.draft is accepted and not file.unlinked:
                 raise StagingFull(f"{file.key} waits for the store, and cannot be changed before it is there")
             return
-        target = DraftTarget(file.key, file.describe, replaces=file.extent.version.etag if file.extent else "")
+        target = DraftTarget(file.key, file.describe, replaces=file.replaces)
         copy = Draft(self._services, self._files.new_id(), target)
         copy.deferred = True
         try:

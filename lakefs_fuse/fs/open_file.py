@@ -66,6 +66,15 @@ class OpenFile:
         """Metadata of the object. A multipart upload's is fixed when it begins, before the last write has a time."""
         return attributes.describe(self.entry, with_mtime=not multipart or bool(self.entry.flags & Flag.MTIME_KEPT))
 
+    @property
+    def replaces(self) -> str:
+        """ETag of what the store has under the name before this file's next version; empty where there is nothing.
+        One that was renamed over a name has it from the version that was renamed."""
+        last = self.draft if self.draft is not None else self.behind[-1].draft if self.behind else None
+        if last is not None:
+            return last.target.replaces
+        return self.extent.version.etag if self.extent is not None else ""
+
     def written(self, now_ns: int) -> None:
         """The bytes changed just now."""
         flags = self.entry.flags & ~Flag.MTIME_KEPT

@@ -628,6 +628,48 @@ async def test_a_replaced_version_leaves_no_upload(tmp_path: Path) -> None:
     assert store.data("file") == b"small"
 
 
+async def test_a_replaced_version_does_not_come_back_when_the_name_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of it went up while its successor was being accepted, and the journal was told of the part last."""
+    store = MemoryStore()
+    parts = Pause(lambda request: request.what == "upload_part" and request.number == 4)
+    aborts = Pause(lambda request: request.what == "abort_multipart")
+
+    def hook(request: Request, when: When) -> None:
+        parts(request, when)
+        aborts(request, when)
+
+    store.hook = hook
+    going_on = threading.Event()
+    sync = Database.sync
+
+    def slow(self: Database) -> None:
+        going_on.wait(10)
+        sync(self)
+
+    async with writing_back(store, tmp_path / "cache", uploads_max=1) as m:
+        await m.write("file", noise(1, LARGE))
+        await reached(parts.reached)
+        done = m.fs.unfinished()[0].parts_done
+        monkeypatch.setattr(Database, "sync", slow)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rewrite, m, "file", b"small")
+            await trio.sleep(0.1)
+            parts.resume()
+            await until(lambda: max(item.parts_done for item in m.fs.unfinished()) > done)
+            going_on.set()
+        await m.unlink("file")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        Outage(store)
+        aborts.resume()
+    store.hook = lambda _request, _when: None
+    async with writing_back(store, dead) as m:
+        assert await m.names() == []
+        await nothing_is_left(store, m)
+    assert await others_see(store, tmp_path) == {}
+
+
 async def test_a_change_in_place_of_what_the_store_has(tmp_path: Path) -> None:
     store = MemoryStore()
     data = bytearray(noise(0, LARGE))

@@ -105,7 +105,7 @@ def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypat
     monkeypatch.setattr(database, "_raw", Broken(database._raw))
     monkeypatch.setattr(module, "REOPEN_PAUSE_S", 0.0)
     with monkeypatch.context() as broken:
-        broken.setattr(module.tempfile, "TemporaryFile", refuse)
+        broken.setattr("tempfile.TemporaryFile", refuse)
         for _ in range(3):
             with pytest.raises(CacheError, match="read-only"):
                 put(database, b"Xb")
