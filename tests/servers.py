@@ -196,7 +196,7 @@ def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tup
         "-ip.bind=127.0.0.1",
         f"-master.port={master_port}",
         "-master.telemetry=false",
-        "-master.volumeSizeLimitMB=256",
+        "-master.volumeSizeLimitMB=64",
         f"-volume.port={volume_port}",
         "-volume.max=0",
         "-filer",

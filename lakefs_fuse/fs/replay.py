@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -126,14 +127,15 @@ class Replay:
         else's now, the item has another when this returns. Raises LakeError."""
         record = item.draft.record()
         if self._evidence.is_in_pack(record):
-            await self._end(item)
+            await self._end(item, (await self._evidence.visible(record)).etag)
             return True
         meta = await self._evidence.published(record)
         if meta is not None:
             self._learn(item.file, item.draft, meta.etag, meta.size)
             if (await self._evidence.visible(record)).etag in (record.replaces, meta.etag):
-                self._say(path_of(record), meta)
-            await self._end(item)
+                # As the record has it: attributes were set since the upload began, perhaps.
+                self._say(path_of(record), replace(meta, metadata=record.metadata))
+            await self._end(item, meta.etag)
             return True
         there = await self._evidence.visible(record)
         ours = there.draft_id in self._ours
@@ -154,7 +156,8 @@ class Replay:
         self._ns.tree.forget_listing(batch, row.parent)
         self._db.commit(batch)
 
-    async def _end(self, item: Accepted) -> None:
+    async def _end(self, item: Accepted, etag: str) -> None:
+        """``etag`` is that of the object that has the bytes: later versions of the file replace it."""
         file, draft = item.file, item.draft
         async with file.publishing:
             owner = file.owner_of(draft)
@@ -162,6 +165,9 @@ class Replay:
                 file.draft = None
             elif owner is not None:
                 file.behind.remove(owner)
+            for later in file.versions:
+                if later.draft is not None:
+                    later.draft.target.replaces = etag
             row = self._ns.tree.entry(file.entry.inode)
             if row is not None and not row.is_local:
                 self._files.updated(row)

@@ -111,6 +111,8 @@ class Storing:
         if self.packer is not None:
             self.packer.alone(True)
         try:
+            if self._committer.mentions(key):  # or it would name a version that is gone
+                await self._committer.flush()
             async with self._deletions.keeping(key):
                 await self._free(draft, file.entry.place)
                 published = await publish(draft)
@@ -180,12 +182,14 @@ class Storing:
             await self._free(draft, there.place if there is not None else 0)
             published = await publish(draft)
         self.say(path, replace(published.meta, metadata=published.described))
+        await self._committer.flush()
 
     def say(self, path: str, meta: ObjectMeta) -> None:
         """The name is this object, with the attributes that its metadata tells. Raises CacheError."""
         there = self._ns.at(path)
         tombstone = self._ns.tree.tombstones.get(path.encode())
-        entry = Entry(0, 0, b"", 0, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
+        inode = there.inode if there is not None else 0  # whose extended attributes it keeps
+        entry = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
         entry = attributes.learn(entry, meta.metadata or {})
         shown = not self._is_special(entry) and abs(entry.mtime_ns - meta.mtime_ns) < CHOSEN_TIMES_NS
         if shown and meta.key == path and tombstone is None and (there is None or not there.stamp):

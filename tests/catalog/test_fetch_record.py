@@ -6,7 +6,7 @@ import struct
 import zlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakefs_fuse.catalog import archive
@@ -102,6 +102,7 @@ async def test_any_flipped_byte_changes_nothing_or_is_found() -> None:
             assert not at <= place < at + length, f"byte {place} of the record is not guarded"
 
 
+@settings(deadline=None)
 @given(st.data())
 async def test_any_damage_changes_nothing_or_is_found(data: st.DataObject) -> None:
     changed = bytearray(DATA)
@@ -117,6 +118,7 @@ async def test_any_damage_changes_nothing_or_is_found(data: st.DataObject) -> No
         assert record == await fetched(DATA)
 
 
+@settings(deadline=None)
 @given(valid_records(), st.binary(max_size=200))
 async def test_records_that_need_not_fit_their_archive(record: Record, data: bytes) -> None:
     """What is read points inside, whatever was written."""

@@ -340,6 +340,66 @@ async def test_what_was_stored_and_not_noted_is_recognised(
     assert await others_see(store, tmp_path) == {"file": noise(1, size)}
 
 
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_a_version_that_was_stored_and_not_noted_and_one_after_it(tmp_path: Path, pack: str) -> None:
+    """The first is recognised, and the second replaces it; extended attributes stay."""
+    store, clock = MemoryStore(), Clock()
+    line = Line(store)
+    async with mounted(store, line, tmp_path / "cache", pack, clock) as m:
+        await m.write("file", b"zero")
+        await m.fs.make_durable()
+        await m.set_xattr("file", "user.note", b"kept")
+        await m.fs.sync_names()
+        pause = Pause(lambda request: request.what == "put", "after")
+        store.hook = pause
+        clock.advance(1)
+        await rewrite(m, "file", b"one, longer")
+        await reached(pause.reached)
+        clock.advance(1)
+        await rewrite(m, "file", b"two, longer still")
+        line.cut = True
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        pause.resume()
+    store.hook = lambda _request, _when: None
+    async with mounted(store, Line(store), dead, pack, clock) as m:
+        await nothing_is_left(store, m)
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"file": b"two, longer still"}
+        assert await m.xattrs("file") == {"user.note": b"kept"}
+    assert await others_see(store, tmp_path) == {"file": b"two, longer still"}
+    async with lake(store, tmp_path / "another", clock=clock) as other:
+        assert await other.xattrs("file") == {"user.note": b"kept"}
+
+
+async def test_a_file_renamed_while_its_upload_ended_and_not_noted(tmp_path: Path) -> None:
+    """Its object is at the key of the old name; no commit says so yet."""
+    store = MemoryStore()
+    line = Line(store)
+    parts = Pause(lambda request: request.what == "upload_part" and request.number == 2)
+    complete = Pause(lambda request: request.what == "complete_multipart", "after")
+
+    def hook(request: Request, when: When) -> None:
+        parts(request, when)
+        complete(request, when)
+
+    store.hook = hook
+    async with mounted(store, line, tmp_path / "cache", "never", Clock()) as m:
+        await m.write("tmp", noise(1, LARGE))
+        await reached(parts.reached)
+        await m.rename("tmp", "final")
+        parts.resume()
+        await reached(complete.reached)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        line.cut = True
+        complete.resume()
+    store.hook = lambda _request, _when: None
+    async with mounted(store, Line(store), dead, "never", Clock()) as m:
+        assert await m.read("final") == noise(1, LARGE)
+        await nothing_is_left(store, m)
+        assert await m.tree() == {"final": noise(1, LARGE)}
+    assert await others_see(store, tmp_path) == {"final": noise(1, LARGE)}
+
+
 async def test_an_upload_whose_id_was_never_learnt(tmp_path: Path) -> None:
     store = MemoryStore()
     pause = Pause(lambda request: request.what == "create_multipart", "after")
