@@ -218,15 +218,6 @@ class Committer:
         """A commit that names the path may be in the store, and not in effect here."""
         return self._unsure is not None and any(each.path == path for each in self._unsure.record.operations)
 
-    def mentions(self, key: str) -> bool:
-        """A change that is to be sent says something of the object at a key, as it is now."""
-        return any(
-            any(each.path == key for each in change.operations)
-            or any(ref.key == key for ref in change.objects)
-            or any(doomed.key == key for doomed in change.doomed)
-            for change in self._sendable().values()
-        )
-
     # -- journaled changes
 
     def enqueue(self, change: Change) -> None:

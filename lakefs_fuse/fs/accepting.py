@@ -37,7 +37,6 @@ class Closing:
     number: int = 0
     spot: Spot | None = None
     saves: int = 0
-    raw: bytes = b""
     error: LakeError | None = None
     done: trio.Event = field(default_factory=trio.Event)
 
@@ -96,16 +95,12 @@ class Acceptor:
             return
         staging = group[0].draft.services.staging
         try:
-            segment = staging.segments.group()
+            segment, batch = staging.segments.group(), Batch()
             for closing in group:
-                self._describe(closing, segment)
-            await trio.to_thread.run_sync(segment.write)
-            reached("accept.synced")
-            batch = Batch()
-            for closing in group:
-                self._note(closing, batch)
-            self._db.commit(batch)
-            await trio.to_thread.run_sync(self._db.sync)
+                self._describe(closing, segment, batch)
+            await trio.to_thread.run_sync(self._write, segment, batch)
+            if self._db.is_failing:  # it is opened anew, which nobody else may see half done
+                self._db.commit(batch, sync=True)
         except (OSError, CacheError) as error:
             failure = staging.translate(error) if isinstance(error, OSError) else error
             for closing in group:
@@ -116,28 +111,32 @@ class Acceptor:
         for closing in group:
             self._end(closing)
 
-    def _describe(self, closing: Closing, segment: Group) -> None:
+    def _describe(self, closing: Closing, segment: Group, batch: Batch) -> None:
         """The record as it will be, and where the bytes will be."""
         draft, closing.number = closing.draft, self._number()
         data = draft.file.memory()
         if data is not None:
             closing.spot = segment.spot(len(data))
-        closing.raw, closing.saves = encode(accepted_record(draft, closing.number, closing.spot)), draft.saves
+        record = accepted_record(draft, closing.number, closing.spot)
+        raw = encode(record)
         if data is not None:
-            segment.add(data, closing.raw)
-
-    def _note(self, closing: Closing, batch: Batch) -> None:
-        """The record as things are now: a version before may have been stored while the bytes were written."""
-        draft = closing.draft
-        if draft.saves != closing.saves:
-            closing.raw, closing.saves = encode(accepted_record(draft, closing.number, closing.spot)), draft.saves
-        self._journal.put(batch, draft.id, closing.raw)
+            segment.add(data, raw)
+        closing.saves = draft.saves
+        self._journal.put(batch, draft.id, raw)
         for replaced in self._replaced(closing.file):
             if replaced.is_unknown_to_store:
                 self._journal.delete(batch, replaced.id)
             else:  # what is there of it has to go, or is recognised as ours, even if this daemon dies
                 gone = msgspec.structs.replace(replaced.record(), unlinked=True)
                 self._journal.put(batch, replaced.id, encode(gone))
+
+    def _write(self, segment: Group, batch: Batch) -> None:
+        """In a worker thread: bytes, then records."""
+        segment.write()
+        reached("accept.synced")
+        if not self._db.is_failing:
+            self._db.commit(batch)
+            self._db.sync()
 
     def _end(self, closing: Closing) -> None:
         draft = closing.draft

@@ -111,8 +111,6 @@ class Storing:
         if self.packer is not None:
             self.packer.alone(True)
         try:
-            if self._committer.mentions(key):  # or it would name a version that is gone
-                await self._committer.flush()
             async with self._deletions.keeping(key):
                 await self._free(draft, file.entry.place)
                 published = await publish(draft)
