@@ -18,7 +18,7 @@ poll applies, and a journal whose part in it is known by the commit's name, note
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -26,9 +26,10 @@ import trio
 
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.archive import Member, build, commit_key
+from lakefs_fuse.catalog.change import Change, Committed, Sending, Unsure, is_of_directory, merged, paths_of
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
-from lakefs_fuse.catalog.record import THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr, encode
+from lakefs_fuse.catalog.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr, encode
 from lakefs_fuse.catalog.window import WINDOW_NS
 from lakefs_fuse.errors import CacheError, LakeError, NotFound
 from lakefs_fuse.failpoints import reached
@@ -45,76 +46,6 @@ THREAD_BYTES_MIN = 1 << 20
 LATE_NS = WINDOW_NS // 2
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
 log = logging.getLogger(__name__)
-
-
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Operations that belong together. ``objects`` as in `Record`; a `Put` into THIS has the index of its member as
-    ``offset``. ``doomed`` are objects to delete once this is committed."""
-
-    operations: list[Operation] = []
-    objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
-    moves: list[tuple[str, str]] = []
-    doomed: list[Doomed] = []
-    after: int = 0
-    """Everything that write-back accepted up to this number is in the store before."""
-    ahead: bool = False
-    """Says where a file is that was accepted before whatever is held."""
-
-
-class Committed(msgspec.Struct, frozen=True):
-    """The object that a commit became, and its bytes (none where there was nothing to say)."""
-
-    ref: ObjectRef
-    body: bytes
-
-
-class Sending(msgspec.Struct, frozen=True):
-    """A commit that was, or is about to be, sent with these journaled changes."""
-
-    time: int
-    key: str
-    sequences: list[int] = []
-
-
-class Unsure(msgspec.Struct, frozen=True):
-    """A commit that may be in the store, though its PUT failed; ``doomed`` go if it is."""
-
-    record: Record
-    doomed: list[Doomed]
-
-
-def merged(changes: Sequence[Change], writer: str, time: int, offsets: Sequence[int] = ()) -> Record:
-    """One record of several changes, in their order."""
-    objects = [ObjectRef()]
-    numbers: dict[ObjectRef, int] = {}
-    operations: list[Operation] = []
-    for change in changes:
-        places = [THIS]
-        for ref in change.objects[1:]:
-            if ref not in numbers:
-                numbers[ref] = len(objects)
-                objects.append(ref)
-            places.append(numbers[ref])
-        operations += [_renumbered(operation, places, offsets) for operation in change.operations]
-    moves = [pair for change in changes for pair in change.moves]
-    return Record(writer=writer, time=time, objects=objects, moves=moves, operations=operations)
-
-
-def _is_of_directory(operation: Operation) -> bool:
-    return isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
-
-
-def _renumbered(operation: Operation, places: list[int], offsets: Sequence[int]) -> Operation:
-    if isinstance(operation, Put) and operation.object == THIS:
-        return msgspec.structs.replace(operation, offset=offsets[operation.offset])
-    if isinstance(operation, Put | SetAttr) and operation.object > THIS:
-        return msgspec.structs.replace(operation, object=places[operation.object])
-    if isinstance(operation, Relocate):
-        there = places[operation.object] if operation.object > THIS else operation.object
-        before = places[operation.from_object] if operation.from_object > THIS else operation.from_object
-        offset = offsets[operation.offset] if operation.object == THIS else operation.offset
-        return msgspec.structs.replace(operation, object=there, from_object=before, offset=offset)
-    return operation
 
 
 class Committer:
@@ -218,6 +149,10 @@ class Committer:
         """A commit that names the path may be in the store, and not in effect here."""
         return self._unsure is not None and any(each.path == path for each in self._unsure.record.operations)
 
+    def mentions(self, key: str) -> bool:
+        """What is journaled says of a name that it is the object at ``key``."""
+        return any(ref.key == key for change in self._pending.values() for ref in change.objects[1:])
+
     # -- journaled changes
 
     def enqueue(self, change: Change) -> None:
@@ -225,7 +160,8 @@ class Committer:
         sequence = self._sequence + 1
         batch = Batch()
         if change.ahead:
-            self._outdate(batch, change)
+            sendable = self._sendable()
+            self._outdate(batch, paths_of(change.operations), [each for each in self._pending if each not in sendable])
         batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
         self._db.commit(batch)
         self._sequence = sequence
@@ -233,15 +169,14 @@ class Committer:
         self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         self._kick.set()
 
-    def _outdate(self, batch: Batch, newer: Change, time: int = 0) -> None:
-        """A change is sent ahead of what is held: that shall not say later where the same files were. With ``time``,
-        rows that it was in effect on are older than that."""
-        paths = {each.path for each in newer.operations if not isinstance(each, SetAttr) and not _is_of_directory(each)}
-        sendable = self._sendable()
-        for sequence, change in self._pending.items():
-            if sequence in sendable:
+    def _outdate(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
+        """Others are sent ahead of these changes, which shall not say later where the same files were. With ``time``,
+        rows that they were in effect on are older than that."""
+        for sequence in passed:
+            change = self._pending.get(sequence)
+            if change is None:
                 continue
-            gone = [each for each in change.operations if each.path in paths and not _is_of_directory(each)]
+            gone = [each for each in change.operations if each.path in paths and not is_of_directory(each)]
             if not gone:
                 continue
             kept = [each for each in change.operations if each not in gone]
@@ -252,6 +187,11 @@ class Committer:
                 self._applier.restamp(merged([said_change], self.writer, 0), PENDING | sequence, time)
             self._pending[sequence] = msgspec.structs.replace(change, operations=kept, moves=moves)
             batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
+
+    def _let_pass(self, sending: Sending) -> None:
+        batch = Batch()
+        self._outdate(batch, set(sending.paths), sending.passed, sending.time - 1)
+        self._db.commit(batch)
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
@@ -288,25 +228,37 @@ class Committer:
 
     # -- commits
 
-    async def commit(self, change: Change | Callable[[], Change], members: Sequence[Member] = ()) -> Committed:
+    async def commit(
+        self,
+        change: Change | Callable[[], Change],
+        members: Sequence[Member] = (),
+        *,
+        sending: Callable[[str], None] = lambda _: None,
+    ) -> Committed:
         """Make a change everywhere, with the bytes of ``members`` in the same object. A function is called when its
-        turn has come, and what it raises is raised. Raises LakeError; then nothing of it was made, or (where the store
-        did not answer) all of it may appear later."""
-        return await self._commit(change, members)
+        turn has come, and what it raises is raised; ``sending`` is told the commit's key before anything is sent.
+        Raises LakeError; then nothing of it was made, or (where the store did not answer) all of it may appear later.
+        """
+        return await self._commit(change, members, sending)
 
-    async def _commit(self, change: Change | Callable[[], Change] | None, members: Sequence[Member]) -> Committed:
+    async def _commit(
+        self,
+        change: Change | Callable[[], Change] | None,
+        members: Sequence[Member],
+        sending: Callable[[str], None] = lambda _: None,
+    ) -> Committed:
         async with self._lock:
             try:
                 await self._settle_sending()
                 await self._settle_unsure()
-                committed = await self._send(change() if callable(change) else change, members)
+                committed = await self._send(change() if callable(change) else change, members, sending)
                 self.error = None
                 return committed
             except LakeError as error:
                 self.error = error
                 raise
 
-    async def _send(self, change: Change | None, members: Sequence[Member]) -> Committed:
+    async def _send(self, change: Change | None, members: Sequence[Member], told: Callable[[str], None]) -> Committed:
         journaled = self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
         if not any(each.operations for each in changes):
@@ -314,6 +266,7 @@ class Committer:
             return Committed(ObjectRef(), b"")
         time = self._clock.now()
         key = commit_key(time, self.writer)
+        told(key)
         records: list[Record] = []
 
         def make_record(offsets: Sequence[int]) -> bytes:
@@ -324,8 +277,11 @@ class Committer:
             body = build(members, make_record)
         else:
             body = await trio.to_thread.run_sync(build, members, make_record)
-        if journaled:
-            self._note_sending(Sending(time, key, list(journaled)))
+        own = change.operations if change is not None else []
+        passed = [each for each in self._pending if own and each not in journaled]
+        sending = Sending(time, key, list(journaled), passed, sorted(paths_of(own)) if passed else [])
+        if journaled or passed:
+            self._note_sending(sending)
         reached("commit.noted")
         meta = await self._put(key, body, Unsure(records[0], change.doomed if change is not None else []))
         reached("commit.sent")
@@ -333,7 +289,7 @@ class Committer:
         self._metrics.operations_written += len(records[0].operations)
         self._metrics.operations_batch_max = max(self._metrics.operations_batch_max, len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
-        self._settle(journaled, change, records[0], this)
+        self._settle(sending, journaled, change, records[0], this)
         if self._clock.wall_ns() - time > LATE_NS:
             await self._say_again(records[0], this)
         return Committed(this, body)
@@ -398,14 +354,18 @@ class Committer:
         meta = await self._client.put(key, build([], lambda _: encode(again)))
         self._applier.apply(again, ObjectRef(key, meta.etag, meta.size), own=True)
 
-    def _settle(self, journaled: dict[int, Change], change: Change | None, record: Record, this: ObjectRef) -> None:
+    def _settle(
+        self,
+        sending: Sending,
+        journaled: dict[int, Change],
+        change: Change | None,
+        record: Record,
+        this: ObjectRef,
+    ) -> None:
         """The commit is in the store: note that here. What cannot be noted is applied by the next poll."""
         try:
+            self._let_pass(sending)
             self._drop(journaled, record.time)
-            if change is not None and len(self._pending):
-                batch = Batch()
-                self._outdate(batch, change, record.time - 1)
-                self._db.commit(batch)
             own = record.operations[len(record.operations) - len(change.operations) :] if change is not None else []
             moves = change.moves if change is not None else []
             self._applier.apply(msgspec.structs.replace(record, operations=own, moves=moves), this, own=True)
@@ -440,7 +400,7 @@ class Committer:
                 self._deletions.add(batch, doomed)
             self._db.commit(batch)
             self._pending.pop(sequence, None)
-        if journaled:
+        if self._sending is not None:
             batch = Batch()
             batch.delete(b"Msending")
             self._db.commit(batch)
@@ -463,5 +423,6 @@ class Committer:
             self._sending = None
             return
         done = {sequence: self._pending[sequence] for sequence in sending.sequences if sequence in self._pending}
+        self._let_pass(sending)
         self._drop(done, sending.time)
         self._sending = None

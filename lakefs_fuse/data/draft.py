@@ -76,6 +76,7 @@ class Draft:
         self.upload_failed = False
         self.upload_lock = trio.Lock()
         self.token = draft_id
+        self.commit = ""
         self.changes = 0
         self.recheck = False
         self.unlinked = False
@@ -249,6 +250,7 @@ class Draft:
         if self.state is DraftState.FAILED:
             self.changes += 1
             self.state, self.recheck, self.token = DraftState.WRITING, True, f"{self.id}.{self.changes}"
+            self.commit = ""
             self.save(sync=True)
 
     async def fill(self, start: int, end: int) -> None:

@@ -86,6 +86,8 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Its place in the order of what write-back accepted; 0 where nobody was told that it is safe."""
     began: int = 0
     """The newest number given out when it began: so much was accepted before it."""
+    commit: str = ""
+    """Key of the newest commit that was to be sent with these bytes."""
     segment: str = ""
     segment_offset: int = 0
     segment_bytes: int = 0

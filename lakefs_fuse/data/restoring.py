@@ -45,7 +45,7 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
     draft.upload_id, draft.upload_intent_ns = record.upload_id, record.upload_intent_ns
     draft.upload_metadata = record.upload_metadata
     draft.token, draft.changes, draft.recheck = record.token, record.changes, True
-    draft.accepted, draft.began = record.accepted, record.began
+    draft.accepted, draft.began, draft.commit = record.accepted, record.began, record.commit
     draft.pages.load(record.pages)
     writing = record.state is DraftState.WRITING
     for part in record.parts:

@@ -36,6 +36,7 @@ class Closing:
     draft: Draft
     number: int = 0
     spot: Spot | None = None
+    raw: bytes = b""
     saves: int = 0
     error: LakeError | None = None
     done: trio.Event = field(default_factory=trio.Event)
@@ -95,12 +96,16 @@ class Acceptor:
             return
         staging = group[0].draft.services.staging
         try:
-            segment, batch = staging.segments.group(), Batch()
+            segment = staging.segments.group()
             for closing in group:
-                self._describe(closing, segment, batch)
-            await trio.to_thread.run_sync(self._write, segment, batch)
-            if self._db.is_failing:  # it is opened anew, which nobody else may see half done
-                self._db.commit(batch, sync=True)
+                self._describe(closing, segment)
+            await trio.to_thread.run_sync(segment.write)
+            reached("accept.synced")
+            batch = Batch()
+            for closing in group:
+                self._note(closing, batch)
+            self._db.commit(batch)
+            await trio.to_thread.run_sync(self._db.sync)
         except (OSError, CacheError) as error:
             failure = staging.translate(error) if isinstance(error, OSError) else error
             for closing in group:
@@ -111,32 +116,33 @@ class Acceptor:
         for closing in group:
             self._end(closing)
 
-    def _describe(self, closing: Closing, segment: Group, batch: Batch) -> None:
-        """The record as it will be, and where the bytes will be."""
+    @staticmethod
+    def _encode(closing: Closing) -> None:
+        draft = closing.draft
+        closing.raw, closing.saves = encode(accepted_record(draft, closing.number, closing.spot)), draft.saves
+
+    def _describe(self, closing: Closing, segment: Group) -> None:
+        """Where the bytes will be; the record beside them is for the day when all others are lost."""
         draft, closing.number = closing.draft, self._number()
         data = draft.file.memory()
         if data is not None:
             closing.spot = segment.spot(len(data))
-        record = accepted_record(draft, closing.number, closing.spot)
-        raw = encode(record)
+        self._encode(closing)
         if data is not None:
-            segment.add(data, raw)
-        closing.saves = draft.saves
-        self._journal.put(batch, draft.id, raw)
+            segment.add(data, closing.raw)
+
+    def _note(self, closing: Closing, batch: Batch) -> None:
+        """The record as things are now: while the bytes were written, a version before may have been stored, or the
+        file renamed."""
+        if closing.draft.saves != closing.saves:
+            self._encode(closing)
+        self._journal.put(batch, closing.draft.id, closing.raw)
         for replaced in self._replaced(closing.file):
             if replaced.is_unknown_to_store:
                 self._journal.delete(batch, replaced.id)
             else:  # what is there of it has to go, or is recognised as ours, even if this daemon dies
                 gone = msgspec.structs.replace(replaced.record(), unlinked=True)
                 self._journal.put(batch, replaced.id, encode(gone))
-
-    def _write(self, segment: Group, batch: Batch) -> None:
-        """In a worker thread: bytes, then records."""
-        segment.write()
-        reached("accept.synced")
-        if not self._db.is_failing:
-            self._db.commit(batch)
-            self._db.sync()
 
     def _end(self, closing: Closing) -> None:
         draft = closing.draft

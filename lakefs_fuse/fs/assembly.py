@@ -181,7 +181,7 @@ class Assembly:
         if not config.read_only:
             namespace.overridden = storing.adopt
             storing.packer = Packer(
-                committer, namespace, ground.cache, metrics.commits, ground.nursery,
+                ground.database, committer, namespace, ground.cache, metrics.commits, ground.nursery,
                 policy=Rules.of(config).pack_for, being_written=files.being_written,
             )  # fmt: skip
 

@@ -15,7 +15,8 @@ from functools import partial
 
 import msgspec
 
-from lakefs_fuse.catalog.committer import Change, Committer
+from lakefs_fuse.catalog.change import Change
+from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import Mkdir, Remove, SetAttr, Symlink
 from lakefs_fuse.config import MountConfig

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from lakefs_fuse.data.draft import DRAFT_METADATA
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.errors import NotFound
-from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -33,6 +32,8 @@ class Evidence:
 
     def __init__(self, namespace: Namespace, client: StoreClient) -> None:
         self._ns, self._client = namespace, client
+        self._commits: dict[str, bool] = {}
+        """Of daemons that ended: what the store said cannot change."""
 
     async def published(self, record: DraftRecord) -> ObjectMeta | None:
         """The plain object that the record's bytes, as they are now, became. Raises LakeError."""
@@ -51,12 +52,17 @@ class Evidence:
             return False
         return (meta.metadata or {}).get(DRAFT_METADATA) == draft_id
 
-    def is_in_pack(self, record: DraftRecord) -> bool:
-        """A commit has a file of this size and of this very nanosecond under the name."""
-        entry = self._ns.at(path_of(record))
-        if entry is None or not entry.place or entry.size != record.size:
+    async def is_in_pack(self, record: DraftRecord) -> bool:
+        """The commit that the bytes were to be sent in is in the store. Raises LakeError."""
+        if not record.commit:
             return False
-        return attributes.describe(entry, with_mtime=True).get("mtime") == record.metadata.get("mtime")
+        if record.commit not in self._commits:
+            try:
+                await self._client.head(record.commit)
+                self._commits[record.commit] = True
+            except NotFound:
+                self._commits[record.commit] = False
+        return self._commits[record.commit]
 
     async def visible(self, record: DraftRecord) -> Visible:
         """What the name means now. Raises LakeError."""

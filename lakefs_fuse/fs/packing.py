@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING
 import trio
 
 from lakefs_fuse.catalog.archive import Member
-from lakefs_fuse.catalog.committer import Change, Committer
+from lakefs_fuse.catalog.change import Change
+from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import THIS, Operation, Put
 from lakefs_fuse.config import MIB
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.record import DraftState
+from lakefs_fuse.data.record import DraftState, encode
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.rules import PackPolicy
 
@@ -58,6 +61,7 @@ class Packer:
 
     def __init__(
         self,
+        database: Database,
         committer: Committer,
         namespace: Namespace,
         cache: BlockCache,
@@ -68,6 +72,7 @@ class Packer:
         being_written: Callable[[int], int],
     ) -> None:
         """``being_written(bytes_max)`` counts files no larger that are open and written to, and do not close yet."""
+        self._db, self._journal = database, Journal(database)
         self._committer, self._ns, self._cache, self._metrics = committer, namespace, cache, metrics
         self._nursery = nursery
         self._policy, self._being_written = policy, being_written
@@ -178,9 +183,10 @@ class Packer:
         try:
             for waiting in batch:
                 waiting.draft.state, waiting.draft.error = DraftState.PUBLISHING, None
-                waiting.draft.save()  # so that it is recognised in the commit, should this daemon die
             members = [self._member(waiting) for waiting in batch]
-            made = await self._committer.commit(partial(self._change, batch), members)
+            made = await self._committer.commit(
+                partial(self._change, batch), members, sending=partial(self._note, [each.draft for each in batch])
+            )
         except BaseException as error:
             for waiting in batch:
                 self._failed(waiting, error)
@@ -201,6 +207,14 @@ class Packer:
         view = memoryview(made.body)
         blocks = [view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES)]
         self._nursery.start_soon(trio.to_thread.run_sync, partial(self._cache.write_blocks, version, 0, blocks))
+
+    def _note(self, drafts: list[Draft], key: str) -> None:
+        """So that they are recognised in the commit, should this daemon die. Raises CacheError."""
+        batch = Batch()
+        for draft in drafts:
+            draft.commit = key
+            self._journal.put(batch, draft.id, encode(draft.noted()))
+        self._db.commit(batch)
 
     @staticmethod
     def _failed(waiting: Waiting, error: BaseException) -> None:

@@ -170,7 +170,7 @@ class Recovery:
     async def _is_published(self, record: DraftRecord) -> bool:
         if record.state is DraftState.WRITING:
             return False
-        if self._evidence.is_in_pack(record):
+        if await self._evidence.is_in_pack(record):
             return True
         meta = await self._evidence.published(record)
         if meta is None:

@@ -18,7 +18,8 @@ import msgspec
 import trio
 
 from lakefs_fuse.catalog.apply import files_below
-from lakefs_fuse.catalog.committer import Change, Committer
+from lakefs_fuse.catalog.change import Change
+from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.record import OWN, THIS, ObjectRef, Put, Relocate
 from lakefs_fuse.data.draft import DRAFT_METADATA

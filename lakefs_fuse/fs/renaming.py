@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lakefs_fuse.catalog.apply import files_below
-from lakefs_fuse.catalog.committer import Change, Committer
+from lakefs_fuse.catalog.change import Change
+from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import Remove
 from lakefs_fuse.errors import FileError

@@ -126,7 +126,7 @@ class Replay:
         """Whether the store has the bytes already; then nothing of the item is left. Where the name is somebody
         else's now, the item has another when this returns. Raises LakeError."""
         record = item.draft.record()
-        if self._evidence.is_in_pack(record):
+        if await self._evidence.is_in_pack(record):
             await self._end(item, (await self._evidence.visible(record)).etag)
             return True
         meta = await self._evidence.published(record)
@@ -168,6 +168,7 @@ class Replay:
             for later in file.versions:
                 if later.draft is not None:
                     later.draft.target.replaces = etag
+                    later.draft.save()
             row = self._ns.tree.entry(file.entry.inode)
             if row is not None and not row.is_local:
                 self._files.updated(row)

@@ -113,6 +113,8 @@ class Storing:
         try:
             async with self._deletions.keeping(key):
                 await self._free(draft, file.entry.place)
+                if self._committer.mentions(key):  # or a commit would name bytes that are there no more
+                    await self._committer.flush()
                 published = await publish(draft)
         finally:
             if self.packer is not None:

@@ -197,10 +197,19 @@ class WriteBack:
                 item = self.item_of(earlier.draft) if earlier.draft is not None else None
                 if item is not None:
                     item.superseded = item.draft.unlinked = False
+                    self._note(item.draft)
                     if not self.is_packable(item):
                         start_uploads(item.draft)
             self._kick.set()
             raise
+
+    @staticmethod
+    def _note(draft: Draft) -> None:
+        """Again: the journal may have taken it for superseded."""
+        try:
+            draft.save(sync=True)
+        except CacheError as error:
+            log.error("what is staged of %s could not be noted: %s", draft.target.key, error)
 
     def _superseded(self, file: OpenFile) -> list[OpenFile]:
         behind = []

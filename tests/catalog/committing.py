@@ -10,8 +10,9 @@ from pathlib import Path
 
 import trio
 
+from lakefs_fuse.catalog.change import Change
 from lakefs_fuse.catalog.clock import HybridClock
-from lakefs_fuse.catalog.committer import Change, Committer
+from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.poller import Poller
 from lakefs_fuse.catalog.record import COMMITS, Operation

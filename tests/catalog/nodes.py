@@ -10,7 +10,7 @@ import msgspec
 
 from lakefs_fuse.catalog.apply import Applier, Watcher, files_below
 from lakefs_fuse.catalog.archive import commit_key
-from lakefs_fuse.catalog.committer import Change, merged
+from lakefs_fuse.catalog.change import Change, merged
 from lakefs_fuse.catalog.record import THIS, ObjectRef, Operation, Put, Record, Remove
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.listing import DirectoryMerge, PageNames, read_page

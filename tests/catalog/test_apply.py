@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lakefs_fuse.catalog.committer import Change, merged
+from lakefs_fuse.catalog.change import Change, merged
 from lakefs_fuse.catalog.record import (
     OWN,
     THIS,

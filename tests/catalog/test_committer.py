@@ -9,7 +9,7 @@ import trio
 
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.catalog.archive import Member
-from lakefs_fuse.catalog.committer import Change, merged
+from lakefs_fuse.catalog.change import Change, merged
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import THIS, Mkdir, ObjectRef, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, Unavailable

@@ -1,0 +1,158 @@
+"""Moments in which what a journal says of a file could be older than what is in the store, and what it replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.catalog import committer
+from lakefs_fuse.data.segments import Group
+from lakefs_fuse.fs import accepting, writeback
+from tests.fs.lakes import Clock, Lake, lake
+from tests.fs.writing_back import Outage, die, told, until, writing_back
+from tests.memory_store import MemoryStore, Pause
+from tests.write.drafting import noise, reached
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writeback, "PAUSE_S_FIRST", 0.01)
+
+
+async def rewrite(m: Lake, path: str, data: bytes) -> None:
+    handle = await m.open(path, os.O_RDWR | os.O_TRUNC)
+    await m.fs.write(handle, 0, data)
+    await m.close(handle)
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_a_version_that_is_stored_while_the_next_is_being_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str
+) -> None:
+    """What the next one replaces is known when its record is there, whatever was encoded before."""
+    store = MemoryStore()
+    outage, written = Outage(store), Group.write
+
+    async with writing_back(store, tmp_path / "cache", pack=pack) as m:
+
+        async def until_stored() -> None:
+            outage.away = False
+            await until(lambda: not told(m)["files"])
+
+        def write(group: Group) -> None:
+            written(group)
+            trio.from_thread.run(until_stored)
+
+        def recorded(name: str) -> None:
+            if name == "accept.recorded":
+                die(tmp_path / "cache", tmp_path / "dead")
+                outage.away = True
+
+        await m.write("file", b"one")
+        monkeypatch.setattr(Group, "write", write)
+        monkeypatch.setattr(accepting, "reached", recorded)
+        await rewrite(m, "file", b"two")
+        monkeypatch.setattr(Group, "write", written)
+        monkeypatch.setattr(accepting, "reached", lambda _name: None)
+        await m.unlink("file")
+    outage.away = False
+    async with writing_back(store, tmp_path / "dead", pack=pack) as m:
+        await m.fs.make_durable()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"file": b"two"}
+
+
+async def test_another_version_of_the_same_size_and_time_is_not_taken_for_the_one_in_the_pack(tmp_path: Path) -> None:
+    store, chosen_ns = MemoryStore(), 1_600_000_000_123_456_789
+    outage = Outage(store, away=False)
+    async with writing_back(store, tmp_path / "cache", pack="always") as m:
+        await m.write("file", noise(1, 100))
+        await m.setattr("file", mtime_ns=chosen_ns)
+        await m.fs.make_durable()
+        await m.sync()
+        outage.away = True
+        await rewrite(m, "file", noise(2, 100))
+        await m.setattr("file", mtime_ns=chosen_ns)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    outage.away = False
+    async with writing_back(store, dead, pack="always") as m:
+        await m.fs.make_durable()
+        assert await m.tree() == {"file": noise(2, 100)}
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"file": noise(2, 100)}
+
+
+async def test_an_earlier_version_found_in_the_store_is_known_to_the_next_after_another_death(tmp_path: Path) -> None:
+    """The first death leaves one version stored and not noted; the second comes when that was found out."""
+    store = MemoryStore()
+    outage = Outage(store, away=False)
+    pause = Pause(lambda request: request.what == "put" and request.key == "file", "after")
+    async with writing_back(store, tmp_path / "cache") as m:
+        store.hook = pause
+        await m.write("file", b"one")
+        await reached(pause.reached)
+        await rewrite(m, "file", b"two")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        store.hook, outage.away = outage, True
+        pause.resume()
+    async with writing_back(store, dead) as m:
+        await until(lambda: told(m)["files"] == 1)
+        again = die(dead, tmp_path / "again")
+    outage.away = False
+    async with writing_back(store, again) as m:
+        await m.fs.make_durable()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"file": b"two"}
+
+
+async def test_a_name_that_passed_a_held_rename_stays_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pack with a newer version of a file is sent while the rename that made its name is held; the daemon dies before
+    it notes that. The rename does not bring the older version back."""
+    store, clock = MemoryStore(), Clock()
+    outage = Outage(store, away=False)
+    async with writing_back(store, tmp_path / "cache", pack="always", clock=clock) as m:
+
+        def sent(name: str) -> None:
+            if name == "commit.sent":
+                die(tmp_path / "cache", tmp_path / "dead")
+                monkeypatch.setattr(committer, "reached", lambda _name: None)
+
+        await m.write("old", b"older")
+        await m.fs.make_durable()
+        await m.sync()
+        outage.away = True
+        await rewrite(m, "old", b"newer")
+        await m.rename("old", "new")
+        monkeypatch.setattr(committer, "reached", sent)
+        outage.away = False
+        await m.fs.make_durable()
+    async with writing_back(store, tmp_path / "dead", pack="always", clock=clock) as m:
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"new": b"newer"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"new": b"newer"}
+
+
+async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced(tmp_path: Path) -> None:
+    """No commit names bytes that are gone when it becomes visible."""
+    store = MemoryStore()
+    commits = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    async with writing_back(store, tmp_path / "cache", pack="never") as m:
+        await m.write("file", b"one")
+        await m.fs.make_durable()
+        await m.setattr("file", mode=0o600)
+        store.hook = commits
+        before = store.head("file").etag
+        await rewrite(m, "file", b"two")
+        await reached(commits.reached)
+        await trio.sleep(0.1)
+        assert store.head("file").etag == before
+        commits.resume()
+        await m.fs.make_durable()
+    assert store.head("file").etag != before
