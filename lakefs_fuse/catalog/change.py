@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from lakefs_fuse.catalog.deletions import Doomed
-from lakefs_fuse.catalog.record import THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
+from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +25,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that write-back accepted up to this number is in the store before."""
     ahead: bool = False
     """Says where a file is that was accepted before whatever is held."""
+
+    def mentions(self, key: str) -> bool:
+        """A name is said to be the object at ``key``."""
+        own = (each.path for each in self.operations if isinstance(each, Put) and each.object == OWN)
+        return key in own or any(ref.key == key for ref in self.objects[1:])
 
 
 class Committed(msgspec.Struct, frozen=True):

@@ -150,8 +150,8 @@ class Committer:
         return self._unsure is not None and any(each.path == path for each in self._unsure.record.operations)
 
     def mentions(self, key: str) -> bool:
-        """What is journaled says of a name that it is the object at ``key``."""
-        return any(ref.key == key for change in self._pending.values() for ref in change.objects[1:])
+        """What is journaled, and not held, says of a name that it is the object at ``key``."""
+        return any(change.mentions(key) for change in self._sendable().values())
 
     # -- journaled changes
 

@@ -11,6 +11,7 @@ import trio
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.data.segments import Group
 from lakefs_fuse.fs import accepting, writeback
+from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.fs.lakes import Clock, Lake, lake
 from tests.fs.writing_back import Outage, die, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause
@@ -144,9 +145,10 @@ async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced
     store = MemoryStore()
     commits = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
     async with writing_back(store, tmp_path / "cache", pack="never") as m:
-        await m.write("file", b"one")
-        await m.fs.make_durable()
-        await m.setattr("file", mode=0o600)
+        handle, _ = await m.fs.create(ROOT_INODE, b"file", 0o600, os.O_RDWR | os.O_CREAT, 0, 0)
+        await m.fs.write(handle, 0, b"one")
+        await m.close(handle)
+        await until(lambda: not told(m)["files"])
         store.hook = commits
         before = store.head("file").etag
         await rewrite(m, "file", b"two")
