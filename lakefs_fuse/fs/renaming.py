@@ -157,8 +157,11 @@ class Renaming:
         old, new = self._changes.path(entry), self._ns.prefix(parent) + name.decode()
         opened = None if there is None else self._files.get(there.inode)
 
-        async def move(_: Entry) -> None:
-            self._move_row(entry, parent, name, there)
+        async def move(_: Entry) -> None:  # what was known before may have been stored meanwhile
+            now = self._ns.tree.entry(entry.inode)
+            if now is None:
+                raise FileError(errno.ENOENT)
+            self._move_row(now, parent, name, self._ns.tree.child(parent, name))
 
         if opened is not None:
             await self._files.unlink(opened, move)

@@ -1,0 +1,44 @@
+"""Renames over a name whose bytes are just being stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+
+from tests.fs.lakes import lake
+from tests.fs.writing_back import Outage, until, writing_back
+from tests.memory_store import MemoryStore, Pause
+from tests.write.drafting import reached
+
+
+async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it(tmp_path: Path) -> None:
+    """The name was renamed to before, and that is in the same commit: it is not pending any more when the rename gets
+    its turn, and must not make the newer bytes look older than that commit."""
+    store = MemoryStore()
+    outage = Outage(store, away=False)
+    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    async with writing_back(store, tmp_path / "cache", pack="always") as m:
+        await m.write("a", b"first")
+        await m.fs.make_durable()
+        await m.sync()
+        outage.away = True
+        await m.rename("a", "hot")
+        await m.write("b", b"second")
+        await m.rename("b", "hot")
+        store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.make_durable)
+            await reached(pause.reached)
+            await m.write("c", b"third")
+            nursery.start_soon(m.rename, "c", "hot")
+            await trio.sleep(0.05)
+            pause.resume()
+        await m.fs.make_durable()
+        await m.sync()
+        await until(lambda: not m.fs.unfinished())
+        assert await m.tree() == {"hot": b"third"}
+    async with writing_back(store, tmp_path / "cache", pack="always") as m:
+        assert await m.tree() == {"hot": b"third"}
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"hot": b"third"}
