@@ -1,6 +1,6 @@
 """Builds the optional C library of kernel hooks; everything else is in pyproject.toml.
 
-`lakefs_fuse/fuse/hooks.c` becomes `lakefs_fuse/fuse/_hooks*.so`, a plain shared object that the program loads with
+`lakefs_fuse/fuse/*.c` become `lakefs_fuse/fuse/_hooks*.so`, a plain shared object that the program loads with
 ctypes (it is not a Python module). Without a compiler or libfuse's headers the install goes on without it, and the
 mount works, slower.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 HOOKS = "lakefs_fuse/fuse/hooks.c"
+RECEIVING = "lakefs_fuse/fuse/receiving.c"
 
 
 def fuse_flags(what: str, usual: str) -> list[str]:
@@ -32,7 +33,8 @@ def hooks() -> list[Extension]:
     return [
         Extension(
             "lakefs_fuse.fuse._hooks",
-            sources=[HOOKS],
+            sources=[HOOKS, RECEIVING],
+            depends=["lakefs_fuse/fuse/receiving.h"],
             define_macros=[("FUSE_USE_VERSION", "312"), ("_GNU_SOURCE", None)],
             extra_compile_args=["-O2", "-fvisibility=default", *fuse_flags("--cflags", "-I/usr/include/fuse3")],
             # ctypes binds every symbol at once, and libfuse is not there yet when the hooks are loaded.

@@ -6,8 +6,7 @@ reentrant. A free gate is passed without a checkpoint. Used from trio tasks only
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 import trio
 
@@ -21,19 +20,22 @@ class Gate:
         self._exclusive_waiting = 0
         self._changed: trio.Event | None = None
 
-    @asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
+    def shared(self) -> AbstractAsyncContextManager[None]:
+        return _Shared(self)
+
+    def exclusive(self) -> AbstractAsyncContextManager[None]:
+        return _Exclusive(self)
+
+    async def enter_shared(self) -> None:
         while self._exclusive or self._exclusive_waiting:
             await self._wait()
         self._shared += 1
-        try:
-            yield
-        finally:
-            self._shared -= 1
-            self._wake()
 
-    @asynccontextmanager
-    async def exclusive(self) -> AsyncIterator[None]:
+    def leave_shared(self) -> None:
+        self._shared -= 1
+        self._wake()
+
+    async def enter_exclusive(self) -> None:
         self._exclusive_waiting += 1
         try:
             while self._exclusive or self._shared:
@@ -43,11 +45,10 @@ class Gate:
             self._exclusive_waiting -= 1
             if not self._exclusive:
                 self._wake()  # those whom this one kept out
-        try:
-            yield
-        finally:
-            self._exclusive = False
-            self._wake()
+
+    def leave_exclusive(self) -> None:
+        self._exclusive = False
+        self._wake()
 
     async def _wait(self) -> None:
         if self._changed is None:
@@ -58,3 +59,31 @@ class Gate:
         if self._changed is not None:
             self._changed.set()
             self._changed = None
+
+
+class _Shared(AbstractAsyncContextManager[None]):
+    """Classes of their own: a generator costs several times as much, and every write passes here."""
+
+    __slots__ = ("_gate",)
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def __aenter__(self) -> None:
+        await self._gate.enter_shared()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gate.leave_shared()
+
+
+class _Exclusive(AbstractAsyncContextManager[None]):
+    __slots__ = ("_gate",)
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    async def __aenter__(self) -> None:
+        await self._gate.enter_exclusive()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._gate.leave_exclusive()

@@ -8,6 +8,7 @@ a file name the key its bytes are meant for, so that it can be told what it is e
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from enum import StrEnum
@@ -21,6 +22,7 @@ from lakefs_fuse.data.segments import Segments
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
 
+FREE_AGE_S = 0.05
 IN_FLIGHT_BYTES = 16 << 20
 KEY_XATTR = "user.lakefs.key"
 UPLOAD_XATTR = "user.lakefs.upload"
@@ -73,6 +75,7 @@ class Staging:
         self._metrics = metrics
         self._evict = evict
         self._free = free
+        self._free_known, self._free_at = 0, -math.inf
         self._stagers: set[Stager] = set()
         self._room = trio.Event()
 
@@ -139,7 +142,7 @@ class Staging:
     async def reserve(self, count: int) -> None:
         """Wait for room for ``count`` more bytes and take it. Raises StagingFull, at once where nothing is on its way
         that could make room, else after ``wait_s_max``; CacheError where the disk fails."""
-        if self._fits(count) and self._free_bytes() > self._free_bytes_min + IN_FLIGHT_BYTES + count:
+        if self._fits(count) and self._has_free(count):
             self.bytes_used += count
             self.state = StagingState.OK
             return
@@ -186,6 +189,17 @@ class Staging:
             return self._free(self.directory)
         except OSError as error:
             raise self.translate(error) from error
+
+    def _has_free(self, count: int) -> bool:
+        """Asked at most once in `FREE_AGE_S`; what is taken meanwhile is counted. Raises StagingFull or CacheError."""
+        now = trio.current_time()
+        if now - self._free_at > FREE_AGE_S:
+            self._free_known, self._free_at = self._free_bytes(), now
+        if self._free_known <= self._free_bytes_min + IN_FLIGHT_BYTES + count:
+            self._free_at = -math.inf
+            return False
+        self._free_known -= count
+        return True
 
     async def _disk_fits(self, count: int) -> bool:
         """``IN_FLIGHT_BYTES`` are for what was reserved and is not written yet."""

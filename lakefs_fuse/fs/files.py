@@ -140,10 +140,10 @@ class FileTable:
         file.writers += writer
         return file
 
-    def adopt_new(self, entry: Entry, key: str, *, if_absent: bool) -> OpenFile:
-        """A file that was just created, with its first handle. Its journal record is written before its name is."""
+    def adopt_new(self, batch: Batch, entry: Entry, key: str, *, if_absent: bool) -> OpenFile:
+        """A file that was just created, with its first handle. The journal hears of it with its name."""
         file = OpenFile(entry, key, None, if_absent=if_absent)
-        self.draft(file)
+        self.draft(file, batch=batch)
         file.handles = file.writers = 1
         self._files[entry.inode] = file
         return file
@@ -259,7 +259,7 @@ class FileTable:
         async with file.publishing:
             pass
 
-    def draft(self, file: OpenFile, *, anew: bool = False) -> Draft:
+    def draft(self, file: OpenFile, *, anew: bool = False, batch: Batch | None = None) -> Draft:
         """The file's draft, begun now where it has none; ``anew`` where nothing of the old version counts."""
         if file.draft is None:
             replaces = file.replaces
@@ -268,16 +268,16 @@ class FileTable:
             base = None if anew or file.behind else file.extent
             draft_id = self.new_id()
             small = StagedFile(self.services.staging, draft_id, file.key) if self.writeback.is_for(file.key) else None
-            self.begin(file, Draft(self.services, draft_id, target, base=base, file=small))
+            self.begin(file, Draft(self.services, draft_id, target, base=base, file=small), batch)
         assert file.draft is not None
         return file.draft
 
-    def begin(self, file: OpenFile, draft: Draft) -> None:
-        """The draft is the file's newest version."""
+    def begin(self, file: OpenFile, draft: Draft, batch: Batch | None = None) -> None:
+        """The draft is the file's newest version; the journal hears of it now, or with ``batch``."""
         self.aim(file, draft.id, draft.target)
         draft.began, draft.deferred = self.writeback.sequence, self.writeback.is_for(file.key)
         file.draft = draft
-        draft.save()
+        draft.save() if batch is None else self._journal.put(batch, draft.id, encode(draft.noted()))
 
     def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
         """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,
@@ -314,7 +314,7 @@ class FileTable:
             self._pin(file, self._ns.extent(entry))
             return
         for each in file.versions:
-            flags = (each.entry.flags & ~Flag.XATTRS) | (entry.flags & Flag.XATTRS)
+            flags = int((each.entry.flags & ~Flag.XATTRS) | (entry.flags & Flag.XATTRS))
             each.entry = msgspec.structs.replace(
                 each.entry, parent=entry.parent, cookie=entry.cookie, name=entry.name, flags=flags
             )

@@ -383,7 +383,9 @@ class Filesystem:
             mode=mode & PERMISSIONS, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now,
         )  # fmt: skip
         self._changes.touch(parent, batch)
-        file = self._files.adopt_new(entry, key, if_absent=exclusive and self._client.capabilities.put_if_absent)
+        file = self._files.adopt_new(
+            batch, entry, key, if_absent=exclusive and self._client.capabilities.put_if_absent
+        )  # fmt: skip
         try:
             self._db.commit(batch)
         except CacheError:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import msgspec
 import trio
@@ -42,6 +43,15 @@ COPY_STEP_BYTES = 4 << 20
 STAGE_WHOLE_S_MAX = 2.0
 """So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Attributes that were set while the version was being stored; ``xattrs`` None where none of those were."""
+
+    file: OpenFile
+    wanted: Entry
+    xattrs: dict[str, bytes] | None
 
 
 class Newest:
@@ -124,7 +134,9 @@ class Newest:
                 reached("publish.begun")
                 stored = await self._storing.store(owner, draft, alone=item is not None)
                 reached("publish.sent")
-                self._accept(file, draft, stored)
+                batch = Batch()
+                late = self._accept(file, draft, stored, batch)
+                self._commit(batch, [late])
             reached("publish.noted")
             if stored.published is not None:
                 await trio.to_thread.run_sync(self._to_cache, draft, stored)
@@ -141,13 +153,13 @@ class Newest:
             taken: list[tuple[OpenFile, Draft]] = []
             for item in items:
                 owner = item.file.owner_of(item.draft)
+                if owner is not None and item.file.publishing.locked():
+                    break  # what comes after it in the order waits for the next pack
                 if owner is None or item.file.unlinked:
                     self._writeback.forget(item.draft)
                     continue
                 if item.superseded:
                     continue
-                if item.file.publishing.locked():
-                    break  # what comes after it in the order waits for the next pack
                 item.file.publishing.acquire_nowait()
                 held.callback(item.file.publishing.release)
                 item.busy = True
@@ -156,8 +168,12 @@ class Newest:
             if not taken:
                 return []
             together = await self._storing.store_together(taken)
+            batch = Batch()
+            late = [
+                self._accept(item.file, item.draft, stored, batch) for item, stored in zip(done, together, strict=True)
+            ]
+            self._commit(batch, late)
             for item, (owner, _), stored in zip(done, taken, together, strict=True):
-                self._accept(item.file, item.draft, stored)
                 self._end(item.draft, stored)
                 if not item.file.unlinked:
                     self._files.keeper.published(owner.key, stored.extent)
@@ -170,8 +186,8 @@ class Newest:
         if draft.accepted:
             self._writeback.forget(draft)
 
-    def _accept(self, file: OpenFile, draft: Draft, stored: Stored) -> None:
-        """These bytes are the newest version in the store, whatever was written since."""
+    def _accept(self, file: OpenFile, draft: Draft, stored: Stored, batch: Batch) -> Late | None:
+        """These bytes are the newest version in the store, whatever was written since; noted in ``batch``."""
         self._cache.pin(stored.extent.version)
         if file.extent is not None:
             self._cache.unpin(file.extent.version)
@@ -184,20 +200,28 @@ class Newest:
             file.behind.remove(owner)
             owner.entry = stored.entry
             self._follow(file, stored)
-        late, file.late_xattrs = file.late_xattrs, None
+        xattrs, file.late_xattrs = file.late_xattrs, None
+        self._record(batch, stored, draft)
+        if file.unlinked or (xattrs is None and _is_told(now, stored.told)):
+            return None
+        return Late(owner, now, xattrs)
+
+    def _commit(self, batch: Batch, attributes_set: list[Late | None]) -> None:
+        """Where that fails the bytes are durable all the same; the next listing, or the next mount, finds out."""
         try:
-            self._record(stored.entry, draft)
-            if not file.unlinked and (late is not None or not _is_told(now, stored.told)):
-                self._storing.set_attributes(owner, now, late)
-        except CacheError as error:  # it is durable all the same; the next listing, or the next mount, finds out
-            log.error("%s is in the store, but that could not be noted: %s", file.key, error)
+            self._db.commit(batch)
+            for late in attributes_set:
+                if late is not None:
+                    self._storing.set_attributes(late.file, late.wanted, late.xattrs)
+        except CacheError as error:
+            log.error("what was stored just now is in the store, but that could not be noted: %s", error)
 
     @staticmethod
     def _follow(file: OpenFile, stored: Stored) -> None:
         """Later versions of the file replace this one."""
         now = stored.entry
         for later in file.versions:
-            flags = later.entry.flags & ~Flag.LOCAL
+            flags = int(later.entry.flags & ~Flag.LOCAL)
             later.entry = msgspec.structs.replace(
                 later.entry, flags=flags, etag=now.etag, stamp=now.stamp, place=now.place, offset=now.offset
             )
@@ -206,20 +230,19 @@ class Newest:
                 later.draft.target.replaces, later.draft.target.if_absent = stored.extent.version.etag, False
                 later.draft.save()
 
-    def _record(self, entry: Entry, draft: Draft) -> None:
-        batch = Batch()
+    def _record(self, batch: Batch, stored: Stored, draft: Draft) -> None:
+        entry = stored.entry
         self._ns.changing(entry.parent, entry.name)
         row = self._ns.tree.entry(entry.inode)
         if row is not None and self._ns.is_removed(entry):
             # Another node saw these bytes, and removed or renamed them, before their writer heard that they are there.
             self._ns.tree.remove(batch, row)
             self._ns.tell(entry.parent, entry.name)
-        elif row is not None:
+        elif row is not None and stored.published is not None:  # a pack's commit told the rows itself
             self._ns.tree.update(batch, entry)
-        else:  # somebody else's version has the name on this node, and ours replaced it: look again
+        elif row is None:  # somebody else's version has the name on this node, and ours replaced it: look again
             self._ns.tree.forget_listing(batch, entry.parent)
         self._journal.delete(batch, draft.id)
-        self._db.commit(batch)
 
     def _to_cache(self, draft: Draft, stored: Stored) -> None:
         """What was just written is read back from local disk. A cache that cannot take it loses nothing."""

@@ -77,7 +77,7 @@ class OpenFile:
 
     def written(self, now_ns: int) -> None:
         """The bytes changed just now."""
-        flags = self.entry.flags & ~Flag.MTIME_KEPT
+        flags = int(self.entry.flags & ~Flag.MTIME_KEPT)
         self.entry = msgspec.structs.replace(self.entry, flags=flags, mtime_ns=now_ns, ctime_ns=now_ns)
 
     @property

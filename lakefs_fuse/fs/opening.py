@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -33,6 +34,8 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 
 ROOM_BYTES_MIN = 64 * MIB
+SEED_BITS = 256
+"""Of the numbers that name drafts and writers: as good as asking the kernel for each, and a system call less."""
 """A mount needs so much of the disk beyond what it leaves free."""
 log = logging.getLogger(__name__)
 
@@ -104,7 +107,7 @@ async def open_filesystem(
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
                 await bring_in(database, client, directory / "index")
-                ids = rng or random.SystemRandom()
+                ids = rng or random.Random(secrets.randbits(SEED_BITS))
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, clock_ns, ids, spans))
                 filesystem, files = parts.filesystem, parts.files
                 await parts.begin()

@@ -16,10 +16,11 @@ def _load() -> ctypes.CDLL | None:
     for path in sorted(Path(__file__).parent.glob("_hooks*.so")):
         try:
             library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        except OSError:
+            library.lakefs_hooks_flush_pid.restype = ctypes.c_int64
+            library.lakefs_hooks_xattrs_answered.restype = ctypes.c_int64
+            library.lakefs_hooks_forgets_taken.restype = ctypes.c_int64
+        except (OSError, AttributeError):  # not for this machine, or built from another version
             continue
-        library.lakefs_hooks_flush_pid.restype = ctypes.c_int64
-        library.lakefs_hooks_xattrs_answered.restype = ctypes.c_int64
         return library
     return None
 
@@ -40,6 +41,16 @@ def flush_pid() -> int:
 def xattrs_answered() -> int:
     """GETXATTR requests that were answered without entering Python."""
     return int(_library.lakefs_hooks_xattrs_answered()) if _library is not None else 0
+
+
+def forgets_taken() -> int:
+    """FORGET requests that were taken without entering Python."""
+    return int(_library.lakefs_hooks_forgets_taken()) if _library is not None else 0
+
+
+def library() -> ctypes.CDLL | None:
+    """For other modules of this package."""
+    return _library
 
 
 def process_of(thread: int) -> int:

@@ -82,13 +82,16 @@ class Operations(pyfuse3.Operations):
         self._invalid, self._invalid_queue = send, receive
         fs.on_change = self._forget_name
         fs.on_statistics = self._count_answered
-        self._answered = 0
+        self._answered = self._forgotten = 0
 
     def _count_answered(self) -> None:
         """Requests that the hooks answered are requests, too."""
         answered = hooks.xattrs_answered()
         self.upcalls["getxattr"] += answered - self._answered
         self._answered = answered
+        forgotten = hooks.forgets_taken()
+        self.upcalls["forget"] += forgotten - self._forgotten
+        self._forgotten = forgotten
 
     # -- telling the kernel
 

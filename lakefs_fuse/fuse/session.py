@@ -19,6 +19,7 @@ import trio
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import MountError
 from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fuse import receiving
 from lakefs_fuse.fuse.operations import Operations
 
 TASKS_MAX = 128
@@ -74,6 +75,7 @@ async def serve(fs: Filesystem, config: MountConfig, *, ready: Callable[[], None
             nursery.start_soon(operations.send_invalidations)
             nursery.start_soon(_announce, config.mountpoint, answers)
             nursery.start_soon(_unmount_when_asked, config.mountpoint)
+            receiving.begin()
             await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
             unmount = False
             nursery.cancel_scope.cancel()

@@ -1,0 +1,118 @@
+/*
+ * Reading requests: pyfuse3's call of fuse_session_receive_buf arrives here.
+ *
+ * Once `lakefs_receiving_begin` was called, a read never waits: where there is no request it answers EINTR, which
+ * pyfuse3 takes for "wait until there is one", and `lakefs_receiving_drained` says so. Requests that need no Python
+ * (extended attributes that nothing here ever has, and inodes that the kernel forgets) are answered right here, and
+ * the next one is read. Before that, and in a process without hooks, libfuse's own function does what it always did.
+ *
+ * Single-threaded, as hooks.c: one thread reads.
+ */
+#define fuse_session_receive_buf fuse_session_receive_buf_as_declared
+#include <fuse_lowlevel.h>
+#undef fuse_session_receive_buf
+
+#include <linux/fuse.h>
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "receiving.h"
+
+#define ANSWERED_AT_A_TIME 64 /* then others get their turn */
+
+static int (*next_receive)(struct fuse_session *, struct fuse_buf *);
+static void (*process)(struct fuse_session *, const struct fuse_buf *);
+static int (*session_exited)(struct fuse_session *);
+static int (*session_fd)(struct fuse_session *);
+static struct fuse_session *session;
+static int begun;
+static int drained = 1;
+
+void lakefs_receiving_session(struct fuse_session *made, void *libfuse)
+{
+	session = made;
+	*(void **)&next_receive = dlsym(libfuse, "fuse_session_receive_buf");
+	*(void **)&process = dlsym(libfuse, "fuse_session_process_buf");
+	*(void **)&session_exited = dlsym(libfuse, "fuse_session_exited");
+	*(void **)&session_fd = dlsym(libfuse, "fuse_session_fd");
+}
+
+/* The request is in memory, whole, and one that the wrapped operations answer without Python. */
+static int needs_no_python(const struct fuse_buf *buf)
+{
+	const struct fuse_in_header *head = buf->mem;
+	const char *name;
+
+	if ((buf->flags & FUSE_BUF_IS_FD) || buf->size < sizeof(*head))
+		return 0;
+	switch (head->opcode) {
+	case FUSE_FORGET:
+	case FUSE_BATCH_FORGET:
+		return 1;
+	case FUSE_GETXATTR:
+		name = (const char *)(head + 1) + sizeof(struct fuse_getxattr_in);
+		return buf->size > sizeof(*head) + sizeof(struct fuse_getxattr_in) + 9 && lakefs_hooks_never_has(name);
+	default:
+		return 0;
+	}
+}
+
+int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf);
+
+int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
+{
+	int answered, size;
+
+	if (!next_receive)
+		*(void **)&next_receive = dlsym(dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL), "fuse_session_receive_buf");
+	if (!begun || se != session)
+		return next_receive(se, buf);
+	for (answered = 0; answered < ANSWERED_AT_A_TIME; answered++) {
+		size = next_receive(se, buf);
+		if (size == -EAGAIN) {
+			drained = 1;
+			return -EINTR;
+		}
+		drained = 0;
+		if (size <= 0 || !needs_no_python(buf))
+			return size;
+		process(se, buf);
+	}
+	return -EINTR;
+}
+
+/* From here on reading does not wait. Answers 0 where that cannot be had: then nothing is different. */
+int lakefs_receiving_begin(void)
+{
+	int fd, flags;
+
+	if (!session || !next_receive || !process || !session_exited || !session_fd)
+		return 0;
+	fd = session_fd(session);
+	flags = fcntl(fd, F_GETFL);
+	if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0)
+		return 0;
+	begun = 1;
+	return 1;
+}
+
+/* The last read found no request. */
+int lakefs_receiving_drained(void)
+{
+	return drained;
+}
+
+/* The kernel has let go of the mount, or somebody ended the session. */
+int lakefs_receiving_exited(void)
+{
+	return session_exited(session);
+}
+
+int lakefs_receiving_fd(void)
+{
+	return session_fd(session);
+}

@@ -1,0 +1,79 @@
+"""Whose turn it is to read /dev/fuse: pyfuse3's own way of waiting, at a fraction of its cost.
+
+pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task goes on
+reading while there are requests, `BURST` at most, and another is ready to go on where it has to wait for something;
+tasks that were busy last are taken first, so that few buffers are ever touched. Needs the hooks (see receiving.c);
+without them, or with a pyfuse3 that waits in another way, everything is as pyfuse3 does it. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
+import pyfuse3
+import trio
+from outcome import Value
+
+BURST = 32
+"""Requests that one task reads before the others of the loop have their turn."""
+log = logging.getLogger(__name__)
+
+
+class Turns:
+    """Tasks that wait for a request: one for the descriptor, the others for their turn."""
+
+    def __init__(self) -> None:
+        library = hooks.library()
+        assert library is not None
+        self._drained, self._exited = library.lakefs_receiving_drained, library.lakefs_receiving_exited
+        self._fd = int(library.lakefs_receiving_fd())
+        self._idle: list[trio.lowlevel.Task] = []
+        self._watched = False
+        self._burst = 0
+
+    async def wait(self) -> bool:
+        """There may be a request, and it is the caller's. False: the session has ended."""
+        while not self._exited():
+            if self._burst < BURST and not self._drained():
+                self._burst += 1
+                return True
+            self._burst = 0
+            if self._watched:
+                await self._park()
+                continue
+            self._watched = True
+            try:
+                await trio.lowlevel.wait_readable(self._fd)
+            except trio.ClosedResourceError:
+                self._wake(len(self._idle))
+                return False
+            finally:
+                self._watched = False
+            self._wake(1)
+            return True
+        self._wake(len(self._idle))
+        return False
+
+    async def _park(self) -> None:
+        task = trio.lowlevel.current_task()
+        self._idle.append(task)
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._idle.remove(task)
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    def _wake(self, count: int) -> None:
+        for _ in range(min(count, len(self._idle))):
+            trio.lowlevel.reschedule(self._idle.pop(), Value(None))
+
+
+def begin() -> bool:
+    """After `pyfuse3.init`, before `pyfuse3.main`: take over. False where pyfuse3's own way it is."""
+    library = hooks.library()
+    if library is None or not hasattr(pyfuse3, "_wait_fuse_readable") or not library.lakefs_receiving_begin():
+        return False
+    vars(pyfuse3)["_wait_fuse_readable"] = Turns().wait
+    return True
