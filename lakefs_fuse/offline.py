@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 REPORT_INTERVAL_S = 0.2
 
 Args = TypeVar("Args", bound=msgspec.Struct)
-Say = Callable[[protocol.Answer], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,11 +69,6 @@ class Rules:
             durability=config.durability,
         )
 
-    @property
-    def any_writeback(self) -> bool:
-        """Some path may have this durability."""
-        return self._default_durability == "writeback" or any(rule.durability == "writeback" for _, rule in self._rules)
-
     def is_writeback(self, path: str) -> bool:
         """Whether close() of the file at ``path`` waits for the local disk only."""
         durability = self._cached_durability(path) if self._rules else self._default_durability

@@ -173,7 +173,7 @@ class Zip:
         self._crc = 0
         self._inflate: zlib._Decompress | None = None
         self._wrong: list[str] = []
-        self._right = self._unchecked = 0
+        self._right = 0
         self._lost = ""
 
     def feed(self, data: memoryview) -> None:
@@ -235,12 +235,11 @@ class Zip:
 
     def _end(self) -> None:
         member = self._members[self._next]
-        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            self._unchecked += 1
-        elif self._crc != member.CRC:
-            self._wrong.append(member.filename)
-        elif member.file_size:
-            self._right += 1
+        if member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            if self._crc != member.CRC:
+                self._wrong.append(member.filename)
+            elif member.file_size:
+                self._right += 1
         self._next, self._left = self._next + 1, -1
 
     def finish(self) -> Finding:

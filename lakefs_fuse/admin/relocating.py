@@ -100,23 +100,16 @@ class _Pack:
 class Relocator:
     """Takes files, one after the other, and commits a pack whenever one is full. `finish` sends the last."""
 
-    def __init__(
-        self,
-        lake: Headless,
-        *,
-        report: Callable[[Moved], None],
-        pack_bytes: int = PACK_BYTES,
-    ) -> None:
+    def __init__(self, lake: Headless, *, report: Callable[[Moved], None]) -> None:
         self._lake, self._report = lake, report
         self._reader = ExtentReader(lake.client)
-        self._pack_bytes = pack_bytes
         self._gathered: list[Moving] = []
         self._bytes = 0
         self.done = Moved()
 
     async def add(self, file: Moving) -> None:
         """Raises LakeError."""
-        full = self._bytes + file.source.size > self._pack_bytes or len(self._gathered) >= PACK_FILES_MAX
+        full = self._bytes + file.source.size > PACK_BYTES or len(self._gathered) >= PACK_FILES_MAX
         if self._gathered and full:
             await self._flush()
         self._gathered.append(file)

@@ -44,7 +44,7 @@ WINDOW_BYTES = 8 << 20
 DIRECTORY_BYTES_MAX = 1 << 30
 _TAIL_BYTES = END.size + COMMENT_BYTES_MAX + END64.size + LOCATOR64.size
 _HEADER_BYTES_MAX = LOCAL.size + 2 * MAX16
-_NAME_AT, _ZIP64 = 26, 1
+_ZIP64 = 1
 
 Fetch = Callable[[int, int], Awaitable[Buffer]]
 """Bytes [start, end) of the object, start < end <= size."""

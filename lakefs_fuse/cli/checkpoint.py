@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TypedDict, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import click
 import msgspec
@@ -30,13 +30,6 @@ from lakefs_fuse.offline_protocol import CheckpointArgs, VerifyArgs
 
 PIPE_WIDTH = 200
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
-
-
-class Which(TypedDict):
-    """As click hands over what `which_options` adds."""
-
-    marker: str | None
-    match: str | None
 
 
 def which_options(command: Decorated) -> Decorated:

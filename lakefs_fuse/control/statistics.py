@@ -38,9 +38,9 @@ class UnfinishedView(Protocol):
     def bytes_done(self) -> int: ...
 
 
-def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
+def resident_bytes() -> int:
     """Resident memory of this process, in bytes."""
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def wire_files(files: Sequence[UnfinishedView]) -> tuple[UnfinishedFile, ...]:

@@ -37,7 +37,6 @@ _MAGIC = b"LAKEBLK\0"
 _HEADER = struct.Struct("<8sIIQQ16s")
 """Magic, format, block bytes, object size, block count, digest of key and ETag; then XXH3-64 of these."""
 _HASH_BYTES = 8
-_ABSENT = 0
 
 
 class DamagedFile(Exception):

@@ -40,7 +40,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MEMORY_BLOCKS = 48
-FETCH_BYTES_MAX = 8 << 20
+FETCH_BLOCKS_MAX = 8
 INFLIGHT_BYTES_MAX = 64 << 20
 READING_THREADS_MAX = 8
 WRITING_THREADS_MAX = 2
@@ -77,7 +77,6 @@ class BlockReader:
         nursery: trio.Nursery,
         *,
         memory_blocks: int = MEMORY_BLOCKS,
-        fetch_bytes_max: int = FETCH_BYTES_MAX,
         inflight_bytes_max: int = INFLIGHT_BYTES_MAX,
         learned: Callable[[ObjectMeta], None] | None = None,
     ) -> None:
@@ -85,7 +84,6 @@ class BlockReader:
         self._cache = cache
         self._metrics = metrics
         self._nursery = nursery
-        self._fetch_blocks_max = max(1, fetch_bytes_max // BLOCK_BYTES)
         self._blind_blocks_max = max(1, memory_blocks // 4)
         self._learned = learned
         self._recent = RecentBlocks(memory_blocks * BLOCK_BYTES)
@@ -147,7 +145,7 @@ class BlockReader:
                 absent = [
                     not here and (version, index) not in self._pending for index, here in enumerate(present, first)
                 ]
-                for run in runs(first, absent, self._fetch_blocks_max):
+                for run in runs(first, absent, FETCH_BLOCKS_MAX):
                     self._start(Load(version, *run, range(0)), room_taken=False)
                 pending = [self._pending.get((version, index)) for index in range(first, stop)]
                 for block in pending:
@@ -187,7 +185,7 @@ class BlockReader:
             return 0, version.blocks
         if readahead.starved:
             # Nothing is fetched ahead for want of room, so fetch with every wait as much as one GET may.
-            ahead = min(readahead.window_bytes // BLOCK_BYTES, self._fetch_blocks_max)
+            ahead = min(readahead.window_bytes // BLOCK_BYTES, FETCH_BLOCKS_MAX)
             stop = min(max(stop, first + ahead), version.blocks)
             readahead.fetched(stop * BLOCK_BYTES)
         return first, stop
@@ -196,7 +194,7 @@ class BlockReader:
         """Runs, no longer than a GET may be, of blocks that are neither in memory nor on their way."""
         keys = [(version, index) for index in range(first, stop)]
         wanted = [key not in self._pending and key not in self._recent for key in keys]
-        return list(runs(first, wanted, self._fetch_blocks_max))
+        return list(runs(first, wanted, FETCH_BLOCKS_MAX))
 
     def _start(self, load: Load, *, room_taken: bool) -> None:
         self._nursery.start_soon(self._run, load, room_taken)
@@ -229,7 +227,7 @@ class BlockReader:
                 await self._budget.acquire(load.bytes_total)
                 room_taken = True
             absent = await self._from_disk(load)
-            rest = list(runs(load.first, absent, self._fetch_blocks_max))
+            rest = list(runs(load.first, absent, FETCH_BLOCKS_MAX))
             if len(rest) == 1:
                 await self._from_store(load, *rest[0])
             elif rest:

@@ -148,7 +148,7 @@ class Assembly:
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX),
             hide_at=storing.hide_at, clock_ns=ground.clock_ns,
         )  # fmt: skip
-        self.writeback = writeback = self._write_back(storing)
+        self.writeback = writeback = self._write_back()
         evidence = Evidence(namespace, ground.client)
         self.replay = Replay(
             database, namespace, files, writeback, evidence, metrics.writeback,
@@ -185,7 +185,7 @@ class Assembly:
                 policy=Rules.of(config).pack_for, being_written=files.being_written,
             )  # fmt: skip
 
-    def _write_back(self, storing: Storing) -> WriteBack:
+    def _write_back(self) -> WriteBack:
         ground, committer, files = self._ground, self._commits.committer, self.files
         writeback = files.writeback = WriteBack(
             ground.database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback,

@@ -398,13 +398,3 @@ class Namespace:
             "listings_under_way": len(self._flights),
             "rocksdb": self._db.statistics(),
         }
-
-
-def is_below(tree: Tree, inode: int, ancestor: int) -> bool:
-    """``inode`` is ``ancestor`` or lies below it."""
-    while inode not in (ancestor, ROOT_INODE):
-        entry = tree.entry(inode)
-        if entry is None:
-            return False
-        inode = entry.parent
-    return inode == ancestor
