@@ -357,7 +357,7 @@ class FileTable:
                 continue
             batch = Batch()
             self.move(batch, file, key)
-            self._db.commit(batch, sync=any(each.draft is not None and each.draft.accepted for each in file.versions))
+            self._db.commit(batch, sync=file.is_promised)
 
     def move(self, batch: Batch, file: OpenFile, key: str) -> None:
         """A file, all its versions, has another name when the batch is committed, which also tells the journal."""

@@ -85,6 +85,12 @@ class OpenFile:
         """Those that wait behind, and this."""
         return [*self.behind, self] if self.behind else [self]
 
+    @property
+    def is_promised(self) -> bool:
+        """Write-back accepted a version that is not in the store: it survives a crash of the machine, under the name
+        that the file has."""
+        return any(each.draft is not None and each.draft.accepted for each in self.versions)
+
     def owner_of(self, draft: Draft) -> OpenFile | None:
         """This, or the version behind it, whose draft it is; None where it has ended."""
         return next((each for each in self.versions if each.draft is draft), None)

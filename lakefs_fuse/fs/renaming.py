@@ -193,7 +193,7 @@ class Renaming:
         file = self._files.get(entry.inode)
         if file is not None:
             self._files.move(batch, file, self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass"))
-        self._db.commit(batch, sync=bool(len(self._writeback)))
+        self._db.commit(batch, sync=file is not None and file.is_promised)
         self._files.updated(moved)
         reached("rename.moved")
 

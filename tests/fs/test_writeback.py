@@ -665,6 +665,37 @@ async def test_a_file_that_is_renamed_is_seen_under_its_new_name_only(tmp_path: 
         assert await other.tree() == {"final": noise(1, size)}
 
 
+async def test_a_rename_is_synced_where_the_file_was_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else waits for the store."""
+    synced: list[bool] = []
+    commit = Database.commit
+
+    def noted(self: Database, batch: Batch, *, sync: bool = False) -> None:
+        synced.append(sync)
+        commit(self, batch, sync=sync)
+
+    async def renamed(old: str, new: str) -> bool:
+        synced.clear()
+        await m.rename(old, new)
+        return any(synced)
+
+    monkeypatch.setattr(Database, "commit", noted)
+    store = MemoryStore()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path) as m:
+        await m.write("accepted", b"1")
+        assert await renamed("accepted", "accepted, renamed")
+        writing = await m.create("new")
+        await m.fs.write(writing, 0, b"2")
+        assert not await renamed("new", "new, renamed")
+        rewriting = await m.open("accepted, renamed", os.O_RDWR)
+        await m.fs.write(rewriting, 0, b"3")
+        assert await renamed("accepted, renamed", "accepted")  # what is behind it was accepted
+        outage.away = False
+        for handle in (writing, rewriting):
+            await m.close(handle)
+
+
 @pytest.mark.parametrize("pack", ["never", "always"])
 async def test_save_over_a_version_that_is_there(tmp_path: Path, pack: str) -> None:
     """Write aside and rename over, again and again, the store away meanwhile."""
