@@ -367,7 +367,8 @@ class Filesystem:
         self._directory(parent)
         key = self._changes.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
-        await self._writeback.wait_room(self.config.staging_timeout_s)
+        if self._writeback.is_for(key):
+            await self._writeback.wait_room(self.config.staging_timeout_s)
         known, _ = await self._ns.lookup(parent, name, ask=exclusive)
         if known is not None:
             if exclusive:

@@ -1087,6 +1087,20 @@ async def test_more_files_than_may_wait(tmp_path: Path, monkeypatch: pytest.Monk
         await m.write("one more", b"data")
 
 
+async def test_more_than_may_wait_keeps_nobody_else_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writeback, "FILES_MAX", 1)
+    store = MemoryStore()
+    outage = Outage(store)
+    rules = (Rule(path="now", durability="close"),)
+    async with writing_back(store, tmp_path, staging_timeout_s=0.1, rules=rules) as m:
+        await m.write("later", b"data")
+        handle = await m.create("now")
+        with pytest.raises(StagingFull):
+            await m.create("later too")
+        outage.away = False
+        await m.close(handle)
+
+
 # -- what it says of itself
 
 
