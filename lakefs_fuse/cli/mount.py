@@ -121,7 +121,7 @@ class MountCommand(click.Command):
 @click.option("--staging-timeout", type=DURATION, help="How long a writer waits while staging is full before it gets "
               f"ENOSPC.  {_default('staging_timeout_s')}")  # fmt: skip
 @click.option("--upload-limit", type=RATE, help="Most that uploads send in a second, such as 2GiB/s; 0 is no limit.  "
-              "[default: 0]")  # fmt: skip
+              f"{_default('upload_bytes_s_max')}")  # fmt: skip
 @click.option("--supervise/--no-supervise", default=True, help="Start a daemon that died again, and mount anew.")
 @click.option("--attributes", type=click.Choice(["listing", "objects"]), help="Where mode, owner and mtime of objects "
               f"come from: the listing, or one HEAD each, once.  {_default('attributes')}")  # fmt: skip

@@ -101,10 +101,10 @@ _LARGEST_FIRST = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10), ("", 0))
 
 
 def default_text(name: str, value: object) -> str:
-    """A default of config.py for the help text: sizes in the largest unit, modes in octal."""
+    """A default of config.py for the help text: sizes in the largest unit that keeps them whole, modes in octal."""
     if name.endswith("_mode"):
         return f"[default: {value:o}]"
-    if "bytes" in name and isinstance(value, int):
+    if "bytes" in name and isinstance(value, int) and value:  # every unit keeps 0 whole: it needs none
         unit, bits = next((unit, bits) for unit, bits in _LARGEST_FIRST if value % (1 << bits) == 0)
         return f"[default: {value >> bits}{unit}]"
     return f"[default: {value:g}]" if isinstance(value, float) else f"[default: {value}]"

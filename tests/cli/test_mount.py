@@ -132,6 +132,7 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert float(told["--writeback-delay"]) == config.writeback_delay_s
     assert float(told["--staging-timeout"]) == config.staging_timeout_s
     assert RATE.convert(told["--upload-limit"], None, None) == config.upload_bytes_s_max
+    assert texts["--upload-limit"].endswith("; 0 is no limit.  [default: 0]")
     assert told["--addressing-style"] == config.store.addressing_style
     modes = f"{told.pop('--file-mode')}, {told.pop('--dir-mode')}"
     rows = re.findall(r"^\| `(--[a-z-]+)[^|]*\| ([^|]+) \|", options_table(), re.MULTILINE)

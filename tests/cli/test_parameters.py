@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, SIZE, format_bytes, format_duration
+from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, SIZE, default_text, format_bytes, format_duration
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,22 @@ def test_what_people_read() -> None:
         "5.0 TiB",
     ]
     assert [format_duration(s) for s in (0.0015, 12, 600, 9000)] == ["1.5 ms", "12 s", "10 min", "2.5 h"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("upload_bytes_s_max", 0, "0"),
+        ("pack_threshold_bytes", 1000, "1000"),
+        ("pack_threshold_bytes", 1536, "1536"),
+        ("pack_threshold_bytes", 1 << 20, "1MiB"),
+        ("cache_bytes_max", 1536 << 20, "1536MiB"),
+        ("cache_bytes_max", 10 << 40, "10TiB"),
+        ("file_mode", 0o644, "644"),
+        ("refresh_s", 5.0, "5"),
+        ("uploads_max", 8, "8"),
+        ("pack", "auto", "auto"),
+    ],
+)
+def test_defaults_in_the_help_text(name: str, value: object, expected: str) -> None:
+    assert default_text(name, value) == f"[default: {expected}]"
