@@ -1,8 +1,8 @@
 """Named points at which a test makes the daemon die, as if the power had gone between two instructions.
 
 Set ``LAKEFS_FAILPOINT=name`` or ``name:n`` in the daemon's environment and it kills itself with SIGKILL when it comes
-to that point (for the ``n``-th time). `NAMES` has every point with what a crash there leaves behind; docs/operations.md
-tells the same to users. Without the variable a point costs one comparison.
+to that point (for the ``n``-th time). `NAMES` has every point with what a crash there leaves behind; the tables of
+docs/architecture.md say what the next mount makes of it. Without the variable a point costs one comparison.
 """
 
 from __future__ import annotations

@@ -100,8 +100,10 @@ class Committer:
             self._kick.set()
 
     async def settle_journal(self) -> None:
-        """Whether the last commit of a daemon that ended is in the store; before commits are polled, or what it says
-        would be older than what is journaled. Raises LakeError."""
+        """Ask the store whether it has the commit that the last daemon was sending when it ended. Where it has, the
+        changes in it leave the journal, and their rows get its time instead of the pending stamp that is newer than any
+        commit. To be called after `load` and before the first poll: the poll would otherwise hold the whole commit for
+        older than these rows, and leave out what it says of their names. Raises LakeError."""
         async with self._lock:
             await self._settle_sending()
 
