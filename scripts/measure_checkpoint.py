@@ -19,15 +19,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import json
 import mmap
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,47 +32,11 @@ import boto3
 import torch
 from boto3.s3.transfer import TransferConfig
 
-from tests.servers import ACCESS_KEY, REGION, SECRET_KEY, latency, make_bucket, seaweedfs
+from scripts.measuring import LAKEFS, PeakMemory, seconds, statistics_of, store_with_bucket
 
 BUCKET = "checkpoints"
 UPLOADS = 8
 PART_BYTES = 16 << 20
-LAKEFS = [sys.executable, "-m", "lakefs_fuse"]
-
-
-def seconds(job: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    job()
-    return time.perf_counter() - started
-
-
-def statistics_of(mountpoint: Path) -> dict[str, Any]:
-    done = subprocess.run([*LAKEFS, "stats", str(mountpoint), "--json"], capture_output=True, check=True)
-    told: dict[str, Any] = json.loads(done.stdout)
-    return told
-
-
-class PeakMemory:
-    """Largest resident memory of a process while it is watched, in MiB."""
-
-    def __init__(self, pid: int) -> None:
-        self._status = Path(f"/proc/{pid}/status")
-        self._stopped = threading.Event()
-        self.mib = 0.0
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._stopped.wait(0.05):
-            with contextlib.suppress(OSError):
-                for line in self._status.read_text().splitlines():
-                    if line.startswith("VmRSS:"):
-                        self.mib = max(self.mib, int(line.split()[1]) / 1024)
-
-    def stop(self) -> float:
-        self._stopped.set()
-        self._thread.join()
-        return self.mib
 
 
 @contextlib.contextmanager
@@ -226,15 +186,8 @@ def main() -> int:
     parser.add_argument("--delay-ms", type=int, default=15)
     parser.add_argument("--ratio-max", type=float)
     options = parser.parse_args()
-    os.environ.update(AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY, AWS_DEFAULT_REGION=REGION)
-    with tempfile.TemporaryDirectory(prefix="lakefs-measure-") as temporary:
-        directory = Path(temporary)
-        with (
-            seaweedfs(directory / "seaweed") as server,
-            latency(server, directory / "haproxy", options.delay_ms) as far,
-        ):
-            make_bucket(server, BUCKET)
-            return measure(options, directory, far.url)
+    with store_with_bucket(BUCKET, options.delay_ms) as (directory, endpoint):
+        return measure(options, directory, endpoint)
 
 
 if __name__ == "__main__":

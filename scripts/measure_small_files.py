@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,12 +29,10 @@ from typing import Any
 
 import boto3
 
-from scripts.measure_checkpoint import PeakMemory, seconds, statistics_of
-from tests.servers import ACCESS_KEY, REGION, SECRET_KEY, latency, make_bucket, seaweedfs
+from scripts.measuring import LAKEFS, PeakMemory, seconds, statistics_of, store_with_bucket
 
 BUCKET = "files"
 PACK_BYTES = 64 << 20
-LAKEFS = [sys.executable, "-m", "lakefs_fuse"]
 
 
 @contextlib.contextmanager
@@ -134,10 +131,7 @@ def objects(client: Any, prefix: str) -> int:
 
 
 def measure(options: argparse.Namespace, directory: Path, endpoint: str) -> None:
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, region_name=REGION, aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY
-    )
-    os.environ.update(AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY, AWS_DEFAULT_REGION=REGION)
+    client = boto3.client("s3", endpoint_url=endpoint)
     seed = hashlib.shake_128(b"small files").digest(16 << 20)
     source = directory / "source"
     write_all(source, seed, options)
@@ -162,24 +156,21 @@ def measure(options: argparse.Namespace, directory: Path, endpoint: str) -> None
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Many small files, packed and one by one.")
+def parser_of(description: str, *, repeats: int, delay_ms: int) -> argparse.ArgumentParser:
+    """How many files, how large and from how many threads; what else there is is the script's own."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--files", type=int, default=20_000)
     parser.add_argument("--kib", type=int, default=50)
     parser.add_argument("--threads", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--delay-ms", type=int, default=15)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lakefs-measure-") as made:
-        directory = Path(made)
-        for name in ("server", "proxy"):
-            (directory / name).mkdir()
-        with seaweedfs(directory / "server") as server:
-            make_bucket(server, BUCKET)
-            with latency(server, directory / "proxy", options.delay_ms) as slow:
-                started = time.perf_counter()
-                measure(options, directory, slow.url)
-                print(f"in all {time.perf_counter() - started:.0f} s")
+    parser.add_argument("--repeats", type=int, default=repeats)
+    parser.add_argument("--delay-ms", type=int, default=delay_ms)
+    return parser
+
+
+def main() -> int:
+    options = parser_of("Many small files, packed and one by one.", repeats=2, delay_ms=15).parse_args()
+    with store_with_bucket(BUCKET, options.delay_ms) as (directory, endpoint):
+        print(f"in all {seconds(lambda: measure(options, directory, endpoint)):.0f} s")
     return 0
 
 

@@ -18,14 +18,13 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.measure_checkpoint import PeakMemory, seconds, statistics_of
-from scripts.measure_small_files import BUCKET, check_all, mounted, write_all
-from tests.servers import ACCESS_KEY, REGION, SECRET_KEY, latency, make_bucket, seaweedfs
+from scripts.measure_small_files import BUCKET, check_all, mounted, parser_of, write_all
+from scripts.measuring import PeakMemory, seconds, statistics_of, store_with_bucket
+from tests.servers import ACCESS_KEY, SECRET_KEY
 
 MOUNT_S_MAX = 20.0
 
@@ -91,7 +90,6 @@ def through_us(
 
 
 def measure(options: argparse.Namespace, directory: Path, endpoint: str) -> int:
-    os.environ.update(AWS_ACCESS_KEY_ID=ACCESS_KEY, AWS_SECRET_ACCESS_KEY=SECRET_KEY, AWS_DEFAULT_REGION=REGION)
     os.environ.update(AWSACCESSKEYID=ACCESS_KEY, AWSSECRETACCESSKEY=SECRET_KEY)
     seed = hashlib.shake_128(b"small files").digest(16 << 20)
     write_all(directory / "warm", seed, options)
@@ -112,25 +110,12 @@ def measure(options: argparse.Namespace, directory: Path, endpoint: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Many small files under write-back, against other mounts.")
-    parser.add_argument("--files", type=int, default=20_000)
-    parser.add_argument("--kib", type=int, default=50)
-    parser.add_argument("--threads", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--delay-ms", type=int, default=0)
+    parser = parser_of("Many small files under write-back, against other mounts.", repeats=3, delay_ms=0)
     parser.add_argument("--s3fs-files", type=int, default=1000)
     parser.add_argument("--puts-max", type=int, default=40)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lakefs-measure-") as made:
-        directory = Path(made)
-        for name in ("server", "proxy"):
-            (directory / name).mkdir()
-        with seaweedfs(directory / "server") as server:
-            make_bucket(server, BUCKET)
-            if not options.delay_ms:
-                return measure(options, directory, server.url)
-            with latency(server, directory / "proxy", options.delay_ms) as slow:
-                return measure(options, directory, slow.url)
+    with store_with_bucket(BUCKET, options.delay_ms) as (directory, endpoint):
+        return measure(options, directory, endpoint)
 
 
 if __name__ == "__main__":
