@@ -16,6 +16,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
 from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.filesystem import AttributeChange, file_type_and_mode
@@ -47,6 +50,24 @@ class Operation:
 
     def __repr__(self) -> str:
         return f"{self.what}{self.arguments!r}"
+
+
+def searched(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """So many sequences are tried, the same every day. For longer runs ``LAKEFS_MODEL_EXAMPLES`` sets another number,
+    of others each time; with ``LAKEFS_MODEL_NO_SHRINK`` what fails is told as it was found, for failures that depend on
+    timing."""
+    phases = [Phase.explicit, Phase.reuse, Phase.generate]
+    if "LAKEFS_MODEL_NO_SHRINK" not in os.environ:
+        phases.append(Phase.shrink)
+    asked_for = os.environ.get("LAKEFS_MODEL_EXAMPLES")
+    chosen = settings(
+        max_examples=int(asked_for or examples),
+        deadline=None,
+        derandomize=asked_for is None,
+        phases=phases,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    return lambda test: pytest.mark.filterwarnings("ignore:Generating overly large repr")(chosen(test))
 
 
 @dataclass

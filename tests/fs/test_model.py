@@ -1,6 +1,6 @@
 """Random operations on the filesystem layer and on a plain directory find them equal.
 
-``LAKEFS_MODEL_EXAMPLES`` sets how many sequences are tried (a minute's worth by default), for longer runs.
+See `model.searched` for longer runs; by default it is a minute's worth.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from lakefs_fuse.data import publishing
 from tests.fs.lakes import RENAME_EXCHANGE, RENAME_NOREPLACE
-from tests.fs.model import DIRECTORIES, FILES, PATHS, Model, Operation
+from tests.fs.model import DIRECTORIES, FILES, PATHS, Model, Operation, searched
 from tests.write.drafting import noise
 
-EXAMPLES = int(os.environ.get("LAKEFS_MODEL_EXAMPLES", "200"))
 SCRATCH = os.environ.get("LAKEFS_MODEL_SCRATCH")
 KIB = 1024
 NS = 1_000_000_000
@@ -109,22 +107,8 @@ preludes = st.sampled_from(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_parts_may_be_copied() -> object:
-    """So that parts of 64 KiB take the way of those of 5 MiB."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "PART_BYTES_MIN", 4096)
-        yield
-
-
-@pytest.mark.filterwarnings("ignore:Generating overly large repr")
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize="LAKEFS_MODEL_EXAMPLES" not in os.environ,  # the same every day; others where they are asked for
-    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@pytest.mark.usefixtures("small_parts_may_be_copied")
+@searched(200)
 @given(preludes, st.lists(operations, min_size=15, max_size=60), st.booleans(), st.sampled_from(("auto", "always")))
 def test_a_lake_is_a_directory(prelude: list[Operation], sequence: list[Operation], in_memory: bool, pack: str) -> None:
     os.umask(0o022)

@@ -21,30 +21,21 @@ import trio
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.failpoints import NAMES
-from lakefs_fuse.fs import accepting, newest, renaming, replay, writeback
+from lakefs_fuse.fs import accepting, newest, renaming, replay
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.store.protocol import ObjectStore
 from tests.fs.lakes import Clock, Lake, entries_of, lake, permissions
 from tests.fs.writeback_model import Line
-from tests.fs.writing_back import LARGE, NEVER_S, PART, Outage, die, state, stored, told, until, writing_back
+from tests.fs.writing_back import LARGE, NEVER_S, PART, Outage, die, rewrite, state, stored, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.write.drafting import noise, reached
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 NS = 1_000_000_000
 Shown = dict[str, bytes]
 """Files and their bytes."""
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writeback, "PAUSE_S_FIRST", 0.01)
-
-
-async def rewrite(m: Lake, path: str, data: bytes) -> None:
-    handle = await m.open(path, os.O_RDWR | os.O_TRUNC)
-    await m.fs.write(handle, 0, data)
-    await m.close(handle)
 
 
 async def others_see(store: MemoryStore, root: Path) -> dict[str, object]:

@@ -15,7 +15,7 @@ from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, S
 from lakefs_fuse.fs import newest, writeback
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Flag
-from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake, permissions
+from tests.fs.lakes import TTL_S, Clock, entries_of, lake, permissions
 from tests.fs.writing_back import (
     LARGE,
     NEVER_S,
@@ -23,6 +23,7 @@ from tests.fs.writing_back import (
     Outage,
     location,
     made_visible,
+    rewrite,
     state,
     stored,
     told,
@@ -32,18 +33,7 @@ from tests.fs.writing_back import (
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.write.drafting import noise, reached
 
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writeback, "PAUSE_S_FIRST", 0.01)
-
-
-async def rewrite(m: Lake, path: str, data: bytes) -> None:
-    """Emptied, written, closed."""
-    handle = await m.open(path, os.O_RDWR | os.O_TRUNC)
-    await m.fs.write(handle, 0, data)
-    await m.close(handle)
-
+pytestmark = pytest.mark.usefixtures("short_pauses")
 
 # -- accepted
 

@@ -1,7 +1,6 @@
 """Random operations on a mount under write-back, deaths and outages among them, and on a plain directory.
 
-``LAKEFS_MODEL_EXAMPLES`` sets how many sequences are tried, for longer runs; with ``LAKEFS_MODEL_NO_SHRINK`` what fails
-is told as it was found, for failures that depend on timing.
+See `model.searched` for longer runs.
 """
 
 from __future__ import annotations
@@ -12,18 +11,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from lakefs_fuse.data import publishing
-from tests.fs.model import Operation
+from tests.fs.model import Operation, searched
 from tests.fs.test_model import SCRATCH, files, operation, operations, preludes
 from tests.fs.writeback_model import WriteBackModel
-
-EXAMPLES = int(os.environ.get("LAKEFS_MODEL_EXAMPLES", "60"))
-PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
-if "LAKEFS_MODEL_NO_SHRINK" not in os.environ:
-    PHASES.append(Phase.shrink)
 
 happenings = st.one_of(
     operation("crash", st.booleans()),
@@ -35,22 +28,8 @@ happenings = st.one_of(
 sequences = st.lists(st.one_of(operations, operations, operations, happenings), min_size=15, max_size=60)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def small_parts_may_be_copied() -> object:
-    """So that parts of 64 KiB take the way of those of 5 MiB."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(publishing, "PART_BYTES_MIN", 4096)
-        yield
-
-
-@pytest.mark.filterwarnings("ignore:Generating overly large repr")
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    derandomize="LAKEFS_MODEL_EXAMPLES" not in os.environ,  # the same every day; others where they are asked for
-    phases=PHASES,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+@pytest.mark.usefixtures("small_parts_may_be_copied")
+@searched(60)
 @given(
     preludes,
     sequences,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -44,6 +45,13 @@ def writing_back(
     """A mount under write-back whose store answers or fails at once."""
     settings = {"durability": "writeback", "writeback_delay_s": delay_s, "retry_timeout_s": 0.0, "pack": "never"}
     return lake(store, cache, **(settings | config))  # type: ignore[arg-type]
+
+
+async def rewrite(m: Lake, path: str, data: bytes) -> None:
+    """Emptied, written, closed."""
+    handle = await m.open(path, os.O_RDWR | os.O_TRUNC)
+    await m.fs.write(handle, 0, data)
+    await m.close(handle)
 
 
 def told(m: Lake) -> dict[str, int]:

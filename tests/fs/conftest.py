@@ -1,0 +1,24 @@
+"""Fixtures of the filesystem's tests. None is automatic: a module asks for what it needs with ``usefixtures``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lakefs_fuse.data import publishing
+from lakefs_fuse.fs import writeback
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write-back tries again at once."""
+    monkeypatch.setattr(writeback, "PAUSE_S_FIRST", 0.01)
+
+
+@pytest.fixture(scope="module")
+def small_parts_may_be_copied() -> Iterator[None]:
+    """So that parts of 64 KiB take the way of those of 5 MiB."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publishing, "PART_BYTES_MIN", 4096)
+        yield
