@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.catalog.apply import Applier
-from tests.fs.lakes import Lake, lake, permissions
+from lakefs_fuse.meta.entry import ROOT_INODE
+from tests.fs.lakes import lake, permissions
 from tests.fs.writing_back import die
-from tests.memory_store import MemoryStore
+from tests.memory_store import MemoryStore, Pause
+from tests.write.drafting import reached
 
 
 class Death:
@@ -31,39 +35,40 @@ class Death:
         die(self._cache, self.left)
 
 
-async def changed(m: Lake, path: str) -> None:
-    await m.write(path, b"bytes")
-    await m.setattr(path, mode=0o600)
-
-
 async def test_a_rename_that_took_along_what_was_journaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old name does not come back because the journal seems newer than the commit that removed it."""
     store, death = MemoryStore(), Death("commit.sent", tmp_path, monkeypatch)
-    async with lake(store, death._cache, pack="never") as m:
-        await changed(m, "x")
+    async with lake(store, death._cache) as m:
+        await m.symlink("x", "somewhere")
         death.armed = True
         await m.rename("x", "y")
     async with lake(store, death.left) as m:
-        assert await m.names() == ["y"]
-        assert permissions(await m.getattr("y")) == 0o600
+        assert await m.tree() == {"y": "somewhere"}
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"y": "somewhere"}
 
 
 async def test_attributes_that_are_in_no_commit_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit in doubt is applied again, and does not undo what was set after it."""
+    """The commit in doubt is applied again, and does not undo what was set while it was sent."""
     store, death = MemoryStore(), Death("commit.sent", tmp_path, monkeypatch)
-    async with lake(store, death._cache, pack="never", relocate_after_s=0.0) as m:
-        await changed(m, "x")
-        await m.rename("x", "y")
-        await m.setattr("y", mode=0o644)
-        death.now()
+    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    async with lake(store, death._cache, pack="never") as m:
+        handle, _ = await m.fs.create(ROOT_INODE, b"x", 0o600, os.O_RDWR | os.O_CREAT, 0, 0)
+        await m.fs.write(handle, 0, b"bytes")
+        await m.close(handle)
+        store.hook, death.armed = pause, True
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.sync_names)
+            await reached(pause.reached)
+            await m.setattr("x", mode=0o644)
+            pause.resume()
+        assert not death.armed
     async with lake(store, death.left) as m:
-        m.fs._committer._applier.forget_applied()
-        await m.poll()
-        m.fs._committer.set_attributes_again()
-        assert permissions(await m.getattr("y")) == 0o644
+        assert permissions(await m.getattr("x")) == 0o644
         await m.sync()
     async with lake(store, tmp_path / "other") as other:
-        assert permissions(await other.getattr("y")) == 0o644
+        assert permissions(await other.getattr("x")) == 0o644
 
 
 async def test_a_change_that_was_journaled_and_not_in_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
