@@ -41,6 +41,8 @@ class Server:
 
     name: str
     url: str
+    filer: str = ""
+    """Address of SeaweedFS's own protocol, which `weed mount` speaks."""
 
     def at(self, url: str) -> Server:
         """The same store behind a proxy."""
@@ -210,7 +212,7 @@ def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tup
         f"-s3.config={config}",
         *options,
     ]
-    server = Server("seaweedfs", f"http://127.0.0.1:{port}")
+    server = Server("seaweedfs", f"http://127.0.0.1:{port}", filer=f"127.0.0.1:{filer_port}")
     with _running(command, directory / "weed.log", lambda: _s3_answers(server)) as process:
         yield server, process
 
