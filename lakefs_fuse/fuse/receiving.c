@@ -6,6 +6,10 @@
  * (extended attributes that nothing here ever has, and inodes that the kernel forgets) are answered right here, and
  * the next one is read. Before that, and in a process without hooks, libfuse's own function does what it always did.
  *
+ * Whoever sends such requests often sends the next at once, and waking this thread costs more than answering: after
+ * one it looks for the next for AWAIT_NS, without the GIL, and altogether no longer than AWAY_NS, for the loop that
+ * called has other things to do.
+ *
  * Single-threaded, as hooks.c: one thread reads.
  */
 #define fuse_session_receive_buf fuse_session_receive_buf_as_declared
@@ -17,12 +21,15 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #include "receiving.h"
 
-#define ANSWERED_AT_A_TIME 64 /* then others get their turn */
+#define AWAIT_NS 150000
+#define AWAY_NS 1000000
 
 static int (*next_receive)(struct fuse_session *, struct fuse_buf *);
 static void (*process)(struct fuse_session *, const struct fuse_buf *);
@@ -31,6 +38,8 @@ static int (*session_fd)(struct fuse_session *);
 static struct fuse_session *session;
 static int begun;
 static int drained = 1;
+static void *(*release_gil)(void);
+static void (*acquire_gil)(void *);
 
 void lakefs_receiving_session(struct fuse_session *made, void *libfuse)
 {
@@ -61,28 +70,58 @@ static int needs_no_python(const struct fuse_buf *buf)
 	}
 }
 
+static int64_t now_ns(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Who waits for an answer is likely to go on when it comes; nobody waits for that of FORGET. */
+static int64_t followed_within_ns(const struct fuse_buf *buf)
+{
+	uint32_t opcode = ((const struct fuse_in_header *)buf->mem)->opcode;
+
+	return opcode == FUSE_FORGET || opcode == FUSE_BATCH_FORGET ? 0 : AWAIT_NS;
+}
+
+/* Answers the request, and others, until one needs Python (its size), there is none, others have to have their turn
+ * (both -EAGAIN), or the session ends (0 or an error). */
+static int answer_and_look(struct fuse_session *se, struct fuse_buf *buf)
+{
+	int64_t begin = now_ns(), until;
+	int size;
+
+	do {
+		until = followed_within_ns(buf);
+		process(se, buf);
+		until += now_ns();
+		while ((size = next_receive(se, buf)) == -EAGAIN && now_ns() < until)
+			sched_yield();
+	} while (size > 0 && needs_no_python(buf) && until - begin < AWAY_NS);
+	return size;
+}
+
 int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf);
 
 int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
-	int answered, size;
+	int size;
 
 	if (!next_receive)
 		*(void **)&next_receive = dlsym(dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL), "fuse_session_receive_buf");
 	if (!begun || se != session)
 		return next_receive(se, buf);
-	for (answered = 0; answered < ANSWERED_AT_A_TIME; answered++) {
-		size = next_receive(se, buf);
-		if (size == -EAGAIN) {
-			drained = 1;
-			return -EINTR;
-		}
-		drained = 0;
-		if (size <= 0 || !needs_no_python(buf))
-			return size;
-		process(se, buf);
+	size = next_receive(se, buf);
+	if (size > 0 && needs_no_python(buf)) {
+		void *python = release_gil();
+
+		size = answer_and_look(se, buf);
+		acquire_gil(python);
 	}
-	return -EINTR;
+	drained = size == -EAGAIN;
+	return drained ? -EINTR : size;
 }
 
 /* From here on reading does not wait. Answers 0 where that cannot be had: then nothing is different. */
@@ -90,7 +129,9 @@ int lakefs_receiving_begin(void)
 {
 	int fd, flags;
 
-	if (!session || !next_receive || !process || !session_exited || !session_fd)
+	*(void **)&release_gil = dlsym(RTLD_DEFAULT, "PyEval_SaveThread");
+	*(void **)&acquire_gil = dlsym(RTLD_DEFAULT, "PyEval_RestoreThread");
+	if (!session || !next_receive || !process || !session_exited || !session_fd || !release_gil || !acquire_gil)
 		return 0;
 	fd = session_fd(session);
 	flags = fcntl(fd, F_GETFL);

@@ -1,7 +1,7 @@
 """Whose turn it is to read /dev/fuse: pyfuse3's own way of waiting, at a fraction of its cost.
 
 pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task goes on
-reading while there are requests, `BURST` at most, and another is ready to go on where it has to wait for something;
+reading while there are requests, for `BURST_S` at most, and another is ready to go on where it has to wait for something;
 tasks that were busy last are taken first, so that few buffers are ever touched. Needs the hooks (see receiving.c);
 without them, or with a pyfuse3 that waits in another way, everything is as pyfuse3 does it. Trio thread only.
 """
@@ -9,14 +9,15 @@ without them, or with a pyfuse3 that waits in another way, everything is as pyfu
 from __future__ import annotations
 
 import logging
+import time
 
 from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
 from outcome import Value
 
-BURST = 32
-"""Requests that one task reads before the others of the loop have their turn."""
+BURST_S = 0.002
+"""So long one task goes on reading before the others of the loop have their turn."""
 log = logging.getLogger(__name__)
 
 
@@ -30,15 +31,13 @@ class Turns:
         self._fd = int(library.lakefs_receiving_fd())
         self._idle: list[trio.lowlevel.Task] = []
         self._watched = False
-        self._burst = 0
+        self._begun_s = 0.0
 
     async def wait(self) -> bool:
         """There may be a request, and it is the caller's. False: the session has ended."""
         while not self._exited():
-            if self._burst < BURST and not self._drained():
-                self._burst += 1
+            if not self._drained() and time.perf_counter() - self._begun_s < BURST_S:
                 return True
-            self._burst = 0
             if self._watched:
                 await self._park()
                 continue
@@ -51,6 +50,7 @@ class Turns:
             finally:
                 self._watched = False
             self._wake(1)
+            self._begun_s = time.perf_counter()
             return True
         self._wake(len(self._idle))
         return False
