@@ -1,8 +1,8 @@
 """Whose turn it is to read /dev/fuse: pyfuse3's own way of waiting, at a fraction of its cost.
 
 pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task goes on
-reading while there are requests, for `BURST_S` at most, and another is ready to go on where it has to wait for something;
-tasks that were busy last are taken first, so that few buffers are ever touched. Needs the hooks (see receiving.c);
+reading while there are requests, for `BURST_S` at most, and another is ready to go on where it has to wait; tasks
+that were busy last are taken first, so that few buffers are ever touched. Needs the hooks (see receiving.c);
 without them, or with a pyfuse3 that waits in another way, everything is as pyfuse3 does it. Trio thread only.
 """
 
