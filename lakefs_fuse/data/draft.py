@@ -80,7 +80,7 @@ class Draft:
         self.changes = 0
         self.recheck = False
         self.unlinked = False
-        self.accepted = self.began = self.saves = 0
+        self.accepted = self.began = self.stands_for = self.saves = 0
         self.deferred = False
         """Parts are sent when the draft is accepted, or staging is half full, and not before."""
         self.delayed: Unavailable | None = None

@@ -36,6 +36,7 @@ def record_of(draft: Draft) -> DraftRecord:
         metadata_multipart=dict(target.describe(True)),
         accepted=draft.accepted,
         began=draft.began,
+        stands_for=draft.stands_for,
         commit=draft.commit,
         segment=spot.segment if spot else "",
         segment_offset=spot.offset if spot else 0,

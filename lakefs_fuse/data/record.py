@@ -86,6 +86,8 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Its place in the order of what write-back accepted; 0 where nobody was told that it is safe."""
     began: int = 0
     """The newest number given out when it began: so much was accepted before it."""
+    stands_for: int = 0
+    """Its place among what others wait for: that of the oldest version that it superseded; 0 where that is its own."""
     commit: str = ""
     """Key of the newest commit that was to be sent with these bytes."""
     segment: str = ""

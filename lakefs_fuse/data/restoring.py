@@ -46,6 +46,7 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
     draft.upload_metadata = record.upload_metadata
     draft.token, draft.changes, draft.recheck = record.token, record.changes, True
     draft.accepted, draft.began, draft.commit = record.accepted, record.began, record.commit
+    draft.stands_for = record.stands_for
     draft.pages.load(record.pages)
     writing = record.state is DraftState.WRITING
     for part in record.parts:

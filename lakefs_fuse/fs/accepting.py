@@ -51,11 +51,12 @@ class Acceptor:
         nursery: trio.Nursery,
         *,
         number: Callable[[], int],
-        replaced: Callable[[OpenFile], list[Draft]],
+        replaced: Callable[[OpenFile, list[Draft]], list[Draft]],
         accepted: Callable[[OpenFile, Draft], None],
     ) -> None:
-        """``number()`` is the next in the order of what is accepted. ``replaced(file)`` are the earlier versions
-        that nobody needs once this one is accepted; ``accepted`` is told when it is."""
+        """``number()`` is the next in the order of what is accepted. ``replaced(file, others)`` are the
+        earlier versions that nobody needs once this one is accepted, before ``others``; ``accepted`` is told when it
+        is."""
         self._db, self._nursery = database, nursery
         self._journal = Journal(database)
         self._number, self._replaced, self._accepted = number, replaced, accepted
@@ -102,8 +103,8 @@ class Acceptor:
             await trio.to_thread.run_sync(segment.write)
             reached("accept.synced")
             batch = Batch()
-            for closing in group:
-                self._note(closing, batch)
+            for index, closing in enumerate(group):
+                self._note(closing, [other.draft for other in group[:index]], batch)
             self._db.commit(batch)
             await trio.to_thread.run_sync(self._db.sync)
         except (OSError, CacheError) as error:
@@ -131,13 +132,14 @@ class Acceptor:
         if data is not None:
             segment.add(data, closing.raw)
 
-    def _note(self, closing: Closing, batch: Batch) -> None:
+    def _note(self, closing: Closing, before: list[Draft], batch: Batch) -> None:
         """The record as things are now: while the bytes were written, a version before may have been stored, or the
-        file renamed."""
-        if closing.draft.saves != closing.saves:
+        file renamed. ``before`` are of the same group, with lower numbers."""
+        gone_now = self._replaced(closing.file, before)
+        if gone_now or closing.draft.saves != closing.saves:
             self._encode(closing)
         self._journal.put(batch, closing.draft.id, closing.raw)
-        for replaced in self._replaced(closing.file):
+        for replaced in gone_now:
             if replaced.is_unknown_to_store:
                 self._journal.delete(batch, replaced.id)
             else:  # what is there of it has to go, or is recognised as ours, even if this daemon dies

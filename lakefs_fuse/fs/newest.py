@@ -147,39 +147,52 @@ class Newest:
 
     async def publish_together(self, items: list[Accepted]) -> list[Accepted]:
         """See `writeback.Publisher`."""
-        done: list[Accepted] = []
+        taken: dict[int, tuple[Accepted, OpenFile]] = {}  # of several versions of a file the last
+        passed: list[tuple[Accepted, OpenFile]] = []
         items = [item for item in items if not item.replayed or not await self._replay.settled(item)]
         with ExitStack() as held:
-            taken: list[tuple[OpenFile, Draft]] = []
             for item in items:
-                owner = item.file.owner_of(item.draft)
-                if owner is not None and item.file.publishing.locked():
+                owner, file = item.file.owner_of(item.draft), id(item.file)
+                if owner is not None and item.file.publishing.locked() and file not in taken:
                     break  # what comes after it in the order waits for the next pack
                 if owner is None or item.file.unlinked:
                     self._writeback.forget(item.draft)
                     continue
                 if item.superseded:
                     continue
-                item.file.publishing.acquire_nowait()
-                held.callback(item.file.publishing.release)
+                if file in taken:
+                    passed.append(taken[file])
+                else:
+                    item.file.publishing.acquire_nowait()
+                    held.callback(item.file.publishing.release)
                 item.busy = True
-                done.append(item)
-                taken.append((owner, item.draft))
+                taken[file] = item, owner
             if not taken:
                 return []
-            together = await self._storing.store_together(taken)
-            batch = Batch()
-            late = [
-                self._accept(item.file, item.draft, stored, batch) for item, stored in zip(done, together, strict=True)
-            ]
-            self._commit(batch, late)
-            for item, (owner, _), stored in zip(done, taken, together, strict=True):
-                self._end(item.draft, stored)
-                if not item.file.unlinked:
-                    self._files.keeper.published(owner.key, stored.extent)
-        for item in done:
+            await self._publish_taken(list(taken.values()), passed)
+        for item, _ in taken.values():
             self._files.forget_if_idle(item.file)
-        return done
+        return [item for item, _ in taken.values()]
+
+    async def _publish_taken(
+        self, taken: list[tuple[Accepted, OpenFile]], passed: list[tuple[Accepted, OpenFile]]
+    ) -> None:
+        """In one pack, which has newer versions of what is ``passed``."""
+        files = [(owner, item.draft) for item, owner in taken]
+        together = await self._storing.store_together(files, [item.draft for item, _ in passed])
+        batch = Batch()
+        late = [
+            self._accept(item.file, item.draft, stored, batch)
+            for (item, _), stored in zip(taken, together, strict=True)
+        ]
+        self._commit(batch, late)
+        for item, owner in passed:
+            item.file.behind = [earlier for earlier in item.file.behind if earlier is not owner]
+            self._writeback.was_superseded(item.draft)
+        for (item, owner), stored in zip(taken, together, strict=True):
+            self._end(item.draft, stored)
+            if not item.file.unlinked:
+                self._files.keeper.published(owner.key, stored.extent)
 
     def _end(self, draft: Draft, stored: Stored) -> None:
         draft.close(unlink=stored.published is None)

@@ -112,8 +112,9 @@ class Packer:
             raise waiting.error
         return waiting.packed
 
-    async def commit_together(self, files: list[tuple[OpenFile, Draft]]) -> None:
-        """Accepted files become one commit. Raises LakeError; then none is in it."""
+    async def commit_together(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> None:
+        """Accepted files become one commit; nothing is left to do of versions that are ``passed`` once it is there.
+        Raises LakeError; then none is in it."""
         batch = []
         for file, draft in files:
             if draft.base is not None:
@@ -121,7 +122,7 @@ class Packer:
             batch.append(Waiting(file, draft, await draft.read_staged(0, draft.size), False))
             if not len(batch) % FILES_BETWEEN_PAUSES:
                 await trio.lowlevel.checkpoint()
-        await self._commit(batch)
+        await self._commit(batch, passed)
         for waiting in batch:
             if waiting.error is not None:
                 raise waiting.error
@@ -179,13 +180,14 @@ class Packer:
         batch, self._waiting = self._waiting[:taken], self._waiting[taken:]
         return batch
 
-    async def _commit(self, batch: list[Waiting]) -> None:
+    async def _commit(self, batch: list[Waiting], passed: list[Draft] | None = None) -> None:
         try:
             for waiting in batch:
                 waiting.draft.state, waiting.draft.error = DraftState.PUBLISHING, None
             members = [self._member(waiting) for waiting in batch]
+            drafts = [*(each.draft for each in batch), *(passed or ())]
             made = await self._committer.commit(
-                partial(self._change, batch), members, sending=partial(self._note, [each.draft for each in batch])
+                partial(self._change, batch), members, sending=partial(self._note, drafts)
             )
         except BaseException as error:
             for waiting in batch:

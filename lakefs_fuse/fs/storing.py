@@ -80,13 +80,13 @@ class Storing:
         self._retire(before, stored.entry, file)
         return stored
 
-    async def store_together(self, files: list[tuple[OpenFile, Draft]]) -> list[Stored]:
-        """As `store`, of small files, in one pack."""
+    async def store_together(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> list[Stored]:
+        """As `store`, of small files, in one pack. ``passed`` are earlier versions of some, which stay out of it."""
         assert self.packer is not None
         await self._committer.settle()
         objects = self._ns.tree.objects
         before = [objects.get(file.entry.place) if file.entry.place else None for file, _ in files]
-        await self.packer.commit_together(files)
+        await self.packer.commit_together(files, passed)
         stored = [self._packed(file) for file, _ in files]
         for row, now, (file, _) in zip(before, stored, files, strict=True):
             self._retire(row, now.entry, file)

@@ -4,6 +4,8 @@ What always holds:
 
 * accepted files are published in an order that any reader can rely on: one that was opened after another was accepted
   appears after it. Parts are uploaded side by side; only becoming visible is put in order;
+* a version that a newer one supersedes before it was published does not become visible, unless something waits for it
+  that the newer one itself has to wait for; what would have waited for it waits for the newer one;
 * small files that may be published together share a pack, up to `PACK_BYTES_MAX` or what came within ``delay_s``;
 * nothing accepted is dropped: while the store is away all wait, tried again at most `PAUSE_S_MAX` apart; a file that
   the store refuses for a reason of its own is `failed`, lets others pass, and is tried again when somebody asks;
@@ -79,6 +81,11 @@ class Accepted:
     replayed: bool = False
     error: LakeError | None = None
 
+    @property
+    def place(self) -> int:
+        """Its number, or that of the oldest version that it superseded: who waits for that waits for this."""
+        return self.draft.stands_for or self.sequence
+
 
 @dataclass(slots=True, eq=False)
 class Drain:
@@ -135,6 +142,8 @@ class WriteBack:
         self.publisher: Publisher
         self.sequence = 0
         self._items: dict[int, Accepted] = {}
+        self._standing_in: dict[int, Accepted] = {}
+        """Those that superseded others."""
         self._drains: list[Drain] = []
         self._kick = trio.Event()
         self._room = trio.Event()
@@ -163,10 +172,10 @@ class WriteBack:
         """Everything accepted up to this number is durable, or failed for good."""
         for item in self._items.values():
             if item.sequence > sequence:
-                return True
+                break
             if not item.failed:
                 return False
-        return True
+        return not any(item.place <= sequence and not item.failed for item in self._standing_in.values())
 
     def item_of(self, draft: Draft) -> Accepted | None:
         return self._items.get(draft.accepted) if draft.accepted else None
@@ -193,6 +202,7 @@ class WriteBack:
         try:
             await self._acceptor.accept(file, draft)
         except LakeError:
+            draft.stands_for = 0
             for earlier in file.behind:
                 item = self.item_of(earlier.draft) if earlier.draft is not None else None
                 if item is not None:
@@ -211,31 +221,42 @@ class WriteBack:
         except CacheError as error:
             log.error("what is staged of %s could not be noted: %s", draft.target.key, error)
 
-    def _superseded(self, file: OpenFile) -> list[OpenFile]:
-        behind = []
-        for earlier in file.behind:
+    def _replaced(self, file: OpenFile, before: list[Draft]) -> list[Draft]:
+        """From the newest back, up to one that has to become visible."""
+        gone: list[Draft] = []
+        for earlier in reversed(file.behind):
             item = self.item_of(earlier.draft) if earlier.draft is not None else None
-            if item is None or not item.busy:
-                behind.append(earlier)
-        return behind
+            if item is None:
+                continue
+            if item.busy or self._is_waited_for(item, before):
+                break
+            item.superseded = item.draft.unlinked = True  # what is saved of it from here on says so
+            if file.draft is not None:
+                file.draft.stands_for = item.place
+            gone.append(item.draft)
+        return gone
 
-    def _replaced(self, file: OpenFile) -> list[Draft]:
-        drafts = [earlier.draft for earlier in self._superseded(file) if earlier.draft is not None]
-        for draft in drafts:
-            item = self.item_of(draft)
-            if item is not None:
-                item.superseded = draft.unlinked = True  # what is saved of it from here on says so
-        return drafts
+    def _is_waited_for(self, item: Accepted, before: list[Draft]) -> bool:
+        """By something else accepted, so that a newer version could not come in its place without coming too early."""
+        if self._is_held() or any(draft.began >= item.place for draft in before):
+            return True
+        return any(other.barrier >= item.place and other.file is not item.file for other in self._items.values())
+
+    def was_superseded(self, draft: Draft) -> None:
+        """An accepted version does not become visible: a newer one did, or will."""
+        self._metrics.superseded += 1
+        self.forget(draft)
+        self.publisher.discard_later(draft)
 
     def _was_accepted(self, file: OpenFile, draft: Draft) -> None:
-        for earlier in self._superseded(file):
+        for earlier in list(file.behind):
+            item = self.item_of(earlier.draft) if earlier.draft is not None else None
+            if item is None or not item.superseded:
+                continue
             file.behind.remove(earlier)
-            if earlier.draft is not None:
-                self._metrics.superseded += 1
-                if earlier.draft.is_unknown_to_store and earlier.draft.target.if_absent:
-                    draft.target.if_absent = True
-                self.forget(earlier.draft)
-                self.publisher.discard_later(earlier.draft)
+            if item.draft.is_unknown_to_store and item.draft.target.if_absent:
+                draft.target.if_absent = True
+            self.was_superseded(item.draft)
         self._metrics.accepted += 1
         self.add(file, draft)
 
@@ -243,6 +264,8 @@ class WriteBack:
         """An accepted draft is to be published."""
         item = Accepted(draft.accepted, draft.began, file, draft, trio.current_time(), replayed=replayed)
         self._items[draft.accepted] = item
+        if item.place < item.sequence:
+            self._standing_in[draft.accepted] = item
         if self.is_packable(item):
             draft.park()
             self._small_bytes += draft.size
@@ -265,6 +288,7 @@ class WriteBack:
     def forget(self, draft: Draft) -> None:
         """The version is durable, or not wanted any more."""
         item = self._items.pop(draft.accepted, None)
+        self._standing_in.pop(draft.accepted, None)
         if item is None:
             return
         for drain in self._drains:
@@ -364,17 +388,17 @@ class WriteBack:
                 continue
             blocked = blocked_by <= item.barrier
             if item.started or blocked:
-                blocked_by = min(blocked_by, item.sequence)
+                blocked_by = min(blocked_by, item.place)
             elif self.is_packable(item):
                 full = full or packed_bytes + item.draft.size > PACK_BYTES_MAX or len(pack) >= PACK_FILES_MAX
                 if full:
-                    blocked_by = min(blocked_by, item.sequence)
+                    blocked_by = min(blocked_by, item.place)
                     continue
                 pack.append(item)
                 packed_bytes += item.draft.size
-                first_packed = min(first_packed, item.sequence)
+                first_packed = min(first_packed, item.place)
             else:
-                blocked_by = min(blocked_by, item.sequence)
+                blocked_by = min(blocked_by, item.place)
                 if first_packed > item.barrier and self._alone < AT_ONCE:
                     self._start_alone(item)
         self._small_bytes, self._small_files = packed_bytes, len(pack)

@@ -1,0 +1,102 @@
+"""What becomes visible after what, where newer versions come before older ones were published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.catalog import committer
+from tests.fs.lakes import Lake, lake
+from tests.fs.writing_back import Outage, die, made_visible, rewrite, told, until, writing_back
+from tests.memory_store import MemoryStore, Pause, Request, When
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_a_version_that_others_wait_for_is_not_skipped(tmp_path: Path, pack: str) -> None:
+    """`b` was written when `a` had its first version, and `a` again after that: nobody sees `b` without an `a`."""
+    store, stored = MemoryStore(), list[str]()
+
+    def see(request: Request, when: When) -> None:
+        if request.what == "put" and when == "after":
+            stored.append(request.key)
+
+    outage = Outage(store)
+    outage.then = see
+    async with writing_back(store, tmp_path / "cache", pack=pack, delay_s=0.02) as m:
+        await m.write("a", b"first")
+        await m.write("b", b"after it")
+        await until(lambda: told(m)["failures"])
+        await rewrite(m, "a", b"second")
+        outage.away = False
+        await until(lambda: not told(m)["files"])
+    if pack == "never":
+        assert stored == ["a", "b", "a"]
+    else:
+        assert files_in_the_pack(store) == 2
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"a": b"second", "b": b"after it"}
+
+
+def files_in_the_pack(store: MemoryStore) -> int:
+    """There is one, and no other object."""
+    (key,) = store.objects
+    return store.objects[key][0].count(b"PK\x03\x04") - 1
+
+
+async def test_what_comes_later_waits_for_the_version_that_took_an_older_ones_place(tmp_path: Path) -> None:
+    """`b` was begun when `a` had its first version, and closed when the second had superseded it."""
+    store = MemoryStore()
+    Outage(store)
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("a", b"first")
+        await until(lambda: told(m)["failures"])
+        handle = await m.create("b")
+        await rewrite(m, "a", b"second")
+        assert told(m)["superseded"] == 1
+        await m.fs.write(handle, 0, b"after the first")
+        await m.close(handle)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        await b_comes_after_a(store, m)
+    again = MemoryStore()
+    async with writing_back(again, dead) as m:
+        await b_comes_after_a(again, m)
+
+
+async def b_comes_after_a(store: MemoryStore, m: Lake) -> None:
+    pause = Pause(lambda request: request.what == "put" and request.key == "a")
+    store.hook = pause
+    with trio.move_on_after(0.3):
+        await until(lambda: "b" in store.objects)
+    assert "b" not in store.objects
+    pause.resume()
+    await until(lambda: not told(m)["files"])
+    assert made_visible(store)[-2:] == ["a", "b"]
+
+
+async def test_an_older_version_that_a_pack_passed_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon dies when the pack is in the store, and nothing of that is noted."""
+    store = MemoryStore()
+    outage = Outage(store)
+
+    def sent(name: str) -> None:
+        if name == "commit.sent":
+            die(tmp_path / "cache", tmp_path / "dead")
+
+    monkeypatch.setattr(committer, "reached", sent)
+    async with writing_back(store, tmp_path / "cache", pack="always", delay_s=0.02) as m:
+        await m.write("a", b"first")
+        await m.write("b", b"after it")
+        await until(lambda: told(m)["failures"])
+        await rewrite(m, "a", b"second")
+        outage.away = False
+        await until(lambda: not told(m)["files"])
+    monkeypatch.setattr(committer, "reached", lambda _name: None)
+    async with writing_back(store, tmp_path / "dead", pack="always") as m:
+        await m.fs.make_durable()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"a": b"second", "b": b"after it"}
+        await until(lambda: m.fs._files.services.staging.bytes_used == 0)
