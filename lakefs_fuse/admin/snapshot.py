@@ -6,19 +6,17 @@ known to this node alone. Its horizon is never behind that of an older index. To
 plain object is long gone: leaving one out would be safe only where its key was missing from a listing made since, and
 a listing is merged as it comes, without a note of what it did not bring.
 
-Bounds: memory holds the numbers of one level's directories (8 bytes each), a page of a listing for each of
-LISTINGS_AT_ONCE, and what is being stored; the disk holds a few files of rows.
+Bounds: memory holds what listing everything takes (`fs.survey`) and what is being stored; the disk holds a few files of
+rows.
 
 Tasks of one trio loop. A crash leaves files without a manifest in the store, which a later run removes.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import random
 import time as clocks
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,16 +25,14 @@ from lakefs_fuse.catalog.archive import commit_key
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.index import Manifest, find, manifests, remove_old, write_index
 from lakefs_fuse.catalog.window import WINDOW_NS
-from lakefs_fuse.errors import FileError, LakeError, NotFound, Unsupported
+from lakefs_fuse.errors import LakeError, NotFound, Unsupported
 from lakefs_fuse.fs import Filesystem
+from lakefs_fuse.fs.survey import list_everything
 from lakefs_fuse.meta import tables
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tables import DumpedFile
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
 
-LISTINGS_AT_ONCE = 16
 Report = Callable[[str, int, int], None]
 """What is being done, names so far, bytes so far."""
 log = logging.getLogger(__name__)
@@ -57,7 +53,7 @@ async def fold(
     database = fs.database
     _check_nothing_local(database)
     await fs.look_again()
-    await _list_all(fs, report)
+    await list_everything(fs.namespace, lambda names: report("listing", names, 0))
     await fs.look_again()
     await _check_nothing_lacks(database, client)
     before = await manifests(client)
@@ -120,34 +116,3 @@ async def _check_nothing_lacks(database: Database, client: StoreClient) -> None:
             forget_refused(database, time, writer)
             continue
         raise LakeError(f"commit {key} cannot be read, or lies in the future: look into it with fsck first")
-
-
-async def _list_all(fs: Filesystem, report: Report) -> None:
-    """List every directory once, level by level."""
-    names = directories = 0
-
-    async def work() -> None:
-        nonlocal names, directories
-        for inode in waiting:  # shared: each is taken by one task
-            try:
-                await fs.namespace.list_directory(inode)
-            except FileError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-                continue  # it is gone meanwhile
-            directories += 1
-            for child in fs.namespace.tree.children(inode):
-                names += 1
-                if child.is_dir:
-                    below.append(child.inode)
-            report("listing", names, 0)
-
-    level = array("Q", [ROOT_INODE])
-    while level:
-        below = array("Q")
-        waiting = iter(level)
-        async with collecting() as nursery:
-            for _ in range(min(LISTINGS_AT_ONCE, len(level))):
-                nursery.start_soon(work)
-        level = below
-    log.info("%d directories listed, %d names", directories, names)

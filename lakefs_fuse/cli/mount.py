@@ -41,6 +41,7 @@ class Options(StoreOptions):
     metadata_ttl: float | None
     refresh: float | None
     read_only: bool
+    immutable: bool
     allow_other: bool
     uid: int | None
     gid: int | None
@@ -100,6 +101,8 @@ class MountCommand(click.Command):
     "--refresh", type=DURATION, help=f"How often the store is asked for commits of others.  {_default('refresh_s')}"
 )
 @click.option("--read-only/--read-write", help="Refuse every change.")
+@click.option("--immutable", is_flag=True, help="Show SOURCE as it is now, and nothing that comes later: "
+              "read-only, and the kernel remembers everything. `lakefs-fuse refresh` moves it on.")  # fmt: skip
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
 @click.option("--uid", type=click.IntRange(0, 2**32 - 2), help="Owner of files that name none.  [default: you]")
 @click.option("--gid", type=click.IntRange(0, 2**32 - 2), help="Group of files that name none.  [default: yours]")
@@ -166,9 +169,10 @@ def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
     config = MountConfig(
         store=store,
         mountpoint=point,
-        cache_dir=absolute(options["cache_dir"]) or default_cache_dir(store),
+        cache_dir=absolute(options["cache_dir"]) or default_cache_dir(store, immutable=options["immutable"]),
         log_file=absolute(options["log_file"]) or (None if foreground else default_log_file(point)),
-        read_only=options["read_only"],
+        read_only=options["read_only"] or options["immutable"],
+        immutable=options["immutable"],
         allow_other=options["allow_other"],
         foreground=foreground,
         supervise=options["supervise"],
@@ -209,11 +213,12 @@ def _check_packing(options: Options) -> None:
         raise ConfigError(f"--refresh {options['refresh']:g}: expected {REFRESH_S_MIN:g} s or more")
 
 
-def default_cache_dir(store: StoreConfig) -> str:
-    """One directory per lake: a source, and which store is meant by it."""
+def default_cache_dir(store: StoreConfig, *, immutable: bool = False) -> str:
+    """One directory per lake: a source, and which store is meant by it; another for its immutable mount."""
     endpoint = store.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     profile = store.profile or os.environ.get("AWS_PROFILE") or ""
     identity = "\n".join((str(store.source), endpoint, profile)) if store.source.scheme == "s3" else str(store.source)
+    identity += "\nimmutable" if immutable else ""
     return str(Path(platformdirs.user_cache_dir(APP)) / hashlib.sha256(identity.encode()).hexdigest()[:16])
 
 

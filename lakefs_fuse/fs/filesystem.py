@@ -18,7 +18,7 @@ from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.errors import CacheError, FileError, LakeError, NotFound, Unavailable
+from lakefs_fuse.errors import CacheError, ConfigError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.asking import ask_all, is_unasked
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.changes import Changes
@@ -462,6 +462,13 @@ class Filesystem:
             await self._deletions.drain()
         if failed is not None:
             raise failed
+
+    async def refresh(self) -> dict[str, object]:
+        """Raises ConfigError: only an immutable mount is moved on by hand."""
+        raise ConfigError(
+            f"{self.config.mountpoint} is not an immutable mount: it shows by itself what others change, within "
+            f"--refresh ({self.config.refresh_s:g} s) and --metadata-ttl ({self.config.metadata_ttl_s:g} s)"
+        )
 
     async def finish_orphan(self, orphan_id: str) -> None:
         self._refuse_read_only()

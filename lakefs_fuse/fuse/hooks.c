@@ -1,31 +1,48 @@
 /*
  * Kernel hooks: what pyfuse3 does not pass on.
  *
- * Loaded with RTLD_GLOBAL before pyfuse3, so that pyfuse3's call of fuse_session_new arrives here. The operation table
- * is copied, INIT, FLUSH and GETXATTR are wrapped, and libfuse's own function does the rest. Without this library the mount
- * works as well, but cannot tell which process closes a file, and answers more requests in Python.
+ * Loaded with RTLD_GLOBAL before pyfuse3, so that pyfuse3's calls of fuse_session_new and fuse_reply_open arrive here.
+ * The operation table is copied, some handlers are wrapped, and libfuse's own functions do the rest. Without this
+ * library the mount works as well, but cannot tell which process closes a file, needs OPEN and OPENDIR, and answers more
+ * requests in Python.
  *
  * Single-threaded by construction: libfuse calls the handlers from the one thread that reads /dev/fuse, and the Python
  * coroutine of a request begins to run before the next request is read.
  */
 #define fuse_session_new fuse_session_new_as_declared
+#define fuse_reply_open fuse_reply_open_as_declared
 #include <fuse_lowlevel.h>
 #undef fuse_session_new
+#undef fuse_reply_open
 
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdint.h>
 #include <string.h>
 
+/* As hooks.py numbers them. */
+enum feature {
+	EXPLICIT_INVAL_DATA = 1, /* attributes that changed drop no pages, and listing asks for none */
+	STATELESS_OPENDIR = 2,	 /* the kernel takes ENOSYS for OPENDIR, and READDIR gets the inode as its handle */
+	STATELESS_OPEN = 4,	 /* the same for OPEN and READ */
+	NOFLUSH = 8,		 /* closing what was opened for reading sends no FLUSH */
+	CACHE_SYMLINKS = 16,
+};
+
+/* Handles of files that were opened for reading have this bit, as filesystem.py gives them out. */
+#define READING (1ULL << 62)
+
 static struct fuse_lowlevel_ops operations;
+static struct fuse_lowlevel_ops next;
 static const struct fuse_ctx *(*context_of)(fuse_req_t);
-static void (*next_flush)(fuse_req_t, fuse_ino_t, struct fuse_file_info *);
-static int session_hooked;
-static int64_t flush_pid;
 static int (*reply_error)(fuse_req_t, int);
-static void (*next_getxattr)(fuse_req_t, fuse_ino_t, const char *, size_t);
-static int64_t xattrs_answered;
-static void (*next_init)(void *, struct fuse_conn_info *);
+static int (*reply_open)(fuse_req_t, const struct fuse_file_info *);
+static int session_hooked;
+static uint32_t wanted, granted;
+static uint32_t background_max;
+static int64_t flush_pid;
+static int64_t xattrs_answered, flushes_answered;
 
 /*
  * With ATOMIC_O_TRUNC the kernel forgets the attributes of every file it opens with O_TRUNC, those it has just created
@@ -33,14 +50,42 @@ static void (*next_init)(void *, struct fuse_conn_info *);
  */
 static void init(void *userdata, struct fuse_conn_info *connection)
 {
-	next_init(userdata, connection);
+	next.init(userdata, connection);
 	connection->want &= ~FUSE_CAP_ATOMIC_O_TRUNC;
+	granted = wanted & NOFLUSH;
+	if (wanted & EXPLICIT_INVAL_DATA && connection->capable & FUSE_CAP_EXPLICIT_INVAL_DATA) {
+		/* AUTO_INVAL_DATA would take precedence. */
+		connection->want &= ~FUSE_CAP_AUTO_INVAL_DATA;
+		connection->want |= FUSE_CAP_EXPLICIT_INVAL_DATA;
+		granted |= EXPLICIT_INVAL_DATA;
+	}
+	if (wanted & CACHE_SYMLINKS && connection->capable & FUSE_CAP_CACHE_SYMLINKS) {
+		connection->want |= FUSE_CAP_CACHE_SYMLINKS;
+		granted |= CACHE_SYMLINKS;
+	}
+	if (connection->capable & FUSE_CAP_NO_OPENDIR_SUPPORT)
+		granted |= wanted & STATELESS_OPENDIR;
+	if (connection->capable & FUSE_CAP_NO_OPEN_SUPPORT)
+		granted |= wanted & STATELESS_OPEN;
+	if (background_max) {
+		connection->max_background = background_max;
+		connection->congestion_threshold = background_max / 4 * 3;
+	}
 }
 
+/*
+ * Where the kernel's write-back cache is on it sends FLUSH whatever OPEN was answered. Closing what was only read means
+ * nothing here, and saying so takes no Python.
+ */
 static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
+	if (info->fh & READING) {
+		flushes_answered++;
+		reply_error(request, 0);
+		return;
+	}
 	flush_pid = context_of(request)->pid;
-	next_flush(request, inode, info);
+	next.flush(request, inode, info);
 }
 
 /*
@@ -55,8 +100,68 @@ static void getxattr(fuse_req_t request, fuse_ino_t inode, const char *name, siz
 		xattrs_answered++;
 		reply_error(request, error);
 	} else {
-		next_getxattr(request, inode, name, size);
+		next.getxattr(request, inode, name, size);
 	}
+}
+
+/* Once OPEN or OPENDIR was answered ENOSYS there are no handles: the inode is all that tells what is meant. */
+static struct fuse_file_info with_handle(const struct fuse_file_info *info, fuse_ino_t inode)
+{
+	struct fuse_file_info named = *info;
+
+	if (!named.fh)
+		named.fh = inode;
+	return named;
+}
+
+static void read_file(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *info)
+{
+	struct fuse_file_info named = with_handle(info, inode);
+
+	next.read(request, inode, size, offset, &named);
+}
+
+static void readdirplus(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *info)
+{
+	struct fuse_file_info named = with_handle(info, inode);
+
+	next.readdirplus(request, inode, size, offset, &named);
+}
+
+static void fsyncdir(fuse_req_t request, fuse_ino_t inode, int datasync, struct fuse_file_info *info)
+{
+	struct fuse_file_info named = with_handle(info, inode);
+
+	next.fsyncdir(request, inode, datasync, &named);
+}
+
+int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info);
+
+int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info)
+{
+	struct fuse_file_info answer = *info;
+
+	if (granted & NOFLUSH && (info->flags & O_ACCMODE) == O_RDONLY)
+		answer.noflush = 1;
+	return reply_open(request, &answer);
+}
+
+static void hook(void)
+{
+	if (operations.flush && context_of && reply_error) {
+		operations.flush = flush;
+		session_hooked = 1;
+	}
+	if (operations.init)
+		operations.init = init;
+	if (operations.getxattr && reply_error)
+		operations.getxattr = getxattr;
+	if (operations.read)
+		operations.read = read_file;
+	if (operations.readdirplus)
+		operations.readdirplus = readdirplus;
+	if (operations.fsyncdir)
+		operations.fsyncdir = fsyncdir;
 }
 
 struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_lowlevel_ops *table, size_t size,
@@ -66,31 +171,34 @@ struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_
 				      void *userdata)
 {
 	void *libfuse = dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL);
-	struct fuse_session *(*next)(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t, void *) = NULL;
+	struct fuse_session *(*make)(struct fuse_args *, const struct fuse_lowlevel_ops *, size_t, void *) = NULL;
 
 	if (libfuse) {
-		*(void **)&next = dlsym(libfuse, "fuse_session_new");
+		*(void **)&make = dlsym(libfuse, "fuse_session_new");
 		*(void **)&context_of = dlsym(libfuse, "fuse_req_ctx");
 		*(void **)&reply_error = dlsym(libfuse, "fuse_reply_err");
+		*(void **)&reply_open = dlsym(libfuse, "fuse_reply_open");
 	}
-	if (!next)
+	if (!make || !reply_open)
 		return NULL;
 	memset(&operations, 0, sizeof(operations));
 	memcpy(&operations, table, size < sizeof(operations) ? size : sizeof(operations));
-	if (operations.flush && context_of) {
-		next_flush = operations.flush;
-		operations.flush = flush;
-		session_hooked = 1;
-	}
-	if (operations.init) {
-		next_init = operations.init;
-		operations.init = init;
-	}
-	if (operations.getxattr && reply_error) {
-		next_getxattr = operations.getxattr;
-		operations.getxattr = getxattr;
-	}
-	return next(args, &operations, size < sizeof(operations) ? size : sizeof(operations), userdata);
+	next = operations;
+	hook();
+	return make(args, &operations, size < sizeof(operations) ? size : sizeof(operations), userdata);
+}
+
+/* What the session that is made next shall have: features, and requests in the background (0: as the kernel likes). */
+void lakefs_hooks_want(uint32_t features, uint32_t background)
+{
+	wanted = features;
+	background_max = background;
+}
+
+/* The features that the session has, known once INIT was answered. */
+uint32_t lakefs_hooks_granted(void)
+{
+	return granted;
 }
 
 /* Whether the hooks are in the way of this process's session. */
@@ -103,6 +211,12 @@ int lakefs_hooks_active(void)
 int64_t lakefs_hooks_xattrs_answered(void)
 {
 	return xattrs_answered;
+}
+
+/* FLUSHes that were answered here. */
+int64_t lakefs_hooks_flushes_answered(void)
+{
+	return flushes_answered;
 }
 
 /* The thread that sent the FLUSH whose handler runs now; 0 where it is in another pid namespace. */

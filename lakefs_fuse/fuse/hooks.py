@@ -7,7 +7,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+from enum import IntFlag
 from pathlib import Path
+
+
+class Feature(IntFlag):
+    """What a session may have by means of the hooks, as hooks.c numbers them."""
+
+    EXPLICIT_INVAL_DATA = 1
+    """Attributes that changed drop no pages, and listing a directory again asks for none."""
+    STATELESS_OPENDIR = 2
+    """OPENDIR may be answered ENOSYS, once; READDIR then comes with the inode as its handle."""
+    STATELESS_OPEN = 4
+    """The same for OPEN and READ."""
+    NOFLUSH = 8
+    """Closing what was opened for reading sends no FLUSH. The kernel's write-back cache sends it all the same, and it
+    is answered without entering Python."""
+    CACHE_SYMLINKS = 16
 
 
 def _load() -> ctypes.CDLL | None:
@@ -20,6 +36,9 @@ def _load() -> ctypes.CDLL | None:
             continue
         library.lakefs_hooks_flush_pid.restype = ctypes.c_int64
         library.lakefs_hooks_xattrs_answered.restype = ctypes.c_int64
+        library.lakefs_hooks_flushes_answered.restype = ctypes.c_int64
+        library.lakefs_hooks_granted.restype = ctypes.c_uint32
+        library.lakefs_hooks_want.argtypes = [ctypes.c_uint32, ctypes.c_uint32]
         return library
     return None
 
@@ -32,6 +51,18 @@ def active() -> bool:
     return _library is not None and bool(_library.lakefs_hooks_active())
 
 
+def want(features: Feature, background_max: int) -> None:
+    """What the session that is made next shall have, and how many of its requests the kernel may send in the background
+    (0: as many as it likes). Without the hooks it has none of it."""
+    if _library is not None:
+        _library.lakefs_hooks_want(int(features), background_max)
+
+
+def granted() -> Feature:
+    """Which of the features the kernel has too; none before it sent its first request."""
+    return Feature(_library.lakefs_hooks_granted()) if _library is not None else Feature(0)
+
+
 def flush_pid() -> int:
     """Thread that sent the FLUSH being handled, to be asked before the handler's first await; 0 if not known."""
     return int(_library.lakefs_hooks_flush_pid()) if _library is not None else 0
@@ -40,6 +71,11 @@ def flush_pid() -> int:
 def xattrs_answered() -> int:
     """GETXATTR requests that were answered without entering Python."""
     return int(_library.lakefs_hooks_xattrs_answered()) if _library is not None else 0
+
+
+def flushes_answered() -> int:
+    """FLUSH requests that were answered without entering Python."""
+    return int(_library.lakefs_hooks_flushes_answered()) if _library is not None else 0
 
 
 def process_of(thread: int) -> int:

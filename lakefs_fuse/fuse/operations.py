@@ -3,66 +3,29 @@
 The kernel's write-back cache is on: it sends large writes, keeps what was written in the page cache, and owns the size
 and the mtime of a file for as long as it knows the inode. That is right because another version of a file is another
 inode here. Timeouts are what is left of the TTL of the listing that an answer came from.
-No exception but FUSEError leaves a handler: anything else would end the daemon.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import stat
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any
 
 from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
 
-from lakefs_fuse.errors import LakeError
-from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem, Handle, file_type_and_mode
-from lakefs_fuse.meta.entry import UNSET, Entry
+from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem, Handle
+from lakefs_fuse.fuse.answers import absent_for, attributes_of, size_of_lake, upcall
+from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import Metrics
 
-DIRECTORY_BLKSIZE = 1 << 20
-"""glibc reads directories in buffers of st_blksize, and newer kernels ask for as much at once."""
-FILE_BLKSIZE = 128 << 10
-STATFS_BLOCK = 1 << 20
-STATFS_BLOCKS = 1 << 30
-"""A lake has no size: 1 PiB is shown as free, so that nobody's free-space check refuses to write."""
 INVALIDATIONS_MAX = 4096
 
-P = ParamSpec("P")
-T = TypeVar("T")
-Handler: TypeAlias = "Callable[Concatenate[Operations, P], Coroutine[Any, Any, T]]"
-UNREMARKABLE = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP)
-"""Answers that are everyday life, and not worth a line in the log."""
 log = logging.getLogger(__name__)
-
-
-def upcall(name: str) -> Callable[[Handler[P, T]], Handler[P, T]]:
-    """Count a request and answer its errors."""
-
-    def decorate(handler: Handler[P, T]) -> Handler[P, T]:
-        @functools.wraps(handler)
-        async def answered(self: Operations, *args: P.args, **kwargs: P.kwargs) -> T:
-            self.upcalls[name] += 1
-            try:
-                return await handler(self, *args, **kwargs)
-            except pyfuse3.FUSEError:
-                raise
-            except LakeError as error:
-                if error.errno not in UNREMARKABLE:
-                    log.warning("%s: %s", name, error)
-                raise pyfuse3.FUSEError(error.errno) from error
-            except Exception as error:
-                log.exception("%s failed", name)
-                raise pyfuse3.FUSEError(errno.EIO) from error
-
-        return cast("Handler[P, T]", answered)
-
-    return decorate
 
 
 class Operations(pyfuse3.Operations):
@@ -113,19 +76,7 @@ class Operations(pyfuse3.Operations):
     # -- names and attributes
 
     def _attributes(self, entry: Entry, timeout_s: float) -> pyfuse3.EntryAttributes:
-        attributes = pyfuse3.EntryAttributes()
-        attributes.st_ino = pyfuse3.InodeT(entry.inode)
-        attributes.entry_timeout = attributes.attr_timeout = timeout_s
-        attributes.st_mode = pyfuse3.ModeT(file_type_and_mode(entry, self.config))
-        attributes.st_nlink = 1
-        attributes.st_uid = self.fs.default_uid if entry.uid == UNSET else entry.uid
-        attributes.st_gid = self.fs.default_gid if entry.gid == UNSET else entry.gid
-        attributes.st_size = entry.size
-        attributes.st_blocks = -(-entry.size // 512)
-        attributes.st_blksize = DIRECTORY_BLKSIZE if entry.is_dir else FILE_BLKSIZE
-        attributes.st_mtime_ns = attributes.st_atime_ns = entry.mtime_ns
-        attributes.st_ctime_ns = entry.ctime_ns
-        return attributes
+        return attributes_of(entry, self.fs, timeout_s)
 
     @upcall("lookup")
     async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:
@@ -134,10 +85,7 @@ class Operations(pyfuse3.Operations):
             return self._attributes(entry, fresh_s)
         if fresh_s <= 0:
             raise pyfuse3.FUSEError(errno.ENOENT)
-        absent = pyfuse3.EntryAttributes()
-        absent.st_ino = pyfuse3.InodeT(0)
-        absent.entry_timeout = fresh_s
-        return absent
+        return absent_for(fresh_s)
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         self.upcalls["forget"] += 1
@@ -303,9 +251,4 @@ class Operations(pyfuse3.Operations):
 
     @upcall("statfs")
     async def statfs(self, ctx: object) -> pyfuse3.StatvfsData:
-        answer = pyfuse3.StatvfsData()
-        answer.f_bsize = answer.f_frsize = STATFS_BLOCK
-        answer.f_blocks = answer.f_bfree = answer.f_bavail = STATFS_BLOCKS
-        answer.f_files = answer.f_ffree = answer.f_favail = STATFS_BLOCKS
-        answer.f_namemax = 255
-        return answer
+        return size_of_lake()

@@ -19,8 +19,15 @@ import trio
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import MountError
 from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.immutable import ImmutableFilesystem
+from lakefs_fuse.fuse.hooks import Feature
+from lakefs_fuse.fuse.immutable import ImmutableOperations
 from lakefs_fuse.fuse.operations import Operations
 
+FEATURES = Feature.EXPLICIT_INVAL_DATA | Feature.NOFLUSH
+IMMUTABLE_FEATURES = FEATURES | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
+BACKGROUND_REQUESTS_MAX = 64
+"""READs ahead of a reader that the kernel may have under way; its own default is 12."""
 TASKS_MAX = 128
 """Requests served at once; each may be waiting for the store."""
 UNMOUNT_S_MAX = 20.0
@@ -49,9 +56,11 @@ def request_unmount() -> None:
         _Session.unmount_asked.set()
 
 
-async def serve(fs: Filesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
+async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
     """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError."""
-    operations = Operations(fs, fs.metrics)
+    immutable = isinstance(fs, ImmutableFilesystem)
+    operations = ImmutableOperations(fs) if isinstance(fs, ImmutableFilesystem) else Operations(fs, fs.metrics)
+    hooks.want(IMMUTABLE_FEATURES if immutable else FEATURES, BACKGROUND_REQUESTS_MAX)
     _Session.unmount_asked = trio.Event()
     try:
         pyfuse3.init(operations, config.mountpoint, _options(config))
@@ -71,7 +80,8 @@ async def serve(fs: Filesystem, config: MountConfig, *, ready: Callable[[], None
 
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(operations.send_invalidations)
+            if isinstance(operations, Operations):
+                nursery.start_soon(operations.send_invalidations)
             nursery.start_soon(_announce, config.mountpoint, answers)
             nursery.start_soon(_unmount_when_asked, config.mountpoint)
             await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
