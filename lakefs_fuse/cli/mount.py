@@ -15,6 +15,7 @@ from msgspec import structs
 
 from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.mount_options import expand
+from lakefs_fuse.cli.offline import find_place
 from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE, default_text
 from lakefs_fuse.cli.store_options import StoreOptions, absolute, build_store, given, store_options
 from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
@@ -83,7 +84,7 @@ class MountCommand(click.Command):
 
 @click.command("mount", cls=MountCommand, context_settings={"show_default": True})
 @click.argument("source")
-@click.argument("mountpoint", type=click.Path())
+@click.argument("mountpoint", type=click.Path(), required=False)
 @click.option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, "
               "allow_other, and every long option here, with - or _.")  # fmt: skip
 @click.option("--cache-dir", type=click.Path(), help="Local directory, best on NVMe, one mount each.  "
@@ -135,8 +136,11 @@ class MountCommand(click.Command):
               help=_default("log_level"))  # fmt: skip
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to standard error.")
 @click.option("--print-systemd-unit", is_flag=True, help="Mount nothing; print a systemd service that would.")
-def mount(source: str, mountpoint: str, **options: Unpack[Options]) -> None:
+def mount(source: str, mountpoint: str | None, **options: Unpack[Options]) -> None:
     """Mount SOURCE (s3://bucket/prefix or file:///dir) at the directory MOUNTPOINT.
+
+    With --immutable SOURCE may also be a directory in a mount that is there; without MOUNTPOINT it is covered by its
+    own state of now.
 
     Returns when the mount answers. Credentials come from where boto3 finds them: AWS_ACCESS_KEY_ID and
     AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role; they are never arguments.
@@ -156,13 +160,21 @@ def mount(source: str, mountpoint: str, **options: Unpack[Options]) -> None:
 def config_of(args: Sequence[str]) -> MountConfig:
     """What a command line asks for, checked and not mounted. Raises ConfigError and click.UsageError."""
     context = mount.make_context("mount", list(args))
-    source, mountpoint = str(context.params.pop("source")), str(context.params.pop("mountpoint"))
+    source, mountpoint = str(context.params.pop("source")), context.params.pop("mountpoint")
     return build_config(source, mountpoint, cast("Options", context.params))
 
 
-def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
-    """Raises ConfigError. Paths come out absolute, because the daemon works elsewhere."""
-    store = build_store(Source.parse(source), options)
+def build_config(source: str, mountpoint: str | None, options: Options) -> MountConfig:
+    """Raises ConfigError, and LakeError where SOURCE is a path that is not in a mount. Paths come out absolute, because
+    the daemon works elsewhere."""
+    if options["immutable"]:
+        _check_immutable(options)
+    within = options["immutable"] and "://" not in source
+    store = store_within(source, options) if within else build_store(Source.parse(source), options)
+    if mountpoint is None:
+        if not within:
+            raise ConfigError("MOUNTPOINT is missing: the directory at which the lake is to be seen")
+        mountpoint = source
     _check_packing(options)
     point = real_mountpoint(mountpoint)
     foreground = options["foreground"]
@@ -203,6 +215,33 @@ def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
             orphans=options["orphans"],
         ),
     )
+
+
+_OF_WRITING = (
+    "staging_size", "uploads", "pack", "pack_threshold", "rules", "relocate_after", "durability", "writeback_delay",
+    "staging_timeout", "upload_limit", "orphans",
+)  # fmt: skip
+_OF_CHANGES = ("metadata_ttl", "refresh")
+
+
+def _check_immutable(options: Options) -> None:
+    """Raises ConfigError for what an immutable mount has no use for."""
+    given_options = cast("dict[str, object]", options)
+    for names, why in ((_OF_WRITING, "writes nothing"), (_OF_CHANGES, "looks for no changes but at `refresh`")):
+        for name in names:
+            if given_options[name] is not None:
+                raise ConfigError(f"--{name.replace('_', '-')}: an --immutable mount {why}: leave one of the two out")
+
+
+def store_within(path: str, options: Options) -> StoreConfig:
+    """The place in a store that a directory of a mount shows. Raises LakeError."""
+    place = find_place(path, options)
+    source, inside = place.store.source, place.path
+    if inside and source.scheme == "file":
+        source = structs.replace(source, bucket=f"{source.bucket.rstrip('/')}/{inside}")
+    elif inside:
+        source = structs.replace(source, prefix=f"{source.prefix}{inside}/")
+    return structs.replace(place.store, source=source)
 
 
 def _check_packing(options: Options) -> None:

@@ -41,6 +41,10 @@ LATE_TIMES_NS = 60_000_000_000
 """An mtime set alone and this close to now is the kernel reporting its own writes, not a user choosing a time."""
 
 
+READING = 1 << 62
+"""In the numbers of handles that were opened for reading: whoever closes one need not be asked what that means."""
+
+
 @dataclass(slots=True)
 class Handle:
     """An open file description."""
@@ -95,8 +99,8 @@ class Filesystem:
             config, database, namespace, files, committer, client.capabilities,
             relocator=relocator, writeback=writeback, clock_ns=clock_ns, touched_root=self._touched_root,
         )  # fmt: skip
-        self.on_statistics: Callable[[], None] = lambda: None
-        """Called before counters are read; the adapter above adds what it counts elsewhere."""
+        self.on_statistics: Callable[[], dict[str, object]] = dict
+        """Called before counters are read: the adapter above adds what it counts elsewhere, and says more."""
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
         self._root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
@@ -167,7 +171,7 @@ class Filesystem:
         """For how many seconds the attributes of an entry may be remembered."""
         if entry.inode == ROOT_INODE or self._files.get(entry.inode) is not None:
             return self.config.metadata_ttl_s
-        return self._ns.fresh_s(entry.parent)
+        return self._ns.answer_fresh_s(entry.parent, entry.name)
 
     async def opendir(self, inode: int) -> float:
         """A complete listing is there when this returns; it may be remembered for so many seconds."""
@@ -324,6 +328,7 @@ class Filesystem:
 
     def _new_handle(self, file: OpenFile, writable: bool, opener: int) -> int:
         number, self._handle_next = self._handle_next, self._handle_next + 1
+        number |= 0 if writable else READING
         self._handles[number] = Handle(file, writable, Readahead(), opener)
         return number
 
@@ -434,8 +439,8 @@ class Filesystem:
     # -- what the control socket asks
 
     def statistics(self) -> dict[str, object]:
-        self.on_statistics()
-        return self._status.statistics()
+        adapter = self.on_statistics()
+        return {**self._status.statistics(), **adapter}
 
     def unfinished(self) -> list[Unfinished]:
         return self._status.unfinished()

@@ -134,6 +134,10 @@ class Namespace:
         age_ns = self._clock_ns() - listing.at_ns
         return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
 
+    def answer_fresh_s(self, directory: int, name: bytes) -> float:
+        """For how many seconds what is known of a name counts, by a listing or because it was asked for by itself."""
+        return max(self.fresh_s(directory), self._answer_fresh_s(directory, name))
+
     def _answer_fresh_s(self, directory: int, name: bytes) -> float:
         age_ns = self._clock_ns() - self._answers.get((directory, name), -self._ttl_ns)
         return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
@@ -152,7 +156,7 @@ class Namespace:
             entry = self.tree.child(directory, name)
             if entry is not None and self._keep(entry):
                 return entry, self._ttl_ns / NS
-            fresh_s = max(self.fresh_s(directory), self._answer_fresh_s(directory, name))
+            fresh_s = self.answer_fresh_s(directory, name)
             if fresh_s > 0 and not (entry is not None and entry.is_local):
                 return entry, fresh_s
             listing = self.tree.listing(directory)

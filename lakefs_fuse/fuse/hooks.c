@@ -41,6 +41,7 @@ static int (*reply_open)(fuse_req_t, const struct fuse_file_info *);
 static int session_hooked;
 static uint32_t wanted, granted;
 static uint32_t background_max;
+static const char *(*version_of_libfuse)(void);
 static int64_t flush_pid;
 static int64_t xattrs_answered, flushes_answered;
 
@@ -178,6 +179,7 @@ struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_
 		*(void **)&context_of = dlsym(libfuse, "fuse_req_ctx");
 		*(void **)&reply_error = dlsym(libfuse, "fuse_reply_err");
 		*(void **)&reply_open = dlsym(libfuse, "fuse_reply_open");
+		*(void **)&version_of_libfuse = dlsym(libfuse, "fuse_pkgversion");
 	}
 	if (!make || !reply_open)
 		return NULL;
@@ -199,6 +201,12 @@ void lakefs_hooks_want(uint32_t features, uint32_t background)
 uint32_t lakefs_hooks_granted(void)
 {
 	return granted;
+}
+
+/* Of the libfuse that makes the session; empty before there is one. */
+const char *lakefs_hooks_libfuse(void)
+{
+	return version_of_libfuse ? version_of_libfuse() : "";
 }
 
 /* Whether the hooks are in the way of this process's session. */

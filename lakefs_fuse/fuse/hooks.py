@@ -26,8 +26,12 @@ class Feature(IntFlag):
     CACHE_SYMLINKS = 16
 
 
+def _is_turned_off() -> bool:
+    return os.environ.get("LAKEFS_FUSE_HOOKS", "on").lower() in ("off", "0", "no")
+
+
 def _load() -> ctypes.CDLL | None:
-    if os.environ.get("LAKEFS_FUSE_HOOKS", "on").lower() in ("off", "0", "no"):
+    if _is_turned_off():
         return None
     for path in sorted(Path(__file__).parent.glob("_hooks*.so")):
         try:
@@ -38,6 +42,7 @@ def _load() -> ctypes.CDLL | None:
         library.lakefs_hooks_xattrs_answered.restype = ctypes.c_int64
         library.lakefs_hooks_flushes_answered.restype = ctypes.c_int64
         library.lakefs_hooks_granted.restype = ctypes.c_uint32
+        library.lakefs_hooks_libfuse.restype = ctypes.c_char_p
         library.lakefs_hooks_want.argtypes = [ctypes.c_uint32, ctypes.c_uint32]
         return library
     return None
@@ -49,6 +54,21 @@ _library = _load()
 def active() -> bool:
     """The hooks are in use by the session of this process."""
     return _library is not None and bool(_library.lakefs_hooks_active())
+
+
+def why_inactive() -> str:
+    """Why there are no hooks, and what that costs."""
+    why = (
+        "turned off by LAKEFS_FUSE_HOOKS"
+        if _is_turned_off()
+        else "not there: install lakefs-fuse again with a compiler"
+    )
+    return f"the hooks library is {why}; every open, close and listing asks the daemon"
+
+
+def libfuse_version() -> str:
+    """As libfuse says it; empty where that is not known."""
+    return _library.lakefs_hooks_libfuse().decode() if _library is not None else ""
 
 
 def want(features: Feature, background_max: int) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
@@ -21,6 +23,8 @@ from lakefs_fuse.fs.changed_names import ChangedNames
 from lakefs_fuse.fs.immutable import ImmutableFilesystem
 from lakefs_fuse.fuse.answers import DOTS_COOKIE, absent_for, attributes_of, reply_dots, size_of_lake, upcall
 from lakefs_fuse.fuse.hooks import Feature
+from lakefs_fuse.fuse.invalidating import tell_kernel
+from lakefs_fuse.fuse.kernel import Kernel
 from lakefs_fuse.meta.entry import ROOT_INODE
 
 FOREVER_S = 10 * 365 * 86400.0
@@ -35,9 +39,10 @@ class ImmutableOperations(pyfuse3.Operations):
     """There is nothing to write; with it the kernel would ask for attributes after every close."""
     enable_acl = False
 
-    def __init__(self, fs: ImmutableFilesystem) -> None:
+    def __init__(self, fs: ImmutableFilesystem, kernel: Kernel) -> None:
         super().__init__()
         self.fs = fs
+        fs.on_statistics = lambda: {"kernel": kernel.describe()}
         self.metrics = fs.metrics
         self.upcalls = fs.metrics.upcalls
         fs.on_refresh = self._tell
@@ -49,13 +54,10 @@ class ImmutableOperations(pyfuse3.Operations):
         self.metrics.namespace.invalidations += await trio.to_thread.run_sync(self._invalidate, changed)
 
     def _invalidate(self, changed: ChangedNames) -> int:
-        told = last = 0
-        for number, name in changed:
-            parent = ROOT_INODE if number == self.fs.top else number
-            if parent != last:
-                told += _is_told(pyfuse3.invalidate_inode, pyfuse3.InodeT(parent))
-                last = parent
-            told += _is_told(pyfuse3.invalidate_entry, pyfuse3.InodeT(parent), pyfuse3.FileNameT(name))
+        told = 0
+        named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed)
+        for parent, names in groupby(named, key=itemgetter(0)):
+            told += tell_kernel((parent,), names)
         return told
 
     # -- names and attributes
@@ -138,12 +140,3 @@ class ImmutableOperations(pyfuse3.Operations):
     @upcall("fsync")
     async def fsync(self, fh: int, datasync: bool) -> None:
         pass
-
-
-def _is_told(invalidate: Callable[..., None], *what: object) -> bool:
-    """False where the kernel does not know it."""
-    try:
-        invalidate(*what)
-    except OSError:
-        return False
-    return True

@@ -16,14 +16,13 @@ from typing import Any
 
 from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
-import trio
 
 from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem, Handle
-from lakefs_fuse.fuse.answers import absent_for, attributes_of, size_of_lake, upcall
+from lakefs_fuse.fuse.answers import DOTS_COOKIE, absent_for, attributes_of, reply_dots, size_of_lake, upcall
+from lakefs_fuse.fuse.hooks import Feature
+from lakefs_fuse.fuse.invalidating import Invalidations
+from lakefs_fuse.fuse.kernel import Kernel
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.metrics import Metrics
-
-INVALIDATIONS_MAX = 4096
 
 log = logging.getLogger(__name__)
 
@@ -32,46 +31,30 @@ class Operations(pyfuse3.Operations):
     """One coroutine for each kind of request; see the module's head."""
 
     supports_dot_lookup = False
-    enable_writeback_cache = True
     enable_acl = False
 
-    def __init__(self, fs: Filesystem, metrics: Metrics) -> None:
+    def __init__(self, fs: Filesystem, kernel: Kernel) -> None:
         super().__init__()
         self.fs = fs
         self.config = fs.config
-        self.metrics = metrics
-        self.upcalls = metrics.upcalls
-        send, receive = trio.open_memory_channel[tuple[int, bytes]](INVALIDATIONS_MAX)
-        self._invalid, self._invalid_queue = send, receive
-        fs.on_change = self._forget_name
-        fs.on_statistics = self._count_answered
-        self._answered = 0
+        self.enable_writeback_cache = kernel.writeback_cache
+        self.upcalls = fs.metrics.upcalls
+        self._metrics = fs.metrics.namespace
+        self.invalidations = Invalidations(self._told)
+        fs.on_change = self.invalidations.name
+        fs.on_statistics = self._statistics
+        self._kernel = kernel
+        self._answered = {"getxattr": 0, "flush": 0}
 
-    def _count_answered(self) -> None:
+    def _told(self, count: int) -> None:
+        self._metrics.invalidations += count
+
+    def _statistics(self) -> dict[str, object]:
         """Requests that the hooks answered are requests, too."""
-        answered = hooks.xattrs_answered()
-        self.upcalls["getxattr"] += answered - self._answered
-        self._answered = answered
-
-    # -- telling the kernel
-
-    def _forget_name(self, parent: int, name: bytes) -> None:
-        """A backlog is dropped: what the kernel knows ends with the TTL in any case."""
-        try:
-            self._invalid.send_nowait((parent, name))
-        except (trio.WouldBlock, trio.BrokenResourceError):
-            pass
-
-    async def send_invalidations(self) -> None:
-        """Runs beside the session. In a thread: the kernel may make it wait for a request that is being served."""
-        async for parent, name in self._invalid_queue:
-            try:
-                await trio.to_thread.run_sync(
-                    pyfuse3.invalidate_entry, pyfuse3.InodeT(parent), pyfuse3.FileNameT(name), abandon_on_cancel=True
-                )
-                self.metrics.namespace.invalidations += 1
-            except OSError:
-                pass  # the kernel does not know the name
+        for name, now in (("getxattr", hooks.xattrs_answered()), ("flush", hooks.flushes_answered())):
+            self.upcalls[name] += now - self._answered[name]
+            self._answered[name] = now
+        return {"kernel": {**self._kernel.describe(), "listings_held_max": len(self.invalidations)}}
 
     # -- names and attributes
 
@@ -130,11 +113,17 @@ class Operations(pyfuse3.Operations):
 
     @upcall("opendir")
     async def opendir(self, inode: int, ctx: object) -> int:
+        if Feature.STATELESS_OPENDIR in hooks.granted():
+            raise pyfuse3.FUSEError(errno.ENOSYS)  # it is not asked again, and keeps listings
         await self.fs.opendir(inode)
         return inode
 
     @upcall("readdir")
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        if start_id < DOTS_COOKIE:
+            fresh_s = await self.fs.opendir(fh)
+            self.invalidations.listed(fh, fresh_s)
+            reply_dots(token, fh, self.fs.entry(fh).parent or fh)
         fresh_s = self.fs.listing_fresh_s(fh)
         for entry in self.fs.readdir(fh, start_id):
             attributes = self._attributes(entry, fresh_s)

@@ -22,10 +22,11 @@ from lakefs_fuse.fs.filesystem import Filesystem
 from lakefs_fuse.fs.immutable import ImmutableFilesystem
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.immutable import ImmutableOperations
+from lakefs_fuse.fuse.kernel import Kernel, raise_read_ahead
 from lakefs_fuse.fuse.operations import Operations
 
-FEATURES = Feature.EXPLICIT_INVAL_DATA | Feature.NOFLUSH
-IMMUTABLE_FEATURES = FEATURES | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
+LISTINGS_HELD_S_MIN = 1.0
+"""With a shorter TTL the kernel is not made to keep listings: it would have to be told all the time."""
 BACKGROUND_REQUESTS_MAX = 64
 """READs ahead of a reader that the kernel may have under way; its own default is 12."""
 TASKS_MAX = 128
@@ -44,6 +45,16 @@ def _options(config: MountConfig) -> set[str]:
     return options
 
 
+def features_for(config: MountConfig) -> Feature:
+    """What a mount can use of what the kernel has."""
+    features = Feature.EXPLICIT_INVAL_DATA
+    if config.immutable:
+        return features | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
+    if config.metadata_ttl_s >= LISTINGS_HELD_S_MIN:
+        features |= Feature.STATELESS_OPENDIR
+    return features | Feature.NOFLUSH if config.read_only else features
+
+
 class _Session:
     """There is one session in a process: libfuse's state is global, too."""
 
@@ -58,9 +69,9 @@ def request_unmount() -> None:
 
 async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
     """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError."""
-    immutable = isinstance(fs, ImmutableFilesystem)
-    operations = ImmutableOperations(fs) if isinstance(fs, ImmutableFilesystem) else Operations(fs, fs.metrics)
-    hooks.want(IMMUTABLE_FEATURES if immutable else FEATURES, BACKGROUND_REQUESTS_MAX)
+    kernel = Kernel(features_for(config), not config.read_only, BACKGROUND_REQUESTS_MAX)
+    operations = ImmutableOperations(fs, kernel) if isinstance(fs, ImmutableFilesystem) else Operations(fs, kernel)
+    hooks.want(kernel.wanted, kernel.background_max)
     _Session.unmount_asked = trio.Event()
     try:
         pyfuse3.init(operations, config.mountpoint, _options(config))
@@ -81,8 +92,8 @@ async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, re
     try:
         async with trio.open_nursery() as nursery:
             if isinstance(operations, Operations):
-                nursery.start_soon(operations.send_invalidations)
-            nursery.start_soon(_announce, config.mountpoint, answers)
+                nursery.start_soon(operations.invalidations.run)
+            nursery.start_soon(_announce, config.mountpoint, kernel, answers)
             nursery.start_soon(_unmount_when_asked, config.mountpoint)
             await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
             unmount = False
@@ -92,9 +103,16 @@ async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, re
         pyfuse3.close(unmount=unmount)
 
 
-async def _announce(mountpoint: str, ready: Callable[[], None]) -> None:
+async def _announce(mountpoint: str, kernel: Kernel, ready: Callable[[], None]) -> None:
     """Ready means that a system call was answered."""
-    await trio.to_thread.run_sync(os.statvfs, mountpoint, abandon_on_cancel=True)
+
+    def look() -> tuple[int, str]:
+        os.statvfs(mountpoint)
+        return raise_read_ahead(mountpoint)
+
+    kernel.read_ahead_kib, note = await trio.to_thread.run_sync(look, abandon_on_cancel=True)
+    kernel.notes += [note] if note else []
+    log.info("%s", kernel.line())
     ready()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Directory, Lake, file_lake, noise
+from tests.mount.lakes import Directory, Lake, eventually, file_lake, noise
 from tests.mount.test_hot_restart import back, die
 
 FILES = 50
@@ -83,7 +83,7 @@ def test_what_was_seen_once_costs_no_upcall(immutable: Lake) -> None:
 def test_nothing_changes_by_itself(immutable: Lake) -> None:
     immutable.outside.replace("d/kept", b"as it was")
     immutable.outside.replace("d/removed", b"it was here")
-    immutable.mount("--metadata-ttl", "0", "--refresh", "0.1")
+    immutable.mount()
     immutable.outside.replace("d/new", b"new")
     immutable.outside.delete("d/removed")
     assert sorted(os.listdir(immutable.path / "d")) == ["kept", "removed"]
@@ -194,6 +194,45 @@ def test_a_mount_begins_with_what_is_there_then(immutable: Lake) -> None:
     immutable.outside.replace("g", b"second")
     immutable.remount()
     assert sorted(os.listdir(immutable.path)) == ["f", "g"]
+
+
+@pytest.mark.parametrize("option", [
+    ("--durability", "writeback"), ("--durability", "close"), ("--refresh", "1"), ("--metadata-ttl", "1h"),
+    ("--rules", "/nowhere"), ("--orphans", "finish"), ("--pack", "always"), ("--staging-size", "1G"),
+])  # fmt: skip
+def test_options_that_mean_nothing_are_refused(immutable: Lake, option: tuple[str, str]) -> None:
+    refused = immutable.try_mount(*option)
+    assert refused.returncode == 2
+    assert f"{option[0]}: an --immutable mount" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_directory_of_a_mount_is_covered_by_its_state_of_now(make_lake: LakeMaker) -> None:
+    """One command, and what is around it goes on as before."""
+    lake = make_lake("file", "--pack", "always", "--metadata-ttl", "0", "--refresh", "0.2").mount()
+    data = lake.path / "datasets" / "images"
+    data.mkdir(parents=True)
+    (data / "packed").write_bytes(b"packed")
+    lake.outside.replace("datasets/images/plain", b"plain")
+    lake.settle()
+    here = ("--log-file", str(lake.log_file.with_name("log2")), "--free-space", "64M", "--no-supervise")
+    done = lake.cli("mount", "--immutable", str(data), *here)
+    assert done.returncode == 0, done.stderr
+    try:
+        assert sorted(os.listdir(data)) == ["packed", "plain"]
+        assert (data / "packed").read_bytes() + (data / "plain").read_bytes() == b"packedplain"
+        with pytest.raises(OSError, match="Read-only"):
+            (data / "new").touch()
+        for index in range(5):  # the mount around it learns of changes next to the directory, and in it
+            lake.outside.replace(f"datasets/new-{index}", b"x")
+            lake.outside.replace(f"datasets/images/new-{index}", b"x")
+            (lake.path / "datasets" / f"own-{index}").write_bytes(b"x")
+            eventually((lake.path / "datasets" / f"new-{index}").exists, "it is seen")
+        assert sorted(os.listdir(data)) == ["packed", "plain"]
+    finally:
+        gone = lake.cli("umount", str(data))
+    assert gone.returncode == 0, gone.stderr
+    assert "new-0" in os.listdir(data)
 
 
 def test_packed_files_of_the_lake_above(make_lake: LakeMaker, tmp_path: Path) -> None:
