@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from lakefs_fuse.fuse import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
 import pyfuse3
@@ -47,6 +47,11 @@ def _is_told(invalidate: Callable[..., None], *what: object) -> bool:
     return True
 
 
+async def tell_from_thread(directories: Iterable[int], names: Iterable[tuple[int, bytes]]) -> int:
+    """As `tell_kernel`."""
+    return await trio.to_thread.run_sync(tell_kernel, directories, names, abandon_on_cancel=True)
+
+
 class Invalidations:
     """See the module's head."""
 
@@ -54,7 +59,7 @@ class Invalidations:
         self,
         told: Callable[[int], None],
         *,
-        tell: Callable[[Iterable[int], Iterable[tuple[int, bytes]]], int] = tell_kernel,
+        tell: Callable[[Iterable[int], Iterable[tuple[int, bytes]]], Awaitable[int]] = tell_from_thread,
     ) -> None:
         """``told`` is called with how many things the kernel was told."""
         self._told, self._tell = told, tell
@@ -105,7 +110,7 @@ class Invalidations:
             if self._stale or self._names:
                 stale, names = self._stale, self._names
                 self._stale, self._names = {}, {}
-                self._told(await trio.to_thread.run_sync(self._tell, stale, names, abandon_on_cancel=True))
+                self._told(await self._tell(stale, names))
 
     def _expire(self, now_s: float) -> None:
         while self._due and self._due[0][0] <= now_s:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.mount.conftest import LakeMaker
+from tests.mount.counting import costs, upcalls
 from tests.mount.lakes import Directory, Lake, eventually, file_lake, noise
 from tests.mount.test_hot_restart import back, die
 
@@ -23,23 +23,6 @@ def fill(lake: Lake, files: int = FILES) -> list[str]:
     for index, name in enumerate(names):
         lake.outside.replace(name, noise(FILE_BYTES, index))
     return names
-
-
-def upcalls(lake: Lake) -> dict[str, int]:
-    counts = lake.stats()["upcalls"]
-    assert isinstance(counts, dict)
-    return counts
-
-
-@contextmanager
-def costs(lake: Lake, **expected: int) -> Iterator[None]:
-    """What the body sends to the daemon, and nothing else. FORGET comes when the kernel likes."""
-    before = upcalls(lake)
-    yield
-    after = upcalls(lake)
-    spent = {name: count - before[name] for name, count in after.items() if count != before[name]}
-    spent.pop("forget", None)
-    assert spent == expected
 
 
 def use(lake: Lake, names: list[str]) -> None:
