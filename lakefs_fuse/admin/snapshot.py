@@ -20,6 +20,7 @@ import time as clocks
 from collections.abc import Callable
 from pathlib import Path
 
+from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.catalog.apply import forget_refused, refused_commits
 from lakefs_fuse.catalog.archive import commit_key
 from lakefs_fuse.catalog.clock import HybridClock
@@ -43,14 +44,17 @@ async def fold(
     client: StoreClient,
     *,
     horizon: int = 0,
+    name: str = "",
     report: Report,
     clock_ns: Callable[[], int] = clocks.time_ns,
     file_bytes_max: int = tables.FILE_BYTES_MAX,
 ) -> Manifest:
-    """Write an index of all that the lake holds now. ``fs`` is headless and read-only; ``horizon`` is the time before
-    which commits are about to be deleted. Raises LakeError where the view lacks something, or the store fails; then
-    there is no new index, and the old ones are as they were."""
+    """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that. ``fs`` is headless and
+    read-only; ``horizon`` is the time before which commits are about to be deleted. Raises LakeError where the view
+    lacks something, or the store fails; then there is no new index, and the old ones are as they were."""
     database = fs.database
+    if name:
+        await snapshots.check_free(client, name)
     _check_nothing_local(database)
     await fs.look_again()
     await list_everything(fs.namespace, lambda names: report("listing", names, 0))
@@ -75,6 +79,11 @@ async def fold(
         report("writing the index", dump.names, dump.bytes)
 
     try:
+        if name:
+            objects = fs.namespace.tree.objects
+            return await snapshots.write(
+                client, name, dump, objects, time=clock.now(), horizon=horizon, wrote=wrote
+            )  # fmt: skip
         manifest = await write_index(client, dump, time=clock.now(), horizon=horizon, wrote=wrote)
     finally:
         dump.close()

@@ -43,6 +43,7 @@ class Options(StoreOptions):
     refresh: float | None
     read_only: bool
     immutable: bool
+    snapshot: str | None
     allow_other: bool
     uid: int | None
     gid: int | None
@@ -104,6 +105,8 @@ class MountCommand(click.Command):
 @click.option("--read-only/--read-write", help="Refuse every change.")
 @click.option("--immutable", is_flag=True, help="Show SOURCE as it is now, and nothing that comes later: "
               "read-only, and the kernel remembers everything. `lakefs-fuse refresh` moves it on.")  # fmt: skip
+@click.option("--snapshot", metavar="NAME", help="With --immutable: as the snapshot has it that `lakefs-fuse snapshot "
+              "--name` made.")  # fmt: skip
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
 @click.option("--uid", type=click.IntRange(0, 2**32 - 2), help="Owner of files that name none.  [default: you]")
 @click.option("--gid", type=click.IntRange(0, 2**32 - 2), help="Group of files that name none.  [default: yours]")
@@ -169,6 +172,8 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     the daemon works elsewhere."""
     if options["immutable"]:
         _check_immutable(options)
+    elif options["snapshot"] is not None:
+        raise ConfigError("--snapshot goes with --immutable: what a snapshot has cannot be written to")
     within = options["immutable"] and "://" not in source
     store = store_within(source, options) if within else build_store(Source.parse(source), options)
     if mountpoint is None:
@@ -181,7 +186,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     config = MountConfig(
         store=store,
         mountpoint=point,
-        cache_dir=absolute(options["cache_dir"]) or default_cache_dir(store, immutable=options["immutable"]),
+        cache_dir=absolute(options["cache_dir"]) or default_cache_dir(store, state_of(options)),
         log_file=absolute(options["log_file"]) or (None if foreground else default_log_file(point)),
         read_only=options["read_only"] or options["immutable"],
         immutable=options["immutable"],
@@ -197,6 +202,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
             free_bytes_min=options["free_space"],
             metadata_ttl_s=options["metadata_ttl"],
             refresh_s=options["refresh"],
+            snapshot=options["snapshot"],
             uid=options["uid"],
             gid=options["gid"],
             file_mode=options["file_mode"],
@@ -252,12 +258,17 @@ def _check_packing(options: Options) -> None:
         raise ConfigError(f"--refresh {options['refresh']:g}: expected {REFRESH_S_MIN:g} s or more")
 
 
-def default_cache_dir(store: StoreConfig, *, immutable: bool = False) -> str:
-    """One directory per lake: a source, and which store is meant by it; another for its immutable mount."""
+def state_of(options: Options) -> str:
+    """Which state of a lake is shown; empty where that is always the newest."""
+    return f"immutable {options['snapshot'] or ''}" if options["immutable"] else ""
+
+
+def default_cache_dir(store: StoreConfig, state: str = "") -> str:
+    """One directory per lake: a source, and which store is meant by it; another for each state that does not change."""
     endpoint = store.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     profile = store.profile or os.environ.get("AWS_PROFILE") or ""
     identity = "\n".join((str(store.source), endpoint, profile)) if store.source.scheme == "s3" else str(store.source)
-    identity += "\nimmutable" if immutable else ""
+    identity += f"\n{state}" if state else ""
     return str(Path(platformdirs.user_cache_dir(APP)) / hashlib.sha256(identity.encode()).hexdigest()[:16])
 
 

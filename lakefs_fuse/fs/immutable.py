@@ -201,6 +201,11 @@ class ImmutableFilesystem:
     async def refresh(self) -> dict[str, object]:
         """Show the lake as it is now; when this returns the kernel was told. Answers what `stats` says of the state.
         Raises LakeError; then the mount shows what it showed."""
+        if self.config.snapshot:
+            raise ConfigError(
+                f"{self.config.mountpoint} shows the snapshot {self.config.snapshot}, which does not change: mount "
+                "without --snapshot to follow the lake"
+            )
         async with self._refreshing:
             changed = ChangedNames(Path(self.config.cache_dir))
             try:
@@ -227,6 +232,7 @@ class ImmutableFilesystem:
         note = self._state.note
         return {
             "at_s": note.at_ns / NS,
+            "snapshot": note.snapshot or None,
             "newest_commit": f"{note.newest:016x}",
             "path": self._lake.path,
             "refreshes": self._refreshes,
@@ -288,7 +294,7 @@ async def open_immutable(
     store answers.
     """
     directory = Path(config.cache_dir).absolute()
-    named = f"{identity(config)}, {path or 'whole'}, immutable"
+    named = f"{identity(config)}, {path or 'whole'}, immutable {config.snapshot}".rstrip()
     with locked(directory):
         check_room(directory, config)
         cache = BlockCache(
@@ -319,8 +325,13 @@ async def open_immutable(
 
 async def _first_state(states: States, *, resume: bool) -> State:
     found = states.resume()
-    if found is not None and resume:
-        return found
+    try:
+        if found is not None and (resume or await states.is_current(found)):
+            return found
+    except BaseException:
+        if found is not None:
+            found.database.close()
+        raise
     try:
         made = await states.make(found)
     finally:

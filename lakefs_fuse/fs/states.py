@@ -1,9 +1,9 @@
 """States of a lake on this node: what an immutable mount shows, one database each.
 
 What always holds: a state that is there is complete. All that was committed was applied and every directory was listed
-between its beginning and its end; then its note is written, synced, and nothing in it changes any more. A state that is
-made from an earlier one keeps inode numbers of what did not change, and never gives one of them to anything else, so
-what the kernel remembers of an inode is right in both.
+between its beginning and its end, or it was taken from a named snapshot; then its note is written, synced, and nothing
+in it changes any more. A state that is made from an earlier one keeps inode numbers of what did not change, and never
+gives one of them to anything else, so what the kernel remembers of an inode is right in both.
 
 `states/<number>` in the cache directory is one. Trio thread only. A crash while one is made leaves a directory without
 a note, which the next daemon removes.
@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 from msgspec import structs
 
+from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.catalog.index import bring_in, manifests
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.blocks import BlockCache
@@ -45,11 +46,12 @@ log = logging.getLogger(__name__)
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
     """What a state is of: the inode of its top directory, when it was begun (ns since 1970), and the time of the newest
-    commit in it (0: none)."""
+    commit in it (0: none). Of a named ``snapshot`` it is when that was taken."""
 
     top: int
     at_ns: int
     newest: int
+    snapshot: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +120,12 @@ class States:
             path.parent.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise CacheError(f"{path.parent}: {error.strerror}") from error
-        if before is not None:
+        snapshot = self._lake.config.snapshot
+        if before is not None and not snapshot:
             before.database.copy_to(path)
         database = Database(path, self._lake.identity)
         try:
-            note = await self._bring_up_to_date(database, changed)
+            note = await (self._take_snapshot(database) if snapshot else self._bring_up_to_date(database, changed))
             batch = Batch()
             batch.put(NOTE, msgspec.msgpack.encode(note))
             database.commit(batch, sync=True)
@@ -131,6 +134,25 @@ class States:
             self._remove(number)
             raise
         return State(number, database, Tree(database), note)
+
+    async def is_current(self, state: State) -> bool:
+        """The state is of the named snapshot that is asked for, as it is in the store."""
+        name = self._lake.config.snapshot
+        if not name or state.note.snapshot != name:
+            return False
+        return (await snapshots.manifest_of(self._lake.client, name)).time == state.note.at_ns
+
+    async def _take_snapshot(self, database: Database) -> Note:
+        lake = self._lake
+        name = lake.config.snapshot
+        manifest = await snapshots.manifest_of(lake.client, name)
+        await snapshots.take_in(lake.client, name, manifest, database, self._directory / "index")
+        path = [part.encode() for part in lake.path.split("/") if part]
+        entry = Tree(database).resolve(path)
+        if path and (entry is None or not entry.is_dir):
+            raise MountError(f"{lake.path} is not a directory of {lake.config.store.source} in the snapshot {name}")
+        top = ROOT_INODE if entry is None else entry.inode
+        return Note(top=top, at_ns=manifest.time, newest=manifest.newest, snapshot=name)
 
     async def _bring_up_to_date(self, database: Database, changed: ChangedNames | None) -> Note:
         lake = self._lake

@@ -1,6 +1,6 @@
 """Which lake a place in a store belongs to: its root is the nearest place at or above it that has commits or indexes.
 
-Blocking, one LIST of two keys for each level; called once, before anything is served.
+Blocking, one LIST for each level; called once, before anything is served.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from msgspec import structs
 from lakefs_fuse.config import RESERVED_NAME, Source, StoreConfig
 from lakefs_fuse.errors import AccessDenied
 from lakefs_fuse.store.opening import open_store
+
+KEPT_THERE = ("commits", "index", "snapshots")
+"""What makes a place a lake's root, below its reserved name."""
 
 
 def find_lake(place: StoreConfig) -> tuple[StoreConfig, str]:
@@ -42,7 +45,7 @@ def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
 def _has_commits(config: StoreConfig, *, is_place: bool) -> bool:
     if config.source.scheme == "file":
         reserved = os.path.join(config.source.bucket, RESERVED_NAME)
-        return any(os.path.isdir(os.path.join(reserved, name)) for name in ("commits", "index"))
+        return any(os.path.isdir(os.path.join(reserved, name)) for name in KEPT_THERE)
     try:
         store = open_store(config)
     except AccessDenied:
@@ -56,4 +59,4 @@ def _has_commits(config: StoreConfig, *, is_place: bool) -> bool:
         return False
     finally:
         store.close()
-    return not {f"{RESERVED_NAME}/commits/", f"{RESERVED_NAME}/index/"}.isdisjoint(found)
+    return not {f"{RESERVED_NAME}/{name}/" for name in KEPT_THERE}.isdisjoint(found)
