@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 
 from tests.mount.conftest import LakeMaker
 from tests.mount.counting import costs, upcalls
-from tests.mount.lakes import Directory, Lake, eventually, file_lake, noise
+from tests.mount.lakes import Directory, Lake, eventually, file_lake, is_running, noise
 from tests.mount.test_hot_restart import back, die
 
 FILES = 50
@@ -216,6 +217,24 @@ def test_a_directory_of_a_mount_is_covered_by_its_state_of_now(make_lake: LakeMa
         gone = lake.cli("umount", str(data))
     assert gone.returncode == 0, gone.stderr
     assert "new-0" in os.listdir(data)
+
+
+def test_it_goes_with_the_mount_that_it_lies_in(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--supervise")
+    lake.outside.replace("data/f", b"bytes")
+    lake.mount()
+    here = ("--log-file", str(lake.log_file.with_name("log2")), "--free-space", "64M")
+    done = lake.cli("mount", "--immutable", str(lake.path / "data"), *here)
+    assert done.returncode == 0, done.stderr
+    inner = json.loads(lake.cli("stats", "--json", str(lake.path / "data")).stdout)["daemon"]["pid"]
+    busy = lake.cli("umount", str(lake.path))
+    assert busy.returncode == 1
+    assert "in use" in busy.stderr
+    die(lake)
+    back(lake)
+    eventually(lambda: not is_running(inner), "the inner mount's daemon ends")
+    lake.outside.replace("data/g", b"later")
+    eventually(lambda: sorted(os.listdir(lake.path / "data")) == ["f", "g"], "the outer mount is seen")
 
 
 def test_packed_files_of_the_lake_above(make_lake: LakeMaker, tmp_path: Path) -> None:
