@@ -122,7 +122,8 @@ class Operations(pyfuse3.Operations):
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         if start_id < DOTS_COOKIE:
             fresh_s = await self.fs.opendir(fh)
-            self.invalidations.listed(fh, fresh_s)
+            if Feature.STATELESS_OPENDIR in hooks.granted():
+                self.invalidations.listed(fh, fresh_s)
             reply_dots(token, fh, self.fs.entry(fh).parent or fh)
         fresh_s = self.fs.listing_fresh_s(fh)
         for entry in self.fs.readdir(fh, start_id):
