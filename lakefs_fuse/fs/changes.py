@@ -170,7 +170,7 @@ class Changes:
             raise FileError(errno.ENOENT)
         if entry.is_dir:
             raise FileError(errno.EISDIR)
-        file = self._files.get(entry.inode)
+        file = self._files.lending.held(entry.inode)
         if file is None:
             await self._unlink(entry)
         else:

@@ -10,7 +10,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -24,8 +23,9 @@ from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.changes import Changes
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.keys import PLACEHOLDER
+from lakefs_fuse.fs.lending import LENT, Lending
 from lakefs_fuse.fs.namespace import Namespace
-from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.fs.open_file import READING, Handle, OpenFile
 from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.status import Status
@@ -39,22 +39,6 @@ from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
 LATE_TIMES_NS = 60_000_000_000
 """An mtime set alone and this close to now is the kernel reporting its own writes, not a user choosing a time."""
-
-
-READING = 1 << 62
-"""In the numbers of handles that were opened for reading: whoever closes one need not be asked what that means."""
-
-
-@dataclass(slots=True)
-class Handle:
-    """An open file description."""
-
-    file: OpenFile
-    writable: bool
-    readahead: Readahead
-    opener: int = 0
-    """Thread that opened it; 0 where that is not known."""
-    closed_by_opener: bool = False
 
 
 class AttributeChange(msgspec.Struct, frozen=True):
@@ -84,6 +68,7 @@ class Filesystem:
         relocator: Relocator,
         writeback: WriteBack,
         status: Status,
+        lending: Lending,
         metrics: Metrics,
         *,
         clock_ns: Callable[[], int],
@@ -101,6 +86,8 @@ class Filesystem:
         )  # fmt: skip
         self.on_statistics: Callable[[], dict[str, object]] = dict
         """Called before counters are read: the adapter above adds what it counts elsewhere, and says more."""
+        self.lending = lending
+        lending.entry = self.entry
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
         self._root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
@@ -398,6 +385,8 @@ class Filesystem:
         return self._new_handle(file, True, opener), entry
 
     async def read(self, number: int, offset: int, length: int) -> Buffer:
+        if number & LENT:
+            return await self.lending.read(number, offset, length)
         handle = self.handle(number)
         return await self._files.read(handle.file, offset, length, handle.readahead)
 
@@ -418,6 +407,8 @@ class Filesystem:
         await self._files.publish(self.handle(number).file)
 
     async def release(self, number: int) -> None:
+        if number & LENT:
+            await self.lending.release(number)
         handle = self._handles.pop(number, None)
         if handle is not None:
             await self._files.release(handle.file, writer=handle.writable)

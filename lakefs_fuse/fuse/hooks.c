@@ -20,6 +20,7 @@
 #include <fcntl.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 /* As hooks.py numbers them. */
 enum feature {
@@ -32,6 +33,8 @@ enum feature {
 
 /* Handles of files that were opened for reading have this bit, as filesystem.py gives them out. */
 #define READING (1ULL << 62)
+/* Handles that are given out here have this one as well; the rest is the inode. */
+#define LENT (1ULL << 61)
 
 static struct fuse_lowlevel_ops operations;
 static struct fuse_lowlevel_ops next;
@@ -43,7 +46,44 @@ static uint32_t wanted, granted;
 static uint32_t background_max;
 static const char *(*version_of_libfuse)(void);
 static int64_t flush_pid;
-static int64_t xattrs_answered, flushes_answered;
+static int64_t xattrs_answered, flushes_answered, opens_answered, releases_answered;
+
+/*
+ * Files that may be opened for reading without asking: Python has opened them before, said until when that counts, and
+ * takes them back (`lakefs_hooks_take`) before their inode comes to mean nothing. A slot is found within PROBES of its
+ * hash; one that nobody has open gives way. `opens` is how many handles are lent and not released.
+ */
+#define SLOTS (1U << 16)
+#define PROBES 8
+
+struct lent {
+	uint64_t inode;
+	int64_t until_ns;
+	uint64_t opens;
+};
+
+static struct lent slots[SLOTS];
+
+static struct lent *slot_of(uint64_t inode, unsigned probe)
+{
+	return &slots[((uint32_t)(inode * 0x9E3779B97F4A7C15ULL >> 40) + probe) % SLOTS];
+}
+
+static struct lent *find_lent(uint64_t inode)
+{
+	for (unsigned probe = 0; probe < PROBES; probe++)
+		if (slot_of(inode, probe)->inode == inode)
+			return slot_of(inode, probe);
+	return NULL;
+}
+
+static int64_t now_ns(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 /*
  * With ATOMIC_O_TRUNC the kernel forgets the attributes of every file it opens with O_TRUNC, those it has just created
@@ -138,6 +178,36 @@ static void fsyncdir(fuse_req_t request, fuse_ino_t inode, int datasync, struct 
 
 int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info);
 
+/* A file that is clean and current, as far as Python said, is opened and closed here. */
+static void open_file(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
+{
+	struct lent *lent = (info->flags & (O_ACCMODE | O_TRUNC)) == O_RDONLY ? find_lent(inode) : NULL;
+
+	if (!lent || lent->until_ns <= now_ns()) {
+		next.open(request, inode, info);
+		return;
+	}
+	info->fh = READING | LENT | inode;
+	info->keep_cache = 1;
+	opens_answered++;
+	lent->opens++;
+	if (fuse_reply_open(request, info) == -ENOENT) /* the open was interrupted: nobody will release it */
+		lent->opens--;
+}
+
+static void release(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
+{
+	struct lent *lent = info->fh & LENT ? find_lent(inode) : NULL;
+
+	if (!lent || !lent->opens) { /* not lent, or taken back */
+		next.release(request, inode, info);
+		return;
+	}
+	lent->opens--;
+	releases_answered++;
+	reply_error(request, 0);
+}
+
 int fuse_reply_open(fuse_req_t request, const struct fuse_file_info *info)
 {
 	struct fuse_file_info answer = *info;
@@ -159,6 +229,10 @@ static void hook(void)
 		operations.getxattr = getxattr;
 	if (operations.read)
 		operations.read = read_file;
+	if (operations.open && operations.release && reply_error) {
+		operations.open = open_file;
+		operations.release = release;
+	}
 	if (operations.readdirplus)
 		operations.readdirplus = readdirplus;
 	if (operations.fsyncdir)
@@ -207,6 +281,46 @@ uint32_t lakefs_hooks_granted(void)
 const char *lakefs_hooks_libfuse(void)
 {
 	return version_of_libfuse ? version_of_libfuse() : "";
+}
+
+/* Opening this file for reading need not be asked for so long. */
+void lakefs_hooks_lend(uint64_t inode, int64_t for_ns)
+{
+	struct lent *slot = find_lent(inode);
+
+	for (unsigned probe = 0; probe < PROBES && (!slot || slot->inode != inode); probe++) {
+		struct lent *other = slot_of(inode, probe);
+
+		if (!other->opens && (!slot || other->until_ns < slot->until_ns))
+			slot = other;
+	}
+	if (!slot)
+		return;
+	slot->inode = inode;
+	slot->until_ns = now_ns() + for_ns;
+}
+
+/* Nobody may open the file here any more; who has it open, as many as are answered, is Python's from now on. */
+uint64_t lakefs_hooks_take(uint64_t inode)
+{
+	struct lent *slot = find_lent(inode);
+	uint64_t opens = slot ? slot->opens : 0;
+
+	if (slot)
+		memset(slot, 0, sizeof(*slot));
+	return opens;
+}
+
+/* OPENs that were answered here. */
+int64_t lakefs_hooks_opens_answered(void)
+{
+	return opens_answered;
+}
+
+/* RELEASEs that were answered here. */
+int64_t lakefs_hooks_releases_answered(void)
+{
+	return releases_answered;
 }
 
 /* Whether the hooks are in the way of this process's session. */

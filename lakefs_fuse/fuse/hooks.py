@@ -26,6 +26,9 @@ class Feature(IntFlag):
     CACHE_SYMLINKS = 16
 
 
+LENT_S_MAX = 1e6
+
+
 def _is_turned_off() -> bool:
     return os.environ.get("LAKEFS_FUSE_HOOKS", "on").lower() in ("off", "0", "no")
 
@@ -43,6 +46,11 @@ def _load() -> ctypes.CDLL | None:
         library.lakefs_hooks_flushes_answered.restype = ctypes.c_int64
         library.lakefs_hooks_granted.restype = ctypes.c_uint32
         library.lakefs_hooks_libfuse.restype = ctypes.c_char_p
+        library.lakefs_hooks_lend.argtypes = [ctypes.c_uint64, ctypes.c_int64]
+        library.lakefs_hooks_take.argtypes = [ctypes.c_uint64]
+        library.lakefs_hooks_take.restype = ctypes.c_uint64
+        for name in ("opens_answered", "releases_answered"):
+            getattr(library, f"lakefs_hooks_{name}").restype = ctypes.c_int64
         library.lakefs_hooks_want.argtypes = [ctypes.c_uint32, ctypes.c_uint32]
         return library
     return None
@@ -88,14 +96,31 @@ def flush_pid() -> int:
     return int(_library.lakefs_hooks_flush_pid()) if _library is not None else 0
 
 
-def xattrs_answered() -> int:
-    """GETXATTR requests that were answered without entering Python."""
-    return int(_library.lakefs_hooks_xattrs_answered()) if _library is not None else 0
+def lend(inode: int, for_s: float) -> None:
+    """The file may be opened for reading without asking for so long. Handles that are lent so have the bits of
+    `fs.lending` and the inode. Without the hooks nothing happens."""
+    if _library is not None:
+        _library.lakefs_hooks_lend(inode, int(min(for_s, LENT_S_MAX) * 1e9))
 
 
-def flushes_answered() -> int:
-    """FLUSH requests that were answered without entering Python."""
-    return int(_library.lakefs_hooks_flushes_answered()) if _library is not None else 0
+class Lent:
+    """The `fs.lending.Lender` of this process's session."""
+
+    def take(self, inode: int) -> int:
+        """The file is not lent any more; answers how many handles were, which are to be released in Python now."""
+        return int(_library.lakefs_hooks_take(inode)) if _library is not None else 0
+
+
+def answered() -> dict[str, int]:
+    """Requests that were answered without entering Python, by name."""
+    if _library is None:
+        return {}
+    return {
+        "getxattr": int(_library.lakefs_hooks_xattrs_answered()),
+        "flush": int(_library.lakefs_hooks_flushes_answered()),
+        "open": int(_library.lakefs_hooks_opens_answered()),
+        "release": int(_library.lakefs_hooks_releases_answered()),
+    }
 
 
 def process_of(thread: int) -> int:

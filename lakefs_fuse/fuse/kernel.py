@@ -59,6 +59,7 @@ class Kernel:
             "passthrough": False,
             "max_background": self.background_max if hooks.active() else 0,
             "read_ahead_kib": self.read_ahead_kib,
+            "answered": hooks.answered(),
             "missing": self.missing(),
         }
 

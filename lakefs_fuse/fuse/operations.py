@@ -17,7 +17,8 @@ from typing import Any
 from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 
-from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem, Handle
+from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem
+from lakefs_fuse.fs.open_file import READING, Handle
 from lakefs_fuse.fuse.answers import DOTS_COOKIE, absent_for, attributes_of, reply_dots, size_of_lake, upcall
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.invalidating import Invalidations
@@ -44,15 +45,16 @@ class Operations(pyfuse3.Operations):
         fs.on_change = self.invalidations.name
         fs.on_statistics = self._statistics
         self._kernel = kernel
-        self._answered = {"getxattr": 0, "flush": 0}
+        self._answered: dict[str, int] = {}
+        fs.lending.lender = hooks.Lent()
 
     def _told(self, count: int) -> None:
         self._metrics.invalidations += count
 
     def _statistics(self) -> dict[str, object]:
         """Requests that the hooks answered are requests, too."""
-        for name, now in (("getxattr", hooks.xattrs_answered()), ("flush", hooks.flushes_answered())):
-            self.upcalls[name] += now - self._answered[name]
+        for name, now in hooks.answered().items():
+            self.upcalls[name] += now - self._answered.get(name, 0)
             self._answered[name] = now
         return {"kernel": {**self._kernel.describe(), "listings_held_max": len(self.invalidations)}}
 
@@ -187,6 +189,8 @@ class Operations(pyfuse3.Operations):
     @upcall("open")
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
         handle = await self.fs.open(inode, flags, ctx.pid)
+        if handle & READING and flags & os.O_TRUNC == 0:
+            hooks.lend(inode, self.fs.lending.allowed_s(self.fs.handle(handle).file))
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
 
     @upcall("create")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -67,6 +68,117 @@ def test_what_it_spares(make_lake: LakeMaker) -> None:
         use(lake, names)
     assert upcalls(lake)["opendir"] == 1
     assert upcalls(lake)["releasedir"] == 0
+
+
+def answered(lake: Lake) -> dict[str, int]:
+    """Requests that never entered Python."""
+    counts = kernel(lake)["answered"]
+    assert isinstance(counts, dict)
+    return counts
+
+
+def test_what_was_opened_once_is_opened_and_closed_without_python(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--metadata-ttl", "1h", "--refresh", "1h")
+    names = fill(lake)
+    lake.mount()
+    use(lake, names)
+    before = answered(lake)
+    with costs(lake, open=FILES, flush=FILES, release=FILES):
+        use(lake, names)
+    after = answered(lake)
+    assert {name: after[name] - before[name] for name in after} == {
+        "open": FILES, "flush": FILES, "release": FILES, "getxattr": 0
+    }  # fmt: skip
+
+
+def test_that_counts_for_the_ttl_only(make_lake: LakeMaker) -> None:
+    """Opening looks no further back than the TTL."""
+    lake = make_lake("file", "--metadata-ttl", "1", "--refresh", "1h")
+    names = fill(lake)[:1]
+    lake.mount()
+    path = lake.path / names[0]
+
+    def reads(text: bytes) -> Callable[[], bool]:
+        return lambda: path.read_bytes() == text
+
+    for text in (b"a", b"b", b"c"):
+        for _ in range(3):
+            assert path.read_bytes() == lake.outside.read(names[0])
+        lake.outside.replace(names[0], text)
+        eventually(reads(text), "the new version is read", SOON_S)
+
+
+@pytest.fixture
+def lent(make_lake: LakeMaker) -> Iterator[tuple[Lake, BinaryIO]]:
+    """A file of 300 KiB that is open by a handle that Python never saw, and not in the page cache."""
+    lake = make_lake("file", "--pack", "always", "--metadata-ttl", "1h", "--refresh", "0.2").mount()
+    (lake.path / "d").mkdir()
+    (lake.path / "d" / "f").write_bytes(noise(300_000))
+    lake.settle()
+    (lake.path / "d" / "f").read_bytes()
+    before = answered(lake)["open"]
+    with open(lake.path / "d" / "f", "rb", buffering=0) as file:
+        assert answered(lake)["open"] == before + 1
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        yield lake, file
+        released = upcalls(lake)["release"]
+    eventually(lambda: upcalls(lake)["release"] == released + 1, "it is released")
+    eventually(lambda: lake.number("files.in_use") == 0, "nothing is in use")
+    with open(lake.path / "new", "wb") as other:
+        other.write(b"x")
+    assert (lake.path / "new").read_bytes() == b"x"
+
+
+def test_who_has_it_open_reads_on_when_it_is_removed_here(lent: tuple[Lake, BinaryIO]) -> None:
+    lake, file = lent
+    (lake.path / "d" / "f").unlink()
+    lake.settle()
+    assert lake.number("files.in_use") == 1
+    assert file.read() == noise(300_000)
+
+
+def test_who_has_it_open_reads_on_when_something_is_renamed_over_it(lent: tuple[Lake, BinaryIO]) -> None:
+    lake, file = lent
+    (lake.path / "d" / "g").write_bytes(b"other")
+    (lake.path / "d" / "g").rename(lake.path / "d" / "f")
+    lake.settle()
+    assert file.read() == noise(300_000)
+    assert (lake.path / "d" / "f").read_bytes() == b"other"
+
+
+@pytest.mark.parametrize("change", ["replaces", "removes", "moves", "removes all"])
+def test_who_has_it_open_reads_on_whatever_another_mount_does(
+    lent: tuple[Lake, BinaryIO], tmp_path: Path, change: str
+) -> None:
+    lake, file = lent
+    with another(lake, tmp_path) as other:
+        path = other.path / "d" / "f"
+        if change == "replaces":
+            path.write_bytes(b"other")
+        elif change == "removes":
+            path.unlink()
+        elif change == "moves":
+            path.rename(other.path / "d" / "g")
+        else:
+            path.unlink()
+            path.parent.rmdir()
+        other.sync()
+        wanted = {"replaces": b"other", "moves": noise(300_000)}.get(change)
+        where = lake.path / "d" / ("g" if change == "moves" else "f")
+        eventually(lambda: (where.read_bytes() if where.exists() else None) == wanted, "it is seen", SOON_S)
+    assert file.read() == noise(300_000)
+
+
+def test_who_has_it_open_sees_what_is_written_here(lent: tuple[Lake, BinaryIO]) -> None:
+    lake, file = lent
+    with open(lake.path / "d" / "f", "r+b", buffering=0) as writer:
+        writer.seek(100_000)
+        writer.write(b"new bytes")
+        os.fsync(writer.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    expected = bytearray(noise(300_000))
+    expected[100_000:100_009] = b"new bytes"
+    assert file.read() == bytes(expected)
 
 
 def test_a_read_only_mount_sends_no_flush(make_lake: LakeMaker) -> None:
