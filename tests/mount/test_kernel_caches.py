@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -108,6 +109,27 @@ def test_that_counts_for_the_ttl_only(make_lake: LakeMaker) -> None:
         eventually(reads(text), "the new version is read", SOON_S)
 
 
+def test_a_file_that_nobody_looked_up_for_longer_is_asked_for(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--metadata-ttl", "1", "--refresh", "1h")
+    fill(lake)
+    lake.mount()
+    (lake.path / "d" / "f000").read_bytes()
+    path = os.open(lake.path / "d" / "f000", os.O_PATH)
+    try:
+        for pause_s, without_python in ((0.0, 1), (1.5, 0)):
+            time.sleep(pause_s)
+            before = answered(lake)["open"]
+            os.close(os.open(f"/proc/self/fd/{path}", os.O_RDONLY))
+            assert answered(lake)["open"] - before == without_python
+    finally:
+        os.close(path)
+
+
+def drop_pages(file: BinaryIO) -> None:
+    """The next read asks the daemon."""
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 @pytest.fixture
 def lent(make_lake: LakeMaker) -> Iterator[tuple[Lake, BinaryIO]]:
     """A file of 300 KiB that is open by a handle that Python never saw, and not in the page cache."""
@@ -119,7 +141,7 @@ def lent(make_lake: LakeMaker) -> Iterator[tuple[Lake, BinaryIO]]:
     before = answered(lake)["open"]
     with open(lake.path / "d" / "f", "rb", buffering=0) as file:
         assert answered(lake)["open"] == before + 1
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_pages(file)
         yield lake, file
         released = upcalls(lake)["release"]
     eventually(lambda: upcalls(lake)["release"] == released + 1, "it is released")
@@ -166,6 +188,7 @@ def test_who_has_it_open_reads_on_whatever_another_mount_does(
         wanted = {"replaces": b"other", "moves": noise(300_000)}.get(change)
         where = lake.path / "d" / ("g" if change == "moves" else "f")
         eventually(lambda: (where.read_bytes() if where.exists() else None) == wanted, "it is seen", SOON_S)
+    drop_pages(file)
     assert file.read() == noise(300_000)
 
 
@@ -175,7 +198,7 @@ def test_who_has_it_open_sees_what_is_written_here(lent: tuple[Lake, BinaryIO]) 
         writer.seek(100_000)
         writer.write(b"new bytes")
         os.fsync(writer.fileno())
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_pages(file)
     expected = bytearray(noise(300_000))
     expected[100_000:100_009] = b"new bytes"
     assert file.read() == bytes(expected)
