@@ -130,6 +130,13 @@ def drop_pages(file: BinaryIO) -> None:
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
 @pytest.fixture
 def lent(make_lake: LakeMaker) -> Iterator[tuple[Lake, BinaryIO]]:
     """A file of 300 KiB that is open by a handle that Python never saw, and not in the page cache."""
@@ -187,7 +194,7 @@ def test_who_has_it_open_reads_on_whatever_another_mount_does(
         other.sync()
         wanted = {"replaces": b"other", "moves": noise(300_000)}.get(change)
         where = lake.path / "d" / ("g" if change == "moves" else "f")
-        eventually(lambda: (where.read_bytes() if where.exists() else None) == wanted, "it is seen", SOON_S)
+        eventually(lambda: content(where) == wanted, "it is seen", SOON_S)
     drop_pages(file)
     assert file.read() == noise(300_000)
 
