@@ -149,3 +149,9 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All uploads together send no more in a second; 0 is no limit."""
     supervise: bool = True
     """A daemon that dies is started again, and its mount replaced."""
+    immutable: bool = False
+    """Shows the lake as it was when it was mounted, or refreshed: nothing changes by itself, nothing can be written."""
+    snapshot: str = ""
+    """With ``immutable``: the lake as this named snapshot has it."""
+    resume: bool = False
+    """Of a daemon that takes another's place: an immutable mount shows what it showed."""

@@ -12,13 +12,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import trio
+from msgspec import structs
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.fs import Filesystem, open_filesystem
+from lakefs_fuse.fs.immutable import ImmutableFilesystem, open_immutable
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.opening import open_store
 from lakefs_fuse.store.pace import Pacable, Pace
+from lakefs_fuse.store.places import find_lake
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities
 
@@ -26,9 +29,15 @@ log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_lake(config: MountConfig) -> AsyncIterator[tuple[Filesystem, dict[str, object]]]:
+async def open_lake(
+    config: MountConfig,
+) -> AsyncIterator[tuple[Filesystem | ImmutableFilesystem, dict[str, object]]]:
     """The filesystem, and what the probe found about its store. Raises StoreError, CacheError, MountError."""
     rng = random.Random()
+    path = ""
+    if config.immutable:  # what is packed there is known to the lake that the place is in
+        found, path = await trio.to_thread.run_sync(find_lake, config.store, abandon_on_cancel=True)
+        config = structs.replace(config, store=found)
     store = await trio.to_thread.run_sync(open_store, config.store, abandon_on_cancel=True)
     try:
         capabilities = await trio.to_thread.run_sync(
@@ -47,8 +56,12 @@ async def open_lake(config: MountConfig) -> AsyncIterator[tuple[Filesystem, dict
             uploads_max=config.uploads_max,
             rng=rng,
         )
-        async with open_filesystem(config, client, metrics) as fs:
-            yield fs, dataclasses.asdict(capabilities)
+        if config.immutable:
+            async with open_immutable(config, client, metrics, path=path) as immutable:
+                yield immutable, dataclasses.asdict(capabilities)
+        else:
+            async with open_filesystem(config, client, metrics) as fs:
+                yield fs, dataclasses.asdict(capabilities)
     finally:
         store.close()
 

@@ -30,14 +30,14 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 import trio
-from msgspec import structs
 
 from lakefs_fuse import offline_protocol as protocol
-from lakefs_fuse.config import RESERVED_NAME, Source, StoreConfig
-from lakefs_fuse.errors import AccessDenied, LakeError
+from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.places import find_lake
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import ObjectStore
 
@@ -182,54 +182,6 @@ COMMANDS: dict[str, Runnable] = {
     "snapshot": Command(protocol.SnapshotArgs, _snapshot),
     "ingest": Command(protocol.IngestArgs, _ingest),
 }
-
-
-# -- finding the lake ------------------------------------------------------------------------------------------------
-
-
-def find_lake(place: StoreConfig) -> tuple[StoreConfig, str]:
-    """The lake that a place is in, and the path of the place in it. Blocking. Raises StoreError, ConfigError."""
-    for config, path in _candidates(place):
-        if _has_commits(config, is_place=not path):
-            return config, path
-    return place, ""
-
-
-def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
-    """The place itself, then what is above it, nearest first."""
-    source = place.source
-    whole = source.bucket.strip("/") if source.scheme == "file" else source.prefix.rstrip("/")
-    parts = whole.split("/") if whole else []
-    found = []
-    for count in range(len(parts), 0 if source.scheme == "file" and parts else -1, -1):
-        above = "/".join(parts[:count])
-        root = (
-            Source("file", "/" + above, "")
-            if source.scheme == "file"
-            else Source("s3", source.bucket, above + "/" if above else "")
-        )
-        found.append((structs.replace(place, source=root), "/".join(parts[count:])))
-    return found
-
-
-def _has_commits(config: StoreConfig, *, is_place: bool) -> bool:
-    if config.source.scheme == "file":
-        reserved = os.path.join(config.source.bucket, RESERVED_NAME)
-        return any(os.path.isdir(os.path.join(reserved, name)) for name in ("commits", "index"))
-    try:
-        store = open_store(config)
-    except AccessDenied:
-        # Above the place we may not be allowed to look; then we could not write commits there either.
-        if is_place:
-            raise
-        return False
-    try:
-        found = store.list_page(RESERVED_NAME + "/", delimiter="/").prefixes
-    except AccessDenied:
-        return False
-    finally:
-        store.close()
-    return not {f"{RESERVED_NAME}/commits/", f"{RESERVED_NAME}/index/"}.isdisjoint(found)
 
 
 # -- the process -----------------------------------------------------------------------------------------------------

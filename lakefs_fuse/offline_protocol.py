@@ -60,9 +60,13 @@ class GcArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SnapshotArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """``cache_dir``: of a node, or kept from an earlier run; None for one that goes with the run."""
+    """``cache_dir``: of a node, or kept from an earlier run; None for one that goes with the run. ``name``: of a
+    snapshot to be kept, in place of an index; ``delete`` one, or ``list`` all, and nothing else."""
 
     cache_dir: str | None = None
+    name: str = ""
+    delete: str = ""
+    list: bool = False
 
 
 class FsckArgs(msgspec.Struct, frozen=True, kw_only=True):

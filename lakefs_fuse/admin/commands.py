@@ -8,14 +8,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import trio
 
 from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.admin import fsck, fsck_repair, gc, repack
-from lakefs_fuse.admin.headless import open_headless
+from lakefs_fuse.admin.headless import NS, open_headless
 from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.errors import NotFound
 from lakefs_fuse.store.client import StoreClient
 
 
@@ -76,14 +79,23 @@ async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
 
 async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Finished:
     began = trio.current_time()
+    if args.delete:
+        await snapshots.delete(work.client, args.delete)
+        return protocol.Finished(
+            summary={"deleted": args.delete},
+            text=f"snapshot {args.delete} is deleted; gc gives back what only it had bytes in",
+        )
+    if args.list:
+        return await _list_snapshots(work)
     opening = open_headless(
         work.client, work.store, rng=work.rng, clock_ns=work.clock_ns, cache_dir=args.cache_dir
     )  # fmt: skip
     async with opening as lake:
-        done = await fold(lake.fs, work.client, report=work.report, clock_ns=work.clock_ns)
+        done = await fold(lake.fs, work.client, name=args.name, report=work.report, clock_ns=work.clock_ns)
     requests = sum(work.client.metrics.requests.values())
     return protocol.Finished(
         summary={
+            "name": args.name or None,
             "time": f"{done.time:016x}",
             "names": done.names,
             "directories": done.directories,
@@ -94,8 +106,22 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
             "seconds": round(trio.current_time() - began, 3),
         },
         text=f"{done.names:,} names in {done.directories + 1:,} directories: {done.bytes:,} bytes in "
-        f"{len(done.files):,} files, index {done.time:016x}",
+        f"{len(done.files):,} files, {f'snapshot {args.name}' if args.name else f'index {done.time:016x}'}",
     )
+
+
+async def _list_snapshots(work: Work) -> protocol.Finished:
+    """Of each name: when it was taken, and how much it is of."""
+    found: list[dict[str, object]] = []
+    for name in await snapshots.names(work.client):
+        try:
+            manifest = await snapshots.fetch_manifest(work.client, name)
+        except NotFound:
+            continue  # it is being written, or was never finished
+        at = datetime.fromtimestamp(manifest.time / NS, UTC).isoformat(timespec="seconds")
+        found.append({"name": name, "at": at, "names": manifest.names, "bytes": manifest.bytes})
+    lines = [f"{each['name']}  {each['at']}  {each['names']:,} names" for each in found]
+    return protocol.Finished(summary={"snapshots": found}, text="\n".join(lines) or "there are no snapshots")
 
 
 async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:

@@ -3,7 +3,8 @@
 What always holds: a commit object is deleted only where, after all commits were applied, no name has bytes in it; that
 was already so in a run at least a grace period ago (see `gc_note`); its record was read, and every name that it speaks
 of is known as it left it, or as later commits did; and an index was written since, which says the same. While any
-commit cannot be read, or lies in the future, none is deleted, because nobody knows what that one refers to.
+commit cannot be read, or lies in the future, none is deleted, because nobody knows what that one refers to. What a
+named snapshot has bytes in is neither deleted nor rewritten.
 
 The steps, and what being killed in or after each leaves:
 
@@ -36,6 +37,7 @@ from lakefs_fuse.admin.gc_note import Note, read_note, write_note
 from lakefs_fuse.admin.headless import NS, Headless
 from lakefs_fuse.admin.leftovers import Swept, delete, sweep
 from lakefs_fuse.admin.relocating import Moved, Relocator
+from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
 from lakefs_fuse.catalog.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
@@ -147,6 +149,8 @@ class Collector:
         self._settled: set[str] = set()
         """Dead commits that were looked into, by this run or by the last one."""
         self._unsettled: set[str] = set()
+        self._kept: set[str] = set()
+        """What named snapshots have bytes in."""
         self.done = Collected()
 
     async def run(self) -> Collected:
@@ -154,6 +158,7 @@ class Collector:
         options = self._options
         old = await read_note(self._lake.client)
         self._settled.update(old.dead)
+        self._kept = await snapshots.kept_objects(self._lake.client)
         await self._rewrite()
         note = await self._remember(old, await self._dead())
         if options.wait and options.grace_s and not options.dry_run and note.dead:
@@ -200,7 +205,7 @@ class Collector:
         rows = {
             row.number: row.size
             for row in self._lake.tree.objects.rows()
-            if row.is_pack and row.entries > 0 and row.bytes_live < below * row.size
+            if row.is_pack and row.entries > 0 and row.bytes_live < below * row.size and row.key not in self._kept
         }
         live = dict.fromkeys(rows, 0)
         for path, entry in self._lake.files():
@@ -221,10 +226,13 @@ class Collector:
         lake = self._lake
         commits = await self._commits()
         await lake.refresh()
+        self._kept = await snapshots.kept_objects(lake.client)
         dead: list[ObjectMeta] = []
 
         async def look(meta: ObjectMeta) -> None:
             row = lake.tree.objects.find(meta.key, meta.etag)
+            if meta.key in self._kept:
+                return
             if (row is None or row.entries <= 0) and await self._is_settled(meta, has_row=row is not None):
                 dead.append(meta)
 
@@ -314,7 +322,8 @@ class Collector:
                 doomed = []
                 for meta in page.objects:
                     row = lake.tree.objects.find(meta.key, meta.etag)
-                    if (row is None or row.entries <= 0) and self._is_older(meta.mtime_ns, older_s):
+                    unknown = (row is None or row.entries <= 0) and meta.key not in self._kept
+                    if unknown and self._is_older(meta.mtime_ns, older_s):
                         doomed.append(meta)
                 if not lake.refused:
                     await delete(lake, doomed, self.done.unreferenced, dry_run=self._options.dry_run)

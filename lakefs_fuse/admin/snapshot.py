@@ -6,37 +6,34 @@ known to this node alone. Its horizon is never behind that of an older index. To
 plain object is long gone: leaving one out would be safe only where its key was missing from a listing made since, and
 a listing is merged as it comes, without a note of what it did not bring.
 
-Bounds: memory holds the numbers of one level's directories (8 bytes each), a page of a listing for each of
-LISTINGS_AT_ONCE, and what is being stored; the disk holds a few files of rows.
+Bounds: memory holds what listing everything takes (`fs.survey`) and what is being stored; the disk holds a few files of
+rows.
 
 Tasks of one trio loop. A crash leaves files without a manifest in the store, which a later run removes.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import random
 import time as clocks
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 
+from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.catalog.apply import forget_refused, refused_commits
 from lakefs_fuse.catalog.archive import commit_key
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.index import Manifest, find, manifests, remove_old, write_index
 from lakefs_fuse.catalog.window import WINDOW_NS
-from lakefs_fuse.errors import FileError, LakeError, NotFound, Unsupported
+from lakefs_fuse.errors import LakeError, NotFound, Unsupported
 from lakefs_fuse.fs import Filesystem
+from lakefs_fuse.fs.survey import list_everything
 from lakefs_fuse.meta import tables
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tables import DumpedFile
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
 
-LISTINGS_AT_ONCE = 16
 Report = Callable[[str, int, int], None]
 """What is being done, names so far, bytes so far."""
 log = logging.getLogger(__name__)
@@ -47,17 +44,20 @@ async def fold(
     client: StoreClient,
     *,
     horizon: int = 0,
+    name: str = "",
     report: Report,
     clock_ns: Callable[[], int] = clocks.time_ns,
     file_bytes_max: int = tables.FILE_BYTES_MAX,
 ) -> Manifest:
-    """Write an index of all that the lake holds now. ``fs`` is headless and read-only; ``horizon`` is the time before
-    which commits are about to be deleted. Raises LakeError where the view lacks something, or the store fails; then
-    there is no new index, and the old ones are as they were."""
+    """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that. ``fs`` is headless and
+    read-only; ``horizon`` is the time before which commits are about to be deleted. Raises LakeError where the view
+    lacks something, or the store fails; then there is no new index, and the old ones are as they were."""
     database = fs.database
+    if name:
+        await snapshots.check_free(client, name)
     _check_nothing_local(database)
     await fs.look_again()
-    await _list_all(fs, report)
+    await list_everything(fs.namespace, lambda names: report("listing", names, 0))
     await fs.look_again()
     await _check_nothing_lacks(database, client)
     before = await manifests(client)
@@ -79,6 +79,11 @@ async def fold(
         report("writing the index", dump.names, dump.bytes)
 
     try:
+        if name:
+            objects = fs.namespace.tree.objects
+            return await snapshots.write(
+                client, name, dump, objects, time=clock.now(), horizon=horizon, wrote=wrote
+            )  # fmt: skip
         manifest = await write_index(client, dump, time=clock.now(), horizon=horizon, wrote=wrote)
     finally:
         dump.close()
@@ -120,34 +125,3 @@ async def _check_nothing_lacks(database: Database, client: StoreClient) -> None:
             forget_refused(database, time, writer)
             continue
         raise LakeError(f"commit {key} cannot be read, or lies in the future: look into it with fsck first")
-
-
-async def _list_all(fs: Filesystem, report: Report) -> None:
-    """List every directory once, level by level."""
-    names = directories = 0
-
-    async def work() -> None:
-        nonlocal names, directories
-        for inode in waiting:  # shared: each is taken by one task
-            try:
-                await fs.namespace.list_directory(inode)
-            except FileError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-                continue  # it is gone meanwhile
-            directories += 1
-            for child in fs.namespace.tree.children(inode):
-                names += 1
-                if child.is_dir:
-                    below.append(child.inode)
-            report("listing", names, 0)
-
-    level = array("Q", [ROOT_INODE])
-    while level:
-        below = array("Q")
-        waiting = iter(level)
-        async with collecting() as nursery:
-            for _ in range(min(LISTINGS_AT_ONCE, len(level))):
-                nursery.start_soon(work)
-        level = below
-    log.info("%d directories listed, %d names", directories, names)

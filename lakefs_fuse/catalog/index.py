@@ -176,13 +176,14 @@ async def manifests(client: StoreClient) -> list[Manifest]:
     return found
 
 
-async def fetch_files(client: StoreClient, manifest: Manifest, directory: Path) -> list[Path]:
-    """All files of an index, compared with the manifest and tried. Raises DamagedCommit, NotFound, CacheError."""
+async def fetch_files(client: StoreClient, manifest: Manifest, directory: Path, *, prefix: str = "") -> list[Path]:
+    """All files of an index, compared with the manifest and tried; ``prefix`` is where they are, if not at the index's
+    own. Raises DamagedCommit, NotFound, CacheError."""
     few = trio.CapacityLimiter(FILES_AT_ONCE)
 
     async def fetch(file: IndexFile) -> None:
         async with few:
-            await _fetch_file(client, manifest.prefix + file.name, file, directory / file.name)
+            await _fetch_file(client, (prefix or manifest.prefix) + file.name, file, directory / file.name)
 
     async with collecting() as nursery:
         for file in manifest.files:
@@ -312,16 +313,24 @@ class _Taking:
 
 
 async def write_index(
-    client: StoreClient, dump: tables.Dump, *, time: int, horizon: int, wrote: Callable[[DumpedFile], None]
+    client: StoreClient,
+    dump: tables.Dump,
+    *,
+    time: int,
+    horizon: int,
+    wrote: Callable[[DumpedFile], None],
+    prefix: str = "",
 ) -> Manifest:
-    """Store what is dumped as the index of this time. Raises CacheError, StoreError kinds; then there is no index."""
+    """Store what is dumped as the index of this time, at its own prefix or that which is given. Raises CacheError,
+    StoreError kinds; then there is no index."""
     files: list[IndexFile] = []
+    prefix = prefix or prefix_of(time)
     few = trio.Semaphore(FILES_AT_ONCE)
 
     async def store(made: DumpedFile) -> None:
         try:
             with made.path.open("rb") as source:
-                await client.put(prefix_of(time) + made.path.name, FileSlice(source.fileno(), 0, made.size))
+                await client.put(prefix + made.path.name, FileSlice(source.fileno(), 0, made.size))
             made.path.unlink()
         finally:
             few.release()
@@ -340,7 +349,7 @@ async def write_index(
         names=dump.names, directories=dump.directories, files=files,
     )  # fmt: skip
     _check(manifest, time)
-    await client.put(prefix_of(time) + MANIFEST, msgspec.msgpack.encode(manifest))
+    await client.put(prefix + MANIFEST, msgspec.msgpack.encode(manifest))
     return manifest
 
 

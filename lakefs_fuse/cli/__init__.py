@@ -20,6 +20,7 @@ from lakefs_fuse.cli.gc import gc
 from lakefs_fuse.cli.ingest import ingest
 from lakefs_fuse.cli.mount import mount
 from lakefs_fuse.cli.pack import pack, unpack
+from lakefs_fuse.cli.refresh import refresh
 from lakefs_fuse.cli.snapshot import snapshot
 from lakefs_fuse.cli.stats import stats
 from lakefs_fuse.cli.umount import umount
@@ -34,7 +35,7 @@ def commands() -> None:
     """Mount a data lake in an S3-compatible object store as a directory."""
 
 
-for _command in (mount, umount, stats, flush, orphans, checkpoint, ingest, pack, unpack, snapshot, gc, fsck):
+for _command in (mount, umount, stats, flush, refresh, orphans, checkpoint, ingest, pack, unpack, snapshot, gc, fsck):
     commands.add_command(_command)
 
 

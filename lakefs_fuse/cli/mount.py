@@ -15,6 +15,7 @@ from msgspec import structs
 
 from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.mount_options import expand
+from lakefs_fuse.cli.offline import find_place
 from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE, default_text
 from lakefs_fuse.cli.store_options import StoreOptions, absolute, build_store, given, store_options
 from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
@@ -41,6 +42,8 @@ class Options(StoreOptions):
     metadata_ttl: float | None
     refresh: float | None
     read_only: bool
+    immutable: bool
+    snapshot: str | None
     allow_other: bool
     uid: int | None
     gid: int | None
@@ -82,7 +85,7 @@ class MountCommand(click.Command):
 
 @click.command("mount", cls=MountCommand, context_settings={"show_default": True})
 @click.argument("source")
-@click.argument("mountpoint", type=click.Path())
+@click.argument("mountpoint", type=click.Path(), required=False)
 @click.option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, "
               "allow_other, and every long option here, with - or _.")  # fmt: skip
 @click.option("--cache-dir", type=click.Path(), help="Local directory, best on NVMe, one mount each.  "
@@ -100,6 +103,10 @@ class MountCommand(click.Command):
     "--refresh", type=DURATION, help=f"How often the store is asked for commits of others.  {_default('refresh_s')}"
 )
 @click.option("--read-only/--read-write", help="Refuse every change.")
+@click.option("--immutable", is_flag=True, help="Show SOURCE as it is now, and nothing that comes later: "
+              "read-only, and the kernel remembers everything. `lakefs-fuse refresh` moves it on.")  # fmt: skip
+@click.option("--snapshot", metavar="NAME", help="With --immutable: as the snapshot has it that `lakefs-fuse snapshot "
+              "--name` made.")  # fmt: skip
 @click.option("--allow-other", is_flag=True, help="Let other users in.")
 @click.option("--uid", type=click.IntRange(0, 2**32 - 2), help="Owner of files that name none.  [default: you]")
 @click.option("--gid", type=click.IntRange(0, 2**32 - 2), help="Group of files that name none.  [default: yours]")
@@ -132,8 +139,11 @@ class MountCommand(click.Command):
               help=_default("log_level"))  # fmt: skip
 @click.option("--foreground", is_flag=True, help="Stay in the foreground and log to standard error.")
 @click.option("--print-systemd-unit", is_flag=True, help="Mount nothing; print a systemd service that would.")
-def mount(source: str, mountpoint: str, **options: Unpack[Options]) -> None:
+def mount(source: str, mountpoint: str | None, **options: Unpack[Options]) -> None:
     """Mount SOURCE (s3://bucket/prefix or file:///dir) at the directory MOUNTPOINT.
+
+    With --immutable SOURCE may also be a directory in a mount that is there; without MOUNTPOINT it is covered by its
+    own state of now.
 
     Returns when the mount answers. Credentials come from where boto3 finds them: AWS_ACCESS_KEY_ID and
     AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role; they are never arguments.
@@ -153,22 +163,33 @@ def mount(source: str, mountpoint: str, **options: Unpack[Options]) -> None:
 def config_of(args: Sequence[str]) -> MountConfig:
     """What a command line asks for, checked and not mounted. Raises ConfigError and click.UsageError."""
     context = mount.make_context("mount", list(args))
-    source, mountpoint = str(context.params.pop("source")), str(context.params.pop("mountpoint"))
+    source, mountpoint = str(context.params.pop("source")), context.params.pop("mountpoint")
     return build_config(source, mountpoint, cast("Options", context.params))
 
 
-def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
-    """Raises ConfigError. Paths come out absolute, because the daemon works elsewhere."""
-    store = build_store(Source.parse(source), options)
+def build_config(source: str, mountpoint: str | None, options: Options) -> MountConfig:
+    """Raises ConfigError, and LakeError where SOURCE is a path that is not in a mount. Paths come out absolute, because
+    the daemon works elsewhere."""
+    if options["immutable"]:
+        _check_immutable(options)
+    elif options["snapshot"] is not None:
+        raise ConfigError("--snapshot goes with --immutable: what a snapshot has cannot be written to")
+    within = options["immutable"] and "://" not in source
+    store = store_within(source, options) if within else build_store(Source.parse(source), options)
+    if mountpoint is None:
+        if not within:
+            raise ConfigError("MOUNTPOINT is missing: the directory at which the lake is to be seen")
+        mountpoint = source
     _check_packing(options)
     point = real_mountpoint(mountpoint)
     foreground = options["foreground"]
     config = MountConfig(
         store=store,
         mountpoint=point,
-        cache_dir=absolute(options["cache_dir"]) or default_cache_dir(store),
+        cache_dir=absolute(options["cache_dir"]) or default_cache_dir(store, state_of(options)),
         log_file=absolute(options["log_file"]) or (None if foreground else default_log_file(point)),
-        read_only=options["read_only"],
+        read_only=options["read_only"] or options["immutable"],
+        immutable=options["immutable"],
         allow_other=options["allow_other"],
         foreground=foreground,
         supervise=options["supervise"],
@@ -181,6 +202,7 @@ def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
             free_bytes_min=options["free_space"],
             metadata_ttl_s=options["metadata_ttl"],
             refresh_s=options["refresh"],
+            snapshot=options["snapshot"],
             uid=options["uid"],
             gid=options["gid"],
             file_mode=options["file_mode"],
@@ -201,6 +223,33 @@ def build_config(source: str, mountpoint: str, options: Options) -> MountConfig:
     )
 
 
+_OF_WRITING = (
+    "staging_size", "uploads", "pack", "pack_threshold", "rules", "relocate_after", "durability", "writeback_delay",
+    "staging_timeout", "upload_limit", "orphans",
+)  # fmt: skip
+_OF_CHANGES = ("metadata_ttl", "refresh")
+
+
+def _check_immutable(options: Options) -> None:
+    """Raises ConfigError for what an immutable mount has no use for."""
+    given_options = cast("dict[str, object]", options)
+    for names, why in ((_OF_WRITING, "writes nothing"), (_OF_CHANGES, "looks for no changes but at `refresh`")):
+        for name in names:
+            if given_options[name] is not None:
+                raise ConfigError(f"--{name.replace('_', '-')}: an --immutable mount {why}: leave one of the two out")
+
+
+def store_within(path: str, options: Options) -> StoreConfig:
+    """The place in a store that a directory of a mount shows. Raises LakeError."""
+    place = find_place(path, options)
+    source, inside = place.store.source, place.path
+    if inside and source.scheme == "file":
+        source = structs.replace(source, bucket=f"{source.bucket.rstrip('/')}/{inside}")
+    elif inside:
+        source = structs.replace(source, prefix=f"{source.prefix}{inside}/")
+    return structs.replace(place.store, source=source)
+
+
 def _check_packing(options: Options) -> None:
     """Raises ConfigError."""
     if options["pack_threshold"] is not None:
@@ -209,11 +258,17 @@ def _check_packing(options: Options) -> None:
         raise ConfigError(f"--refresh {options['refresh']:g}: expected {REFRESH_S_MIN:g} s or more")
 
 
-def default_cache_dir(store: StoreConfig) -> str:
-    """One directory per lake: a source, and which store is meant by it."""
+def state_of(options: Options) -> str:
+    """Which state of a lake is shown; empty where that is always the newest."""
+    return f"immutable {options['snapshot'] or ''}" if options["immutable"] else ""
+
+
+def default_cache_dir(store: StoreConfig, state: str = "") -> str:
+    """One directory per lake: a source, and which store is meant by it; another for each state that does not change."""
     endpoint = store.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     profile = store.profile or os.environ.get("AWS_PROFILE") or ""
     identity = "\n".join((str(store.source), endpoint, profile)) if store.source.scheme == "s3" else str(store.source)
+    identity += f"\n{state}" if state else ""
     return str(Path(platformdirs.user_cache_dir(APP)) / hashlib.sha256(identity.encode()).hexdigest()[:16])
 
 

@@ -23,6 +23,8 @@ from lakefs_fuse.errors import LakeError, MountError
 
 STARTUP_S = 60.0
 """On top of the time that store requests are tried again: opening and checking the cache directory."""
+STATE_S = 3600.0
+"""The same for an immutable mount, which lists everything below before it answers."""
 TERMINATE_S_MAX = 10.0
 """A supervisor kills a daemon that does not serve yet sooner than that."""
 
@@ -68,9 +70,11 @@ def run_in_foreground(config: MountConfig, command: Sequence[str] | None = None)
     os.execv(command[0], list(command))
 
 
-def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_s: float = STARTUP_S) -> None:
-    """Returns when the mount answers. Raises DaemonFailed or MountError, and then no daemon is left."""
+def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_s: float | None = None) -> None:
+    """Returns when the mount answers, after ``startup_s`` (STARTUP_S, or STATE_S) at most. Raises DaemonFailed or
+    MountError, and then no daemon is left."""
     command = command or program(config)
+    startup_s = startup_s if startup_s is not None else STATE_S if config.immutable else STARTUP_S
     log_file = config.log_file or os.devnull
     log_descriptor = open_log(log_file)
     answer_end, daemon_end = os.pipe()

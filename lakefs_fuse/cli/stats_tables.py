@@ -11,6 +11,11 @@ from rich.text import Text
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
 
 FILES_SHOWN_MAX = 20
+_FEATURES = (
+    "explicit_inval_data", "stateless_opendir", "stateless_open", "noflush", "cache_symlinks", "writeback_cache",
+    "passthrough",
+)  # fmt: skip
+"""Of ``kernel``, in the order in which they are shown."""
 
 Values = Mapping[str, object]
 
@@ -37,6 +42,7 @@ def render(values: Values, before: Values | None = None, interval_s: float = 1.0
         _writing(values),
         *_write_back(values),
         _commits(values),
+        *_kernel(values),
         _upcalls(values, before, interval_s),
     ]
     files = _unfinished(values)
@@ -138,6 +144,18 @@ def _commits(values: Values) -> Text:
         f"{format_bytes(number(commits, 'pack_bytes_live'))} live, "
         f"{format_bytes(number(commits, 'pack_bytes_dead'))} dead in {number(commits, 'packs_known'):,.0f} known",
     )
+
+
+def _kernel(values: Values) -> Iterator[Text]:
+    kernel = section(values, "kernel")
+    if not kernel:
+        return
+    on = ["hooks" if kernel.get("hooks") else "no hooks", *(name for name in _FEATURES if kernel.get(name) is True)]
+    ahead = f"read-ahead {number(kernel, 'read_ahead_kib'):,.0f} KiB"
+    yield Text.assemble(("kernel: ", "bold"), ", ".join([*on, ahead]))
+    missing = kernel.get("missing")
+    if isinstance(missing, list):
+        yield from (Text(f"missing: {each}", style="dim") for each in missing)
 
 
 def _upcalls(values: Values, before: Values | None, interval_s: float) -> RenderableType:

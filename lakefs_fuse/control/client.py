@@ -70,8 +70,8 @@ class ControlClient:
         """The mounted lake and how its store is reached."""
         return _expect(protocol.StoreOf, self.call(protocol.GetStore())).store
 
-    def follow(self, request: protocol.MakeDurable | protocol.WaitEnd) -> Iterator[protocol.Reply]:
-        """`Progress` as it comes, then one `Done` or `Failed`, which ends it. Sends before it returns."""
+    def follow(self, request: protocol.MakeDurable | protocol.WaitEnd | protocol.Refresh) -> Iterator[protocol.Reply]:
+        """`Progress` as it comes, then one other reply, which ends it. Sends before it returns."""
         self._send(request)
         return self._replies()
 

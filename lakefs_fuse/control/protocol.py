@@ -45,6 +45,11 @@ class AbortOrphan(msgspec.Struct, frozen=True, tag="abort_orphan"):
     id: str
 
 
+class Refresh(msgspec.Struct, frozen=True, tag="refresh"):
+    """Move an immutable mount to the lake as it is now; `Progress` without numbers while that lasts, then `Statistics`
+    of the state that is shown then."""
+
+
 class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
     """Stop serving the mount, as SIGTERM does."""
 
@@ -61,7 +66,9 @@ class GetStore(msgspec.Struct, frozen=True, tag="get_store"):
     """Asks for `StoreOf`."""
 
 
-Request = GetStore | Stats | ListUnfinished | MakeDurable | FinishOrphan | AbortOrphan | Unmount | WaitEnd | Ping
+Request = (
+    GetStore | Stats | ListUnfinished | MakeDurable | FinishOrphan | AbortOrphan | Refresh | Unmount | WaitEnd | Ping
+)
 
 
 class UnfinishedFile(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,6 +45,7 @@ class FilesystemView(Protocol):
     async def make_durable(self, path: str = "") -> None: ...
     async def finish_orphan(self, id: str) -> None: ...
     async def abort_orphan(self, id: str) -> None: ...
+    async def refresh(self) -> dict[str, object]: ...
 
 
 class ProgressMeter:
@@ -148,6 +149,8 @@ class ControlServer:
                 await self._make_durable(stream, path.strip("/"))
             case protocol.WaitEnd():
                 await self._wait_end(stream)
+            case protocol.Refresh():
+                await self._refresh(stream)
             case _:
                 try:
                     reply = await self._reply(request)
@@ -194,6 +197,30 @@ class ControlServer:
             uptime_s=self._clock() - self._started_s,
             restarts=self._restarts,
         )
+
+    async def _refresh(self, stream: trio.SocketStream) -> None:
+        """A client that goes away ends it: the mount shows what it showed."""
+        finished = trio.Event()
+        reply: protocol.Reply = protocol.Failed(message="the mount is ending")
+
+        async def work() -> None:
+            nonlocal reply
+            try:
+                reply = protocol.Statistics(await self._fs.refresh())
+            except LakeError as error:
+                reply = protocol.Failed(message=str(error), exit_code=error.exit_code)
+            except Exception as error:
+                log.exception("refreshing failed")
+                reply = protocol.Failed(message=f"internal error ({type(error).__name__}): see the daemon's log")
+            finished.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(work)
+            while not finished.is_set():
+                await self._send(stream, protocol.Progress(bytes_done=0, bytes_total=0, files_left=0))
+                with trio.move_on_after(PROGRESS_INTERVAL_S):
+                    await finished.wait()
+        await self._send(stream, reply)
 
     async def _make_durable(self, stream: trio.SocketStream, path: str) -> None:
         """A client that goes away cancels the wait, not the uploads: those are the filesystem's own."""

@@ -29,6 +29,7 @@ from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem
 from lakefs_fuse.fs.keep_units import Units
 from lakefs_fuse.fs.keeping import Keeper
+from lakefs_fuse.fs.lending import Lending
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.newest import Newest
 from lakefs_fuse.fs.packing import Packer
@@ -161,15 +162,16 @@ class Assembly:
         self.recovery = Recovery(
             database, namespace, files.services, storing, evidence,
             read_only=config.read_only, changed=watcher.changed, replayed=self.replay.records,
-            in_use=lambda inode: files.get(inode) is not None,
+            in_use=lambda inode: files.lending.held(inode) is not None,
         )  # fmt: skip
+        files.lending = lending = Lending(files, namespace)
         status = Status(
             metrics, ground.client.capabilities, ground.cache, reader, namespace, files, self.recovery, committer,
             deletions, relocator, writeback, clock_ns=ground.clock_ns,
         )  # fmt: skip
         self.filesystem = Filesystem(
             config, database, ground.client, namespace, files, self.recovery, committer, deletions, relocator,
-            writeback, status, metrics, clock_ns=ground.clock_ns,
+            writeback, status, lending, metrics, clock_ns=ground.clock_ns,
         )  # fmt: skip
         files.keeper = keeper = Keeper(
             database, namespace, ground.cache, Units(config.rules),

@@ -25,6 +25,7 @@ from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.committed import ChangeBuilder
+from lakefs_fuse.fs.extents import location_of
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
 from lakefs_fuse.fs.looking_below import LookingBelow
@@ -170,7 +171,7 @@ class Changes:
             raise FileError(errno.ENOENT)
         if entry.is_dir:
             raise FileError(errno.EISDIR)
-        file = self._files.get(entry.inode)
+        file = self._files.lending.held(entry.inode)
         if file is None:
             await self._unlink(entry)
         else:
@@ -322,9 +323,7 @@ class Changes:
         extent = file.extent if file is not None else self._ns.extent(entry)
         if extent is None:
             raise FileError(errno.ENODATA)
-        source = str(self._config.store.source).rstrip("/")
-        part = "" if extent.is_whole else f" bytes {extent.offset}-{extent.offset + extent.size - 1}"
-        return f"{source}/{extent.version.key}{part if extent.size else ''}"
+        return location_of(self._config.store.source, extent)
 
     @staticmethod
     def _staged_location(draft: Draft) -> str:

@@ -39,6 +39,7 @@ from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
 if TYPE_CHECKING:
     from lakefs_fuse.fs.keeping import Keeper
+    from lakefs_fuse.fs.lending import Lending
     from lakefs_fuse.fs.newest import Newest
 
 KEPT_BYTES_MAX = 256 << 20
@@ -61,13 +62,13 @@ class FileTable:
         new_id: Callable[[], str],
         look_again: Callable[[], Awaitable[object]],
     ) -> None:
-        """``look_again`` asks the store what others committed."""
         self._db, self._ns, self._cache, self._reader = database, namespace, cache, reader
         self._journal = Journal(database)
         self.new_id, self._storing, self.look_again = new_id, storing, look_again
         self.writeback: WriteBack
         self.newest: Newest
         self.keeper: Keeper
+        self.lending: Lending
         self.services = services(self._save)
         self._files: dict[int, OpenFile] = {}
         self._renamed: set[int] = set()

@@ -10,7 +10,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -18,14 +17,15 @@ from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.errors import CacheError, FileError, LakeError, NotFound, Unavailable
+from lakefs_fuse.errors import CacheError, ConfigError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.asking import ask_all, is_unasked
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.changes import Changes
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.keys import PLACEHOLDER
+from lakefs_fuse.fs.lending import LENT, Lending
 from lakefs_fuse.fs.namespace import Namespace
-from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.fs.open_file import READING, Handle, OpenFile
 from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.status import Status
@@ -39,18 +39,6 @@ from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
 LATE_TIMES_NS = 60_000_000_000
 """An mtime set alone and this close to now is the kernel reporting its own writes, not a user choosing a time."""
-
-
-@dataclass(slots=True)
-class Handle:
-    """An open file description."""
-
-    file: OpenFile
-    writable: bool
-    readahead: Readahead
-    opener: int = 0
-    """Thread that opened it; 0 where that is not known."""
-    closed_by_opener: bool = False
 
 
 class AttributeChange(msgspec.Struct, frozen=True):
@@ -80,6 +68,7 @@ class Filesystem:
         relocator: Relocator,
         writeback: WriteBack,
         status: Status,
+        lending: Lending,
         metrics: Metrics,
         *,
         clock_ns: Callable[[], int],
@@ -95,8 +84,10 @@ class Filesystem:
             config, database, namespace, files, committer, client.capabilities,
             relocator=relocator, writeback=writeback, clock_ns=clock_ns, touched_root=self._touched_root,
         )  # fmt: skip
-        self.on_statistics: Callable[[], None] = lambda: None
-        """Called before counters are read; the adapter above adds what it counts elsewhere."""
+        self.on_statistics: Callable[[], dict[str, object]] = dict
+        """Called before counters are read: the adapter above adds what it counts elsewhere, and says more."""
+        self.lending = lending
+        lending.entry = self.entry
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
         self._root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
@@ -167,7 +158,7 @@ class Filesystem:
         """For how many seconds the attributes of an entry may be remembered."""
         if entry.inode == ROOT_INODE or self._files.get(entry.inode) is not None:
             return self.config.metadata_ttl_s
-        return self._ns.fresh_s(entry.parent)
+        return self._ns.answer_fresh_s(entry.parent, entry.name)
 
     async def opendir(self, inode: int) -> float:
         """A complete listing is there when this returns; it may be remembered for so many seconds."""
@@ -324,6 +315,7 @@ class Filesystem:
 
     def _new_handle(self, file: OpenFile, writable: bool, opener: int) -> int:
         number, self._handle_next = self._handle_next, self._handle_next + 1
+        number |= 0 if writable else READING
         self._handles[number] = Handle(file, writable, Readahead(), opener)
         return number
 
@@ -396,6 +388,8 @@ class Filesystem:
         return self._new_handle(file, True, opener), entry
 
     async def read(self, number: int, offset: int, length: int) -> Buffer:
+        if number & LENT:
+            return await self.lending.read(number, offset, length)
         handle = self.handle(number)
         return await self._files.read(handle.file, offset, length, handle.readahead)
 
@@ -416,6 +410,8 @@ class Filesystem:
         await self._files.publish(self.handle(number).file)
 
     async def release(self, number: int) -> None:
+        if number & LENT:
+            await self.lending.release(number)
         handle = self._handles.pop(number, None)
         if handle is not None:
             await self._files.release(handle.file, writer=handle.writable)
@@ -437,8 +433,8 @@ class Filesystem:
     # -- what the control socket asks
 
     def statistics(self) -> dict[str, object]:
-        self.on_statistics()
-        return self._status.statistics()
+        adapter = self.on_statistics()
+        return {**self._status.statistics(), **adapter}
 
     def unfinished(self) -> list[Unfinished]:
         return self._status.unfinished()
@@ -465,6 +461,13 @@ class Filesystem:
             await self._deletions.drain()
         if failed is not None:
             raise failed
+
+    async def refresh(self) -> dict[str, object]:
+        """Raises ConfigError: only an immutable mount is moved on by hand."""
+        raise ConfigError(
+            f"{self.config.mountpoint} is not an immutable mount: it shows by itself what others change, within "
+            f"--refresh ({self.config.refresh_s:g} s) and --metadata-ttl ({self.config.metadata_ttl_s:g} s)"
+        )
 
     async def finish_orphan(self, orphan_id: str) -> None:
         self._refuse_read_only()

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 
 import trio
 
-from lakefs_fuse.data.version import Extent, Version
+from lakefs_fuse.data.version import Extent
 from lakefs_fuse.errors import AccessDenied, FileError, LakeError, NotFound, Unavailable
+from lakefs_fuse.fs.extents import extent_of, key_of, prefix_of
 from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, is_reserved
 from lakefs_fuse.fs.listing import DirectoryMerge, Found, read_page
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.client import StoreClient
@@ -87,14 +88,11 @@ class Namespace:
 
     def prefix(self, directory: int) -> str:
         """Keys of a directory's children begin with this; empty for the root. Raises FileError(ESTALE)."""
-        path = self.tree.path(directory)
-        if path is None:
-            raise FileError(errno.ESTALE)
-        return "".join(name.decode("utf-8", "surrogatepass") + "/" for name in path)
+        return prefix_of(self.tree, directory)
 
     def key(self, entry: Entry) -> str:
         """The key of a file, or of a directory's marker."""
-        return self.prefix(entry.parent) + entry.sort_name.decode("utf-8", "surrogatepass")
+        return key_of(self.tree, entry)
 
     def directory(self, path: str) -> int | None:
         """Inode of a directory by its path; None where it is not known."""
@@ -110,14 +108,7 @@ class Namespace:
 
     def extent(self, entry: Entry) -> Extent | None:
         """Where a file's bytes are; None for one that is not in the store yet. Raises FileError(EIO)."""
-        if entry.flags & (Flag.LOCAL | Flag.SYMLINK):
-            return None
-        if not entry.place:
-            return Extent.whole(Version(self.key(entry), entry.etag, entry.size))
-        row = self.tree.objects.get(entry.place)
-        if row is None:
-            raise FileError(errno.EIO, f"the object of {self.key(entry)} is not known here: delete the cache directory")
-        return Extent(Version(row.key, row.etag, row.size), entry.offset, entry.size)
+        return extent_of(self.tree, entry)
 
     def own_etag(self, path: str, parent: int | None = None) -> str:
         """ETag of the plain object that is known to lie at a path's own key, seen or hidden; empty for none. ``parent``
@@ -143,6 +134,10 @@ class Namespace:
         age_ns = self._clock_ns() - listing.at_ns
         return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
 
+    def answer_fresh_s(self, directory: int, name: bytes) -> float:
+        """For how many seconds what is known of a name counts, by a listing or because it was asked for by itself."""
+        return max(self.fresh_s(directory), self._answer_fresh_s(directory, name))
+
     def _answer_fresh_s(self, directory: int, name: bytes) -> float:
         age_ns = self._clock_ns() - self._answers.get((directory, name), -self._ttl_ns)
         return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
@@ -161,7 +156,7 @@ class Namespace:
             entry = self.tree.child(directory, name)
             if entry is not None and self._keep(entry):
                 return entry, self._ttl_ns / NS
-            fresh_s = max(self.fresh_s(directory), self._answer_fresh_s(directory, name))
+            fresh_s = self.answer_fresh_s(directory, name)
             if fresh_s > 0 and not (entry is not None and entry.is_local):
                 return entry, fresh_s
             listing = self.tree.listing(directory)

@@ -14,9 +14,13 @@ import trio
 
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.version import Extent
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.meta.entry import Entry, Flag
+
+READING = 1 << 62
+"""In the numbers of handles that were opened for reading: whoever closes one need not be asked what that means."""
 
 
 class FileState(StrEnum):
@@ -106,3 +110,15 @@ class OpenFile:
         self.behind.append(earlier)
         self.draft = None
         return earlier
+
+
+@dataclass(slots=True)
+class Handle:
+    """An open file description."""
+
+    file: OpenFile
+    writable: bool
+    readahead: Readahead
+    opener: int = 0
+    """Thread that opened it; 0 where that is not known."""
+    closed_by_opener: bool = False

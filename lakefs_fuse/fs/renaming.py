@@ -85,7 +85,7 @@ class Renaming:
                 return False
             there = self._ns.tree.child(parent, name)
             old, new = self._changes.path(now), self._ns.prefix(parent) + name.decode()
-            opened = None if there is None or exchange else self._files.get(there.inode)
+            opened = None if there is None or exchange else self._files.lending.held(there.inode)
 
             renamed: list[str] = []
 
@@ -155,7 +155,7 @@ class Renaming:
         """The file gets its new name when it is stored; what it replaces stays for others until then."""
         there = self._ns.tree.child(parent, name)
         old, new = self._changes.path(entry), self._ns.prefix(parent) + name.decode()
-        opened = None if there is None else self._files.get(there.inode)
+        opened = None if there is None else self._files.lending.held(there.inode)
 
         async def move(_: Entry) -> None:  # what was known before may have been stored meanwhile
             now = self._ns.tree.entry(entry.inode)

@@ -7,18 +7,53 @@ from __future__ import annotations
 
 import ctypes
 import os
+from enum import IntFlag
 from pathlib import Path
 
 
+class Feature(IntFlag):
+    """What a session may have by means of the hooks, as hooks.c numbers them."""
+
+    EXPLICIT_INVAL_DATA = 1
+    """Attributes that changed drop no pages, and listing a directory again asks for none."""
+    STATELESS_OPENDIR = 2
+    """OPENDIR may be answered ENOSYS, once; READDIR then comes with the inode as its handle."""
+    STATELESS_OPEN = 4
+    """The same for OPEN and READ."""
+    NOFLUSH = 8
+    """Closing what was opened for reading sends no FLUSH. The kernel's write-back cache sends it all the same, and it
+    is answered without entering Python."""
+    CACHE_SYMLINKS = 16
+
+
+LENT_S_MAX = 1e6
+
+
+def _is_turned_off() -> bool:
+    return os.environ.get("LAKEFS_FUSE_HOOKS", "on").lower() in ("off", "0", "no")
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.lakefs_hooks_flush_pid.restype = ctypes.c_int64
+    library.lakefs_hooks_xattrs_answered.restype = ctypes.c_int64
+    library.lakefs_hooks_flushes_answered.restype = ctypes.c_int64
+    library.lakefs_hooks_granted.restype = ctypes.c_uint32
+    library.lakefs_hooks_libfuse.restype = ctypes.c_char_p
+    library.lakefs_hooks_lend.argtypes = [ctypes.c_uint64, ctypes.c_int64]
+    library.lakefs_hooks_take.argtypes = [ctypes.c_uint64]
+    library.lakefs_hooks_take.restype = ctypes.c_uint64
+    for name in ("opens_answered", "releases_answered", "forgets_taken"):
+        getattr(library, f"lakefs_hooks_{name}").restype = ctypes.c_int64
+    library.lakefs_hooks_want.argtypes = [ctypes.c_uint32, ctypes.c_uint32]
+
+
 def _load() -> ctypes.CDLL | None:
-    if os.environ.get("LAKEFS_FUSE_HOOKS", "on").lower() in ("off", "0", "no"):
+    if _is_turned_off():
         return None
     for path in sorted(Path(__file__).parent.glob("_hooks*.so")):
         try:
             library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-            library.lakefs_hooks_flush_pid.restype = ctypes.c_int64
-            library.lakefs_hooks_xattrs_answered.restype = ctypes.c_int64
-            library.lakefs_hooks_forgets_taken.restype = ctypes.c_int64
+            _declare(library)
         except (OSError, AttributeError):  # not for this machine, or built from another version
             continue
         return library
@@ -33,19 +68,64 @@ def active() -> bool:
     return _library is not None and bool(_library.lakefs_hooks_active())
 
 
+def why_inactive() -> str:
+    """Why there are no hooks, and what that costs."""
+    why = (
+        "turned off by LAKEFS_FUSE_HOOKS"
+        if _is_turned_off()
+        else "not there: install lakefs-fuse again with a compiler"
+    )
+    return f"the hooks library is {why}; every open, close and listing asks the daemon"
+
+
+def libfuse_version() -> str:
+    """As libfuse says it; empty where that is not known."""
+    return _library.lakefs_hooks_libfuse().decode() if _library is not None else ""
+
+
+def want(features: Feature, background_max: int) -> None:
+    """What the session that is made next shall have, and how many of its requests the kernel may send in the background
+    (0: as many as it likes). Without the hooks it has none of it."""
+    if _library is not None:
+        _library.lakefs_hooks_want(int(features), background_max)
+
+
+def granted() -> Feature:
+    """Which of the features the kernel has too; none before it sent its first request."""
+    return Feature(_library.lakefs_hooks_granted()) if _library is not None else Feature(0)
+
+
 def flush_pid() -> int:
     """Thread that sent the FLUSH being handled, to be asked before the handler's first await; 0 if not known."""
     return int(_library.lakefs_hooks_flush_pid()) if _library is not None else 0
 
 
-def xattrs_answered() -> int:
-    """GETXATTR requests that were answered without entering Python."""
-    return int(_library.lakefs_hooks_xattrs_answered()) if _library is not None else 0
+def lend(inode: int, for_s: float) -> None:
+    """The file may be opened for reading without asking for so long. Handles that are lent so have the bits of
+    `fs.lending` and the inode. Without the hooks nothing happens."""
+    if _library is not None:
+        _library.lakefs_hooks_lend(inode, int(min(for_s, LENT_S_MAX) * 1e9))
 
 
-def forgets_taken() -> int:
-    """FORGET requests that were taken without entering Python."""
-    return int(_library.lakefs_hooks_forgets_taken()) if _library is not None else 0
+class Lent:
+    """The `fs.lending.Lender` of this process's session."""
+
+    def take(self, inode: int) -> int:
+        """The file is not lent any more; answers how many handles were, which are to be released in Python now."""
+        return int(_library.lakefs_hooks_take(inode)) if _library is not None else 0
+
+
+def answered() -> dict[str, int]:
+    """Requests that were answered without entering Python, by name."""
+    if _library is None:
+        return {}
+    return {
+        "getxattr": int(_library.lakefs_hooks_xattrs_answered()),
+        "flush": int(_library.lakefs_hooks_flushes_answered()),
+        "open": int(_library.lakefs_hooks_opens_answered()),
+        "release": int(_library.lakefs_hooks_releases_answered()),
+        "forget": int(_library.lakefs_hooks_forgets_taken()),
+    }
 
 
 def library() -> ctypes.CDLL | None:

@@ -3,132 +3,65 @@
 The kernel's write-back cache is on: it sends large writes, keeps what was written in the page cache, and owns the size
 and the mtime of a file for as long as it knows the inode. That is right because another version of a file is another
 inode here. Timeouts are what is left of the TTL of the listing that an answer came from.
-No exception but FUSEError leaves a handler: anything else would end the daemon.
 """
 
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 import stat
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any
 
 from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
-import trio
 
-from lakefs_fuse.errors import LakeError
-from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem, Handle, file_type_and_mode
-from lakefs_fuse.meta.entry import UNSET, Entry
-from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem
+from lakefs_fuse.fs.open_file import READING, Handle
+from lakefs_fuse.fuse.answers import DOTS_COOKIE, absent_for, attributes_of, reply_dots, size_of_lake, upcall
+from lakefs_fuse.fuse.hooks import Feature
+from lakefs_fuse.fuse.invalidating import Invalidations
+from lakefs_fuse.fuse.kernel import Kernel
+from lakefs_fuse.meta.entry import Entry
 
-DIRECTORY_BLKSIZE = 1 << 20
-"""glibc reads directories in buffers of st_blksize, and newer kernels ask for as much at once."""
-FILE_BLKSIZE = 128 << 10
-STATFS_BLOCK = 1 << 20
-STATFS_BLOCKS = 1 << 30
-"""A lake has no size: 1 PiB is shown as free, so that nobody's free-space check refuses to write."""
-INVALIDATIONS_MAX = 4096
-
-P = ParamSpec("P")
-T = TypeVar("T")
-Handler: TypeAlias = "Callable[Concatenate[Operations, P], Coroutine[Any, Any, T]]"
-UNREMARKABLE = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP)
-"""Answers that are everyday life, and not worth a line in the log."""
 log = logging.getLogger(__name__)
-
-
-def upcall(name: str) -> Callable[[Handler[P, T]], Handler[P, T]]:
-    """Count a request and answer its errors."""
-
-    def decorate(handler: Handler[P, T]) -> Handler[P, T]:
-        @functools.wraps(handler)
-        async def answered(self: Operations, *args: P.args, **kwargs: P.kwargs) -> T:
-            self.upcalls[name] += 1
-            try:
-                return await handler(self, *args, **kwargs)
-            except pyfuse3.FUSEError:
-                raise
-            except LakeError as error:
-                if error.errno not in UNREMARKABLE:
-                    log.warning("%s: %s", name, error)
-                raise pyfuse3.FUSEError(error.errno) from error
-            except Exception as error:
-                log.exception("%s failed", name)
-                raise pyfuse3.FUSEError(errno.EIO) from error
-
-        return cast("Handler[P, T]", answered)
-
-    return decorate
 
 
 class Operations(pyfuse3.Operations):
     """One coroutine for each kind of request; see the module's head."""
 
     supports_dot_lookup = False
-    enable_writeback_cache = True
     enable_acl = False
 
-    def __init__(self, fs: Filesystem, metrics: Metrics) -> None:
+    def __init__(self, fs: Filesystem, kernel: Kernel) -> None:
         super().__init__()
         self.fs = fs
         self.config = fs.config
-        self.metrics = metrics
-        self.upcalls = metrics.upcalls
-        send, receive = trio.open_memory_channel[tuple[int, bytes]](INVALIDATIONS_MAX)
-        self._invalid, self._invalid_queue = send, receive
-        fs.on_change = self._forget_name
-        fs.on_statistics = self._count_answered
-        self._answered = self._forgotten = 0
+        self.enable_writeback_cache = kernel.writeback_cache
+        self.upcalls = fs.metrics.upcalls
+        self._metrics = fs.metrics.namespace
+        self.invalidations = Invalidations(self._told)
+        fs.on_change = self.invalidations.name
+        fs.on_statistics = self._statistics
+        self._kernel = kernel
+        self._answered: dict[str, int] = {}
+        fs.lending.lender = hooks.Lent()
 
-    def _count_answered(self) -> None:
+    def _told(self, count: int) -> None:
+        self._metrics.invalidations += count
+
+    def _statistics(self) -> dict[str, object]:
         """Requests that the hooks answered are requests, too."""
-        answered = hooks.xattrs_answered()
-        self.upcalls["getxattr"] += answered - self._answered
-        self._answered = answered
-        forgotten = hooks.forgets_taken()
-        self.upcalls["forget"] += forgotten - self._forgotten
-        self._forgotten = forgotten
-
-    # -- telling the kernel
-
-    def _forget_name(self, parent: int, name: bytes) -> None:
-        """A backlog is dropped: what the kernel knows ends with the TTL in any case."""
-        try:
-            self._invalid.send_nowait((parent, name))
-        except (trio.WouldBlock, trio.BrokenResourceError):
-            pass
-
-    async def send_invalidations(self) -> None:
-        """Runs beside the session. In a thread: the kernel may make it wait for a request that is being served."""
-        async for parent, name in self._invalid_queue:
-            try:
-                await trio.to_thread.run_sync(
-                    pyfuse3.invalidate_entry, pyfuse3.InodeT(parent), pyfuse3.FileNameT(name), abandon_on_cancel=True
-                )
-                self.metrics.namespace.invalidations += 1
-            except OSError:
-                pass  # the kernel does not know the name
+        for name, now in hooks.answered().items():
+            self.upcalls[name] += now - self._answered.get(name, 0)
+            self._answered[name] = now
+        return {"kernel": {**self._kernel.describe(), "listings_held_max": len(self.invalidations)}}
 
     # -- names and attributes
 
     def _attributes(self, entry: Entry, timeout_s: float) -> pyfuse3.EntryAttributes:
-        attributes = pyfuse3.EntryAttributes()
-        attributes.st_ino = pyfuse3.InodeT(entry.inode)
-        attributes.entry_timeout = attributes.attr_timeout = timeout_s
-        attributes.st_mode = pyfuse3.ModeT(file_type_and_mode(entry, self.config))
-        attributes.st_nlink = 1
-        attributes.st_uid = self.fs.default_uid if entry.uid == UNSET else entry.uid
-        attributes.st_gid = self.fs.default_gid if entry.gid == UNSET else entry.gid
-        attributes.st_size = entry.size
-        attributes.st_blocks = -(-entry.size // 512)
-        attributes.st_blksize = DIRECTORY_BLKSIZE if entry.is_dir else FILE_BLKSIZE
-        attributes.st_mtime_ns = attributes.st_atime_ns = entry.mtime_ns
-        attributes.st_ctime_ns = entry.ctime_ns
-        return attributes
+        return attributes_of(entry, self.fs, timeout_s)
 
     @upcall("lookup")
     async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:
@@ -137,10 +70,7 @@ class Operations(pyfuse3.Operations):
             return self._attributes(entry, fresh_s)
         if fresh_s <= 0:
             raise pyfuse3.FUSEError(errno.ENOENT)
-        absent = pyfuse3.EntryAttributes()
-        absent.st_ino = pyfuse3.InodeT(0)
-        absent.entry_timeout = fresh_s
-        return absent
+        return absent_for(fresh_s)
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         self.upcalls["forget"] += 1
@@ -185,11 +115,18 @@ class Operations(pyfuse3.Operations):
 
     @upcall("opendir")
     async def opendir(self, inode: int, ctx: object) -> int:
+        if Feature.STATELESS_OPENDIR in hooks.granted():
+            raise pyfuse3.FUSEError(errno.ENOSYS)  # it is not asked again, and keeps listings
         await self.fs.opendir(inode)
         return inode
 
     @upcall("readdir")
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        if start_id < DOTS_COOKIE:
+            fresh_s = await self.fs.opendir(fh)
+            if Feature.STATELESS_OPENDIR in hooks.granted():
+                self.invalidations.listed(fh, fresh_s)
+            reply_dots(token, fh, self.fs.entry(fh).parent or fh)
         fresh_s = self.fs.listing_fresh_s(fh)
         for entry in self.fs.readdir(fh, start_id):
             attributes = self._attributes(entry, fresh_s)
@@ -252,6 +189,8 @@ class Operations(pyfuse3.Operations):
     @upcall("open")
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
         handle = await self.fs.open(inode, flags, ctx.pid)
+        if handle & READING and flags & os.O_TRUNC == 0:
+            hooks.lend(inode, self.fs.lending.allowed_s(self.fs.handle(handle).file))
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
 
     @upcall("create")
@@ -306,9 +245,4 @@ class Operations(pyfuse3.Operations):
 
     @upcall("statfs")
     async def statfs(self, ctx: object) -> pyfuse3.StatvfsData:
-        answer = pyfuse3.StatvfsData()
-        answer.f_bsize = answer.f_frsize = STATFS_BLOCK
-        answer.f_blocks = answer.f_bfree = answer.f_bavail = STATFS_BLOCKS
-        answer.f_files = answer.f_ffree = answer.f_favail = STATFS_BLOCKS
-        answer.f_namemax = 255
-        return answer
+        return size_of_lake()

@@ -3,8 +3,7 @@
  *
  * Once `lakefs_receiving_begin` was called, a read never waits: where there is no request it answers EINTR, which
  * pyfuse3 takes for "wait until there is one", and `lakefs_receiving_drained` says so. Requests that need no Python
- * (extended attributes that nothing here ever has, and inodes that the kernel forgets) are answered right here, and
- * the next one is read. Before that, and in a process without hooks, libfuse's own function does what it always did.
+ * (those that hooks.c answers) are answered right here, and the next one is read. Before that, and in a process without hooks, libfuse's own function does what it always did.
  *
  * Whoever sends such requests often sends the next at once, and waking this thread costs more than answering: after
  * one it looks for the next for AWAIT_NS, without the GIL, and altogether no longer than AWAY_NS, for the loop that
@@ -24,7 +23,6 @@
 #include <sched.h>
 #include <stdint.h>
 #include <string.h>
-#include <time.h>
 
 #include "receiving.h"
 
@@ -54,7 +52,7 @@ void lakefs_receiving_session(struct fuse_session *made, void *libfuse)
 static int needs_no_python(const struct fuse_buf *buf)
 {
 	const struct fuse_in_header *head = buf->mem;
-	const char *name;
+	const void *body = head + 1;
 
 	if ((buf->flags & FUSE_BUF_IS_FD) || buf->size < sizeof(*head))
 		return 0;
@@ -63,19 +61,16 @@ static int needs_no_python(const struct fuse_buf *buf)
 	case FUSE_BATCH_FORGET:
 		return 1;
 	case FUSE_GETXATTR:
-		name = (const char *)(head + 1) + sizeof(struct fuse_getxattr_in);
-		return buf->size > sizeof(*head) + sizeof(struct fuse_getxattr_in) + 9 && lakefs_hooks_never_has(name);
+		return lakefs_hooks_answers_getxattr((const char *)body + sizeof(struct fuse_getxattr_in));
+	case FUSE_OPEN:
+		return lakefs_hooks_answers_open(head->nodeid, ((const struct fuse_open_in *)body)->flags);
+	case FUSE_FLUSH:
+		return lakefs_hooks_answers_flush(((const struct fuse_flush_in *)body)->fh);
+	case FUSE_RELEASE:
+		return lakefs_hooks_answers_release(head->nodeid, ((const struct fuse_release_in *)body)->fh);
 	default:
 		return 0;
 	}
-}
-
-static int64_t now_ns(void)
-{
-	struct timespec now;
-
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 /* Who waits for an answer is likely to go on when it comes; nobody waits for that of FORGET. */
@@ -90,14 +85,14 @@ static int64_t followed_within_ns(const struct fuse_buf *buf)
  * (both -EAGAIN), or the session ends (0 or an error). */
 static int answer_and_look(struct fuse_session *se, struct fuse_buf *buf)
 {
-	int64_t begin = now_ns(), until;
+	int64_t begin = lakefs_now_ns(), until;
 	int size;
 
 	do {
 		until = followed_within_ns(buf);
 		process(se, buf);
-		until += now_ns();
-		while ((size = next_receive(se, buf)) == -EAGAIN && now_ns() < until)
+		until += lakefs_now_ns();
+		while ((size = next_receive(se, buf)) == -EAGAIN && lakefs_now_ns() < until)
 			sched_yield();
 	} while (size > 0 && needs_no_python(buf) && until - begin < AWAY_NS);
 	return size;

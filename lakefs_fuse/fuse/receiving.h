@@ -2,12 +2,20 @@
 #ifndef LAKEFS_RECEIVING_H
 #define LAKEFS_RECEIVING_H
 
+#include <stdint.h>
+
 struct fuse_session;
 
-/* Extended attributes of these names are answered by hooks.c, whatever the file. */
-int lakefs_hooks_never_has(const char *name);
+/* Whether hooks.c answers such a request itself, as things are. */
+int lakefs_hooks_answers_getxattr(const char *name);
+int lakefs_hooks_answers_open(uint64_t inode, uint32_t flags);
+int lakefs_hooks_answers_flush(uint64_t handle);
+int lakefs_hooks_answers_release(uint64_t inode, uint64_t handle);
 
 /* The session whose requests are read, as libfuse has just made it. */
 void lakefs_receiving_session(struct fuse_session *made, void *libfuse);
+
+/* On the clock that goes on whatever anybody sets. */
+int64_t lakefs_now_ns(void);
 
 #endif

@@ -19,9 +19,17 @@ import trio
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import MountError
 from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.immutable import ImmutableFilesystem
 from lakefs_fuse.fuse import receiving
+from lakefs_fuse.fuse.hooks import Feature
+from lakefs_fuse.fuse.immutable import ImmutableOperations
+from lakefs_fuse.fuse.kernel import Kernel, raise_read_ahead
 from lakefs_fuse.fuse.operations import Operations
 
+LISTINGS_HELD_S_MIN = 1.0
+"""With a shorter TTL the kernel is not made to keep listings: it would have to be told all the time."""
+BACKGROUND_REQUESTS_MAX = 64
+"""READs ahead of a reader that the kernel may have under way; its own default is 12."""
 TASKS_MAX = 128
 """Requests served at once; each may be waiting for the store."""
 UNMOUNT_S_MAX = 20.0
@@ -38,6 +46,16 @@ def _options(config: MountConfig) -> set[str]:
     return options
 
 
+def features_for(config: MountConfig) -> Feature:
+    """What a mount can use of what the kernel has."""
+    features = Feature.EXPLICIT_INVAL_DATA
+    if config.immutable:
+        return features | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
+    if config.metadata_ttl_s >= LISTINGS_HELD_S_MIN:
+        features |= Feature.STATELESS_OPENDIR
+    return features | Feature.NOFLUSH if config.read_only else features
+
+
 class _Session:
     """There is one session in a process: libfuse's state is global, too."""
 
@@ -50,9 +68,11 @@ def request_unmount() -> None:
         _Session.unmount_asked.set()
 
 
-async def serve(fs: Filesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
+async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
     """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError."""
-    operations = Operations(fs, fs.metrics)
+    kernel = Kernel(features_for(config), not config.read_only, BACKGROUND_REQUESTS_MAX)
+    operations = ImmutableOperations(fs, kernel) if isinstance(fs, ImmutableFilesystem) else Operations(fs, kernel)
+    hooks.want(kernel.wanted, kernel.background_max)
     _Session.unmount_asked = trio.Event()
     try:
         pyfuse3.init(operations, config.mountpoint, _options(config))
@@ -72,8 +92,9 @@ async def serve(fs: Filesystem, config: MountConfig, *, ready: Callable[[], None
 
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(operations.send_invalidations)
-            nursery.start_soon(_announce, config.mountpoint, answers)
+            if isinstance(operations, Operations):
+                nursery.start_soon(operations.invalidations.run)
+            nursery.start_soon(_announce, config.mountpoint, kernel, answers)
             nursery.start_soon(_unmount_when_asked, config.mountpoint)
             receiving.begin()
             await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
@@ -84,9 +105,16 @@ async def serve(fs: Filesystem, config: MountConfig, *, ready: Callable[[], None
         pyfuse3.close(unmount=unmount)
 
 
-async def _announce(mountpoint: str, ready: Callable[[], None]) -> None:
+async def _announce(mountpoint: str, kernel: Kernel, ready: Callable[[], None]) -> None:
     """Ready means that a system call was answered."""
-    await trio.to_thread.run_sync(os.statvfs, mountpoint, abandon_on_cancel=True)
+
+    def look() -> tuple[int, str]:
+        os.statvfs(mountpoint)
+        return raise_read_ahead(mountpoint)
+
+    kernel.read_ahead_kib, note = await trio.to_thread.run_sync(look, abandon_on_cancel=True)
+    kernel.notes += [note] if note else []
+    log.info("%s", kernel.line())
     ready()
 
 

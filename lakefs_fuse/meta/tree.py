@@ -7,7 +7,7 @@ has no rows below it (`remove` takes them away). Nothing is held in memory but t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from struct import Struct
 
 import msgspec
@@ -53,6 +53,8 @@ class Tree:
         self.tombstones = Tombstones(database)
         self.hidden = [0, 0, 0, 0]
         """Sums of all listings' ``hidden_*``, in their order."""
+        self.leaving: Callable[[int], object] = lambda _: None
+        """Told of inodes that no name will lead to any more, while their rows are still there."""
         for listing in self.listings():
             self._count_hidden(listing, 1)
 
@@ -139,6 +141,7 @@ class Tree:
 
     def renew_inode(self, batch: Batch, entry: Entry) -> Entry:
         """Somebody else put another version under the name: it gets an inode of its own, and handles keep the old."""
+        self.leaving(entry.inode)
         renewed = msgspec.structs.replace(entry, inode=self._db.new_inode())
         batch.delete(_inode_key(b"I", entry.inode))
         self._forget_rows(batch, entry)
@@ -162,6 +165,7 @@ class Tree:
 
     def remove(self, batch: Batch, entry: Entry) -> None:
         """Take a name away, and everything below it."""
+        self.leaving(entry.inode)
         self._detach(batch, entry)
         self._share(batch, entry, None)
         if entry.flags & (Flag.SYMLINK | Flag.XATTRS):
@@ -172,6 +176,7 @@ class Tree:
         while below:
             directory = below.pop()
             for child in self.children(directory):
+                self.leaving(child.inode)
                 batch.delete(_inode_key(b"I", child.inode))
                 self._share(batch, child, None)
                 if child.flags & (Flag.SYMLINK | Flag.XATTRS):

@@ -61,6 +61,9 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "staging_bytes_max": 2 * GIB,
         "metadata_ttl_s": 300.0,
         "read_only": True,
+        "immutable": False,
+        "snapshot": "",
+        "resume": False,
         "allow_other": True,
         "uid": 1000,
         "gid": 100,
@@ -91,6 +94,27 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "upload_bytes_s_max": 2 * GIB,
         "supervise": False,
     }
+
+
+def test_an_immutable_mount(mounted: list[MountConfig], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["mount", "s3://bucket", "/mnt/lake"]) == 0
+    assert run(["mount", "s3://bucket", "/mnt/lake", "-o", "rw,immutable"]) == 0
+    assert run(["mount", "s3://bucket", "/mnt/lake", "-o", "immutable,snapshot=v1"]) == 0
+    usual, now, snapshot = mounted
+    assert (usual.immutable, usual.read_only) == (False, False)
+    assert (now.immutable, now.read_only, now.snapshot) == (True, True, "")
+    assert (snapshot.immutable, snapshot.read_only, snapshot.snapshot) == (True, True, "v1")
+    assert len({config.cache_dir for config in mounted}) == 3, "each has names of its own"
+    for arguments, said in (
+        (["s3://bucket", "/mnt/lake", "--snapshot", "v1"], "--snapshot goes with --immutable"),
+        (["s3://bucket", "/mnt/lake", "-o", "immutable,durability=writeback"], "--durability: an --immutable mount"),
+        (["s3://bucket", "--immutable"], "MOUNTPOINT is missing"),
+        (["s3://bucket"], "MOUNTPOINT is missing"),
+    ):
+        assert run(["mount", *arguments]) == 2
+        assert said in capsys.readouterr().err
+    assert run(["mount", "--immutable", "/proc/sys"]) == 1
+    assert "is neither inside a mount of this program nor a source URL" in capsys.readouterr().err
 
 
 def test_what_is_not_given_has_the_defaults_of_the_configuration(mounted: list[MountConfig]) -> None:

@@ -41,6 +41,8 @@ class FakeFilesystem:
     durable_asked: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    refreshed: int = 0
+    refresh_error: LakeError | None = None
 
     def statistics(self) -> dict[str, object]:
         if self.explode:
@@ -83,6 +85,12 @@ class FakeFilesystem:
     async def abort_orphan(self, id: str) -> None:
         self._take_orphan(id)
         self.aborted.append(id)
+
+    async def refresh(self) -> dict[str, object]:
+        if self.refresh_error is not None:
+            raise self.refresh_error
+        self.refreshed += 1
+        return {"changed": self.refreshed}
 
     def _take_orphan(self, id: str) -> None:
         for file in self.files:

@@ -17,7 +17,7 @@ from trio.testing import MockClock
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control import server as server_module
 from lakefs_fuse.control.server import ControlServer, listen, serve_control
-from lakefs_fuse.errors import MountError
+from lakefs_fuse.errors import ConfigError, MountError
 from tests.control.fakes import FakeFile, FakeFilesystem, make_server
 
 
@@ -54,6 +54,17 @@ async def follow(stream: trio.SocketStream, request: protocol.Request) -> list[p
     while isinstance(replies[-1], protocol.Progress):
         replies.append(protocol.decode_reply(await read_line(stream)))
     return replies
+
+
+async def test_refreshing_says_what_came_of_it(socket_path: Path) -> None:
+    fs = FakeFilesystem()
+    async with talking_to(make_server(fs), socket_path) as stream:
+        *waiting, done = await follow(stream, protocol.Refresh())
+        assert all(isinstance(each, protocol.Progress) for each in waiting)
+        assert done == protocol.Statistics({"changed": 1})
+        fs.refresh_error = ConfigError("it does not change")
+        *_, failed = await follow(stream, protocol.Refresh())
+        assert failed == protocol.Failed(message="it does not change", exit_code=2)
 
 
 async def test_stats_are_the_filesystems_and_what_only_the_process_knows(socket_path: Path) -> None:

@@ -135,6 +135,34 @@ def test_the_commands_about_unmounting(terminal: Terminal) -> None:
         terminal.unmount()
 
 
+def test_the_commands_about_a_dataset_that_stays(terminal: Terminal) -> None:
+    images = terminal.point / "datasets" / "images"
+    terminal.run("lakefs-fuse mount s3://bucket/prefix /mnt/lake --cache-dir /nvme/lakefs --pack always")
+    images.mkdir(parents=True)
+    (images / "a").write_bytes(noise(3000))
+    terminal.run("sync /mnt/lake")
+    whole, _, _ = section("operations.md", "Mounting").partition("### The cache directory")
+    typed = commands(whole.partition("### A dataset that stays as it is")[2])
+    assert len(typed) == 9
+    said = {}
+    try:
+        for command in typed:
+            said[command.partition("#")[0].strip()] = terminal.run(command)
+            if " mount --immutable" in f" {command}":
+                assert images.is_mount()
+                assert (images / "a").read_bytes() == noise(3000)
+    finally:
+        if images.is_mount():
+            terminal.run("lakefs-fuse umount /mnt/lake/datasets/images")
+    assert not images.is_mount()
+    state, moved, listed = (
+        next(said[command] for command in said if part in command) for part in (".immutable", "refresh", "--list")
+    )
+    assert '"path": "datasets/images"' in state
+    assert moved.endswith("0 names are others now\n")
+    assert listed.startswith("v1 ")
+
+
 def test_every_point_at_which_a_crash_is_tested_is_told() -> None:
     _, _, told = (DOCS / "architecture.md").read_text().partition("### Where a crash can come in write-back\n")
     told, _, _ = told.partition("\n## ")

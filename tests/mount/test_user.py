@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mount.counting import costs
 from tests.mount.lakes import Directory, Lake, file_lake, noise, s3_lake
 from tests.mount.other_user import User, other_user
 from tests.servers import Server
@@ -84,3 +85,27 @@ def test_a_mountpoint_of_somebody_else_is_refused(theirs: Lake, user: User) -> N
     assert refused.returncode == 1
     assert "not writable for you, as fusermount3 demands" in refused.stderr
     assert refused.stderr.count("\n") == 1
+
+
+def test_the_kernel_remembers_an_ordinary_users_mounts_too(theirs: Lake, user: User) -> None:
+    """But reads ahead as it likes: more takes root."""
+    theirs.outside.replace("d/f", b"hello\n")
+    user.own(theirs.path.parent.parent)
+    look = "ls d; ls d; cat d/f; stat -c %s d/f d"
+    for options in (
+        ("--metadata-ttl", "1h", "--refresh", "1h"),
+        ("--immutable", "--cache-dir", str(theirs.cache_dir) + "2"),
+    ):
+        theirs.mount(*options)
+        first = user.sh(look, theirs.path)
+        assert first.stdout.split() == ["f", "f", "hello", "6", "0"], first.stderr
+        user.sh(look, theirs.path)
+        with costs(theirs, **({} if "--immutable" in options else {"getattr": 1, "open": 1, "flush": 1, "release": 1})):
+            assert user.sh(look, theirs.path).stdout == first.stdout
+        kernel = theirs.stats()["kernel"]
+        assert isinstance(kernel, dict)
+        assert kernel["stateless_opendir"] is True
+        if user.uid != 0:
+            assert kernel["read_ahead_kib"] == 128
+            assert "raising it takes root" in str(kernel["missing"])
+        theirs.umount()

@@ -1,0 +1,129 @@
+"""What both kinds of mount answer alike: errors as errnos, entries as attributes, the size of a lake.
+
+No exception but FUSEError leaves a handler: anything else would end the daemon.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+
+from lakefs_fuse.fuse import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
+import pyfuse3
+
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.fs.filesystem import file_type_and_mode
+from lakefs_fuse.meta.entry import UNSET, Entry
+
+DIRECTORY_BLKSIZE = 1 << 20
+"""glibc reads directories in buffers of st_blksize, and newer kernels ask for as much at once."""
+FILE_BLKSIZE = 128 << 10
+STATFS_BLOCK = 1 << 20
+STATFS_BLOCKS = 1 << 30
+"""A lake has no size: 1 PiB is shown as free, so that nobody's free-space check refuses to write."""
+DOTS_COOKIE = 1
+"""Of the names . and .. in a listing; those of entries are larger."""
+
+UNREMARKABLE = (
+    errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP
+)  # fmt: skip
+"""Answers that are everyday life, and not worth a line in the log."""
+log = logging.getLogger(__name__)
+
+
+class Counted(Protocol):
+    """A table of handlers."""
+
+    upcalls: dict[str, int]
+
+
+class Owned(Protocol):
+    """A filesystem, as far as attributes go."""
+
+    config: MountConfig
+
+    @property
+    def default_uid(self) -> int: ...
+    @property
+    def default_gid(self) -> int: ...
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound=Counted)
+Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
+
+
+def upcall(name: str) -> Callable[[Callable[Concatenate[S, P], Coroutine[Any, Any, T]]],
+                                  Callable[Concatenate[S, P], Coroutine[Any, Any, T]]]:  # fmt: skip
+    """Count a request and answer its errors."""
+
+    def decorate(
+        handler: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
+    ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
+        @functools.wraps(handler)
+        async def answered(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+            self.upcalls[name] += 1
+            try:
+                return await handler(self, *args, **kwargs)
+            except pyfuse3.FUSEError:
+                raise
+            except LakeError as error:
+                if error.errno not in UNREMARKABLE:
+                    log.warning("%s: %s", name, error)
+                raise pyfuse3.FUSEError(error.errno) from error
+            except Exception as error:
+                log.exception("%s failed", name)
+                raise pyfuse3.FUSEError(errno.EIO) from error
+
+        return cast("Callable[Concatenate[S, P], Coroutine[Any, Any, T]]", answered)
+
+    return decorate
+
+
+def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAttributes:
+    """What stat(2) shows, to be remembered for so many seconds."""
+    attributes = pyfuse3.EntryAttributes()
+    attributes.st_ino = pyfuse3.InodeT(entry.inode)
+    attributes.entry_timeout = attributes.attr_timeout = timeout_s
+    attributes.st_mode = pyfuse3.ModeT(file_type_and_mode(entry, fs.config))
+    attributes.st_nlink = 1
+    attributes.st_uid = fs.default_uid if entry.uid == UNSET else entry.uid
+    attributes.st_gid = fs.default_gid if entry.gid == UNSET else entry.gid
+    attributes.st_size = entry.size
+    attributes.st_blocks = -(-entry.size // 512)
+    attributes.st_blksize = DIRECTORY_BLKSIZE if entry.is_dir else FILE_BLKSIZE
+    attributes.st_mtime_ns = attributes.st_atime_ns = entry.mtime_ns
+    attributes.st_ctime_ns = entry.ctime_ns
+    return attributes
+
+
+def absent_for(timeout_s: float) -> pyfuse3.EntryAttributes:
+    """There is no such name, which may be remembered for so many seconds."""
+    absent = pyfuse3.EntryAttributes()
+    absent.st_ino = pyfuse3.InodeT(0)
+    absent.entry_timeout = timeout_s
+    return absent
+
+
+def reply_dots(token: pyfuse3.ReaddirToken, inode: int, parent: int) -> None:
+    """The names . and .., first of all in a listing. Without them an empty directory's listing is nothing, and nothing
+    is what the kernel would keep for ever: it holds listings as pages, and drops them page by page."""
+    for name, number in ((b".", inode), (b"..", parent)):
+        attributes = pyfuse3.EntryAttributes()
+        attributes.st_ino = pyfuse3.InodeT(number)
+        attributes.st_mode = pyfuse3.ModeT(0o040755)
+        pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), attributes, DOTS_COOKIE)
+
+
+def size_of_lake() -> pyfuse3.StatvfsData:
+    answer = pyfuse3.StatvfsData()
+    answer.f_bsize = answer.f_frsize = STATFS_BLOCK
+    answer.f_blocks = answer.f_bfree = answer.f_bavail = STATFS_BLOCKS
+    answer.f_files = answer.f_ffree = answer.f_favail = STATFS_BLOCKS
+    answer.f_namemax = 255
+    return answer

@@ -1,0 +1,142 @@
+"""Requests of an immutable mount: every answer may be remembered for ever.
+
+With the hooks OPEN and OPENDIR are answered ENOSYS, once: the kernel then asks for neither any more, and READ and
+READDIR come with the inode as their handle, which is what handles are here in any case. FLUSH is answered so as well.
+Changes never get here: the mount is read-only for the kernel, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
+import pyfuse3
+import trio
+
+from lakefs_fuse.fs.changed_names import ChangedNames
+from lakefs_fuse.fs.immutable import ImmutableFilesystem
+from lakefs_fuse.fuse.answers import DOTS_COOKIE, absent_for, attributes_of, reply_dots, size_of_lake, upcall
+from lakefs_fuse.fuse.hooks import Feature
+from lakefs_fuse.fuse.invalidating import tell_kernel
+from lakefs_fuse.fuse.kernel import Kernel
+from lakefs_fuse.meta.entry import ROOT_INODE
+
+FOREVER_S = 10 * 365 * 86400.0
+log = logging.getLogger(__name__)
+
+
+class ImmutableOperations(pyfuse3.Operations):
+    """One coroutine for each kind of request; see the module's head."""
+
+    supports_dot_lookup = False
+    enable_writeback_cache = False
+    """There is nothing to write; with it the kernel would ask for attributes after every close."""
+    enable_acl = False
+
+    def __init__(self, fs: ImmutableFilesystem, kernel: Kernel) -> None:
+        super().__init__()
+        self.fs = fs
+        fs.on_statistics = lambda: {"kernel": kernel.describe()}
+        self.metrics = fs.metrics
+        self.upcalls = fs.metrics.upcalls
+        fs.on_refresh = self._tell
+
+    # -- telling the kernel
+
+    async def _tell(self, changed: ChangedNames) -> None:
+        """In a thread: the kernel may make it wait for a request that is being served."""
+        self.metrics.namespace.invalidations += await trio.to_thread.run_sync(self._invalidate, changed)
+
+    def _invalidate(self, changed: ChangedNames) -> int:
+        told = 0
+        named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed)
+        for parent, names in groupby(named, key=itemgetter(0)):
+            told += tell_kernel((parent,), names)
+        return told
+
+    # -- names and attributes
+
+    @upcall("lookup")
+    async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:
+        entry = self.fs.lookup(parent_inode, name)
+        return absent_for(FOREVER_S) if entry is None else attributes_of(entry, self.fs, FOREVER_S)
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        self.upcalls["forget"] += 1
+
+    @upcall("getattr")
+    async def getattr(self, inode: int, ctx: object = None) -> pyfuse3.EntryAttributes:
+        return attributes_of(self.fs.entry(inode), self.fs, FOREVER_S)
+
+    @upcall("readlink")
+    async def readlink(self, inode: int, ctx: object) -> bytes:
+        return self.fs.readlink(inode)
+
+    @upcall("getxattr")
+    async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
+        return self.fs.xattr(inode, os.fsdecode(name))
+
+    @upcall("listxattr")
+    async def listxattr(self, inode: int, ctx: object) -> Sequence[bytes]:
+        return [os.fsencode(name) for name in self.fs.xattr_names(inode)]
+
+    @upcall("statfs")
+    async def statfs(self, ctx: object) -> pyfuse3.StatvfsData:
+        return size_of_lake()
+
+    # -- directories
+
+    @upcall("opendir")
+    async def opendir(self, inode: int, ctx: object) -> int:
+        if Feature.STATELESS_OPENDIR in hooks.granted():
+            raise pyfuse3.FUSEError(errno.ENOSYS)
+        self.fs.directory(inode)
+        return inode
+
+    @upcall("readdir")
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        if start_id < DOTS_COOKIE:
+            reply_dots(token, fh, self.fs.parent(fh))
+        for entry in self.fs.readdir(fh, start_id):
+            attributes = attributes_of(entry, self.fs, FOREVER_S)
+            if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(entry.name), attributes, entry.cookie):
+                break
+
+    @upcall("releasedir")
+    async def releasedir(self, fh: int) -> None:
+        pass
+
+    @upcall("fsyncdir")
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        pass
+
+    # -- files
+
+    @upcall("open")
+    async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
+        if Feature.STATELESS_OPEN in hooks.granted():
+            raise pyfuse3.FUSEError(errno.ENOSYS)
+        self.fs.entry(inode)
+        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(inode), keep_cache=True)
+
+    @upcall("read")
+    async def read(self, fh: int, off: int, size: int) -> Any:
+        return await self.fs.read(fh, off, size)
+
+    @upcall("flush")
+    async def flush(self, fh: int) -> None:
+        raise pyfuse3.FUSEError(errno.ENOSYS)
+
+    @upcall("release")
+    async def release(self, fh: int) -> None:
+        pass
+
+    @upcall("fsync")
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        pass

@@ -1,0 +1,89 @@
+"""What the kernel does for this mount, and what it could do and does not, for the log and for `stats`.
+
+Read-ahead is raised through sysfs, which takes root: what fuse is told at its start can only lower it. Blocking calls;
+for a worker thread, once, when the mount answers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lakefs_fuse.fuse import hooks
+from lakefs_fuse.fuse.hooks import Feature
+
+READ_AHEAD_KIB = 1024
+"""Of the mount: as much as one READ may ask for, and a block of the cache. The kernel's own default is 128."""
+PASSTHROUGH_SINCE = (3, 17)
+"""The libfuse that can hand a file to the kernel, to be read without the daemon."""
+BDI = Path("/sys/class/bdi")
+
+
+def raise_read_ahead(mountpoint: str, bdi: Path = BDI) -> tuple[int, str]:
+    """KiB that the kernel reads ahead on a mount from now on (0: not known), and why no more; see the module's head."""
+    device = os.stat(mountpoint).st_dev
+    path = bdi / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb"
+    try:
+        now = int(path.read_text())
+    except (OSError, ValueError):
+        return 0, f"read-ahead is as it was: {path} is not there"
+    if now >= READ_AHEAD_KIB:
+        return now, ""
+    try:
+        path.write_text(str(READ_AHEAD_KIB))
+    except OSError as error:
+        return now, f"read-ahead stays at {now} KiB: raising it takes root ({path}: {error.strerror})"
+    return READ_AHEAD_KIB, ""
+
+
+@dataclass(slots=True)
+class Kernel:
+    """Of one session. Complete once the mount answers."""
+
+    wanted: Feature
+    writeback_cache: bool
+    background_max: int
+    read_ahead_kib: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def describe(self) -> dict[str, object]:
+        """The values of ``kernel`` in `stats`."""
+        granted = hooks.granted()
+        return {
+            "hooks": hooks.active(),
+            "libfuse": hooks.libfuse_version(),
+            "writeback_cache": self.writeback_cache,
+            **{str(feature.name).lower(): feature in granted for feature in Feature},
+            "passthrough": False,
+            "max_background": self.background_max if hooks.active() else 0,
+            "read_ahead_kib": self.read_ahead_kib,
+            "answered": hooks.answered(),
+            "missing": self.missing(),
+        }
+
+    def missing(self) -> list[str]:
+        """What is not on and could be, each with why."""
+        if not hooks.active():
+            return [hooks.why_inactive(), *self.notes]
+        refused = self.wanted & ~hooks.granted()
+        return [
+            *(f"{str(each.name).lower()}: not known to this kernel" for each in refused),
+            _passthrough(),
+            *self.notes,
+        ]
+
+    def line(self) -> str:
+        """For the log."""
+        granted = [str(feature.name).lower() for feature in hooks.granted()]
+        on = ["hooks" if hooks.active() else "no hooks", *granted, f"read-ahead {self.read_ahead_kib} KiB"]
+        return f"kernel: {', '.join(on)}; missing: {'; '.join(self.missing())}"
+
+
+def _passthrough() -> str:
+    version = hooks.libfuse_version()
+    number = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if number < PASSTHROUGH_SINCE:
+        return f"passthrough: not available, libfuse {version or 'of unknown version'} is older than 3.17"
+    return "passthrough: not used by this version of lakefs-fuse"

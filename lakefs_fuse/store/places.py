@@ -1,0 +1,62 @@
+"""Which lake a place in a store belongs to: its root is the nearest place at or above it that has commits or indexes.
+
+Blocking, one LIST for each level; called once, before anything is served.
+"""
+
+from __future__ import annotations
+
+import os
+
+from msgspec import structs
+
+from lakefs_fuse.config import RESERVED_NAME, Source, StoreConfig
+from lakefs_fuse.errors import AccessDenied
+from lakefs_fuse.store.opening import open_store
+
+KEPT_THERE = ("commits", "index", "snapshots")
+"""What makes a place a lake's root, below its reserved name."""
+
+
+def find_lake(place: StoreConfig) -> tuple[StoreConfig, str]:
+    """The lake that a place is in, and the path of the place in it. Blocking. Raises StoreError, ConfigError."""
+    for config, path in _candidates(place):
+        if _has_commits(config, is_place=not path):
+            return config, path
+    return place, ""
+
+
+def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
+    """The place itself, then what is above it, nearest first."""
+    source = place.source
+    whole = source.bucket.strip("/") if source.scheme == "file" else source.prefix.rstrip("/")
+    parts = whole.split("/") if whole else []
+    found = []
+    for count in range(len(parts), 0 if source.scheme == "file" and parts else -1, -1):
+        above = "/".join(parts[:count])
+        root = (
+            Source("file", "/" + above, "")
+            if source.scheme == "file"
+            else Source("s3", source.bucket, above + "/" if above else "")
+        )
+        found.append((structs.replace(place, source=root), "/".join(parts[count:])))
+    return found
+
+
+def _has_commits(config: StoreConfig, *, is_place: bool) -> bool:
+    if config.source.scheme == "file":
+        reserved = os.path.join(config.source.bucket, RESERVED_NAME)
+        return any(os.path.isdir(os.path.join(reserved, name)) for name in KEPT_THERE)
+    try:
+        store = open_store(config)
+    except AccessDenied:
+        # Above the place we may not be allowed to look; then we could not write commits there either.
+        if is_place:
+            raise
+        return False
+    try:
+        found = store.list_page(RESERVED_NAME + "/", delimiter="/").prefixes
+    except AccessDenied:
+        return False
+    finally:
+        store.close()
+    return not {f"{RESERVED_NAME}/{name}/" for name in KEPT_THERE}.isdisjoint(found)

@@ -1,0 +1,26 @@
+"""What system calls cost: requests that reach the daemon, counted by the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.mount.lakes import Lake
+
+
+def upcalls(lake: Lake) -> dict[str, int]:
+    """Counts of this moment, by request."""
+    counts = lake.stats()["upcalls"]
+    assert isinstance(counts, dict)
+    return counts
+
+
+@contextmanager
+def costs(lake: Lake, **expected: int) -> Iterator[None]:
+    """What the body sends to the daemon is this and nothing else; FORGET comes when the kernel likes."""
+    before = upcalls(lake)
+    yield
+    after = upcalls(lake)
+    spent = {name: count - before[name] for name, count in after.items() if count != before[name]}
+    spent.pop("forget", None)
+    assert spent == expected

@@ -1,0 +1,260 @@
+"""An immutable mount: one state of a lake, of which the kernel may remember everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import LakeMaker
+from tests.mount.counting import costs, upcalls
+from tests.mount.lakes import Directory, Lake, eventually, file_lake, is_running, noise
+from tests.mount.test_hot_restart import back, die
+
+FILES = 50
+FILE_BYTES = 50_000
+
+
+def fill(lake: Lake, files: int = FILES) -> list[str]:
+    names = [f"train/class-{index % 5}/image-{index:04d}" for index in range(files)]
+    for index, name in enumerate(names):
+        lake.outside.replace(name, noise(FILE_BYTES, index))
+    return names
+
+
+def use(lake: Lake, names: list[str]) -> None:
+    """What a loader does with files: open, read, close."""
+    for index, name in enumerate(names):
+        fd = os.open(lake.path / name, os.O_RDONLY)
+        try:
+            assert os.read(fd, FILE_BYTES) == noise(FILE_BYTES, index)
+        finally:
+            os.close(fd)
+
+
+def find(lake: Lake) -> set[str]:
+    done = subprocess.run(["find", ".", "-type", "f", "-printf", "%P\n"],
+                          cwd=lake.path, capture_output=True, text=True, check=True)  # fmt: skip
+    return set(done.stdout.split())
+
+
+@pytest.fixture
+def immutable(make_lake: LakeMaker) -> Lake:
+    return make_lake("file", "--immutable")
+
+
+def test_what_was_seen_once_costs_no_upcall(immutable: Lake) -> None:
+    names = fill(immutable)
+    immutable.mount()
+    assert find(immutable) == set(names)
+    use(immutable, names)
+    with costs(immutable):
+        use(immutable, names)
+    with costs(immutable):
+        assert find(immutable) == set(names)
+    with costs(immutable):
+        for name in names:
+            assert (immutable.path / name).stat().st_size == FILE_BYTES
+    before = upcalls(immutable)
+    assert (before["open"], before["opendir"], before["flush"]) == (1, 1, 1), "asked for once, and never again"
+    assert before["release"] == before["releasedir"] == 0
+
+
+def test_nothing_changes_by_itself(immutable: Lake) -> None:
+    immutable.outside.replace("d/kept", b"as it was")
+    immutable.outside.replace("d/removed", b"it was here")
+    immutable.mount()
+    immutable.outside.replace("d/new", b"new")
+    immutable.outside.delete("d/removed")
+    assert sorted(os.listdir(immutable.path / "d")) == ["kept", "removed"]
+    assert not (immutable.path / "d" / "new").exists()
+    assert (immutable.path / "d" / "kept").read_bytes() == b"as it was"
+    lists = immutable.number("store.requests.list")
+    assert sorted(os.listdir(immutable.path / "d")) == ["kept", "removed"]
+    assert immutable.number("store.requests.list") == lists
+
+
+def test_what_is_gone_is_an_error_and_never_other_bytes(immutable: Lake) -> None:
+    immutable.outside.replace("a", b"first")
+    immutable.outside.replace("b", b"there")
+    immutable.mount()
+    immutable.outside.replace("a", b"other")
+    with pytest.raises(OSError, match="Stale file handle"):
+        (immutable.path / "a").read_bytes()
+    assert f"a is gone from the store (gc, or somebody replaced it): `lakefs-fuse refresh {immutable.path}`" in (
+        immutable.log()
+    )
+    assert (immutable.path / "b").read_bytes() == b"there"
+    assert immutable.number("immutable.reads_gone") > 0
+
+
+def test_refresh_moves_it_on(immutable: Lake) -> None:
+    for name in ("d/kept", "d/replaced", "d/removed", "gone/f"):
+        immutable.outside.replace(name, name.encode())
+    immutable.outside.replace("empty/f", b"")
+    immutable.outside.delete("empty/f")
+    immutable.mount()
+    seen = {str(path.relative_to(immutable.path)) for path in immutable.path.rglob("*")}
+    assert (immutable.path / "d" / "replaced").read_bytes() == b"d/replaced"
+    assert not (immutable.path / "d" / "new").exists()
+    assert not (immutable.path / "new").exists()
+    inode = (immutable.path / "d" / "kept").stat().st_ino
+    with open(immutable.path / "d" / "replaced", "rb") as held:
+        immutable.outside.replace("d/replaced", b"other bytes")
+        immutable.outside.replace("d/new", b"new")
+        immutable.outside.replace("new/deep/er", b"deep")
+        immutable.outside.replace("empty/f", b"not any more")
+        immutable.outside.delete("d/removed")
+        immutable.outside.delete("gone/f")
+        assert {str(path.relative_to(immutable.path)) for path in immutable.path.rglob("*")} == seen
+        done = immutable.cli("refresh", str(immutable.path))
+        assert done.returncode == 0, done.stderr
+        assert held.read() == b"d/replaced"
+    files = {str(path.relative_to(immutable.path)) for path in immutable.path.rglob("*") if path.is_file()}
+    assert files == {"d/kept", "d/replaced", "d/new", "new/deep/er", "empty/f"}
+    assert (immutable.path / "d" / "replaced").read_bytes() == b"other bytes"
+    assert (immutable.path / "new" / "deep" / "er").read_bytes() == b"deep"
+    assert (immutable.path / "empty" / "f").read_bytes() == b"not any more"
+    assert not (immutable.path / "d" / "removed").exists()
+    assert (immutable.path / "d" / "kept").stat().st_ino == inode
+    assert immutable.number("immutable.refreshes") == 1
+
+
+def test_a_refresh_that_fails_leaves_it_as_it_was(immutable: Lake) -> None:
+    immutable.outside.replace("d/f", b"first")
+    immutable.mount("--retry-timeout", "1")
+    assert (immutable.path / "d" / "f").read_bytes() == b"first"
+    assert isinstance(immutable.outside, Directory)
+    immutable.outside.replace("d/g", b"second")
+    immutable.outside.root.rename(immutable.outside.root.with_name("away"))
+    done = immutable.cli("refresh", str(immutable.path))
+    assert done.returncode == 1
+    assert os.listdir(immutable.path / "d") == ["f"]
+    immutable.outside.root.with_name("away").rename(immutable.outside.root)
+    assert immutable.cli("refresh", str(immutable.path)).returncode == 0
+    assert sorted(os.listdir(immutable.path / "d")) == ["f", "g"]
+    assert len(os.listdir(immutable.cache_dir / "states")) == 1
+
+
+def test_refresh_of_another_mount_says_what_it_is(lake: Lake) -> None:
+    done = lake.cli("refresh", str(lake.path))
+    assert done.returncode == 2
+    assert "is not an immutable mount" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_nothing_can_be_written(immutable: Lake) -> None:
+    immutable.outside.replace("f", b"as it is")
+    immutable.mount()
+    writes: list[Callable[[Path], object]] = [
+        lambda top: (top / "f").write_bytes(b"x"), lambda top: (top / "g").touch(), lambda top: (top / "f").unlink(),
+        lambda top: (top / "d").mkdir(), lambda top: (top / "f").rename(top / "g"), lambda top: (top / "f").chmod(0),
+    ]  # fmt: skip
+    for write in writes:
+        with pytest.raises(OSError, match="Read-only file system"):
+            write(immutable.path)
+    assert (immutable.path / "f").read_bytes() == b"as it is"
+
+
+def test_a_daemon_that_takes_anothers_place_shows_what_that_showed(immutable: Lake) -> None:
+    immutable.outside.replace("d/f", b"first")
+    immutable.mount("--supervise")
+    assert os.listdir(immutable.path / "d") == ["f"]
+    immutable.outside.replace("d/g", b"second")
+    die(immutable)
+    back(immutable)
+    assert os.listdir(immutable.path / "d") == ["f"]
+    assert immutable.cli("refresh", str(immutable.path)).returncode == 0
+    assert sorted(os.listdir(immutable.path / "d")) == ["f", "g"]
+
+
+def test_a_mount_begins_with_what_is_there_then(immutable: Lake) -> None:
+    immutable.outside.replace("f", b"first")
+    immutable.mount()
+    immutable.outside.replace("g", b"second")
+    immutable.remount()
+    assert sorted(os.listdir(immutable.path)) == ["f", "g"]
+
+
+@pytest.mark.parametrize("option", [
+    ("--durability", "writeback"), ("--durability", "close"), ("--refresh", "1"), ("--metadata-ttl", "1h"),
+    ("--rules", "/nowhere"), ("--orphans", "finish"), ("--pack", "always"), ("--staging-size", "1G"),
+])  # fmt: skip
+def test_options_that_mean_nothing_are_refused(immutable: Lake, option: tuple[str, str]) -> None:
+    refused = immutable.try_mount(*option)
+    assert refused.returncode == 2
+    assert f"{option[0]}: an --immutable mount" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
+def test_a_directory_of_a_mount_is_covered_by_its_state_of_now(make_lake: LakeMaker) -> None:
+    """One command, and what is around it goes on as before."""
+    lake = make_lake("file", "--pack", "always", "--metadata-ttl", "0", "--refresh", "0.2").mount()
+    data = lake.path / "datasets" / "images"
+    data.mkdir(parents=True)
+    (data / "packed").write_bytes(b"packed")
+    lake.outside.replace("datasets/images/plain", b"plain")
+    lake.settle()
+    here = ("--log-file", str(lake.log_file.with_name("log2")), "--free-space", "64M", "--no-supervise")
+    done = lake.cli("mount", "--immutable", str(data), *here)
+    assert done.returncode == 0, done.stderr
+    try:
+        assert sorted(os.listdir(data)) == ["packed", "plain"]
+        assert (data / "packed").read_bytes() + (data / "plain").read_bytes() == b"packedplain"
+        with pytest.raises(OSError, match="Read-only"):
+            (data / "new").touch()
+        for index in range(5):  # the mount around it learns of changes next to the directory, and in it
+            lake.outside.replace(f"datasets/new-{index}", b"x")
+            lake.outside.replace(f"datasets/images/new-{index}", b"x")
+            (lake.path / "datasets" / f"own-{index}").write_bytes(b"x")
+            eventually((lake.path / "datasets" / f"new-{index}").exists, "it is seen")
+        assert sorted(os.listdir(data)) == ["packed", "plain"]
+    finally:
+        gone = lake.cli("umount", str(data))
+    assert gone.returncode == 0, gone.stderr
+    assert "new-0" in os.listdir(data)
+
+
+def test_it_goes_with_the_mount_that_it_lies_in(make_lake: LakeMaker) -> None:
+    lake = make_lake("file", "--supervise")
+    lake.outside.replace("data/f", b"bytes")
+    lake.mount()
+    here = ("--log-file", str(lake.log_file.with_name("log2")), "--free-space", "64M")
+    done = lake.cli("mount", "--immutable", str(lake.path / "data"), *here)
+    assert done.returncode == 0, done.stderr
+    inner = json.loads(lake.cli("stats", "--json", str(lake.path / "data")).stdout)["daemon"]["pid"]
+    busy = lake.cli("umount", str(lake.path))
+    assert busy.returncode == 1
+    assert "in use" in busy.stderr
+    die(lake)
+    back(lake)
+    eventually(lambda: not is_running(inner), "the inner mount's daemon ends")
+    lake.outside.replace("data/g", b"later")
+    eventually(lambda: sorted(os.listdir(lake.path / "data")) == ["f", "g"], "the outer mount is seen")
+
+
+def test_packed_files_of_the_lake_above(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """A directory of a lake, whose small files are in packs that only the lake's root tells of."""
+    writer = make_lake("file", "--pack", "always").mount()
+    (writer.path / "data" / "images").mkdir(parents=True)
+    for index in range(5):
+        (writer.path / "data" / "images" / f"{index}").write_bytes(noise(1000, index))
+    writer.settle()
+    assert isinstance(writer.outside, Directory)
+    with file_lake(tmp_path / "part") as part:
+        part.source, part.options = f"{writer.source}/data/images", ("--immutable",)
+        part.mount()
+        assert sorted(os.listdir(part.path)) == ["0", "1", "2", "3", "4"]
+        assert [(part.path / f"{index}").read_bytes() for index in range(5)] == [noise(1000, i) for i in range(5)]
+        (writer.path / "data" / "images" / "5").write_bytes(b"later")
+        writer.settle()
+        assert not (part.path / "5").exists()
+        assert part.cli("refresh", str(part.path)).returncode == 0
+        assert (part.path / "5").read_bytes() == b"later"
+        names = os.listdir(part.path)
+        with costs(part):
+            assert os.listdir(part.path) == names
