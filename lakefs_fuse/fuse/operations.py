@@ -54,8 +54,9 @@ class Operations(pyfuse3.Operations):
     def _statistics(self) -> dict[str, object]:
         """Requests that the hooks answered are requests, too."""
         for name, now in hooks.answered().items():
-            self.upcalls[name] += now - self._answered.get(name, 0)
-            self._answered[name] = now
+            if now > self._answered.get(name, 0):
+                self.upcalls[name] += now - self._answered.get(name, 0)
+                self._answered[name] = now
         return {"kernel": {**self._kernel.describe(), "listings_held_max": len(self.invalidations)}}
 
     # -- names and attributes
