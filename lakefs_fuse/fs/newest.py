@@ -24,12 +24,13 @@ from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs import attributes
+from lakefs_fuse.fs.accepted import Accepted
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.replay import Replay
 from lakefs_fuse.fs.storing import Stored, Storing
-from lakefs_fuse.fs.writeback import Accepted, WriteBack
+from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.journal import Journal
@@ -106,15 +107,15 @@ class Newest:
             await self._publish(file, file.draft)
 
     async def settled(self, item: Accepted) -> bool:
-        """See `writeback.Publisher`."""
+        """See `accepted.Publisher`."""
         return await self._replay.settled(item)
 
     async def set_aside(self, item: Accepted) -> None:
-        """See `writeback.Publisher`."""
+        """See `accepted.Publisher`."""
         await self._replay.set_aside(item)
 
     async def publish_accepted(self, item: Accepted) -> None:
-        """See `writeback.Publisher`."""
+        """See `accepted.Publisher`."""
         await self._publish(item.file, item.draft, item)
 
     async def _publish(self, file: OpenFile, draft: Draft, item: Accepted | None = None) -> None:
@@ -146,7 +147,7 @@ class Newest:
         self._files.forget_if_idle(file)
 
     async def publish_together(self, items: list[Accepted]) -> list[Accepted]:
-        """See `writeback.Publisher`."""
+        """See `accepted.Publisher`."""
         taken: dict[int, tuple[Accepted, OpenFile]] = {}  # of several versions of a file the last
         passed: list[tuple[Accepted, OpenFile]] = []
         items = [item for item in items if not item.replayed or not await self._replay.settled(item)]
@@ -304,7 +305,7 @@ class Newest:
     # -- what nobody wants any more
 
     def discard_later(self, draft: Draft) -> None:
-        """See `writeback.Publisher`."""
+        """See `accepted.Publisher`."""
         draft.unlinked = True
         self._services.nursery.start_soon(self._discard, draft)
 

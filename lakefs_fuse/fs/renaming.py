@@ -21,7 +21,7 @@ from lakefs_fuse.catalog.change import Change
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import Remove
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.files import FileTable
@@ -74,6 +74,7 @@ class Renaming:
         waits = False
         if exchange:
             await self._store_first(source, target)
+        await self._settle_versions(source)
         if source.is_dir or exchange:
             await self._store_accepted(source, *([target] if exchange and target is not None else []))
         async with self._not_publishing(source):
@@ -121,6 +122,18 @@ class Renaming:
             file = self._files.get(entry.inode) if entry is not None and entry.is_local else None
             if file is not None:
                 await self._files.publish(file)
+
+    async def _settle_versions(self, source: Entry) -> None:
+        """An accepted version that is not the newest becomes visible under the name it had, or not at all."""
+        file = self._files.get(source.inode)
+        while file is not None and file.behind:
+            drafts = [each.draft for each in file.behind if each.draft is not None]
+            items = [item for draft in drafts if (item := self._writeback.item_of(draft)) is not None]
+            try:
+                await self._writeback.drain(items)
+            except LakeError as error:
+                log.info("only the newest version of %s is renamed and stored: %s", file.key, error)
+            self._writeback.pass_over(file)
 
     async def _store_accepted(self, *entries: Entry) -> None:
         """What write-back accepted below a directory is in the store before its new name is. While the store is away

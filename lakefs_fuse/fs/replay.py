@@ -23,11 +23,12 @@ from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs import attributes
+from lakefs_fuse.fs.accepted import Accepted
 from lakefs_fuse.fs.evidence import Evidence, path_of
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import OpenFile
-from lakefs_fuse.fs.writeback import Accepted, WriteBack
+from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.journal import Journal

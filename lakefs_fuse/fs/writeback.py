@@ -22,9 +22,7 @@ import errno
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
 
 import trio
 
@@ -40,6 +38,7 @@ from lakefs_fuse.errors import (
     StoreFull,
     Unavailable,
 )
+from lakefs_fuse.fs.accepted import Accepted, Drain, Publisher
 from lakefs_fuse.fs.accepting import Acceptor
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.packing import PACK_BYTES_MAX, PACK_FILES_MAX
@@ -58,63 +57,6 @@ LOCKED_S = 0.05
 WAITABLE = (Unavailable, AccessDenied, NoSuchBucket, StoreFull, StagingFull, CacheError)
 """Errors that are not about one file: everything waits, and is tried again."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class Accepted:
-    """A version on its way. ``barrier``: everything accepted up to this number comes before it."""
-
-    sequence: int
-    barrier: int
-    file: OpenFile
-    draft: Draft
-    since_s: float
-    started: bool = False
-    attempt: int = 0
-    """The newest attempt's number."""
-    busy: bool = False
-    """Becoming visible right now: too late to be superseded."""
-    superseded: bool = False
-    """A newer version is being accepted: this does not become visible, unless that fails."""
-    urgent: bool = False
-    failed: bool = False
-    replayed: bool = False
-    error: LakeError | None = None
-
-    @property
-    def place(self) -> int:
-        """Its number, or that of the oldest version that it superseded: who waits for that waits for this."""
-        return self.draft.stands_for or self.sequence
-
-
-@dataclass(slots=True, eq=False)
-class Drain:
-    """Somebody waits for these numbers."""
-
-    wanted: set[int]
-    since: int
-    """Attempts up to this number began before: they tell nothing."""
-    error: LakeError | None = None
-    changed: trio.Event = field(default_factory=trio.Event)
-
-
-class Publisher(Protocol):
-    """Makes accepted files visible; `newest.Newest`."""
-
-    async def settled(self, item: Accepted) -> bool:
-        """Of one that came back at mount: nothing is left to do. Raises LakeError."""
-
-    async def set_aside(self, item: Accepted) -> None:
-        """Somebody else has the name: this gets another. Raises LakeError."""
-
-    async def publish_accepted(self, item: Accepted) -> None:
-        """By itself. Raises LakeError."""
-
-    async def publish_together(self, items: list[Accepted]) -> list[Accepted]:
-        """In one pack; answers those that are visible now. Raises LakeError, and then none is."""
-
-    def discard_later(self, draft: Draft) -> None:
-        """Nobody wants this version any more."""
 
 
 class WriteBack:
@@ -241,6 +183,20 @@ class WriteBack:
         if self._is_held() or any(draft.began >= item.place for draft in before):
             return True
         return any(other.barrier >= item.place and other.file is not item.file for other in self._items.values())
+
+    def pass_over(self, file: OpenFile) -> None:
+        """Only the newest version is to become visible, whatever waits for those before."""
+        for earlier in list(file.behind):
+            item = self.item_of(earlier.draft) if earlier.draft is not None else None
+            if item is not None and item.busy:
+                continue
+            file.behind = [each for each in file.behind if each is not earlier]
+            if item is not None:
+                if file.draft is not None:
+                    file.draft.stands_for = file.draft.stands_for or item.place
+                item.superseded = item.draft.unlinked = True
+                self._note(item.draft)
+                self.was_superseded(item.draft)
 
     def was_superseded(self, draft: Draft) -> None:
         """An accepted version does not become visible: a newer one did, or will."""

@@ -100,3 +100,31 @@ async def test_an_older_version_that_a_pack_passed_does_not_come_back(
         assert told(m)["conflicts"] == 0
         assert await m.tree() == {"a": b"second", "b": b"after it"}
         await until(lambda: m.fs._files.services.staging.bytes_used == 0)
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_a_renamed_file_is_never_seen_with_older_bytes(tmp_path: Path, away: bool) -> None:
+    """It had an earlier version, which something waits for, under the name before."""
+    store, seen = MemoryStore(), list[tuple[str, bytes]]()
+
+    def see(request: Request, when: When) -> None:
+        if request.what == "put" and when == "after" and not request.key.startswith(".lakefs/"):
+            seen.append((request.key, store.objects[request.key][0]))
+
+    outage = Outage(store)
+    outage.then = see
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("tmp", b"first")
+        await m.write("other", b"after it")
+        await until(lambda: told(m)["failures"])
+        await rewrite(m, "tmp", b"second")
+        outage.away = away
+        await m.rename("tmp", "final")
+        outage.away = False
+        await m.fs.make_durable()
+        assert await m.tree() == {"final": b"second", "other": b"after it"}
+    assert ("final", b"first") not in seen
+    if not away:
+        assert seen[:2] == [("tmp", b"first"), ("other", b"after it")]
+    async with lake(store, tmp_path / "somebody") as other:
+        assert await other.tree() == {"final": b"second", "other": b"after it"}
