@@ -157,6 +157,8 @@ class DirectoryMerge:
         shown = here.get(name + b"/") or here.get(name)
         for sort_name in (name, name + b"/"):  # first what goes: a directory would hide the file that replaced it
             entry = self._tree.named(self._directory, sort_name)
+            if sort_name == name + b"/" and name in self.ghosts:
+                continue  # that is seen below it
             if entry is not None and (shown is None or sort_name != shown.sort_name):
                 batch = Batch()
                 self._vanished(batch, entry)
@@ -175,10 +177,20 @@ class DirectoryMerge:
     def add_directory(self, name: bytes) -> None:
         """A ghost has something below it."""
         batch = Batch()
-        there = self._tree.named(self._directory, name + b"/") is not None or name in self._touched
-        if not there and self._may_have(batch, name):
-            self._insert_directory(batch, name)
+        if name not in self._touched and self._may_have(batch, name):
+            self._show_directory(batch, self._tree.named(self._directory, name + b"/"), name)
         self._db.commit(batch)
+
+    def drop_directory(self, name: bytes) -> None:
+        """A ghost has nothing below it."""
+        entry = self._tree.named(self._directory, name + b"/")
+        if entry is None or name in self._touched or not self._is_bare(entry):
+            return
+        batch = Batch()
+        self._tree.remove(batch, entry)
+        self._db.commit(batch)
+        self._metrics.entries_removed += 1
+        self._changed(self._directory, name)
 
     def _mark(self, batch: Batch) -> None:
         entry = self._tree.entry(self._directory)
@@ -268,16 +280,32 @@ class DirectoryMerge:
         if self._is_ghost(name):
             self.ghosts.append(name)
         elif self._may_have(batch, name):
-            if entry is None:
-                self._insert_directory(batch, name)
-            elif not entry.flags & Flag.LISTED:
-                self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.LISTED))
+            self._show_directory(batch, entry, name)
+
+    def _show_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
+        if entry is None:
+            self._insert_directory(batch, name)
+        elif not entry.flags & Flag.LISTED:
+            self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.LISTED))
 
     def _is_ghost(self, name: bytes) -> bool:
         """Of a directory that a LIST shows perhaps nothing but removed names is left."""
-        if self._tree.named(self._directory, name + b"/") is not None:
+        entry = self._tree.named(self._directory, name + b"/")
+        if entry is not None and not self._is_bare(entry):
             return False
         return next(self._tree.tombstones.below(self._prefix + name + b"/"), None) is not None
+
+    def _is_bare(self, directory: Entry) -> bool:
+        """No commit made the directory, and all that is known to be in it, down to where nothing was when it was
+        listed, are others of that kind."""
+        if directory.stamp:
+            return False
+        known = self._tree.listing(directory.inode) is not None
+        for child in self._tree.children(directory.inode):
+            if not child.is_dir or not self._is_bare(child):
+                return False
+            known = True
+        return known
 
     def _may_have(self, batch: Batch, name: bytes) -> bool:
         """A directory hides the file of its name, unless that is being written here."""

@@ -326,6 +326,7 @@ class Namespace:
                     merge.add_directory(name)
                     break
                 if token is None:
+                    merge.drop_directory(name)
                     break
 
     def _is_removed(self, meta: ObjectMeta) -> bool:

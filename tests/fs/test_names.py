@@ -357,3 +357,69 @@ async def test_a_renamed_directory_takes_along_what_other_nodes_put_there(tmp_pa
         tree = await same_for_all(store, tmp_path, clock, one, two)
         wanted = {"final": None, "final/rank0": b"0", "final/rank1": b"1", "final/deep": None, "final/deep/rank2": b"2"}
         assert tree == wanted
+
+
+async def expired(clock: Clock, *mounted: Lake) -> None:
+    """What was listed has to be asked for again."""
+    clock.advance(TTL_S + 1)
+    for each in mounted:
+        await each.poll()
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "looked up"])
+async def test_a_directory_goes_when_only_renamed_objects_lie_below_its_key(tmp_path: Path, listed: bool) -> None:
+    """They are not copied to their new keys here, so every LIST goes on showing the directory."""
+
+    async def shows(each: Lake) -> bool:
+        return "d" in await each.names() if listed else await each.lookup("d") is not None
+
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for path in ("d/1", "d/deep/2", "d/deep/er/3"):
+            store.give(path, path.encode())
+        for each in (one, two):
+            assert await shows(each)
+            assert [await each.names(path) for path in ("d", "d/deep", "d/deep/er")] == [
+                ["1", "deep"],
+                ["2", "er"],
+                ["3"],
+            ]
+        await one.rename("d", "e")
+        await expired(clock, one, two)
+        assert not await shows(one) and not await shows(two)
+        store.give("d/deep/er/4", b"theirs")  # by another client, for a while
+        await expired(clock, one, two)
+        for each in (one, two):
+            assert await shows(each)
+            assert await each.names("d/deep/er") == ["4"]
+        store.take("d/deep/er/4")
+        await expired(clock, one, two)
+        for each in (one, two):
+            assert await each.names("d/deep/er") == []
+        await expired(clock, one, two)
+        assert not await shows(one) and not await shows(two)
+        moved = {"e/1": b"d/1", "e/deep/2": b"d/deep/2", "e/deep/er/3": b"d/deep/er/3"}
+        expected = {"e": None, "e/deep": None, "e/deep/er": None, **moved}
+        assert await same_for_all(store, tmp_path, clock, one, two) == expected
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["listed", "looked up"])
+async def test_an_empty_directory_that_gets_a_file_again_is_the_same(tmp_path: Path, listed: bool) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never") as one:
+        store.give("d/1", b"1")
+        store.give("d/2", b"2")
+        if listed:
+            assert await one.names() == ["d"]
+        assert await one.names("d") == ["1", "2"]
+        await one.rename("d/1", "moved")
+        store.take("d/2")
+        await expired(clock, one)
+        assert await one.names("d") == []
+        inode = (await one.found("d")).inode
+        store.give("d/3", b"3")
+        await expired(clock, one)
+        if listed:
+            assert await one.names() == ["d", "moved"]
+        assert (await one.found("d")).inode == inode
+        assert await one.names("d") == ["3"]
