@@ -6,6 +6,7 @@ Every operation is a batch of its own, so that the next one reads what it did. W
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -45,12 +46,30 @@ class Place(msgspec.Struct, frozen=True, gc=False):
     etag: str
 
 
+class Doubt(msgspec.Struct, frozen=True):
+    """A record says that ``path`` is something else than the plain object ``etag`` that was listed there, and knew of
+    ``hides``; which of the two was put later in that second only the store can tell."""
+
+    path: str
+    etag: str
+    hides: str
+
+
 class Application:
     """One record on its way into the tree."""
 
-    def __init__(self, applier: Applier, record: Record, this: ObjectRef, stamp: int, own: bool) -> None:
-        """``own``: this node made the change, and knew what it changed."""
-        self._own = own
+    def __init__(
+        self,
+        applier: Applier,
+        record: Record,
+        this: ObjectRef,
+        stamp: int,
+        own: bool,
+        outdated: Mapping[str, str],
+    ) -> None:
+        """``own``: this node made the change, and knew what it changed. ``outdated`` are ETags of plain objects that
+        were listed, and are not at these paths any more."""
+        self._own, self._outdated = own, outdated
         self._applier, self._tree, self._db = applier, applier.tree, applier.database
         self._watcher = applier.watcher
         self._record, self._this, self._stamp = record, this, stamp
@@ -113,18 +132,36 @@ class Application:
 
     # -- files
 
-    def _is_older(self, current: Entry | None, path: bytes, hides: str) -> bool:
+    def _is_older(self, current: Entry | None, path: str, hides: str, *, directory: bool = False) -> bool:
         """Something newer than this record is known of the name."""
-        tombstone = self._tree.tombstones.get(path)
+        tombstone = self._tree.tombstones.get(path.encode() + (b"/" if directory else b""))
         if tombstone is not None and tombstone.stamp > self._stamp:
             return True
         if current is None:
             return False
-        if current.stamp > self._stamp:
-            return True
+        return current.stamp > self._stamp or self._is_unknown(current, path, hides)
+
+    def _is_unknown(self, current: Entry, path: str, hides: str) -> bool:
+        """A plain object that the record's writer did not know of, and that is not older."""
         unknown = current.is_plain and not current.stamp and current.etag != hides
         second = 0 if current.flags & Flag.ATTRIBUTED else NS  # LastModified says no more
-        return unknown and self._stamp < PENDING and current.ctime_ns + second > self._time
+        newer = unknown and self._stamp < PENDING and current.ctime_ns + second > self._time
+        return newer and self._outdated.get(path) != current.etag
+
+    def doubts(self) -> Iterator[Doubt]:
+        """What to ask the store for, before the record is applied."""
+        for operation in self._record.operations:
+            if not isinstance(operation, Put | Symlink | Remove) or (
+                isinstance(operation, Remove) and operation.directory
+            ):
+                continue
+            above, _, last = operation.path.rpartition("/")
+            parent = self._applier.directory(above)
+            current = None if parent is None else self._tree.named(parent, last.encode())
+            if current is None or current.ctime_ns > self._time + NS:
+                continue
+            if self._is_unknown(current, operation.path, operation.hides):
+                yield Doubt(operation.path, current.etag, operation.hides)
 
     def _put(self, operation: Put) -> None:
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
@@ -164,7 +201,7 @@ class Application:
         name, raw = last.encode(), path.encode()
         parent = self._applier.directory(above)
         current = None if parent is None else self._tree.named(parent, name)
-        if self._is_older(current, raw, hides):
+        if self._is_older(current, path, hides):
             return
         if parent is None:
             parent = self._applier.ensure_directory(above, self._time)
@@ -217,7 +254,7 @@ class Application:
         current = None
         if parent is not None:
             current = self._tree.named(parent, name + (b"/" if operation.directory else b""))
-        if self._is_older(current, raw, operation.hides):
+        if self._is_older(current, operation.path, operation.hides, directory=operation.directory):
             return
         batch = Batch()
         self._tree.tombstones.put(batch, raw, Tombstone(self._stamp, operation.hides))
@@ -254,7 +291,7 @@ class Application:
         name, raw = last.encode(), operation.path.encode() + b"/"
         parent = self._applier.directory(above)
         current = None if parent is None else self._tree.named(parent, name + b"/")
-        if self._is_older(current, raw, ""):
+        if self._is_older(current, operation.path, "", directory=True):
             return
         if parent is None:
             parent = self._applier.ensure_directory(above, self._time)

@@ -7,7 +7,8 @@ What always holds:
 * the order in which commits arrive does not matter, as long as a commit comes after those its writer had seen: every
   name carries the time of the commit that set it (its tombstone carries it where the name is gone);
 * a plain object that the writer of a commit did not know of wins where its LastModified is not before the commit's
-  second, because somebody outside put it there since;
+  second, because somebody outside put it there since; one that was listed in that very second is asked for once more
+  before the commit is applied (`Applier.doubts`), as the writer may have replaced or removed it since;
 * the same bytes keep their inode; other bytes under the name get another, unless the file is being written here.
 
 A change made here is applied at once under a `PENDING` stamp, which is newer than any commit, and gets the commit's
@@ -16,11 +17,12 @@ time (`restamp`) when it has one. Trio thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
-from lakefs_fuse.catalog.application import Application
+from lakefs_fuse.catalog.application import Application, Doubt
 from lakefs_fuse.catalog.record import (
     Mkdir,
     ObjectRef,
@@ -37,6 +39,7 @@ from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
 
 NS = 1_000_000_000
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Watcher:
@@ -111,9 +114,17 @@ class Applier:
 
     # -- applying
 
-    def apply(self, record: Record, this: ObjectRef, *, own: bool = False) -> None:
-        """``this`` is the archive as the store has it. ``own``: this node's kernel knows of the change already."""
-        self._run(record, this, record.time, own)
+    def doubts(self, record: Record) -> list[Doubt]:
+        """Names that this node listed in the very second of the record, whose writer knew of another version."""
+        self._directories.clear()
+        return list(Application(self, record, ObjectRef(), record.time, False, NOTHING).doubts())
+
+    def apply(
+        self, record: Record, this: ObjectRef, *, own: bool = False, outdated: Mapping[str, str] = NOTHING
+    ) -> None:
+        """``this`` is the archive as the store has it. ``own``: this node's kernel knows of the change already.
+        ``outdated``: the answer to `doubts`, paths and the ETags that are not there any more."""
+        self._run(record, this, record.time, own, outdated)
         self._note(record)
         self._metrics.applied += 1
         self._metrics.operations_applied += len(record.operations)
@@ -122,11 +133,13 @@ class Applier:
         """A change made here, before any commit has it."""
         self._run(record, ObjectRef(), stamp, own=True)
 
-    def _run(self, record: Record, this: ObjectRef, stamp: int, own: bool) -> None:
+    def _run(
+        self, record: Record, this: ObjectRef, stamp: int, own: bool, outdated: Mapping[str, str] = NOTHING
+    ) -> None:
         self._quiet = own
         self._directories.clear()
         try:
-            Application(self, record, this, stamp, own).run()
+            Application(self, record, this, stamp, own, outdated).run()
         finally:
             self._quiet = False
             self._directories.clear()

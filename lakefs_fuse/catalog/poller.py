@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import trio
 
+from lakefs_fuse.catalog.application import Doubt
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
 from lakefs_fuse.catalog.clock import HybridClock
@@ -119,7 +120,29 @@ class Poller:
                 self._refuse(meta.key, "its time lies in the future: correct that node's clock, then run gc or fsck")
                 continue
             self._metrics.lag_s = max(0.0, (self._clock.wall_ns() - record.time) / NS)
-            self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size))
+            outdated = await self._outdated(record)
+            if not self._applier.is_applied(record.time, record.writer):
+                self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size), outdated=outdated)
+
+    async def _outdated(self, record: Record) -> dict[str, str]:
+        """Which of the plain objects that were listed in the record's second it stands above: paths and ETags of those
+        that are gone, or are what its writer knew. Raises LakeError."""
+        outdated: dict[str, str] = {}
+        few = trio.CapacityLimiter(FETCHES_AT_ONCE)
+
+        async def ask(doubt: Doubt) -> None:
+            async with few:
+                try:
+                    there = (await self._client.head(doubt.path)).etag
+                except NotFound:
+                    there = doubt.hides
+                if there == doubt.hides:
+                    outdated[doubt.path] = doubt.etag
+
+        async with collecting() as nursery:
+            for doubt in self._applier.doubts(record):
+                nursery.start_soon(ask, doubt)
+        return outdated
 
     def _refuse(self, key: str, why: str) -> None:
         self._refused.add(key)

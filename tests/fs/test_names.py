@@ -423,3 +423,55 @@ async def test_an_empty_directory_that_gets_a_file_again_is_the_same(tmp_path: P
             assert await one.names() == ["d", "moved"]
         assert (await one.found("d")).inode == inode
         assert await one.names("d") == ["3"]
+
+
+async def rewrite(m: Lake, path: str, data: bytes) -> None:
+    """Replaced in place by a plain object."""
+    handle = await m.open(path, os.O_RDWR | os.O_TRUNC)
+    await m.fs.write(handle, 0, data)
+    await m.close(handle)
+
+
+@pytest.mark.parametrize("how", ["renamed", "renamed over", "replaced by a link", "directory renamed"])
+async def test_a_file_is_listed_rewritten_and_changes_its_name_within_a_second(tmp_path: Path, how: str) -> None:
+    """The other node knows a version that the commit does not name, and that LastModified does not call older."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.mkdir("d")
+        await one.write("d/kept", b"kept")
+        await one.sync()
+        clock.advance(10)
+        await one.write("d/f", b"first")
+        await two.poll()
+        assert await two.names("d") == ["f", "kept"]
+        clock.advance(0.2)
+        await rewrite(one, "d/f", b"second")
+        clock.advance(0.2)
+        if how == "renamed":
+            await one.rename("d/f", "d/g")
+        elif how == "renamed over":
+            await one.write("d/t", b"third")
+            await one.rename("d/t", "d/f")
+        elif how == "replaced by a link":
+            await one.unlink("d/f")
+            await one.symlink("d/f", "nowhere")
+        if how == "directory renamed":
+            await one.rename("d", "e")
+        expected = await one.tree()
+        assert await same_for_all(store, tmp_path, clock, one, two) == expected
+
+
+async def test_what_another_client_put_in_the_second_of_a_commit_is_kept(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.write("f", b"first")
+        assert await one.names() == ["f"]
+        clock.advance(0.2)
+        theirs = store.give("f", b"theirs")
+        assert await two.tree() == {"f": b"theirs"}
+        clock.advance(0.2)
+        await one.rename("f", "g")  # it has not looked since
+        asked = store.count("head", "f")
+        await two.poll()
+        assert (await two.found("f")).etag == theirs.etag
+        assert store.count("head", "f") == asked + 1
