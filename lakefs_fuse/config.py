@@ -153,5 +153,5 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shows the lake as it was when it was mounted, or refreshed: nothing changes by itself, nothing can be written."""
     snapshot: str = ""
     """With ``immutable``: the lake as this named snapshot has it."""
-    resume: bool = False
-    """Of a daemon that takes another's place: an immutable mount shows what it showed."""
+    mounting: str = ""
+    """Of an immutable mount: which `mount` command it is. A daemon that takes another's place shows what that did."""

@@ -331,8 +331,6 @@ def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness, Succession
         raise_file_limit()
         bound_malloc()
         log.info("lakefs-fuse %s, pid %d: %s at %s", __version__, os.getpid(), config.store.source, config.mountpoint)
-        if options.restarts:
-            config = msgspec.structs.replace(config, resume=True)
         code = serve(config, readiness, Succession(options.restarts, options.replace))
         readiness.failed(MountError("stopped by a signal before the mount was ready"))
         return code

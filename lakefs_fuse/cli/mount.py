@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack, cast
@@ -149,6 +150,8 @@ def mount(source: str, mountpoint: str | None, **options: Unpack[Options]) -> No
     AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role; they are never arguments.
     """
     config = build_config(source, mountpoint, options)
+    if config.immutable:
+        config = structs.replace(config, mounting=uuid.uuid4().hex)
     if options["print_systemd_unit"]:
         context = click.get_current_context()
         click.echo(systemd.unit(config, context, uid=os.geteuid(), program=systemd.this_program()), nl=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -62,6 +63,10 @@ def _table(title: str, *columns: str) -> Table:
 def _head(values: Values) -> Text:
     mount, daemon = section(values, "mount"), section(values, "daemon")
     access = " (read-only)" if mount.get("read_only") else ""
+    state = section(values, "immutable")
+    if state:
+        of = state.get("snapshot") or datetime.fromtimestamp(number(state, "at_s"), UTC).isoformat(timespec="seconds")
+        access = f" (immutable, as of {of})"
     return Text(
         f"{mount.get('source', '')} on {mount.get('mountpoint', '')}{access}: pid {daemon.get('pid', '?')}, "
         f"up {format_duration(number(daemon, 'uptime_s'))}, "

@@ -288,7 +288,7 @@ async def open_immutable(
     clock_ns: Callable[[], int] = time.time_ns,
     rng: random.Random | None = None,
 ) -> AsyncIterator[ImmutableFilesystem]:
-    """The directory ``path`` of the lake as it is now; with ``config.resume`` as the daemon before showed it.
+    """The directory ``path`` of the lake as it is now, or as the daemon before showed it (``config.mounting``).
 
     Raises CacheError (locked, another lake's, unusable), MountError (no such directory, not enough disk), and what the
     store answers.
@@ -307,7 +307,7 @@ async def open_immutable(
         try:
             lake = Lake(config, path, named, client, metrics, cache, clock_ns, rng or random.SystemRandom())
             states = States(lake)
-            state = await _first_state(states, resume=config.resume)
+            state = await _first_state(states)
             async with trio.open_nursery() as nursery:
                 filesystem = ImmutableFilesystem(lake, states, state, nursery)
                 if not cache.counted:
@@ -323,10 +323,10 @@ async def open_immutable(
                 filesystem.close()
 
 
-async def _first_state(states: States, *, resume: bool) -> State:
+async def _first_state(states: States) -> State:
     found = states.resume()
     try:
-        if found is not None and (resume or await states.is_current(found)):
+        if found is not None and await states.is_current(found):
             return found
     except BaseException:
         if found is not None:

@@ -46,12 +46,14 @@ log = logging.getLogger(__name__)
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
     """What a state is of: the inode of its top directory, when it was begun (ns since 1970), and the time of the newest
-    commit in it (0: none). Of a named ``snapshot`` it is when that was taken."""
+    commit in it (0: none). Of a named ``snapshot`` it is when that was taken. ``mounting`` is the `mount` command that
+    made it (`MountConfig`)."""
 
     top: int
     at_ns: int
     newest: int
     snapshot: str = ""
+    mounting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,10 @@ class States:
         return State(number, database, Tree(database), note)
 
     async def is_current(self, state: State) -> bool:
-        """The state is of the named snapshot that is asked for, as it is in the store."""
-        name = self._lake.config.snapshot
+        """The state is what a daemon before this one showed; or that of the named snapshot, as it is in the store."""
+        name, mounting = self._lake.config.snapshot, self._lake.config.mounting
+        if mounting and state.note.mounting == mounting:
+            return True
         if not name or state.note.snapshot != name:
             return False
         return (await snapshots.manifest_of(self._lake.client, name)).time == state.note.at_ns
@@ -152,7 +156,9 @@ class States:
         if path and (entry is None or not entry.is_dir):
             raise MountError(f"{lake.path} is not a directory of {lake.config.store.source} in the snapshot {name}")
         top = ROOT_INODE if entry is None else entry.inode
-        return Note(top=top, at_ns=manifest.time, newest=manifest.newest, snapshot=name)
+        return Note(
+            top=top, at_ns=manifest.time, newest=manifest.newest, snapshot=name, mounting=lake.config.mounting
+        )  # fmt: skip
 
     async def _bring_up_to_date(self, database: Database, changed: ChangedNames | None) -> Note:
         lake = self._lake
@@ -180,7 +186,8 @@ class States:
             finally:
                 parts.files.close()
             nursery.cancel_scope.cancel()
-        return Note(top=top, at_ns=at_ns, newest=tables.marks_of(database).newest)
+        newest = tables.marks_of(database).newest
+        return Note(top=top, at_ns=at_ns, newest=newest, mounting=lake.config.mounting)
 
     async def _check_nothing_collected(self, database: Database) -> None:
         """Inode numbers must stay, so an index cannot stand in for commits that are gone."""

@@ -63,7 +63,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "read_only": True,
         "immutable": False,
         "snapshot": "",
-        "resume": False,
+        "mounting": "",
         "allow_other": True,
         "uid": 1000,
         "gid": 100,
@@ -105,6 +105,8 @@ def test_an_immutable_mount(mounted: list[MountConfig], capsys: pytest.CaptureFi
     assert (now.immutable, now.read_only, now.snapshot) == (True, True, "")
     assert (snapshot.immutable, snapshot.read_only, snapshot.snapshot) == (True, True, "v1")
     assert len({config.cache_dir for config in mounted}) == 3, "each has names of its own"
+    assert usual.mounting == ""
+    assert now.mounting != snapshot.mounting, "each command has a state of its own"
     for arguments, said in (
         (["s3://bucket", "/mnt/lake", "--snapshot", "v1"], "--snapshot goes with --immutable"),
         (["s3://bucket", "/mnt/lake", "-o", "immutable,durability=writeback"], "--durability: an --immutable mount"),

@@ -78,6 +78,18 @@ def test_nothing_changes_by_itself(immutable: Lake) -> None:
     assert immutable.number("store.requests.list") == lists
 
 
+def test_attributes_that_only_objects_tell(make_lake: LakeMaker) -> None:
+    """Asked for when the state is made, and never again."""
+    lake = make_lake("seaweedfs", "--immutable", "--attributes", "objects")
+    lake.outside.replace("run", b"#!/bin/sh", {"mode": "33261", "uid": "7", "gid": "8", "mtime": "1500000000"})
+    lake.mount()
+    heads = lake.number("store.requests.head")
+    found = (lake.path / "run").stat()
+    assert (found.st_mode, found.st_uid, found.st_gid, found.st_mtime) == (0o100755, 7, 8, 1_500_000_000)
+    assert lake.number("store.requests.head") == heads
+    assert f"on {lake.path} (immutable, as of 20" in lake.cli("stats", str(lake.path)).stdout.replace("\n", " ")
+
+
 def test_what_is_gone_is_an_error_and_never_other_bytes(immutable: Lake) -> None:
     immutable.outside.replace("a", b"first")
     immutable.outside.replace("b", b"there")
