@@ -167,19 +167,24 @@ class Filesystem:
         """For how many seconds the attributes of an entry may be remembered."""
         if entry.inode == ROOT_INODE or self._files.get(entry.inode) is not None:
             return self.config.metadata_ttl_s
-        return self._ns.fresh_s(entry.parent)
+        return self._ns.listing_fresh_s(entry.parent)
 
-    async def opendir(self, inode: int) -> float:
-        """A complete listing is there when this returns; it may be remembered for so many seconds."""
+    async def opendir(self, inode: int) -> None:
+        """The directory can be read when this returns; its first listing may go on (see `more_names`)."""
         self._directory(inode)
-        fresh_s = await self._ns.ensure_listed(inode, strictly=False)
         if self.config.attributes == "objects":
+            await self._ns.ensure_listed(inode, strictly=False)
             await ask_all(self._ns.tree.children(inode), self.getattr)
-        return fresh_s
+        else:
+            await self._ns.begin_reading(inode)
+
+    async def more_names(self, inode: int, after: int) -> None:
+        """What `readdir` answers now begins with the next entry beyond ``after``, if there is any."""
+        await self._ns.wait_for_more(inode, after)
 
     def listing_fresh_s(self, inode: int) -> float:
         """For how many seconds more the listing of a directory may be remembered."""
-        return self._ns.fresh_s(inode)
+        return self._ns.listing_fresh_s(inode)
 
     def readdir(self, inode: int, after: int) -> Iterator[Entry]:
         """Entries with cookies beyond ``after``, in cookie order, attributes of files being written included."""

@@ -187,6 +187,7 @@ class Operations(pyfuse3.Operations):
 
     @upcall("readdir")
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        await self.fs.more_names(fh, start_id)
         fresh_s = self.fs.listing_fresh_s(fh)
         for entry in self.fs.readdir(fh, start_id):
             attributes = self._attributes(entry, fresh_s)

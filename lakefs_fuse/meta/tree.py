@@ -13,7 +13,7 @@ from struct import Struct
 import msgspec
 
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag, unpack
+from lakefs_fuse.meta.entry import HEAD, ROOT_INODE, UNSET, Entry, Flag, unpack
 from lakefs_fuse.meta.objects import Objects
 from lakefs_fuse.meta.tombstones import Tombstones
 
@@ -105,14 +105,30 @@ class Tree:
 
     # -- changing
 
-    def insert(self, batch: Batch, parent: int, name: bytes, flags: Flag, **attributes: int | str) -> Entry:
-        """A new name; the caller knows that there is none of that sort name."""
+    def insert(
+        self, batch: Batch, parent: int, name: bytes, flags: Flag, *, cookie: int = 0, **attributes: int | str
+    ) -> Entry:
+        """A new name; the caller knows that there is none of that sort name. ``cookie`` is that of a name which the
+        same batch removed."""
         inode = self._db.new_inode()
-        entry = Entry(parent, inode, name, inode, int(flags), **attributes)  # type: ignore[arg-type]
+        entry = Entry(parent, cookie or inode, name, inode, int(flags), **attributes)  # type: ignore[arg-type]
         self._attach(batch, entry)
         if entry.place:
             batch.share(entry.place, 1, entry.size)
         return entry
+
+    def has(self, parent: int, sort_name: bytes) -> bool:
+        """There is such a name."""
+        return self._db.get(_inode_key(b"N", parent) + sort_name) is not None
+
+    def insert_plain(self, batch: Batch, parent: int, name: bytes, *, size: int, mtime_ns: int, etag: str) -> None:
+        """As `insert`, for a file that a LIST shows and of which no more is known; the quickest way for many."""
+        inode = self._db.new_inode()
+        place, number, tag = _PAIR.pack(parent, inode), inode.to_bytes(8, "big"), etag.encode()
+        batch.put(b"N" + place[:8] + name, number)
+        batch.put(b"I" + number, place)
+        head = HEAD.pack(inode, 0, UNSET, UNSET, UNSET, size, mtime_ns, mtime_ns, 0, 0, 0, len(tag))
+        batch.put(b"D" + place, head + tag + name)
 
     def _attach(self, batch: Batch, entry: Entry) -> None:
         place = _PAIR.pack(entry.parent, entry.cookie)
