@@ -69,7 +69,7 @@ class FileTable:
         self.newest: Newest
         self.keeper: Keeper
         self.services = services(self._save)
-        self._files: dict[int, OpenFile] = {}
+        self.by_inode = self._files = dict[int, OpenFile]()  # the first name is for readers
         self._renamed: set[int] = set()
 
     def _save(self, record: DraftRecord, sync: bool) -> None:

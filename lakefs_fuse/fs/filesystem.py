@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -193,6 +193,20 @@ class Filesystem:
                 continue
             file = self._files.get(entry.inode)
             yield entry if file is None else file.current
+
+    def readdir_rows(self, inode: int, after: int) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
+        """As `readdir`, rows as they are stored (`Tree.rows`), shadowed ones included; those of `files_in_use` are to
+        be replaced by `row_of`."""
+        return self._ns.tree.rows(inode, after)
+
+    @property
+    def files_in_use(self) -> Mapping[int, OpenFile]:
+        """By inode; not to be changed."""
+        return self._files.by_inode
+
+    def row_of(self, inode: int) -> bytes:
+        """The row of a file in use, with the size that it has now."""
+        return self._files.by_inode[inode].current.pack()
 
     async def setattr(self, inode: int, change: AttributeChange, handle: int | None = None) -> Entry:
         """Size, mode, owner, times. Without an open writer the change is durable when this returns."""

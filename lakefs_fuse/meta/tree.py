@@ -89,6 +89,11 @@ class Tree:
         for key, row in scan:
             yield unpack(parent, int.from_bytes(key[9:], "big"), row)
 
+    def rows(self, parent: int, after: int = 0) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
+        """As `children`, not unpacked: what the keys of the directory's rows begin with, and rows from the first on
+        that is wanted, beyond the directory's end as well. To be let go before the database is closed."""
+        return _inode_key(b"D", parent), self._db.frozen(b"D" + _PAIR.pack(parent, after + 1))
+
     def has_children(self, directory: int) -> bool:
         return next(self.children(directory), None) is not None
 
