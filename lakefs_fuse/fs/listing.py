@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
+import trio
 
 from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, is_reserved, why_hidden
 from lakefs_fuse.meta.database import Batch, Database
@@ -158,19 +159,20 @@ class DirectoryMerge:
         """Of some name below the directory is known that a commit removed it."""
         return next(self._tree.tombstones.below(self._prefix), None) is not None
 
-    def finish(self) -> Listing:
+    async def finish(self) -> Listing:
         """What no page brought is gone; the directory is listed as of the time the merge began."""
-        batch = Batch()
         seen = iter(sorted(self._seen))
         next_seen = next(seen, None)
-        for entry in self._tree.children(self._directory):
-            if entry.cookie >= self.first_cookie:
-                break
-            while next_seen is not None and next_seen < entry.cookie:
-                next_seen = next(seen, None)
-            if next_seen != entry.cookie:
-                self._vanished(batch, entry)
-        self._db.commit(batch)
+        for some in self._tree.needing_object(self._directory, self.first_cookie):
+            batch = Batch()
+            for cookie in some:
+                while next_seen is not None and next_seen < cookie:
+                    next_seen = next(seen, None)
+                entry = None if next_seen == cookie else self._tree.at(self._directory, cookie)
+                if entry is not None:
+                    self._vanished(batch, entry)
+            self._db.commit(batch)
+            await trio.lowlevel.checkpoint()
         batch = Batch()
         for name in [name for name in self._shadowed if self._tree.named(self._directory, name + b"/") is None]:
             self._merge(batch, Found(name, self._shadowed.pop(name)))

@@ -349,7 +349,7 @@ class Namespace:
         await self._look_below_ghosts(merge, prefix)
         if self.tree.path(directory) is None:
             raise FileError(errno.ESTALE)
-        merge.finish()
+        await merge.finish()
 
     async def _look_below_ghosts(self, merge: DirectoryMerge, prefix: str) -> None:
         for name in merge.ghosts:

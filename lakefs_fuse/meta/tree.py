@@ -13,13 +13,16 @@ from struct import Struct
 import msgspec
 
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import HEAD, ROOT_INODE, UNSET, Entry, Flag, unpack
+from lakefs_fuse.meta.entry import FLAGS_LOW, HEAD, NOWHERE, PLACE, ROOT_INODE, UNSET, Entry, Flag, unpack
 from lakefs_fuse.meta.objects import Objects
 from lakefs_fuse.meta.tombstones import Tombstones
 
 _PAIR = Struct(">QQ")
 _LISTING = Struct("<qQIIII")
 
+ROWS_AT_ONCE = 20_000
+"""Rows read in one go: about 10 ms."""
+_KINDS = int(Flag.DIRECTORY | Flag.LOCAL)
 DEPTH_MAX = 1024
 """Longest chain of parents that is followed; S3 keys of 1024 bytes cannot be deeper."""
 
@@ -71,6 +74,10 @@ class Tree:
         parent, cookie = _PAIR.unpack(place)
         return self._at(parent, cookie)
 
+    def at(self, parent: int, cookie: int) -> Entry | None:
+        """The entry of a cookie, if it is still there."""
+        return self._at(parent, cookie)
+
     def _at(self, parent: int, cookie: int) -> Entry | None:
         row = self._db.get(b"D" + _PAIR.pack(parent, cookie))
         return None if row is None else unpack(parent, cookie, row)
@@ -93,6 +100,22 @@ class Tree:
         """As `children`, not unpacked: what the keys of the directory's rows begin with, and rows from the first on
         that is wanted, beyond the directory's end as well. To be let go before the database is closed."""
         return _inode_key(b"D", parent), self._db.frozen(b"D" + _PAIR.pack(parent, after + 1))
+
+    def needing_object(self, parent: int, before: int) -> Iterator[list[int]]:
+        """Cookies below ``before`` of all that a LIST might show (plain objects, files not stored yet, directories),
+        some at a time: few of a million packed names are."""
+        prefix, rows = self.rows(parent)
+        end = prefix + before.to_bytes(8, "big")
+        some: list[int] = []
+        for passed, (key, row) in enumerate(rows, 1):
+            if key >= end or not key.startswith(prefix):
+                break
+            if row[PLACE] == NOWHERE or row[FLAGS_LOW] & _KINDS:
+                some.append(int.from_bytes(key[9:], "big"))
+            if passed % ROWS_AT_ONCE == 0:
+                yield some
+                some = []
+        yield some
 
     def has_children(self, directory: int) -> bool:
         return next(self.children(directory), None) is not None
