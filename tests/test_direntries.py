@@ -67,7 +67,7 @@ def written(
     buffer = ctypes.create_string_buffer(b"\xee" * (room + 8), room + 8)
     direntries.give(pairs, used, lambda inode: used[inode].pack(), prefix_of(PARENT), timeout_s, SHOWN)
     length = library().fuse_add_direntry_plus(None, buffer, ctypes.c_size_t(room), b"", None, ctypes.c_int64(0))
-    count = direntries.taken()
+    count, _ = direntries.taken()
     assert length <= room
     assert buffer.raw[length:] == b"\xee" * (room + 8 - length), "nothing is written beyond the last entry"
     return count, buffer.raw[:length]

@@ -194,14 +194,9 @@ class Filesystem:
             file = self._files.get(entry.inode)
             yield entry if file is None else file.current
 
-    def readdir_rows(self, inode: int, after: int) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
-        """As `readdir`, rows as they are stored (`Tree.rows`), shadowed ones included; those of `files_in_use` are to
-        be replaced by `row_of`."""
-        return self._ns.tree.rows(inode, after)
-
     @property
     def files_in_use(self) -> Mapping[int, OpenFile]:
-        """By inode; not to be changed."""
+        """By inode; not to be changed. Their rows, as a directory's reader sees them, are those of `row_of`."""
         return self._files.by_inode
 
     def row_of(self, inode: int) -> bytes:

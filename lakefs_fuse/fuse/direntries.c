@@ -51,6 +51,7 @@ static unsigned char prefix[KEY_PREFIX];
 static struct lakefs_shown shown;
 static double timeout_s;
 static Py_ssize_t entries;
+static uint64_t last_off;
 static int given, ever_reached;
 static PyObject *error_type, *error_value, *error_trace;
 
@@ -121,7 +122,7 @@ static Py_ssize_t add(char *buffer, size_t room, const unsigned char *key, const
 	entry.attributes.atime = entry.attributes.mtime;
 	entry.attributes.atimensec = entry.attributes.mtimensec;
 	split_time((int64_t)little(row + 38, 8), &entry.attributes.ctime, &entry.attributes.ctimensec);
-	entry.off = big(key + KEY_PREFIX);
+	entry.off = last_off = big(key + KEY_PREFIX);
 	entry.namelen = (uint32_t)name_length;
 	entry.type = entry.attributes.mode >> 12 & 15;
 	memcpy(buffer, &entry, sizeof(entry));
@@ -249,11 +250,12 @@ EXPORT PyObject *lakefs_direntries_give(PyObject *pairs, PyObject *files, PyObje
 	timeout_s = timeout < 0 ? 0 : timeout;
 	shown = *defaults;
 	entries = 0;
+	last_off = 0;
 	given = 1;
 	Py_RETURN_NONE;
 }
 
-/* How many entries were added since `give`. Raises what reading them raised. */
+/* How many entries were added since `give`, and the cookie of the last. Raises what reading them raised. */
 EXPORT PyObject *lakefs_direntries_taken(void)
 {
 	given = 0;
@@ -265,5 +267,5 @@ EXPORT PyObject *lakefs_direntries_taken(void)
 		error_type = error_value = error_trace = NULL;
 		return NULL;
 	}
-	return PyLong_FromSsize_t(entries);
+	return Py_BuildValue("nK", entries, (unsigned long long)last_off);
 }

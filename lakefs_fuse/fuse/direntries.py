@@ -60,7 +60,9 @@ def give(
     _library.lakefs_direntries_give(rows, files, row_of, prefix, timeout_s, ctypes.byref(shown))
 
 
-def taken() -> int:
-    """How many entries were written since `give`. Raises what reading them raised, ValueError where one is none."""
+def taken() -> tuple[int, int]:
+    """How many entries were written since `give`, and the cookie of the last. Raises what reading the rows raised, and
+    ValueError where one is none."""
     assert _library is not None
-    return int(_library.lakefs_direntries_taken())
+    count, cookie = _library.lakefs_direntries_taken()
+    return int(count), int(cookie)

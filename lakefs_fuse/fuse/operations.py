@@ -22,6 +22,7 @@ import trio
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem, Handle, file_type_and_mode
+from lakefs_fuse.fuse.rows_ahead import RowsAhead
 from lakefs_fuse.meta.entry import UNSET, Entry
 from lakefs_fuse.metrics import Metrics
 
@@ -84,6 +85,7 @@ class Operations(pyfuse3.Operations):
         fs.on_statistics = self._count_answered
         self._answered = 0
         self._nothing = pyfuse3.EntryAttributes()
+        self._rows_ahead = RowsAhead(fs.namespace.tree)
         self._shown = direntries.Shown(
             fs.default_uid, fs.default_gid, self.config.dir_mode, self.config.file_mode, DIRECTORY_BLKSIZE, FILE_BLKSIZE
         )
@@ -206,12 +208,14 @@ class Operations(pyfuse3.Operations):
 
     def _reply_rows(self, inode: int, after: int, token: pyfuse3.ReaddirToken, fresh_s: float) -> None:
         """As many entries as fit, without an object for each; the same bytes."""
-        prefix, rows = self.fs.readdir_rows(inode, after)
+        prefix, rows = self._rows_ahead.take(inode, after)
         direntries.give(rows, self.fs.files_in_use, self.fs.row_of, prefix, fresh_s, self._shown)
         try:
             pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b""), self._nothing, 0)
         finally:
-            direntries.taken()
+            count, last = direntries.taken()
+        if after and count:
+            self._rows_ahead.begin(inode, last, count)
 
     @upcall("releasedir")
     async def releasedir(self, fh: int) -> None:

@@ -101,6 +101,11 @@ class Tree:
         that is wanted, beyond the directory's end as well. To be let go before the database is closed."""
         return _inode_key(b"D", parent), self._db.frozen(b"D" + _PAIR.pack(parent, after + 1))
 
+    @property
+    def changes(self) -> int:
+        """Two times the same number: `rows` has not changed in between."""
+        return self._db.changes
+
     def needing_object(self, parent: int, before: int) -> Iterator[list[int]]:
         """Cookies below ``before`` of all that a LIST might show (plain objects, files not stored yet, directories),
         some at a time: few of a million packed names are."""
