@@ -23,7 +23,7 @@ import trio
 from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import AccessDenied, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.flights import Flight, described
-from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, is_reserved
+from lakefs_fuse.fs.keys import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved
 from lakefs_fuse.fs.listing import DirectoryMerge, Found, read_page
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
@@ -157,9 +157,9 @@ class Namespace:
         try:
             component = name.decode("utf-8")
         except UnicodeDecodeError:
-            return None, 0.0
-        if is_reserved(directory, component) or len(name) > 255:
-            return None, 0.0
+            return None, self._ttl_ns / NS
+        if is_reserved(directory, component) or len(name) > NAME_BYTES_MAX:
+            return None, self._ttl_ns / NS
         if not ask:
             entry = self.tree.child(directory, name)
             if entry is not None and self._keep(entry):
