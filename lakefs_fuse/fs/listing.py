@@ -23,7 +23,8 @@ from itertools import islice
 import msgspec
 import trio
 
-from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, is_reserved, why_hidden
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.fs.keys import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved, why_hidden
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import NS
@@ -58,15 +59,23 @@ class PageNames:
 def read_page(page: ListPage, directory: int, prefix: str) -> PageNames:
     """Sort a page's keys into names, markers and keys that cannot be paths."""
     names = PageNames([], False, [])
+    found, skip = names.found, len(prefix)
     for meta in page.objects:
-        component = meta.key[len(prefix) :]
-        if component in ("", PLACEHOLDER):
+        component = meta.key[skip:]
+        name = component.encode("utf-8", "surrogatepass")
+        if len(name) <= NAME_BYTES_MAX and component not in _ODD and b"\0" not in name:
+            found.append(Found(name, meta))
+        elif component in ("", PLACEHOLDER):
             names.marker = True
         else:
             _sort_in(names, directory, component, meta)
     for common in page.prefixes:
-        _sort_in(names, directory, common[len(prefix) : -1], None)
+        _sort_in(names, directory, common[skip:-1], None)
     return names
+
+
+_ODD = frozenset(("", ".", "..", PLACEHOLDER, RESERVED_NAME))
+"""Names that may not be names of files."""
 
 
 def _sort_in(names: PageNames, directory: int, component: str, meta: ObjectMeta | None) -> None:
@@ -143,11 +152,10 @@ class DirectoryMerge:
         directories = {found.name for found in names.found if found.meta is None and not self._is_ghost(found.name)}
         if directories or (names.found and self._has_removed()):
             self._is_blank = False
-        for found in names.found:
-            if found.meta is None or found.sort_name not in directories:
-                self._merge(batch, found)
-            else:
-                self._shadowed[found.sort_name] = found.meta
+        if self._is_blank:
+            self._merge_first(batch, names.found)
+        else:
+            self._merge_all(batch, names.found, directories)
         if names.marker:
             self._mark(batch)
         self._db.commit(batch)
@@ -275,9 +283,6 @@ class DirectoryMerge:
             self._changed(directory, child.name)
 
     def _merge(self, batch: Batch, found: Found) -> None:
-        if self._is_blank and found.sort_name not in self._touched:
-            self._merge_first(batch, found)
-            return
         entry = self._tree.named(self._directory, found.sort_name)
         if entry is not None and entry.cookie < self.first_cookie:
             self._seen.append(entry.cookie)
@@ -292,15 +297,26 @@ class DirectoryMerge:
         elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_copy(entry, found.meta)):
             self._replaced(batch, entry, found.meta)
 
-    def _merge_first(self, batch: Batch, found: Found) -> None:
-        """A file in a directory of which nothing was known but files, and that none was removed: the shortest way."""
-        meta = found.meta
-        if meta is not None and not self._tree.has(self._directory, found.sort_name):
-            self._tree.insert_plain(
-                batch, self._directory, found.sort_name, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag
-            )
-            self.names += 1
-            self._metrics.entries_added += 1
+    def _merge_all(self, batch: Batch, found: list[Found], directories: set[bytes]) -> None:
+        for each in found:
+            if each.meta is None or each.sort_name not in directories:
+                self._merge(batch, each)
+            else:
+                self._shadowed[each.sort_name] = each.meta
+
+    def _merge_first(self, batch: Batch, found: list[Found]) -> None:
+        """Files in a directory of which nothing was known but files, and that none was removed: the shortest way."""
+        files = [
+            (each.sort_name, each.meta.size, each.meta.mtime_ns, each.meta.etag)
+            for each in found
+            if each.meta is not None and each.sort_name not in self._touched
+        ]
+        added = self._tree.insert_plain(batch, self._directory, files)
+        self.names += added
+        self._metrics.entries_added += added
+        for each in found:
+            if each.sort_name in self._touched:
+                self._merge(batch, each)
 
     def _is_copy(self, entry: Entry, meta: ObjectMeta) -> bool:
         """The object that the name means was copied to the name's own key: a commit will say so."""

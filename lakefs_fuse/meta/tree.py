@@ -7,7 +7,7 @@ has no rows below it (`remove` takes them away). Nothing is held in memory but t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from struct import Struct
 
 import msgspec
@@ -150,18 +150,25 @@ class Tree:
             batch.share(entry.place, 1, entry.size)
         return entry
 
-    def has(self, parent: int, sort_name: bytes) -> bool:
-        """There is such a name."""
-        return self._db.get(_inode_key(b"N", parent) + sort_name) is not None
-
-    def insert_plain(self, batch: Batch, parent: int, name: bytes, *, size: int, mtime_ns: int, etag: str) -> None:
-        """As `insert`, for a file that a LIST shows and of which no more is known; the quickest way for many."""
-        inode = self._db.new_inode()
-        place, number, tag = _PAIR.pack(parent, inode), inode.to_bytes(8, "big"), etag.encode()
-        batch.put(b"N" + place[:8] + name, number)
-        batch.put(b"I" + number, place)
-        head = HEAD.pack(inode, 0, UNSET, UNSET, UNSET, size, mtime_ns, mtime_ns, 0, 0, 0, len(tag))
-        batch.put(b"D" + place, head + tag + name)
+    def insert_plain(self, batch: Batch, parent: int, files: Iterable[tuple[bytes, int, int, str]]) -> int:
+        """As `insert`, for files that a LIST shows and of which no more is known than name, size, mtime and ETag; those
+        that are there already are passed over. Answers how many were not. The quickest way for many."""
+        get, put, new_inode, pack = self._db.get, batch.put, self._db.new_inode, HEAD.pack
+        number = parent.to_bytes(8, "big")
+        names, rows = b"N" + number, b"D" + number
+        added = 0
+        for name, size, mtime_ns, etag in files:
+            key = names + name
+            if get(key) is not None:
+                continue
+            inode = new_inode()
+            cookie, tag = inode.to_bytes(8, "big"), etag.encode()
+            put(key, cookie)
+            put(b"I" + cookie, number + cookie)
+            head = pack(inode, 0, UNSET, UNSET, UNSET, size, mtime_ns, mtime_ns, 0, 0, 0, len(tag))
+            put(rows + cookie, head + tag + name)
+            added += 1
+        return added
 
     def _attach(self, batch: Batch, entry: Entry) -> None:
         place = _PAIR.pack(entry.parent, entry.cookie)

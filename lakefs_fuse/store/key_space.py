@@ -68,19 +68,19 @@ class KeySpace:
             column += 1
         return column
 
-    def _number(self, name: str, column: int, *, low: bool) -> int:
-        """What follows ``column`` as a number: 0 is a name's end, then the alphabet, then `LAST`."""
+    def _number(self, name: str, column: int) -> int:
+        """What follows ``column`` as a number whose digits are places in the alphabets; a name that ends goes on with
+        first characters."""
         number = 0
         for at in range(column, column + DIGITS_OF_GUESS):
             alphabet = self._alphabet(at)
             if at >= len(name):
                 digit = 0
             elif name[at] == LAST:
-                digit = len(alphabet) + 1
+                digit = len(alphabet)
             else:
-                digit = bisect_left(alphabet, name[at]) + 1
-                digit = min(digit, len(alphabet) + (0 if low else 1))
-            number = number * (len(alphabet) + 2) + digit
+                digit = bisect_left(alphabet, name[at])
+            number = number * len(alphabet) + digit
         return number
 
     def pages_left(self, begin: str, at: str, limit: str, pages: int) -> float:
@@ -90,8 +90,8 @@ class KeySpace:
         if self._first_varied(column) > column:
             return float("inf")
         column = shared(begin, limit)
-        first, last = self._number(begin, column, low=True), self._number(at, column, low=True)
-        left = self._number(limit, column, low=False) - last
+        first, last = self._number(begin, column), self._number(at, column)
+        left = self._number(limit, column) - last
         return left * pages / (last - first) if last > first else float("inf")
 
     def cut(self, at: str, limit: str) -> str | None:
@@ -103,20 +103,17 @@ class KeySpace:
             middle = (column + varied + 1) // 2
             point = at[:middle] + LAST
             return point if at < point < limit else None
-        low, high = self._number(at, column, low=True), self._number(limit, column, low=False)
+        low, high = self._number(at, column), self._number(limit, column)
         return self._named(at[:column], column, (low + high) // 2, at, limit)
 
     def _named(self, prefix: str, column: int, number: int, low: str, high: str) -> str | None:
         digits: list[tuple[int, int]] = []
         for at in range(column + DIGITS_OF_GUESS - 1, column - 1, -1):
-            number, digit = divmod(number, len(self._alphabet(at)) + 2)
+            number, digit = divmod(number, len(self._alphabet(at)))
             digits.append((at, digit))
         point = prefix
         for at, digit in reversed(digits):
-            if digit == 0:
-                break
-            alphabet = self._alphabet(at)
-            point += alphabet[min(digit, len(alphabet)) - 1]
+            point += self._alphabet(at)[digit]
             if low < point < high:
                 return point
         return None

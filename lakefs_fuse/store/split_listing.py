@@ -32,6 +32,8 @@ KEYS_MAX = 1000
 CHAINS_MAX = 16
 """Requests of one listing at once."""
 PAGES_FOR_A_GUESS = 3
+LAST_PAGE_MIN = 0.1
+"""Of a page: what is asked for beyond where another chain is believed to begin."""
 PAGES_LEFT_MIN = 2.5
 """A chain that expects fewer pages is not cut."""
 
@@ -98,7 +100,7 @@ class SplitListing:
             self._take(page)
         await self._join(first)
 
-    async def _page(self, *, token: str | None = None, after: str = "") -> ListPage:
+    async def _page(self, *, token: str | None = None, after: str = "", keys_max: int | None = None) -> ListPage:
         self.progress.under_way += 1
         try:
             return await self._client.list_page(
@@ -106,7 +108,7 @@ class SplitListing:
                 delimiter="/",
                 token=token,
                 start_after=self._prefix + after if after else "",
-                keys_max=self._keys_max,
+                keys_max=keys_max or self._keys_max,
             )
         finally:
             self.progress.under_way -= 1
@@ -127,7 +129,7 @@ class SplitListing:
     async def _follow(self, nursery: trio.Nursery, chain: Chain) -> None:
         """To the end of the listing, or until it meets another chain."""
         while not chain.is_over():
-            page = await self._page(token=chain.token)
+            page = await self._page(token=chain.token, keys_max=self._keys_wanted(chain))
             self.progress.pages += 1
             chain.pages += 1
             chain.token = page.next_token
@@ -140,6 +142,15 @@ class SplitListing:
                 chain.guess.cancel()
             self._guess(nursery)
             self._take(page)
+
+    def _keys_wanted(self, chain: Chain) -> int:
+        """A page's, or so few that little is asked for twice where another chain is about to be met."""
+        if len(self._firsts) == 1 or not self._orderly:
+            return self._keys_max
+        left = self._space.pages_left(chain.begin, chain.at, chain.limit, chain.pages)
+        if left >= 1:
+            return self._keys_max
+        return min(self._keys_max, int((max(left, 0) + LAST_PAGE_MIN) * self._keys_max) + 1)
 
     def _meet(self, chain: Chain, page: ListPage) -> None:
         """Whether another chain's first item is on a page."""
