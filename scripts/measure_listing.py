@@ -5,8 +5,8 @@
 Starts SeaweedFS behind HAProxy with 15 ms of latency a request, and puts the objects there once. In each round, in
 turn, each with nothing cached: the directory is listed by the filesystem without a kernel, side by side and page by
 page; and `os.scandir` through a mount, through `rclone mount` (unless ``--no-peers``), and with ``--s3fs`` through
-s3fs, which asks for each object by itself and takes minutes. Prints seconds, requests, when the first name was there, and the ratios' medians. Ends with 1 if a
-name is missing or comes twice.
+s3fs, which asks for each object by itself and takes minutes. Prints seconds, requests, when the first name was there,
+and the ratios' medians. Ends with 1 if a name is missing or comes twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Listing large directories through the kernel: what it costs in upcalls and requests, and that it is the same however
 the entries are written.
 
-LAKEFS_TEST_LISTED_FILES (default 20000) raises the size.
+LAKEFS_TEST_LISTED_FILES (default 20000) raises the size; LAKEFS_TEST_FOUND_FILES (150000) that of the lake whose names
+must not stay in memory.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from pathlib import Path
 
 from lakefs_fuse.catalog.archive import Member, build, commit_key
 from lakefs_fuse.catalog.record import THIS, Put, Record, encode
+from scripts.measure_names import make_lake as make_names
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Lake, number, scale
+from tests.mount.lakes import MIB, Lake, number, scale
 
 FILES = scale("LISTED_FILES", 20_000)
 WRITER = "0badcafe"
 NAMES_FOR_A_READDIR_MIN = 1000
+FOUND = scale("FOUND_FILES", 150_000)
+GROWTH_BYTES_MAX = 10 * MIB
+"""Beyond what the database's cache holds, which is bounded; 80 bytes a name with the default size."""
+RSS_BYTES_MAX = 200 * MIB
 
 
 def give(lake: Lake, names: list[str], time_ns: int) -> None:
@@ -117,3 +123,25 @@ def test_many_packed_names_cost_few_upcalls(make_lake: LakeMaker) -> None:
     for name in names[:100]:
         assert not os.path.exists(lake.path / "d" / f"{name}.absent")
     assert lake.number("upcalls.lookup") == number(absent, "upcalls.lookup"), "the kernel remembers what is not there"
+
+
+def resident_after_find(make_lake: LakeMaker, names: int) -> tuple[int, int]:
+    """Resident bytes of a fresh mount that was walked to the end; in all, and without the database's cache."""
+    lake = make_lake("file", "--metadata-ttl", "1d", "--refresh", "1h")
+    shutil.rmtree(lake.outside.root)  # type: ignore[attr-defined]
+    make_names(lake.outside.root, names, names // 1000)  # type: ignore[attr-defined]
+    lake.mount()
+    before = lake.number("store.requests.list")
+    assert sum(len(files) for _, _, files in os.walk(lake.path)) == names
+    assert lake.number("store.requests.list") == before
+    rss = lake.number("memory.rss")
+    cached = sum(lake.number(f"namespace.rocksdb.{name}") for name in ("block_cache_usage", "cur_size_all_mem_tables"))
+    lake.umount()
+    return rss, rss - cached
+
+
+def test_names_do_not_stay_in_memory(make_lake: LakeMaker) -> None:
+    _, few = resident_after_find(make_lake, FOUND // 10)
+    rss, many = resident_after_find(make_lake, FOUND)
+    assert rss < RSS_BYTES_MAX
+    assert many - few < GROWTH_BYTES_MAX
