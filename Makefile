@@ -8,7 +8,7 @@ PYTEST ?=
 JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/fuse/hooks.c)
+SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/fuse/*.c)
 
 .PHONY: demo test lint setup clean
 .DELETE_ON_ERROR:
@@ -33,4 +33,4 @@ $(VENV)/.installed-%: $(SOURCES)
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lakefs_fuse scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f lakefs_fuse/fuse/_hooks*.so
+	rm -f lakefs_fuse/fuse/_*.so

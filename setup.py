@@ -1,8 +1,8 @@
-"""Builds the optional C library of kernel hooks; everything else is in pyproject.toml.
+"""Builds the optional C libraries; everything else is in pyproject.toml.
 
-`lakefs_fuse/fuse/*.c` become `lakefs_fuse/fuse/_hooks*.so`, a plain shared object that the program loads with
-ctypes (it is not a Python module). Without a compiler or libfuse's headers the install goes on without it, and the
-mount works, slower.
+`lakefs_fuse/fuse/hooks.c` and `receiving.c` become `lakefs_fuse/fuse/_hooks*.so`, `direntries.c` becomes
+`_direntries*.so`: plain shared objects that the program loads with ctypes (they are not Python modules). Without a
+compiler or libfuse's headers the install goes on without them, and the mount works, slower.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from setuptools import Extension, setup
 
 HOOKS = "lakefs_fuse/fuse/hooks.c"
 RECEIVING = "lakefs_fuse/fuse/receiving.c"
+DIRENTRIES = "lakefs_fuse/fuse/direntries.c"
 
 
 def fuse_flags(what: str, usual: str) -> list[str]:
@@ -45,4 +46,19 @@ def hooks() -> list[Extension]:
     ]
 
 
-setup(ext_modules=hooks())
+def direntries() -> list[Extension]:
+    if not (Path(__file__).parent / DIRENTRIES).exists():
+        return []
+    return [
+        Extension(
+            "lakefs_fuse.fuse._direntries",
+            sources=[DIRENTRIES],
+            define_macros=[("_GNU_SOURCE", None)],
+            extra_compile_args=["-O2", "-fvisibility=hidden"],
+            libraries=["dl"],
+            optional=True,
+        )
+    ]
+
+
+setup(ext_modules=[*hooks(), *direntries()])

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "failpoints": frozenset(),
     "checkpoints": FOUNDATION,
     "logs": FOUNDATION,
-    "store": FOUNDATION,
+    "store": FOUNDATION | {"nurseries"},
     "meta": FOUNDATION,
     "data": FOUNDATION | {"failpoints", "nurseries", "store"},
     "catalog": FOUNDATION | {"failpoints", "nurseries", "store", "meta", "rules"},

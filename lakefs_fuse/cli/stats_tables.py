@@ -42,6 +42,7 @@ def render(values: Values, before: Values | None = None, interval_s: float = 1.0
         _cache(values),
         _writing(values),
         *_write_back(values),
+        *_listings(values),
         _commits(values),
         *_kernel(values),
         _upcalls(values, before, interval_s),
@@ -135,6 +136,18 @@ def _write_back(values: Values) -> Iterator[Text]:
         yield Text.assemble(
             ("checkpoints kept in the cache: ", "bold"),
             f"{number(kept, 'checkpoints'):,.0f}, {format_bytes(number(kept, 'bytes'))}",
+        )
+
+
+def _listings(values: Values) -> Iterator[Text]:
+    """Listings under way."""
+    under_way = section(values, "namespace").get("listing")
+    for each in under_way if isinstance(under_way, list) else ():
+        row = section(each)
+        yield Text.assemble(
+            ("listing ", "bold"),
+            f"/{row.get('path') or ''}: {number(row, 'names'):,.0f} names in {number(row, 'pages'):,.0f} pages, "
+            f"{number(row, 'requests_under_way'):,.0f} requests under way, {format_duration(number(row, 'age_s'))}",
         )
 
 

@@ -70,7 +70,7 @@ class FileTable:
         self.keeper: Keeper
         self.lending: Lending
         self.services = services(self._save)
-        self._files: dict[int, OpenFile] = {}
+        self.by_inode = self._files = dict[int, OpenFile]()  # the first name is for readers
         self._renamed: set[int] = set()
 
     def _save(self, record: DraftRecord, sync: bool) -> None:

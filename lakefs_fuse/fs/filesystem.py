@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
@@ -37,6 +37,7 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
+_SHADOWED = int(Flag.SHADOWED)
 LATE_TIMES_NS = 60_000_000_000
 """An mtime set alone and this close to now is the kernel reporting its own writes, not a user choosing a time."""
 
@@ -158,27 +159,41 @@ class Filesystem:
         """For how many seconds the attributes of an entry may be remembered."""
         if entry.inode == ROOT_INODE or self._files.get(entry.inode) is not None:
             return self.config.metadata_ttl_s
-        return self._ns.answer_fresh_s(entry.parent, entry.name)
+        return max(self._ns.listing_fresh_s(entry.parent), self._ns.answer_fresh_s(entry.parent, entry.name))
 
-    async def opendir(self, inode: int) -> float:
-        """A complete listing is there when this returns; it may be remembered for so many seconds."""
+    async def opendir(self, inode: int) -> None:
+        """The directory can be read when this returns; its first listing may go on (see `more_names`)."""
         self._directory(inode)
-        fresh_s = await self._ns.ensure_listed(inode, strictly=False)
         if self.config.attributes == "objects":
+            await self._ns.ensure_listed(inode, strictly=False)
             await ask_all(self._ns.tree.children(inode), self.getattr)
-        return fresh_s
+        else:
+            await self._ns.begin_reading(inode)
+
+    async def more_names(self, inode: int, after: int) -> None:
+        """What `readdir` answers now begins with the next entry beyond ``after``, if there is any."""
+        await self._ns.wait_for_more(inode, after)
 
     def listing_fresh_s(self, inode: int) -> float:
         """For how many seconds more the listing of a directory may be remembered."""
-        return self._ns.fresh_s(inode)
+        return self._ns.listing_fresh_s(inode)
 
     def readdir(self, inode: int, after: int) -> Iterator[Entry]:
         """Entries with cookies beyond ``after``, in cookie order, attributes of files being written included."""
         for entry in self._ns.tree.children(inode, after):
-            if entry.flags & Flag.SHADOWED:
+            if entry.flags & _SHADOWED:
                 continue
             file = self._files.get(entry.inode)
             yield entry if file is None else file.current
+
+    @property
+    def files_in_use(self) -> Mapping[int, OpenFile]:
+        """By inode; not to be changed. Their rows, as a directory's reader sees them, are those of `row_of`."""
+        return self._files.by_inode
+
+    def row_of(self, inode: int) -> bytes:
+        """The row of a file in use, with the size that it has now."""
+        return self._files.by_inode[inode].current.pack()
 
     async def setattr(self, inode: int, change: AttributeChange, handle: int | None = None) -> Entry:
         """Size, mode, owner, times. Without an open writer the change is durable when this returns."""
@@ -407,7 +422,7 @@ class Filesystem:
             await self._files.close_file(handle.file)
 
     async def fsync(self, number: int) -> None:
-        await self._files.publish(self.handle(number).file)
+        await (self.lending.fsync(number) if number & LENT else self._files.publish(self.handle(number).file))
 
     async def release(self, number: int) -> None:
         if number & LENT:

@@ -9,7 +9,6 @@ directory, as does `PLACEHOLDER` inside it (for stores that do not list markers)
 from __future__ import annotations
 
 import errno
-from collections import Counter
 from enum import StrEnum
 
 from lakefs_fuse.config import RESERVED_NAME
@@ -29,9 +28,6 @@ class Hidden(StrEnum):
     NUL = "nul"
     LONG = "long"
     CONFLICT = "conflict"
-
-
-HiddenCounts = Counter[Hidden]
 
 
 def why_hidden(component: str) -> Hidden | None:

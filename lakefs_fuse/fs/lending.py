@@ -76,6 +76,14 @@ class Lending:
         finally:
             await self._files.release(file, writer=False)
 
+    async def fsync(self, handle: int) -> None:
+        """What somebody else wrote to the file is durable when this returns. Raises LakeError."""
+        file = self._files.acquire(self.entry(inode_of(handle)), writer=False)
+        try:
+            await self._files.publish(file)
+        finally:
+            await self._files.release(file, writer=False)
+
     def _readahead(self, inode: int) -> Readahead:
         readahead = self._readaheads.setdefault(inode, Readahead())
         self._readaheads.move_to_end(inode)

@@ -1,7 +1,8 @@
 """One LIST of a directory merged into the tree: only differences are written.
 
-Pages may come in any order of names. Each name costs one point lookup; that it is still there is remembered as its
-cookie (8 bytes a name while the LIST is under way), and whatever the LIST did not bring goes at its end. Names that
+Pages may come in any order of names, and bring the same name twice. Each name costs one point lookup; that one which
+was known before is still there is remembered as its cookie (8 bytes a name while the LIST is under way), and whatever
+the LIST did not bring goes at its end. Names that
 this node changed since the LIST began (``touched``) and files that are being written (``keep``) are left as they are:
 what the page says of them is older than what is known here.
 
@@ -17,10 +18,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
+import trio
 
-from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, HiddenCounts, is_reserved, why_hidden
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.fs.keys import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved, why_hidden
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import NS
@@ -28,9 +32,11 @@ from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
+EARLIER_MAX = 1000
+"""Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
 
-@dataclass(frozen=True, slots=True)
-class Found:
+
+class Found(msgspec.Struct, frozen=True, gc=False):
     """A name in a LIST page: a file with its object, or a directory (``meta`` None)."""
 
     sort_name: bytes
@@ -47,27 +53,35 @@ class PageNames:
 
     found: list[Found]
     marker: bool
-    hidden: HiddenCounts
+    hidden: list[tuple[Hidden, str]]
 
 
 def read_page(page: ListPage, directory: int, prefix: str) -> PageNames:
     """Sort a page's keys into names, markers and keys that cannot be paths."""
-    names = PageNames([], False, HiddenCounts())
+    names = PageNames([], False, [])
+    found, skip = names.found, len(prefix)
     for meta in page.objects:
-        component = meta.key[len(prefix) :]
-        if component in ("", PLACEHOLDER):
+        component = meta.key[skip:]
+        name = component.encode("utf-8", "surrogatepass")
+        if len(name) <= NAME_BYTES_MAX and component not in _ODD and b"\0" not in name:
+            found.append(Found(name, meta))
+        elif component in ("", PLACEHOLDER):
             names.marker = True
         else:
             _sort_in(names, directory, component, meta)
     for common in page.prefixes:
-        _sort_in(names, directory, common[len(prefix) : -1], None)
+        _sort_in(names, directory, common[skip:-1], None)
     return names
+
+
+_ODD = frozenset(("", ".", "..", PLACEHOLDER, RESERVED_NAME))
+"""Names that may not be names of files."""
 
 
 def _sort_in(names: PageNames, directory: int, component: str, meta: ObjectMeta | None) -> None:
     reason = why_hidden(component)
     if reason is not None:
-        names.hidden[reason] += 1
+        names.hidden.append((reason, component))
     elif not is_reserved(directory, component):
         names.found.append(Found(component.encode("utf-8", "surrogatepass") + (b"" if meta else b"/"), meta))
 
@@ -101,46 +115,82 @@ class DirectoryMerge:
         self._outsiders: list[Entry] = []
         self.ghosts: list[bytes] = []
         self._was_listed = tree.listing(directory) is not None
+        self.first_cookie = database.inode_next
+        """Names that this LIST brings have cookies from here on."""
         self._seen = array("Q")
-        self.hidden = HiddenCounts()
+        self.names = 0
+        """Names found so far that were not known before, for whoever wants to know how far it is."""
+        self._hidden: dict[Hidden, set[int]] = {}
         self._shadowed: dict[bytes, ObjectMeta] = {}
+        self._places: dict[bytes, int] = {}
+        """Cookies of files that a directory of their name takes over, for who has read them already."""
+        self._pages = 0
+        self._is_blank = False
+        """Nothing was known when the LIST began."""
+        self._earlier: set[int] | None = None
+        self._look_at_earlier()
+
+    def _look_at_earlier(self) -> None:
+        """Names that are known already, if those are few."""
+        if self._was_listed:
+            return
+        earlier = list(islice(self._tree.children(self._directory), EARLIER_MAX + 1))
+        if len(earlier) <= EARLIER_MAX:
+            self._earlier = {entry.cookie for entry in earlier if entry.flags & Flag.LISTED or _needs_object(entry)}
+            self._is_blank = not earlier
+
+    @property
+    def is_readable(self) -> bool:
+        """The directory was never listed before, and all that is known of it is there: see `flights`."""
+        return self._pages > 0 and self._earlier is not None and not self._earlier
 
     def apply(self, names: PageNames) -> None:
         """Merge one page; committed when it returns."""
         batch = Batch()
-        self.hidden += names.hidden
+        for reason, component in names.hidden:
+            self._hidden.setdefault(reason, set()).add(hash(component))
         directories = {found.name for found in names.found if found.meta is None and not self._is_ghost(found.name)}
-        for found in names.found:
-            if found.meta is not None and found.name in directories:
-                self._shadowed[found.name] = found.meta
-            else:
-                self._merge(batch, found)
+        if directories or (names.found and self._has_removed()):
+            self._is_blank = False
+        if self._is_blank:
+            self._merge_first(batch, names.found)
+        else:
+            self._merge_all(batch, names.found, directories)
         if names.marker:
             self._mark(batch)
         self._db.commit(batch)
         self._tell_overridden()
+        self._pages += 1
         self._metrics.listing_pages += 1
 
-    def finish(self) -> Listing:
+    def _has_removed(self) -> bool:
+        """Of some name below the directory is known that a commit removed it."""
+        return next(self._tree.tombstones.below(self._prefix), None) is not None
+
+    async def finish(self) -> Listing:
         """What no page brought is gone; the directory is listed as of the time the merge began."""
-        batch = Batch()
         seen = iter(sorted(self._seen))
         next_seen = next(seen, None)
-        for entry in self._tree.children(self._directory):
-            while next_seen is not None and next_seen < entry.cookie:
-                next_seen = next(seen, None)
-            if next_seen != entry.cookie:
-                self._vanished(batch, entry)
-        self._db.commit(batch)
+        for some in self._tree.needing_object(self._directory, self.first_cookie):
+            batch = Batch()
+            for cookie in some:
+                while next_seen is not None and next_seen < cookie:
+                    next_seen = next(seen, None)
+                entry = None if next_seen == cookie else self._tree.at(self._directory, cookie)
+                if entry is not None:
+                    self._vanished(batch, entry)
+            self._db.commit(batch)
+            await trio.lowlevel.checkpoint()
         batch = Batch()
         for name in [name for name in self._shadowed if self._tree.named(self._directory, name + b"/") is None]:
             self._merge(batch, Found(name, self._shadowed.pop(name)))
+        hidden = {reason: len(keys) for reason, keys in self._hidden.items()}
         listing = Listing(
             self._now_ns,
-            len(self._seen),
-            self.hidden[Hidden.COMPONENT],
-            self.hidden[Hidden.NUL],
-            self.hidden[Hidden.LONG],
+            self.names + len(set(self._seen)),
+            hidden.get(Hidden.COMPONENT, 0),
+            hidden.get(Hidden.NUL, 0),
+            hidden.get(Hidden.LONG, 0),
             len(self._shadowed),
         )
         self._tree.set_listing(batch, self._directory, listing)
@@ -150,6 +200,7 @@ class DirectoryMerge:
 
     def apply_one(self, name: bytes, found: Iterable[Found]) -> None:
         """The store was asked for one name only: ``found`` is all there is of it (a file, a directory, both, none)."""
+        self._is_blank = False
         here = {item.sort_name: item for item in found}
         if name + b"/" in here and name not in self._touched and self._is_ghost(name):
             del here[name + b"/"]
@@ -245,8 +296,10 @@ class DirectoryMerge:
 
     def _merge(self, batch: Batch, found: Found) -> None:
         entry = self._tree.named(self._directory, found.sort_name)
-        if entry is not None:
+        if entry is not None and entry.cookie < self.first_cookie:
             self._seen.append(entry.cookie)
+            if self._earlier is not None:
+                self._earlier.discard(entry.cookie)
         if found.name in self._touched:
             return
         if found.meta is None:
@@ -255,6 +308,27 @@ class DirectoryMerge:
             self._merge_new_file(batch, found.name, found.meta)
         elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_copy(entry, found.meta)):
             self._replaced(batch, entry, found.meta)
+
+    def _merge_all(self, batch: Batch, found: list[Found], directories: set[bytes]) -> None:
+        for each in found:
+            if each.meta is None or each.sort_name not in directories:
+                self._merge(batch, each)
+            else:
+                self._shadowed[each.sort_name] = each.meta
+
+    def _merge_first(self, batch: Batch, found: list[Found]) -> None:
+        """Files in a directory of which nothing was known but files, and that none was removed: the shortest way."""
+        files = [
+            (each.sort_name, each.meta.size, each.meta.mtime_ns, each.meta.etag)
+            for each in found
+            if each.meta is not None and each.sort_name not in self._touched
+        ]
+        added = self._tree.insert_plain(batch, self._directory, files)
+        self.names += added
+        self._metrics.entries_added += added
+        for each in found:
+            if each.sort_name in self._touched:
+                self._merge(batch, each)
 
     def _is_copy(self, entry: Entry, meta: ObjectMeta) -> bool:
         """The object that the name means was copied to the name's own key: a commit will say so."""
@@ -319,15 +393,22 @@ class DirectoryMerge:
         else:
             self._shadowed[name] = ObjectMeta("", file.size, file.etag, file.mtime_ns)
             self._tree.remove(batch, file)
+            if file.cookie >= self.first_cookie:
+                self._places[name] = file.cookie
         self._changed(self._directory, name)
         return True
 
     def _insert_directory(self, batch: Batch, name: bytes) -> None:
         flags, now_ns = Flag.DIRECTORY | Flag.LISTED, self._now_ns
-        self._added(self._tree.insert(batch, self._directory, name, flags, mtime_ns=now_ns, ctime_ns=now_ns))
+        self._added(
+            self._tree.insert(
+                batch, self._directory, name, flags,
+                cookie=self._places.pop(name, 0), mtime_ns=now_ns, ctime_ns=now_ns,
+            )
+        )  # fmt: skip
 
     def _added(self, entry: Entry) -> None:
-        self._seen.append(entry.cookie)
+        self.names += 1
         self._metrics.entries_added += 1
         if self._was_listed:
             self._changed(self._directory, entry.name)

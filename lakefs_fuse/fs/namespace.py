@@ -4,6 +4,7 @@ A directory that was listed within the TTL answers everything, absent names incl
 it is listed again, once, whoever asks. A name in a directory that was never listed (or is very large) is asked for by
 itself, and after a few such questions the directory is listed in the background. Times of listings are wall clock and
 survive a restart; a time in the future counts as long ago. While the store is away, what was listed before counts on.
+The first listing of a directory can be read while it goes on (`flights`).
 
 Changes this node makes go through `changing`, so that a LIST which began before them cannot undo them. All code between
 two awaits is atomic; trio thread only.
@@ -13,23 +14,25 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import trio
 
 from lakefs_fuse.data.version import Extent
 from lakefs_fuse.errors import AccessDenied, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.extents import extent_of, key_of, prefix_of
-from lakefs_fuse.fs.keys import PLACEHOLDER, Hidden, is_reserved
+from lakefs_fuse.fs.flights import Flight, described
+from lakefs_fuse.fs.keys import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved
 from lakefs_fuse.fs.listing import DirectoryMerge, Found, read_page
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+from lakefs_fuse.store.split_listing import SplitListing
 
 NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
@@ -44,15 +47,6 @@ AWAY = (Unavailable, AccessDenied)
 AWAY_CHECK_S = 0.5
 """Who waits for a LIST looks so often whether the store is away."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Flight:
-    """A LIST of one directory under way; ``touched`` are names changed here since it began."""
-
-    done: trio.Event = field(default_factory=trio.Event)
-    touched: set[bytes] = field(default_factory=set)
-    error: LakeError | None = None
 
 
 class Namespace:
@@ -138,6 +132,15 @@ class Namespace:
         """For how many seconds what is known of a name counts, by a listing or because it was asked for by itself."""
         return max(self.fresh_s(directory), self._answer_fresh_s(directory, name))
 
+    def listing_fresh_s(self, directory: int) -> float:
+        """As `fresh_s`, of what is read of a directory now: its first listing, while it goes on, included."""
+        flight = self._flights.get(directory)
+        return self._flight_fresh_s(flight) if flight is not None and flight.is_readable else self.fresh_s(directory)
+
+    def _flight_fresh_s(self, flight: Flight) -> float:
+        age_ns = self._clock_ns() - flight.began_ns
+        return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
+
     def _answer_fresh_s(self, directory: int, name: bytes) -> float:
         age_ns = self._clock_ns() - self._answers.get((directory, name), -self._ttl_ns)
         return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
@@ -149,14 +152,17 @@ class Namespace:
         try:
             component = name.decode("utf-8")
         except UnicodeDecodeError:
-            return None, 0.0
-        if is_reserved(directory, component) or len(name) > 255:
-            return None, 0.0
+            return None, self._ttl_ns / NS
+        if is_reserved(directory, component) or len(name) > NAME_BYTES_MAX:
+            return None, self._ttl_ns / NS
         if not ask:
             entry = self.tree.child(directory, name)
             if entry is not None and self._keep(entry):
                 return entry, self._ttl_ns / NS
             fresh_s = self.answer_fresh_s(directory, name)
+            flight = self._flights.get(directory)
+            if flight is not None and entry is not None and flight.brought(entry.cookie):
+                fresh_s = max(fresh_s, self._flight_fresh_s(flight))
             if fresh_s > 0 and not (entry is not None and entry.is_local):
                 return entry, fresh_s
             listing = self.tree.listing(directory)
@@ -196,7 +202,7 @@ class Namespace:
             self._begin_listing(directory)
 
     def _begin_listing(self, directory: int) -> Flight:
-        flight = self._flights[directory] = Flight()
+        flight = self._flights[directory] = Flight(self._clock_ns())
         self._background += 1
         self._nursery.start_soon(self._list_in_background, directory, flight)
         return flight
@@ -229,7 +235,7 @@ class Namespace:
         self._metrics.point_lookups += 1
         prefix = self.prefix(directory)
         asked_ns = self._clock_ns()
-        flight = Flight()
+        flight = Flight(asked_ns)
         key = prefix + component
         with self._watching(directory, flight):
             page = await self._client.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
@@ -273,6 +279,30 @@ class Namespace:
             await self._list_again(directory)
         return self.fresh_s(directory)
 
+    async def begin_reading(self, directory: int) -> None:
+        """As `ensure_listed`, not strictly; but a first listing goes on when this returns."""
+        if self.fresh_s(directory) > 0:
+            return
+        if self.tree.listing(directory) is not None:
+            await self._list_again(directory)
+            return
+        flight = self._flights.get(directory) or self._begin_listing(directory)
+        while not flight.done.is_set() and not flight.is_readable:
+            await flight.more()
+        if flight.error is not None:
+            raise flight.error
+
+    async def wait_for_more(self, directory: int, after: int) -> None:
+        """There are names with cookies beyond ``after``, or there will be none, when this returns. Raises what ended
+        the listing before it was complete."""
+        while self.tree.listing(directory) is None and self.tree.path(directory) is not None:
+            flight = self._flights.get(directory) or self._begin_listing(directory)
+            if flight.is_readable and next(self.tree.children(directory, after), None) is not None:
+                return
+            await flight.more()
+            if flight.error is not None:
+                raise flight.error
+
     async def list_directory(self, directory: int) -> None:
         """LIST a directory to its end and merge what changed; whoever comes meanwhile waits for the same LIST."""
         flight = self._flights.get(directory)
@@ -281,7 +311,7 @@ class Namespace:
             if flight.error is not None:
                 raise flight.error
             return
-        flight = self._flights[directory] = Flight()
+        flight = self._flights[directory] = Flight(self._clock_ns())
         await self._fly(directory, flight)
 
     async def _fly(self, directory: int, flight: Flight) -> None:
@@ -296,24 +326,25 @@ class Namespace:
             raise
         finally:
             del self._flights[directory]
-            flight.done.set()
+            flight.end()
 
     async def _list(self, directory: int, flight: Flight) -> None:
         prefix = self.prefix(directory)
-        merge = self._merge(directory, flight)
-        token: str | None = None
-        while True:
-            page = await self._client.list_page(prefix, delimiter="/", token=token)
+        merge = flight.merge = self._merge(directory, flight)
+
+        def take(page: ListPage) -> None:
             if self.tree.path(directory) is None:
                 raise FileError(errno.ESTALE)
             merge.apply(read_page(page, directory, prefix))
-            token = page.next_token
-            if token is None:
-                break
+            flight.told()
+
+        listing = SplitListing(self._client, prefix, take)
+        flight.progress = listing.progress
+        await listing.run()
         await self._look_below_ghosts(merge, prefix)
         if self.tree.path(directory) is None:
             raise FileError(errno.ESTALE)
-        merge.finish()
+        await merge.finish()
 
     async def _look_below_ghosts(self, merge: DirectoryMerge, prefix: str) -> None:
         for name in merge.ghosts:
@@ -341,7 +372,7 @@ class Namespace:
             self._metrics,
             directory,
             prefix=self.prefix(directory),
-            now_ns=self._clock_ns(),
+            now_ns=flight.began_ns,
             touched=flight.touched,
             keep=self._keep,
             changed=self._changed,
@@ -388,9 +419,14 @@ class Namespace:
         """Names cannot be written to the local disk."""
         return self._db.is_failing
 
+    def _path_of(self, directory: int) -> str | None:
+        path = self.tree.path(directory)
+        return None if path is None else os.fsdecode(b"/".join(path))
+
     def statistics(self) -> dict[str, object]:
         return {
             "hidden_keys": dict(zip(map(str, Hidden), self.tree.hidden, strict=True)),
             "listings_under_way": len(self._flights),
+            "listing": described(self._flights, self._path_of, self._clock_ns()),
             "rocksdb": self._db.statistics(),
         }

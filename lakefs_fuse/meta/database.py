@@ -287,6 +287,16 @@ class Database:
         self._inode_next += 1
         return self._inode_next - 1
 
+    @property
+    def changes(self) -> int:
+        """Grows with every change."""
+        return self._raw.latest_sequence_number()
+
+    @property
+    def inode_next(self) -> int:
+        """Numbers below were given out, or never will be."""
+        return self._inode_next
+
     def statistics(self) -> dict[str, int]:
         """Approximate, in bytes and keys."""
         names = ("estimate-num-keys", "estimate-live-data-size", "cur-size-all-mem-tables", "block-cache-usage")

@@ -15,6 +15,9 @@ import msgspec
 ROOT_INODE = 1
 
 HEAD = Struct("<QHIIIQqqQIQB")
+FLAGS_LOW, PLACE, NOWHERE = 8, slice(54, 58), bytes(4)
+"""In a row: the low byte of ``flags``, the bytes of ``place``, and those of a file that is the object at its own key.
+"""
 UNSET = 0xFFFF_FFFF
 """A mode, uid or gid nobody has said: the mount's default is shown."""
 

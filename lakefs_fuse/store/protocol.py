@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import msgspec
+
 Buffer = bytes | bytearray | memoryview
 
 PARTS_MAX = 10_000
@@ -56,8 +58,7 @@ class FileSlice:
 Body = bytes | FileSlice
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectMeta:
+class ObjectMeta(msgspec.Struct, frozen=True, gc=False):
     """One object as LIST or HEAD shows it. ``metadata`` is None where not asked for (LIST), else user metadata."""
 
     key: str
@@ -137,6 +138,11 @@ class Capabilities:
     """Characters that the store would change in a key; writing such a key raises KeyRefused."""
     notes: tuple[str, ...] = field(default=())
     """What was adapted, one line each, for the log and `stats`."""
+
+    @property
+    def lists_anywhere(self) -> bool:
+        """A listing may begin behind any key at the price of a page. A local directory is read whole for that."""
+        return self.name != "local"
 
 
 @runtime_checkable

@@ -1,4 +1,7 @@
-"""LIST without botocore's parser, which holds the GIL for 100 ms per 1000 keys: 8 ms here.
+"""LIST without botocore's parser, which holds the GIL for 100 ms per 1000 keys: 2 ms here.
+
+An answer in the usual form, which is that of its first object for all of them, is taken apart by one regular
+expression; any other by expat (9 ms).
 
 The request is signed by botocore's signer and sent by botocore's own HTTP session, so proxies, credentials and
 certificates are treated as in every other call.
@@ -8,7 +11,10 @@ Called from any worker thread.
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
+from functools import cache
+from html import unescape
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
 
@@ -67,11 +73,88 @@ class S3Listing:
         self._http.close()
 
 
+_FIELDS = {"Key": "([^<&]*)", "Size": "([0-9]{1,18})", "ETag": "([^<]*)", "LastModified": "([^<&]*)"}
+_FIELD = re.compile("<(" + "|".join(_FIELDS) + ")>")
+_PREFIX = re.compile("<CommonPrefixes><Prefix>([^<&]*)</Prefix></CommonPrefixes>")
+_TOKEN = re.compile("<NextContinuationToken>([^<]*)</NextContinuationToken>")
+
+
+@cache
+def _objects(order: tuple[str, ...]) -> re.Pattern[str]:
+    """An object whose fields come in this order, with others between them perhaps."""
+    fields = "(?:(?!</?Contents>|" + "|".join(f"<{name}>" for name in _FIELDS) + ")<[^<>]*>[^<>]*)*?"
+    return re.compile("<Contents>" + "".join(f"{fields}<{each}>{_FIELDS[each]}</{each}>" for each in order))
+
+
 def parse_page(body: bytes, skip: int) -> ListPage:
     """An answer to ListObjectsV2; the first ``skip`` characters of every key are the source's prefix.
 
     Raises ParseError or ValueError for anything else.
     """
+    return _parse_usual(body, skip) or _parse_any(body, skip)
+
+
+def _parse_usual(body: bytes, skip: int) -> ListPage | None:
+    """None for what is not as most answers are; whether that is one is not looked at here."""
+    text = body.decode()
+    first = text.find("<Contents>")
+    begin = text.find("<ListBucketResult")
+    if begin < 0 or "<!" in text or "<EncodingType>url<" not in text or not text.endswith("</ListBucketResult>"):
+        return None
+    found: list[tuple[str, ...]] = []
+    order: tuple[str, ...] = ()
+    if first >= 0:
+        order = tuple(_FIELD.findall(text[first : text.find("</Contents>", first)]))
+        if sorted(order) != sorted(_FIELDS):
+            return None
+        found = _objects(order).findall(text)
+    prefixes = _PREFIX.findall(text)
+    truncated = "<IsTruncated>true<" in text
+    tokens = _TOKEN.findall(text)
+    if len(found) != text.count("<Contents>") or len(prefixes) != text.count("<CommonPrefixes>"):
+        return None
+    if truncated != bool(tokens and tokens[0]) or len(tokens) > 1:
+        return None
+    return ListPage(
+        _metas(found, order, skip),
+        [unquote_plus(each)[skip:] for each in prefixes],
+        unescape(tokens[0]) if truncated else None,
+    )
+
+
+def _metas(found: list[tuple[str, ...]], order: tuple[str, ...], skip: int) -> list[ObjectMeta]:
+    if not found:
+        return []
+    key_at, size_at, etag_at, modified_at = map(order.index, ("Key", "Size", "ETag", "LastModified"))
+    above = _directory(found[0][key_at])
+    above_plain = unquote_plus(above)
+    times: dict[str, int] = {}
+    metas: list[ObjectMeta] = []
+    for row in found:
+        key, etag, modified = row[key_at], row[etag_at], row[modified_at]
+        if key.startswith(above):
+            rest = key[len(above) :]
+            key = above_plain + (unquote_plus(rest) if "%" in rest or "+" in rest else rest)
+        else:
+            key = unquote_plus(key)
+        mtime_ns = times.get(modified)
+        if mtime_ns is None:
+            mtime_ns = times[modified] = time_ns(modified)
+        if len(key) > skip:
+            if "&" in etag:
+                etag = etag.replace("&quot;", "").replace("&#34;", "")
+                etag = unescape(etag) if "&" in etag else etag
+            metas.append(ObjectMeta(key[skip:], int(row[size_at]), etag.strip('"'), mtime_ns))
+    return metas
+
+
+def _directory(key: str) -> str:
+    """What a quoted key begins with, up to its last slash: it is the same for a whole directory."""
+    slash = key.rfind("%2F")
+    return key[: max(slash + 3 if slash >= 0 else 0, key.rfind("/") + 1)]
+
+
+def _parse_any(body: bytes, skip: int) -> ListPage:
     root = ElementTree.fromstring(body)
     namespace = root.tag[: root.tag.index("}") + 1] if root.tag.startswith("{") else ""
     if root.tag != namespace + "ListBucketResult":

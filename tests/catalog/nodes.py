@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import trio
 
 from lakefs_fuse.catalog.apply import Applier, Watcher, files_below
 from lakefs_fuse.catalog.archive import commit_key
@@ -100,7 +101,7 @@ class Node:
         merge = DirectoryMerge(self.database, self.tree, NamespaceMetrics(), inode, prefix=prefix, now_ns=at(seconds))
         page: PageNames = read_page(ListPage(list(metas), list(prefixes), None), inode, prefix)
         merge.apply(page)
-        merge.finish()
+        trio.run(merge.finish)
         return merge.ghosts
 
     def inode(self, path: str) -> int:

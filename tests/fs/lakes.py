@@ -75,8 +75,19 @@ class Lake:
 
     async def names(self, path: str = "") -> list[str]:
         inode = (await self.found(path)).inode if path else ROOT_INODE
+        return sorted(entry.name.decode(errors="surrogateescape") for entry in await self.read_directory(inode))
+
+    async def read_directory(self, inode: int) -> list[Entry]:
+        """As the kernel does: open it, and read on until nothing comes."""
         await self.fs.opendir(inode)
-        return sorted(entry.name.decode(errors="surrogateescape") for entry in self.fs.readdir(inode, 0))
+        entries: list[Entry] = []
+        while True:
+            after = entries[-1].cookie if entries else 0
+            await self.fs.more_names(inode, after)
+            more = list(self.fs.readdir(inode, after))
+            if not more:
+                return entries
+            entries += more
 
     async def open(self, path: str, flags: int = os.O_RDONLY) -> int:
         return await self.fs.open((await self.found(path)).inode, flags)

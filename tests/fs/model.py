@@ -319,6 +319,7 @@ class Model:
         seen: list[str] = []
         after = 0
         while True:
+            await self.mounted.fs.more_names(inode, after)
             entries = [entry for _, entry in zip(range(piece), self.mounted.fs.readdir(inode, after), strict=False)]
             if not entries:
                 break

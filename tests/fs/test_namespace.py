@@ -14,7 +14,7 @@ import trio
 from lakefs_fuse.errors import FileError, NoSuchBucket
 from lakefs_fuse.fs import namespace as namespace_module
 from lakefs_fuse.fs.keys import PLACEHOLDER
-from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
 from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
@@ -346,7 +346,7 @@ async def test_a_failed_list_is_told_to_all_who_waited_and_tried_again(tmp_path:
         def second_page_fails(request: Request, when: When) -> None:
             nonlocal lists
             lists += when == "before"
-            if lists == 2:
+            if lists >= 2 and when == "before":
                 raise NoSuchBucket("no")
 
         store.hook = second_page_fails
@@ -362,6 +362,7 @@ async def test_a_failed_list_is_told_to_all_who_waited_and_tried_again(tmp_path:
             for _ in range(3):
                 nursery.start_soon(refuse)
         assert refused == 3
+        store.hook = lambda request, when: None
         assert [entry.name for entry in m.fs.readdir(ROOT_INODE, 0)] == [b"a", b"b", b"c"]
         assert await m.names() == ["a", "c"]
 
@@ -621,7 +622,7 @@ async def test_a_directory_read_in_pieces_neither_skips_nor_repeats(tmp_path: Pa
 async def test_what_is_created_while_reading_does_not_disturb(tmp_path: Path) -> None:
     store, clock = store_of(*(f"n{number:03}" for number in range(20))), Clock()
     async with lake(store, tmp_path, clock=clock) as m:
-        await m.fs.opendir(ROOT_INODE)
+        await m.names()
         first = list(itertools.islice(m.fs.readdir(ROOT_INODE, 0), 10))
         store.give("n000x")
         store.take("n015")
@@ -660,3 +661,180 @@ async def test_failures_hook_is_used_up(tmp_path: Path) -> None:
         with pytest.raises(NoSuchBucket):
             await m.lookup("a")
         assert await m.lookup("a") is not None
+
+
+# -- the first listing of a directory, while it goes on
+
+
+def hold_from(store: MemoryStore, page: int) -> Pause:
+    """Every LIST but the first few waits."""
+    lists = itertools.count(1)
+    store.hook = pause = Pause(lambda request: request.what == "list" and next(lists) >= page)
+    return pause
+
+
+async def read_on(m: Lake, inode: int, after: int) -> list[Entry]:
+    await m.fs.more_names(inode, after)
+    return list(m.fs.readdir(inode, after))
+
+
+async def test_a_directory_can_be_read_as_its_first_page_is_there(tmp_path: Path) -> None:
+    names = [f"n{number:03}".encode() for number in range(60)]
+    store = store_of(*(f"d/{name.decode()}" for name in names), page_keys_max=10)
+    async with lake(store, tmp_path) as m:
+        inode = (await m.found("d")).inode
+        before = store.count("list")
+        pause = hold_from(store, 2)
+        await m.fs.opendir(inode)
+        first = await read_on(m, inode, 0)
+        assert [entry.name for entry in first] == names[:10]
+        assert store.count("list") - before <= 3
+        (told,) = m.fs.statistics()["namespace"]["listing"]  # type: ignore[index]
+        assert (told["path"], told["names"], told["pages"]) == ("d", 10, 1)
+        asked = store.count("list")
+        for entry in first:
+            found, fresh_s = await m.fs.lookup(inode, entry.name)
+            assert (found, 0 < fresh_s <= TTL_S) == (entry, True)
+        assert 0 < m.fs.listing_fresh_s(inode) <= TTL_S
+        assert store.count("list") == asked, "names that were read are not asked for again"
+        rest: list[list[Entry]] = []
+
+        async def read_rest() -> None:
+            after = first[-1].cookie
+            while more := await read_on(m, inode, after):
+                rest.append(more)
+                after = more[-1].cookie
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read_rest)
+            await trio.sleep(0.05)
+            assert rest == []
+            pause.resume()
+        assert sorted(entry.name for piece in rest for entry in piece) == names[10:]
+        assert m.fs.statistics()["namespace"]["listing"] == []  # type: ignore[index]
+        assert await m.names("d") == [name.decode() for name in names]
+
+
+async def test_names_known_before_are_read_once_they_are_known_to_be_there(tmp_path: Path) -> None:
+    """They come first: the first page must not let a reader pass one that is gone, or miss one that is there."""
+    store, clock = store_of(*(f"d/n{number:03}" for number in range(60)), page_keys_max=10), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await m.found("d/n055")
+        await m.found("d/n056")
+        store.take("d/n056")
+        clock.advance(TTL_S + 1)
+        inode = (await m.found("d")).inode
+        read: list[bytes] = []
+
+        async def read_all() -> None:
+            await m.fs.opendir(inode)
+            after = 0
+            while more := await read_on(m, inode, after):
+                read.extend(entry.name for entry in more)
+                after = more[-1].cookie
+
+        pause = hold_from(store, 2)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read_all)
+            await reached(pause.reached)
+            await trio.sleep(0.02)
+            assert read == []
+            pause.resume()
+        assert sorted(read) == [f"n{number:03}".encode() for number in range(60) if number != 56]
+
+
+async def test_a_listing_that_fails_half_way_is_not_taken_for_a_short_one(tmp_path: Path) -> None:
+    store = store_of(*(f"d/n{number:03}" for number in range(60)), page_keys_max=10)
+    async with lake(store, tmp_path) as m:
+        inode = (await m.found("d")).inode
+        lists = itertools.count(1)
+        fails = Failures(lambda request: request.what == "list" and next(lists) >= 2, NoSuchBucket("no"), count=1000)
+        store.hook = fails
+        await m.fs.opendir(inode)
+        first = await read_on(m, inode, 0)
+        with pytest.raises(NoSuchBucket):
+            await read_on(m, inode, first[-1].cookie)
+        fails.left = 0
+        rest: list[Entry] = []
+        while more := await read_on(m, inode, rest[-1].cookie if rest else first[-1].cookie):
+            rest += more
+        assert len({entry.name for entry in [*first, *rest]}) == len(first) + len(rest) == 60
+
+
+@pytest.mark.parametrize("capabilities", [Capabilities(name="sorted"), UNSORTED], ids=lambda found: found.name)
+async def test_a_large_listing_again_changes_nothing(tmp_path: Path, capabilities: Capabilities) -> None:
+    """Pages side by side bring some names twice; hidden keys are counted once."""
+    keys = [f"n{number:04}" for number in range(700)] + [f"n{number:04}/x" for number in range(0, 700, 50)]
+    store = store_of(
+        *keys, *(f"x{number:04}" + "y" * 260 for number in range(300)), capabilities=capabilities, page_keys_max=10
+    )
+    clock = Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        assert await m.names() == sorted(keys[:700])
+        assert m.hidden() == {"conflict": 14, "long": 300}
+        listing = m.fs._ns.tree.listing(ROOT_INODE)
+        assert listing is not None
+        metrics = m.metrics.namespace
+        before = (metrics.entries_added, metrics.entries_changed, metrics.entries_removed)
+        clock.advance(TTL_S + 1)
+        store.take("n0007")
+        assert await m.names() == sorted(set(keys[:700]) - {"n0007"})
+        assert m.hidden() == {"conflict": 14, "long": 300}
+        assert (metrics.entries_added, metrics.entries_changed, metrics.entries_removed) == (*before[:2], before[2] + 1)
+        again = m.fs._ns.tree.listing(ROOT_INODE)
+        assert again is not None
+        assert again.entries == 699
+
+
+# -- names that are not there
+
+
+async def absent(m: Lake, directory: int, name: bytes) -> float:
+    """For how long that is known, in seconds."""
+    entry, fresh_s = await m.fs.lookup(directory, name)
+    assert entry is None
+    return fresh_s
+
+
+async def test_an_absent_name_is_asked_for_once(tmp_path: Path) -> None:
+    """Of a directory that was never listed: one LIST for each name, and none again within the TTL."""
+    store, clock = store_of("d/x", page_keys_max=5), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        inode = (await m.found("d")).inode
+        before = store.count("list")
+        for _ in range(20):
+            for name in (b"a", b"b", b"c"):
+                assert await absent(m, inode, name) == TTL_S
+        assert store.count("list") - before == 3
+        clock.advance(TTL_S + 1)
+        assert await absent(m, inode, b"a") == TTL_S
+        assert store.count("list") - before == 4
+
+
+async def test_names_that_cannot_be_are_not_asked_for(tmp_path: Path) -> None:
+    store = store_of(".lakefs/x", "d/x")
+    async with lake(store, tmp_path) as m:
+        before = store.count("list")
+        for name in (b".lakefs", b"\xff\xfe", PLACEHOLDER.encode(), b"n" * 256):
+            assert await absent(m, ROOT_INODE, name) == TTL_S
+        assert store.count("list") == before
+
+
+async def test_a_complete_listing_knows_what_is_absent(tmp_path: Path) -> None:
+    """Any number of absent names costs nothing within the TTL, and one listing for all of them after it."""
+    store, clock = store_of(*(f"d/n{number:03}" for number in range(300)), page_keys_max=1000), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await m.names("d")
+        inode = (await m.found("d")).inode
+        before = store.count("list")
+        for number in range(500):
+            assert await absent(m, inode, b"absent-%d" % number) == TTL_S
+        assert store.count("list") == before
+        clock.advance(TTL_S + 1)
+        for number in range(500):
+            assert await absent(m, inode, b"absent-%d" % number) > 0
+        assert store.count("list") == before + 1
+    async with lake(store, tmp_path, clock=clock) as m:
+        before = store.count("list")
+        assert await absent(m, inode, b"absent-1") > 0
+        assert store.count("list") == before, "nor after a restart"

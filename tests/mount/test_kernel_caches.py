@@ -349,3 +349,18 @@ def test_without_the_hooks_it_works_as_well(make_lake: LakeMaker, immutable: boo
     assert counts["opendir"] == 2
     assert counts["open"] == 2 * FILES
     assert counts["flush"] == (1 if immutable else 2 * FILES)
+
+
+def test_syncing_what_was_opened_without_asking(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """Through such a handle too fsync() waits for what another one wrote."""
+    lake = make_lake("file", "--durability", "writeback", "--writeback-delay", "1h", "--metadata-ttl", "1h")
+    fill(lake)
+    lake.mount()
+    path = lake.path / "d" / "f000"
+    path.read_bytes()
+    with open(path, "rb") as reader:
+        os.fsync(reader.fileno())
+        path.write_bytes(b"changed")
+        os.fsync(reader.fileno())
+        with another(lake, tmp_path) as other:
+            assert (other.path / "d" / "f000").read_bytes() == b"changed"

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import MIB, START_HEADS, START_LISTS, Bucket, Directory, Lake, number, scale
+from tests.servers import Server
 
 DIRECTORIES = scale("DIRECTORIES", 30)
 OBJECTS = scale("OBJECTS", 3000)
@@ -176,3 +178,39 @@ def test_opening_and_reading_what_is_in_the_page_cache(lake: Lake) -> None:
     assert cost.pop("getattr") <= 1
     assert cost == {"lookup": 0, "open": 1, "read": 0}
     assert after["store"] == before["store"]
+
+
+def test_a_directory_appears_as_its_first_page_arrives(
+    make_lake: LakeMaker, faults: tuple[Server, Faults], tmp_path: Path
+) -> None:
+    """Behind a store that holds back every page but the first; then the rest comes, and nothing twice."""
+    server, controls = faults
+    lake = make_lake("seaweedfs", "--metadata-ttl", "1h", "--refresh", "1h", through=server)
+    names = {f"image-{index:07d}.jpg" for index in range(1300)}
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: lake.outside.replace(f"d/{name}", b"x"), names))
+    lake.mount()
+    controls.hang(1000, method="GET", containing="continuation-token")
+    controls.hang(1000, method="GET", containing="start-after=some%2Flake%2Fd%2F")
+    with os.scandir(lake.path / "d") as entries:
+        first = next(entries)
+        assert first.stat().st_size == 1
+        (listing,) = listings_of(lake)
+        assert (listing["path"], listing["names"], listing["pages"]) == ("d", 1000, 1)
+        asked = lake.number("store.requests.list")
+        assert os.stat(first.path).st_size == 1
+        assert lake.number("store.requests.list") == asked
+        controls.clear()
+        rest = [entry.name for entry in entries]
+    assert sorted([first.name, *rest]) == sorted(names)
+    assert listings_of(lake) == []
+    before = lake.stats()
+    assert sorted(os.listdir(lake.path / "d")) == sorted(names)
+    assert lake.stats()["store"] == before["store"]
+
+
+def listings_of(lake: Lake) -> list[dict[str, object]]:
+    namespace = lake.stats()["namespace"]
+    assert isinstance(namespace, dict)
+    found: list[dict[str, object]] = namespace["listing"]
+    return found
