@@ -154,7 +154,7 @@ class Assembly:
         self.replay = Replay(
             database, namespace, files, writeback, evidence, metrics.writeback,
             ensure_directory=lambda path: commits.applier.ensure_directory(path, ground.clock_ns()),
-            say=storing.say,
+            say=storing.say, set_attributes=storing.set_attributes,
         )  # fmt: skip
         files.newest = writeback.publisher = Newest(
             database, namespace, ground.cache, files, storing, writeback, self.replay

@@ -355,7 +355,7 @@ class Changes:
         if sum(len(key.encode()) + len(held) for key, held in xattrs.items()) > XATTRS_BYTES_MAX:
             raise FileError(errno.ENOSPC, f"extended attributes of a file hold {XATTRS_BYTES_MAX} bytes")
         file = self._files.get(entry.inode)
-        if file is not None and file.publishing.locked():
+        if file is not None and (file.publishing.locked() or file.late_xattrs is not None):
             file.late_xattrs = xattrs
         if file is not None and (file.unlinked or file.entry.is_local):
             self._set_local_xattrs(entry, xattrs)

@@ -53,11 +53,12 @@ class Replay:
         *,
         ensure_directory: Callable[[str], int],
         say: Callable[[str, ObjectMeta], None],
+        set_attributes: Callable[[OpenFile, Entry, dict[str, bytes] | None], None],
     ) -> None:
         """``ensure_directory(path)`` answers the inode of a directory, made where it is missing."""
         self._db, self._ns, self._files, self._writeback = database, namespace, files, writeback
         self._evidence, self._metrics, self._ensure_directory = evidence, metrics, ensure_directory
-        self._say = say
+        self._say, self._set_attributes = say, set_attributes
         self._journal = Journal(database)
         self.records: set[str] = set()
         """Drafts that came back."""
@@ -99,6 +100,7 @@ class Replay:
         if file.draft is not None:
             file.leave_behind()
         file.entry = attributes.learn(file.entry, record.metadata)
+        file.late_xattrs = self._ns.tree.xattrs(entry.inode)  # before what the store says is applied over them
         draft.count_staged()
         file.draft = draft
         self._files.restore(file)
@@ -128,7 +130,9 @@ class Replay:
         else's now, the item has another when this returns. Raises LakeError."""
         record = item.draft.record()
         if await self._evidence.is_in_pack(record):
-            await self._end(item, (await self._evidence.visible(record)).etag)
+            etag = (await self._evidence.visible(record)).etag
+            self._tell_late(item, record)
+            await self._end(item, etag)
             return True
         meta = await self._evidence.published(record)
         if meta is not None:
@@ -142,8 +146,25 @@ class Replay:
         ours = there.draft_id in self._ours
         if there.etag and there.etag != item.draft.target.replaces and not ours:
             await self.set_aside(item)
-        item.replayed = False
+        item.replayed, item.file.late_xattrs = False, None  # stored anew, it is told with all of them
         return False
+
+    def _tell_late(self, item: Accepted, record: DraftRecord) -> None:
+        """Attributes that were set while the pack was on its way: as the record has them, and as the row had. Raises
+        CacheError."""
+        file = item.file
+        late, file.late_xattrs = file.late_xattrs, None
+        row = self._ns.tree.entry(file.entry.inode)
+        extent = None if row is None else self._ns.extent(row)
+        newest = not file.unlinked and file.owner_of(item.draft) is file
+        if row is None or extent is None or extent.version.key != record.commit or not newest:
+            return  # what is newer tells its own
+        wanted = attributes.learn(row, record.metadata)
+        if late == self._ns.tree.xattrs(row.inode):
+            late = None
+        told, now = (attributes.describe(each, with_mtime=True) for each in (row, wanted))
+        if late is not None or told != now:
+            self._set_attributes(OpenFile(row, file.key, None), wanted, late)
 
     def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int) -> None:
         """The row tells of the plain object that the draft became."""

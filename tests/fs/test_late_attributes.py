@@ -1,0 +1,63 @@
+"""Attributes that are set while the bytes of an accepted file are on their way, and the daemon dies before it knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.catalog import committer
+from lakefs_fuse.fs import newest
+from tests.fs.lakes import lake, permissions
+from tests.fs.writing_back import die, rewrite, until, writing_back
+from tests.memory_store import MemoryStore, Pause, Request
+from tests.write.drafting import reached
+
+NS = 1_000_000_000
+CHOSEN_NS = 1_600_000_000 * NS + 5
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "rewritten"])
+@pytest.mark.parametrize("pack", ["always", "never"])
+@pytest.mark.parametrize("what", ["mode", "mtime", "xattr"])
+async def test_they_are_told_by_the_next_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, pack: str, there: bool
+) -> None:
+    store, left = MemoryStore(), tmp_path / "left"
+
+    def dying(name: str) -> None:
+        if name == ("commit.sent" if pack == "always" else "publish.sent") and store.hook is pause:
+            store.hook = lambda _request, _when: None
+            die(tmp_path / "cache", left)
+
+    def sends(request: Request) -> bool:
+        return request.what == "put" and (request.key == "f" or request.key.startswith(".lakefs/commits/"))
+
+    pause = Pause(sends)
+    for module in (committer, newest):
+        monkeypatch.setattr(module, "reached", dying)
+    async with writing_back(store, tmp_path / "cache", pack=pack) as m:
+        if there:
+            await m.write("f", b"old")
+            await m.fs.make_durable()
+            await m.sync()
+        store.hook = pause
+        await (rewrite if there else type(m).write)(m, "f", b"bytes")
+        await reached(pause.reached)
+        if what == "mode":
+            await m.setattr("f", mode=0o600)
+        elif what == "mtime":
+            await m.setattr("f", mtime_ns=CHOSEN_NS, atime_ns=1)
+        else:
+            await m.set_xattr("f", "user.a", b"late")
+        pause.resume()
+        await until(left.exists)
+    async with writing_back(store, left, pack=pack) as m:
+        await m.fs.make_durable()
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"f": b"bytes"}
+        entry = await other.getattr("f")
+        assert (permissions(entry) == 0o600) == (what == "mode")
+        assert (entry.mtime_ns == CHOSEN_NS) == (what == "mtime")
+        assert await other.xattrs("f") == ({"user.a": b"late"} if what == "xattr" else {})
