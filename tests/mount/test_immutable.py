@@ -47,6 +47,7 @@ def immutable(make_lake: LakeMaker) -> Lake:
     return make_lake("file", "--immutable")
 
 
+@pytest.mark.usefixtures("with_hooks")
 def test_what_was_seen_once_costs_no_upcall(immutable: Lake) -> None:
     names = fill(immutable)
     immutable.mount()
@@ -249,6 +250,7 @@ def test_it_goes_with_the_mount_that_it_lies_in(make_lake: LakeMaker) -> None:
     eventually(lambda: sorted(os.listdir(lake.path / "data")) == ["f", "g"], "the outer mount is seen")
 
 
+@pytest.mark.usefixtures("with_hooks")
 def test_packed_files_of_the_lake_above(make_lake: LakeMaker, tmp_path: Path) -> None:
     """A directory of a lake, whose small files are in packs that only the lake's root tells of."""
     writer = make_lake("file", "--pack", "always").mount()
