@@ -269,6 +269,9 @@ def test_packed_files_of_the_lake_above(make_lake: LakeMaker, tmp_path: Path) ->
         assert not (part.path / "5").exists()
         assert part.cli("refresh", str(part.path)).returncode == 0
         assert (part.path / "5").read_bytes() == b"later"
+        made = part.cli("snapshot", str(part.path), "--name", "v1")  # of the lake, which the mount shows a part of
+        assert made.returncode == 0, made.stderr
+        assert "v1" in writer.cli("snapshot", writer.source, "--list").stdout
         names = os.listdir(part.path)
         with costs(part):
             assert os.listdir(part.path) == names
