@@ -16,7 +16,7 @@ from msgspec import structs
 
 from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.offline import find_place
+from lakefs_fuse.cli.offline import find_place, place_below
 from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE, default_text
 from lakefs_fuse.cli.store_options import StoreOptions, absolute, build_store, given, store_options
 from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
@@ -245,12 +245,7 @@ def _check_immutable(options: Options) -> None:
 def store_within(path: str, options: Options) -> StoreConfig:
     """The place in a store that a directory of a mount shows. Raises LakeError."""
     place = find_place(path, options)
-    source, inside = place.store.source, place.path
-    if inside and source.scheme == "file":
-        source = structs.replace(source, bucket=f"{source.bucket.rstrip('/')}/{inside}")
-    elif inside:
-        source = structs.replace(source, prefix=f"{source.prefix}{inside}/")
-    return structs.replace(place.store, source=source)
+    return place_below(place.store, place.path)
 
 
 def _check_packing(options: Options) -> None:

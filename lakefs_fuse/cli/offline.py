@@ -70,7 +70,20 @@ def find_place(path: str, options: StoreOptions, lake: str | None = None) -> Pla
     except UnicodeEncodeError as error:
         raise ConfigError(f"{path!r}: names in a lake are UTF-8") from error
     with open_daemon(mountpoint) as client:
-        return Place(store=client.store(), path=inside, mountpoint=mountpoint)
+        known = client.store()
+    if known.find_root:
+        return Place(store=place_below(known.store, inside), find_root=True, mountpoint=mountpoint)
+    return Place(store=known.store, path=inside, mountpoint=mountpoint)
+
+
+def place_below(store: StoreConfig, path: str) -> StoreConfig:
+    """The same with a directory of it as the source."""
+    source = store.source
+    if path and source.scheme == "file":
+        source = msgspec.structs.replace(source, bucket=f"{source.bucket.rstrip('/')}/{path}")
+    elif path:
+        source = msgspec.structs.replace(source, prefix=f"{source.prefix}{path}/")
+    return msgspec.structs.replace(store, source=source)
 
 
 def _below(place: Source, root: Source, path: str, lake: str) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.runtime import client_socket_paths
 from lakefs_fuse.errors import LakeError
@@ -66,9 +65,9 @@ class ControlClient:
         """Who answers."""
         return _expect(protocol.Hello, self.call(protocol.Ping()))
 
-    def store(self) -> StoreConfig:
+    def store(self) -> protocol.StoreOf:
         """The mounted lake and how its store is reached."""
-        return _expect(protocol.StoreOf, self.call(protocol.GetStore())).store
+        return _expect(protocol.StoreOf, self.call(protocol.GetStore()))
 
     def follow(self, request: protocol.MakeDurable | protocol.WaitEnd | protocol.Refresh) -> Iterator[protocol.Reply]:
         """`Progress` as it comes, then one other reply, which ends it. Sends before it returns."""

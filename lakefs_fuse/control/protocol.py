@@ -97,9 +97,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 
 
 class StoreOf(msgspec.Struct, frozen=True, tag="store"):
-    """The lake that is mounted and how its store is reached, for work on it beside the mount. Nothing secret."""
+    """The lake that is mounted and how its store is reached, for work on it beside the mount. Nothing secret. With
+    ``find_root`` it is a place in a lake, whose root is there or above."""
 
     store: StoreConfig
+    find_root: bool = False
 
 
 class Statistics(msgspec.Struct, frozen=True, tag="statistics"):

@@ -166,7 +166,7 @@ class ControlServer:
             case protocol.Stats():
                 return protocol.Statistics(self.statistics())
             case protocol.GetStore():
-                return protocol.StoreOf(self._config.store)
+                return protocol.StoreOf(self._config.store, find_root=self._config.immutable)
             case protocol.ListUnfinished():
                 files = self._fs.unfinished()
                 return protocol.UnfinishedFiles(wire_files(files), len(files))

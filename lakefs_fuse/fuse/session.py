@@ -29,7 +29,11 @@ from lakefs_fuse.fuse.operations import Operations
 LISTINGS_HELD_S_MIN = 1.0
 """With a shorter TTL the kernel is not made to keep listings: it would have to be told all the time."""
 BACKGROUND_REQUESTS_MAX = 64
-"""READs ahead of a reader that the kernel may have under way; its own default is 12."""
+"""READs ahead of a reader, and WRITEs behind a writer, that the kernel may have under way; its own default is 12."""
+BACKGROUND_SHARE = 8
+"""WRITEs under way take up no more than this part of staging: of many parts of a file that are there in part, none can
+be uploaded to make room."""
+WRITE_BYTES_MAX = 1 << 20
 TASKS_MAX = 128
 """Requests served at once; each may be waiting for the store."""
 UNMOUNT_S_MAX = 20.0
@@ -56,6 +60,12 @@ def features_for(config: MountConfig) -> Feature:
     return features | Feature.NOFLUSH if config.read_only else features
 
 
+def background_max(config: MountConfig) -> int:
+    """Requests that the kernel may have under way for nobody in particular."""
+    writes_max = config.staging_bytes_max // (BACKGROUND_SHARE * WRITE_BYTES_MAX)
+    return BACKGROUND_REQUESTS_MAX if config.read_only else max(1, min(BACKGROUND_REQUESTS_MAX, writes_max))
+
+
 class _Session:
     """There is one session in a process: libfuse's state is global, too."""
 
@@ -70,7 +80,7 @@ def request_unmount() -> None:
 
 async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
     """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError."""
-    kernel = Kernel(features_for(config), not config.read_only, BACKGROUND_REQUESTS_MAX)
+    kernel = Kernel(features_for(config), not config.read_only, background_max(config))
     operations = ImmutableOperations(fs, kernel) if isinstance(fs, ImmutableFilesystem) else Operations(fs, kernel)
     hooks.want(kernel.wanted, kernel.background_max)
     _Session.unmount_asked = trio.Event()

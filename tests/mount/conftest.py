@@ -35,6 +35,12 @@ def dev_fuse() -> Path:
 
 
 @pytest.fixture
+def with_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C library is used, whatever the environment of the tests says: without it other things are counted."""
+    monkeypatch.delenv("LAKEFS_FUSE_HOOKS", raising=False)
+
+
+@pytest.fixture
 def make_lake(
     dev_fuse: Path, tmp_path: Path, request: pytest.FixtureRequest, new_bucket: Callable[[Server], str]
 ) -> Iterator[LakeMaker]:

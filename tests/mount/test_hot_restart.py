@@ -294,12 +294,12 @@ def test_a_daemon_that_fails_by_itself_is_started_again(make_lake: LakeMaker, tm
             import os, sys
             if "lakefs_fuse.daemon" in sys.orig_argv and sys.orig_argv[-2:] == ["--restarts", "0"]:
                 import trio
-                from lakefs_fuse.fuse.operations import Operations
+                from lakefs_fuse.fuse.invalidating import Invalidations
                 async def fail(self):
                     while not os.path.exists({str(tmp_path / "fail")!r}):
                         await trio.sleep(0.02)
                     raise RuntimeError("a bug")
-                Operations.send_invalidations = fail
+                Invalidations.run = fail
         """)
     )
     given = lake.env.get("PYTHONPATH") or os.getcwd()

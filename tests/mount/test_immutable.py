@@ -47,6 +47,7 @@ def immutable(make_lake: LakeMaker) -> Lake:
     return make_lake("file", "--immutable")
 
 
+@pytest.mark.usefixtures("with_hooks")
 def test_what_was_seen_once_costs_no_upcall(immutable: Lake) -> None:
     names = fill(immutable)
     immutable.mount()
@@ -231,6 +232,46 @@ def test_a_directory_of_a_mount_is_covered_by_its_state_of_now(make_lake: LakeMa
     assert "new-0" in os.listdir(data)
 
 
+def test_refresh_shows_what_commits_changed(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """Modes, links, directories that moved with all that is in them, files that became directories."""
+    lake = make_lake("file", "--pack", "always").mount()
+    for path in ("old/deep/f", "mode", "swap", "link", "file"):
+        (lake.path / path).parent.mkdir(parents=True, exist_ok=True)
+        (lake.path / path).write_bytes(path.encode())
+    (lake.path / "l").symlink_to("mode")
+    (lake.path / "empty").mkdir()
+    lake.settle()
+    with file_lake(tmp_path / "other") as still:
+        still.source, still.options = lake.source, ("--immutable",)
+        still.mount()
+        before = {path: path.read_bytes() for path in still.path.rglob("*") if path.is_file()}
+        inode = (still.path / "old" / "deep" / "f").stat().st_ino
+        assert os.readlink(still.path / "l") == "mode"
+        (lake.path / "old").rename(lake.path / "new")
+        (lake.path / "mode").chmod(0o600)
+        (lake.path / "l").unlink()
+        (lake.path / "l").symlink_to("file")
+        (lake.path / "swap").unlink()
+        (lake.path / "swap").mkdir()
+        (lake.path / "swap" / "inside").write_bytes(b"inside")
+        (lake.path / "empty" / "first").write_bytes(b"first")
+        lake.settle()
+        assert {path: path.read_bytes() for path in still.path.rglob("*") if path.is_file()} == before
+        assert still.cli("refresh", str(still.path)).returncode == 0
+        for top in (lake.path, still.path):
+            found = {str(path.relative_to(top)) for path in top.rglob("*")}
+            assert found == {
+                "new", "new/deep", "new/deep/f", "mode", "swap", "swap/inside", "link", "file", "l", "empty",
+                "empty/first",
+            }  # fmt: skip
+            assert (top / "mode").stat().st_mode & 0o777 == 0o600
+            assert os.readlink(top / "l") == "file"
+            assert (top / "swap" / "inside").read_bytes() == b"inside"
+            assert (top / "new" / "deep" / "f").read_bytes() == b"old/deep/f"
+        assert (still.path / "new" / "deep" / "f").stat().st_ino == inode
+        assert not (still.path / "old").exists()
+
+
 def test_it_goes_with_the_mount_that_it_lies_in(make_lake: LakeMaker) -> None:
     lake = make_lake("file", "--supervise")
     lake.outside.replace("data/f", b"bytes")
@@ -249,6 +290,7 @@ def test_it_goes_with_the_mount_that_it_lies_in(make_lake: LakeMaker) -> None:
     eventually(lambda: sorted(os.listdir(lake.path / "data")) == ["f", "g"], "the outer mount is seen")
 
 
+@pytest.mark.usefixtures("with_hooks")
 def test_packed_files_of_the_lake_above(make_lake: LakeMaker, tmp_path: Path) -> None:
     """A directory of a lake, whose small files are in packs that only the lake's root tells of."""
     writer = make_lake("file", "--pack", "always").mount()
@@ -267,6 +309,9 @@ def test_packed_files_of_the_lake_above(make_lake: LakeMaker, tmp_path: Path) ->
         assert not (part.path / "5").exists()
         assert part.cli("refresh", str(part.path)).returncode == 0
         assert (part.path / "5").read_bytes() == b"later"
+        made = part.cli("snapshot", str(part.path), "--name", "v1")  # of the lake, which the mount shows a part of
+        assert made.returncode == 0, made.stderr
+        assert "v1" in writer.cli("snapshot", writer.source, "--list").stdout
         names = os.listdir(part.path)
         with costs(part):
             assert os.listdir(part.path) == names

@@ -16,6 +16,7 @@ from tests.mount.counting import costs, upcalls
 from tests.mount.lakes import MIB, Lake, eventually, noise
 from tests.mount.test_commits import another
 
+pytestmark = pytest.mark.usefixtures("with_hooks")
 FILES = 40
 OFF = {"LAKEFS_FUSE_HOOKS": "off"}
 SOON_S = 5.0

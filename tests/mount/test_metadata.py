@@ -44,6 +44,7 @@ def find(lake: Lake) -> set[str]:
     return set(done.stdout.splitlines())
 
 
+@pytest.mark.usefixtures("with_hooks")
 @pytest.mark.parametrize("store", ["file", "seaweedfs"])
 def test_a_lake_is_listed_once(make_lake: LakeMaker, store: str) -> None:
     lake = make_lake(store, "--metadata-ttl", "1h", "--refresh", "1h")

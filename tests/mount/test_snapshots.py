@@ -41,6 +41,7 @@ def below(lake: Lake, what: str) -> set[str]:
     return {path.name for path in (lake.outside.root / ".lakefs" / what).rglob("*") if path.is_file()}
 
 
+@pytest.mark.usefixtures("with_hooks")
 @pytest.mark.parametrize("store", ["file", "seaweedfs"])
 def test_a_snapshot_is_what_the_lake_was(make_lake: LakeMaker, store: str) -> None:
     lake = make_lake(store).mount("--pack", "always")

@@ -1,0 +1,28 @@
+"""What a session is asked to be, by the configuration of its mount."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec import structs
+
+from lakefs_fuse.config import GIB, MIB, MountConfig, Source, StoreConfig
+from lakefs_fuse.fuse.hooks import Feature
+from lakefs_fuse.fuse.session import BACKGROUND_REQUESTS_MAX, background_max, features_for
+
+CONFIG = MountConfig(store=StoreConfig(source=Source.parse("file:///data")), mountpoint="/mnt", cache_dir="/cache")
+
+
+@pytest.mark.parametrize(("staging_bytes", "requests"), [(10 * GIB, 64), (512 * MIB, 64), (64 * MIB, 8), (MIB, 1)])
+def test_writes_under_way_are_a_small_part_of_staging(staging_bytes: int, requests: int) -> None:
+    config = structs.replace(CONFIG, staging_bytes_max=staging_bytes)
+    assert background_max(config) == requests
+    assert background_max(structs.replace(config, read_only=True)) == BACKGROUND_REQUESTS_MAX
+
+
+def test_what_a_mount_can_use() -> None:
+    listings = Feature.EXPLICIT_INVAL_DATA | Feature.STATELESS_OPENDIR
+    assert features_for(CONFIG) == listings
+    assert features_for(structs.replace(CONFIG, metadata_ttl_s=0.5)) == Feature.EXPLICIT_INVAL_DATA
+    assert features_for(structs.replace(CONFIG, read_only=True)) == listings | Feature.NOFLUSH
+    immutable = features_for(structs.replace(CONFIG, read_only=True, immutable=True))
+    assert immutable == listings | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
