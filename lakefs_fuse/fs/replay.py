@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 
@@ -134,7 +133,7 @@ class Replay:
             self._learn(item.file, item.draft, meta.etag, meta.size)
             if (await self._evidence.visible(record)).etag in (record.replaces, meta.etag):
                 # As the record has it: attributes were set since the upload began, perhaps.
-                self._say(path_of(record), replace(meta, metadata=record.metadata))
+                self._say(path_of(record), msgspec.structs.replace(meta, metadata=record.metadata))
             await self._end(item, meta.etag)
             return True
         there = await self._evidence.visible(record)

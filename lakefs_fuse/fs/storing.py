@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -179,7 +179,7 @@ class Storing:
         async with self._deletions.keeping(key):
             await self._free(draft, there.place if there is not None else 0)
             published = await publish(draft)
-        self.say(path, replace(published.meta, metadata=published.described))
+        self.say(path, msgspec.structs.replace(published.meta, metadata=published.described))
         await self._committer.flush()
 
     def say(self, path: str, meta: ObjectMeta) -> None:
