@@ -16,7 +16,7 @@ is a `ghost`: the caller looks below it, and says `add_directory` where there is
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -176,6 +176,12 @@ class DirectoryMerge:
 
     async def finish(self) -> Listing:
         """What no page brought is gone; the directory is listed as of the time the merge began."""
+        for _ in self.remove_missing():
+            await trio.lowlevel.checkpoint()
+        return self.complete()
+
+    def remove_missing(self) -> Iterator[None]:
+        """The first half of `finish`, in steps of some milliseconds."""
         seen = iter(sorted(self._seen))
         next_seen = next(seen, None)
         for some in self._tree.needing_object(self._directory, self.first_cookie):
@@ -187,7 +193,10 @@ class DirectoryMerge:
                 if entry is not None:
                     self._vanished(batch, entry)
             self._db.commit(batch)
-            await trio.lowlevel.checkpoint()
+            yield
+
+    def complete(self) -> Listing:
+        """The second half."""
         batch = Batch()
         for name in [name for name in self._shadowed if self._tree.named(self._directory, name + b"/") is None]:
             self._merge(batch, Found(name, self._shadowed.pop(name)))

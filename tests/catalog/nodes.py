@@ -100,7 +100,9 @@ class Node:
         merge = DirectoryMerge(self.database, self.tree, NamespaceMetrics(), inode, prefix=prefix, now_ns=at(seconds))
         page: PageNames = read_page(ListPage(list(metas), list(prefixes), None), inode, prefix)
         merge.apply(page)
-        merge.finish()
+        for _ in merge.remove_missing():
+            pass
+        merge.complete()
         return merge.ghosts
 
     def inode(self, path: str) -> int:
