@@ -16,7 +16,7 @@ is a `ghost`: the caller looks below it, and says `add_directory` where there is
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -28,7 +28,7 @@ from lakefs_fuse.fs.keys import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import NS
-from lakefs_fuse.meta.tree import Listing, Tree
+from lakefs_fuse.meta.tree import HERE_BYTES, Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
@@ -126,7 +126,10 @@ class DirectoryMerge:
         """Cookies of files that a directory of their name takes over, for who has read them already."""
         self._pages = 0
         self._is_blank = False
-        """Nothing was known when the LIST began."""
+        """Nothing was known when the LIST began, but for what was changed here since."""
+        self._here: bytearray | None = None
+        """Of the names that were found since, as long as nobody else changes anything (`Tree.insert_plain`)."""
+        self._changes = 0
         self._earlier: set[int] | None = None
         self._look_at_earlier()
 
@@ -138,6 +141,8 @@ class DirectoryMerge:
         if len(earlier) <= EARLIER_MAX:
             self._earlier = {entry.cookie for entry in earlier if entry.flags & Flag.LISTED or _needs_object(entry)}
             self._is_blank = not earlier
+            self._here = bytearray(HERE_BYTES) if self._is_blank else None
+            self._changes = self._db.changes
 
     @property
     def is_readable(self) -> bool:
@@ -159,6 +164,8 @@ class DirectoryMerge:
         if names.marker:
             self._mark(batch)
         self._db.commit(batch)
+        if self._here is not None:
+            self._changes = self._db.changes
         self._tell_overridden()
         self._pages += 1
         self._metrics.listing_pages += 1
@@ -169,6 +176,12 @@ class DirectoryMerge:
 
     async def finish(self) -> Listing:
         """What no page brought is gone; the directory is listed as of the time the merge began."""
+        for _ in self.remove_missing():
+            await trio.lowlevel.checkpoint()
+        return self.complete()
+
+    def remove_missing(self) -> Iterator[None]:
+        """The first half of `finish`, in steps of some milliseconds."""
         seen = iter(sorted(self._seen))
         next_seen = next(seen, None)
         for some in self._tree.needing_object(self._directory, self.first_cookie):
@@ -180,7 +193,10 @@ class DirectoryMerge:
                 if entry is not None:
                     self._vanished(batch, entry)
             self._db.commit(batch)
-            await trio.lowlevel.checkpoint()
+            yield
+
+    def complete(self) -> Listing:
+        """The second half."""
         batch = Batch()
         for name in [name for name in self._shadowed if self._tree.named(self._directory, name + b"/") is None]:
             self._merge(batch, Found(name, self._shadowed.pop(name)))
@@ -323,7 +339,9 @@ class DirectoryMerge:
             for each in found
             if each.meta is not None and each.sort_name not in self._touched
         ]
-        added = self._tree.insert_plain(batch, self._directory, files)
+        if self._db.changes != self._changes:
+            self._here = None
+        added = self._tree.insert_plain(batch, self._directory, files, self._here)
         self.names += added
         self._metrics.entries_added += added
         for each in found:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from datetime import datetime
-from functools import cache
+from functools import lru_cache
 from html import unescape
 from urllib.parse import unquote_plus
 from xml.etree import ElementTree
@@ -73,17 +73,26 @@ class S3Listing:
         self._http.close()
 
 
-_FIELDS = {"Key": "([^<&]*)", "Size": "([0-9]{1,18})", "ETag": "([^<]*)", "LastModified": "([^<&]*)"}
+PATTERNS_MAX = 64
+"""Directories whose regular expressions are kept."""
+_FIELDS = {
+    "Key": "([^<&]*)",
+    "Size": "([0-9]{1,18})",
+    "ETag": '(?:&quot;|&#34;|")?([^<&"]*)(?:&quot;|&#34;|")?',
+    "LastModified": "([^<&]*)",
+}
 _FIELD = re.compile("<(" + "|".join(_FIELDS) + ")>")
 _PREFIX = re.compile("<CommonPrefixes><Prefix>([^<&]*)</Prefix></CommonPrefixes>")
 _TOKEN = re.compile("<NextContinuationToken>([^<]*)</NextContinuationToken>")
 
 
-@cache
-def _objects(order: tuple[str, ...]) -> re.Pattern[str]:
-    """An object whose fields come in this order, with others between them perhaps."""
-    fields = "(?:(?!</?Contents>|" + "|".join(f"<{name}>" for name in _FIELDS) + ")<[^<>]*>[^<>]*)*?"
-    return re.compile("<Contents>" + "".join(f"{fields}<{each}>{_FIELDS[each]}</{each}>" for each in order))
+@lru_cache(PATTERNS_MAX)
+def _objects(order: tuple[str, ...], above: str) -> re.Pattern[str]:
+    """An object whose fields come in this order, with others between them perhaps, and whose quoted key begins with
+    ``above``."""
+    between = "(?:(?!</?Contents>|" + "|".join(f"<{name}>" for name in _FIELDS) + ")<[^<>]*>[^<>]*)*?"
+    fields = {name: f"<{name}>{re.escape(above) if name == 'Key' else ''}{_FIELDS[name]}</{name}>" for name in order}
+    return re.compile("<Contents>" + "".join(between + fields[name] for name in order))
 
 
 def parse_page(body: bytes, skip: int) -> ListPage:
@@ -98,54 +107,49 @@ def _parse_usual(body: bytes, skip: int) -> ListPage | None:
     """None for what is not as most answers are; whether that is one is not looked at here."""
     text = body.decode()
     first = text.find("<Contents>")
-    begin = text.find("<ListBucketResult")
-    if begin < 0 or "<!" in text or "<EncodingType>url<" not in text or not text.endswith("</ListBucketResult>"):
+    usual = "<ListBucketResult" in text and "<!" not in text and "<EncodingType>url<" in text
+    if not usual or not text.endswith("</ListBucketResult>"):
         return None
-    found: list[tuple[str, ...]] = []
-    order: tuple[str, ...] = ()
+    metas: list[ObjectMeta] | None = []
     if first >= 0:
-        order = tuple(_FIELD.findall(text[first : text.find("</Contents>", first)]))
-        if sorted(order) != sorted(_FIELDS):
-            return None
-        found = _objects(order).findall(text)
+        metas = _metas(text, text[first : text.find("</Contents>", first)], skip)
     prefixes = _PREFIX.findall(text)
     truncated = "<IsTruncated>true<" in text
     tokens = _TOKEN.findall(text)
-    if len(found) != text.count("<Contents>") or len(prefixes) != text.count("<CommonPrefixes>"):
+    if metas is None or len(prefixes) != text.count("<CommonPrefixes>"):
         return None
     if truncated != bool(tokens and tokens[0]) or len(tokens) > 1:
         return None
-    return ListPage(
-        _metas(found, order, skip),
-        [unquote_plus(each)[skip:] for each in prefixes],
-        unescape(tokens[0]) if truncated else None,
-    )
+    return ListPage(metas, [unquote_plus(each)[skip:] for each in prefixes], unescape(tokens[0]) if truncated else None)
 
 
-def _metas(found: list[tuple[str, ...]], order: tuple[str, ...], skip: int) -> list[ObjectMeta]:
-    if not found:
-        return []
+def _metas(text: str, first: str, skip: int) -> list[ObjectMeta] | None:
+    """All objects of a page, whose first is this; None where some are otherwise."""
+    order = tuple(_FIELD.findall(first))
+    if sorted(order) != sorted(_FIELDS):
+        return None
+    begin = first.index("<Key>") + len("<Key>")
+    above = _directory(first[begin : first.index("</Key>")])
+    if "&" in above:
+        return None
+    found = _objects(order, above).findall(text)
+    if len(found) != text.count("<Contents>"):
+        return None
     key_at, size_at, etag_at, modified_at = map(order.index, ("Key", "Size", "ETag", "LastModified"))
-    above = _directory(found[0][key_at])
-    above_plain = unquote_plus(above)
-    times: dict[str, int] = {}
-    metas: list[ObjectMeta] = []
-    for row in found:
-        key, etag, modified = row[key_at], row[etag_at], row[modified_at]
-        if key.startswith(above):
-            rest = key[len(above) :]
-            key = above_plain + (unquote_plus(rest) if "%" in rest or "+" in rest else rest)
-        else:
-            key = unquote_plus(key)
-        mtime_ns = times.get(modified)
-        if mtime_ns is None:
-            mtime_ns = times[modified] = time_ns(modified)
-        if len(key) > skip:
-            if "&" in etag:
-                etag = etag.replace("&quot;", "").replace("&#34;", "")
-                etag = unescape(etag) if "&" in etag else etag
-            metas.append(ObjectMeta(key[skip:], int(row[size_at]), etag.strip('"'), mtime_ns))
-    return metas
+    times = {text: time_ns(text) for text in {row[modified_at] for row in found}}
+    base = unquote_plus(above)
+    if len(base) < skip:
+        return None
+    base = base[skip:]
+    return [
+        ObjectMeta(base + _plain(row[key_at]), int(row[size_at]), row[etag_at], times[row[modified_at]])
+        for row in found
+        if base or row[key_at]
+    ]
+
+
+def _plain(quoted: str) -> str:
+    return unquote_plus(quoted) if "%" in quoted or "+" in quoted else quoted
 
 
 def _directory(key: str) -> str:

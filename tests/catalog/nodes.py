@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-import trio
 
 from lakefs_fuse.catalog.apply import Applier, Watcher, files_below
 from lakefs_fuse.catalog.archive import commit_key
@@ -101,7 +100,9 @@ class Node:
         merge = DirectoryMerge(self.database, self.tree, NamespaceMetrics(), inode, prefix=prefix, now_ns=at(seconds))
         page: PageNames = read_page(ListPage(list(metas), list(prefixes), None), inode, prefix)
         merge.apply(page)
-        trio.run(merge.finish)
+        for _ in merge.remove_missing():
+            pass
+        merge.complete()
         return merge.ghosts
 
     def inode(self, path: str) -> int:

@@ -16,7 +16,7 @@ from lakefs_fuse.fs import namespace as namespace_module
 from lakefs_fuse.fs.keys import PLACEHOLDER
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
-from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake
+from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake, two_lakes
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.write.drafting import reached
 
@@ -759,6 +759,23 @@ async def test_a_listing_that_fails_half_way_is_not_taken_for_a_short_one(tmp_pa
         while more := await read_on(m, inode, rest[-1].cookie if rest else first[-1].cookie):
             rest += more
         assert len({entry.name for entry in [*first, *rest]}) == len(first) + len(rest) == 60
+
+
+async def test_names_asked_for_while_a_first_listing_goes_on_come_once(tmp_path: Path) -> None:
+    """And so do those that another node commits meanwhile."""
+    store = store_of(*(f"d/n{number:03}" for number in range(60)), page_keys_max=10)
+    async with two_lakes(store, tmp_path) as (m, other):
+        inode = (await m.found("d")).inode
+        asks = itertools.count(1)
+        store.hook = pause = Pause(lambda request: request.what == "list" and request.key == "d/" and next(asks) >= 2)
+        await m.fs.opendir(inode)
+        asked = await m.found("d/n055")
+        await other.symlink("d/n057x", "n057")
+        await other.sync()
+        assert await m.poll() == 1
+        pause.resume()
+        assert await m.names("d") == sorted([*(f"n{number:03}" for number in range(60)), "n057x"])
+        assert (await m.found("d/n055")).inode == asked.inode
 
 
 @pytest.mark.parametrize("capabilities", [Capabilities(name="sorted"), UNSORTED], ids=lambda found: found.name)

@@ -7,12 +7,17 @@ import io
 import os
 import resource
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 from xml.etree.ElementTree import ParseError
+from xml.sax.saxutils import escape
 
 import pytest
 import urllib3
 from botocore.awsrequest import AWSResponse
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -25,6 +30,7 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
+from lakefs_fuse.store import s3_listing
 from lakefs_fuse.store.protocol import Capabilities, FileSlice, ObjectMeta
 from lakefs_fuse.store.s3 import S3Store
 from lakefs_fuse.store.s3_body import BodyReader
@@ -328,6 +334,68 @@ def test_a_page_as_s3_writes_it() -> None:
     assert list(page.objects) == [ObjectMeta("a b+c\n", 7, "e1-2", 1767323045678000000)]
     assert list(page.prefixes) == ["d e/"]
     assert page.next_token == "more&more"
+
+
+ORDERS = (
+    ("Key", "LastModified", "ETag", "Size", "StorageClass"),
+    ("Key", "ETag", "Size", "StorageClass", "LastModified"),
+    ("Size", "Owner", "Key", "ChecksumAlgorithm", "LastModified", "ETag"),
+)
+FILLERS = {"StorageClass": "STANDARD", "Owner": "<ID>1</ID><DisplayName/>", "ChecksumAlgorithm": "CRC32"}
+KEY_PARTS = st.text(st.characters(codec="utf-8", min_codepoint=32), min_size=1, max_size=8)
+LISTED = st.tuples(KEY_PARTS, st.integers(0, 1 << 50), st.sampled_from(["e0", "e1-2", ""]), st.integers(0, 3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    directory=st.one_of(st.just(""), st.sampled_from(["d/", "a b/c+d/", "ü/%2F/", "d//"])),
+    found=st.lists(LISTED, max_size=6),
+    prefixes=st.lists(KEY_PARTS, max_size=3),
+    order=st.sampled_from(ORDERS),
+    quoting=st.sampled_from([quote, quote_plus, partial(quote, safe=""), partial(quote_plus, safe="/&+")]),
+    mark=st.sampled_from(['"', "&quot;", "&#34;", ""]),
+    token=st.sampled_from([None, "more&more", "x"]),
+)
+def test_a_page_in_any_form_is_read_alike(
+    directory: str,
+    found: list[tuple[str, int, str, int]],
+    prefixes: list[str],
+    order: tuple[str, ...],
+    quoting: Callable[[str], str],
+    mark: str,
+    token: str | None,
+) -> None:
+    """The quick way and the careful one say the same, which is what was listed."""
+    if quoting("+&") == "+&":  # a plus would be a space
+        found = [(name.replace("+", "-").replace("&", "-"), *rest) for name, *rest in found]  # type: ignore[misc]
+        prefixes = [name.replace("+", "-").replace("&", "-") for name in prefixes]
+        directory = directory.replace("+", "-")
+    rows = []
+    for name, size, etag, second in found:
+        values = {
+            "Key": quoting("lake/" + directory + name),
+            "Size": str(size),
+            "ETag": mark + etag + mark,
+            "LastModified": f"2026-01-02T03:04:0{second}.000Z",
+        }
+        rows.append("".join(f"<{field}>{(values | FILLERS)[field]}</{field}>" for field in order))
+    text = "".join(f"<Contents>{row}</Contents>" for row in rows)
+    text += "".join(
+        f"<CommonPrefixes><Prefix>{quoting('lake/' + directory + name + '/')}</Prefix></CommonPrefixes>"
+        for name in prefixes
+    )
+    more = "" if token is None else f"<NextContinuationToken>{escape(token)}</NextContinuationToken>"
+    head = f"<Name>b</Name><IsTruncated>{'false' if token is None else 'true'}</IsTruncated>{more}"
+    body = f"<ListBucketResult><EncodingType>url</EncodingType>{head}{text}</ListBucketResult>".encode()
+    page = parse_page(body, len("lake/"))
+    assert page == s3_listing._parse_any(body, len("lake/"))
+    if all("/" not in name for name, *_ in found):
+        assert page == s3_listing._parse_usual(body, len("lake/")), "one directory is read the quick way"
+    assert [(meta.key, meta.size, meta.etag) for meta in page.objects] == [
+        (directory + name, size, etag) for name, size, etag, _ in found
+    ]
+    assert list(page.prefixes) == [directory + name + "/" for name in prefixes]
+    assert page.next_token == token
 
 
 @pytest.mark.parametrize(
