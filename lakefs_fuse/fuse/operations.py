@@ -85,6 +85,8 @@ class Operations(pyfuse3.Operations):
         fs.on_statistics = self._count_answered
         self._answered = 0
         self._nothing = pyfuse3.EntryAttributes()
+        self._opens_directories = False
+        """The kernel says when a directory is opened; else its first READDIR is that (and ``fh`` the inode)."""
         self._rows_ahead = RowsAhead(fs.namespace.tree)
         self._shown = direntries.Shown(
             fs.default_uid, fs.default_gid, self.config.dir_mode, self.config.file_mode, DIRECTORY_BLKSIZE, FILE_BLKSIZE
@@ -191,11 +193,14 @@ class Operations(pyfuse3.Operations):
 
     @upcall("opendir")
     async def opendir(self, inode: int, ctx: object) -> int:
+        self._opens_directories = True
         await self.fs.opendir(inode)
         return inode
 
     @upcall("readdir")
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        if not start_id and not self._opens_directories:
+            await self.fs.opendir(fh)
         await self.fs.more_names(fh, start_id)
         fresh_s = self.fs.listing_fresh_s(fh)
         if self._writes_rows:
