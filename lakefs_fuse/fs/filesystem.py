@@ -404,7 +404,9 @@ class Filesystem:
             await self._files.close_file(handle.file)
 
     async def fsync(self, number: int) -> None:
-        await self._files.publish(self.handle(number).file)
+        file = self.lending.file(number) if number & LENT else self.handle(number).file
+        if file is not None:
+            await self._files.publish(file)
 
     async def release(self, number: int) -> None:
         if number & LENT:

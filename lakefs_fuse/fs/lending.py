@@ -83,9 +83,13 @@ class Lending:
             self._readaheads.popitem(last=False)
         return readahead
 
+    def file(self, handle: int) -> OpenFile | None:
+        """What a handle that was lent is open on; None where all of it is in the store."""
+        return self._files.get(inode_of(handle))
+
     async def release(self, handle: int) -> None:
         """Of a handle that was taken back."""
-        file = self._files.get(inode_of(handle))
+        file = self.file(handle)
         if file is not None:
             await self._files.release(file, writer=False)
 
