@@ -199,6 +199,22 @@ def test_who_has_it_open_reads_on_whatever_another_mount_does(
     assert file.read() == noise(300_000)
 
 
+def test_who_has_it_open_may_sync_it(make_lake: LakeMaker) -> None:
+    """fsync of a handle that only reads takes what another one wrote to the store."""
+    lake = make_lake("file", "--durability", "writeback", "--writeback-delay", "1h", "--metadata-ttl", "1h").mount()
+    lake.outside.replace("f", b"first")
+    (lake.path / "f").read_bytes()
+    before = answered(lake)["open"]
+    with open(lake.path / "f", "rb", buffering=0) as file:
+        assert answered(lake)["open"] == before + 1
+        os.fsync(file.fileno())
+        (lake.path / "f").write_bytes(b"second")
+        assert os.getxattr(lake.path / "f", "user.lakefs.state") != b"durable"
+        os.fsync(file.fileno())
+        assert os.getxattr(lake.path / "f", "user.lakefs.state") == b"durable"
+        assert file.read() == b"second"
+
+
 def test_who_has_it_open_sees_what_is_written_here(lent: tuple[Lake, BinaryIO]) -> None:
     lake, file = lent
     with open(lake.path / "d" / "f", "r+b", buffering=0) as writer:
