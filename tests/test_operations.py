@@ -9,6 +9,8 @@ import pytest
 from lakefs_fuse.fuse.operations import Operations  # isort: skip  (before pyfuse3)
 import pyfuse3
 
+from lakefs_fuse.fuse.hooks import Feature
+from lakefs_fuse.fuse.kernel import Kernel
 from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.fs.lakes import TTL_S, Clock, lake
 from tests.memory_store import MemoryStore
@@ -20,7 +22,7 @@ async def test_a_directory_is_as_new_as_the_ttl_wants_whether_it_is_opened_or_no
     store, clock = MemoryStore(), Clock()
     store.give("a")
     async with lake(store, tmp_path, clock=clock) as m:
-        operations = Operations(m.fs, m.metrics)
+        operations = Operations(m.fs, Kernel(Feature(0), writeback_cache=True, background_max=0))
 
         async def read() -> int:
             before = store.count("list")

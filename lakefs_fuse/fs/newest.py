@@ -20,7 +20,7 @@ import trio
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_services import DraftEnded, DraftTarget
-from lakefs_fuse.data.record import DraftState
+from lakefs_fuse.data.record import DraftState, encode
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs import attributes
@@ -186,6 +186,12 @@ class Newest:
             self._accept(item.file, item.draft, stored, batch)
             for (item, _), stored in zip(taken, together, strict=True)
         ]
+        for item, _ in passed:  # with the newer ones, or the next mount would take these for newest
+            item.draft.unlinked = True
+            if item.draft.is_unknown_to_store:
+                self._journal.delete(batch, item.draft.id)
+            else:
+                self._journal.put(batch, item.draft.id, encode(item.draft.record()))
         self._commit(batch, late)
         for item, owner in passed:
             item.file.behind = [earlier for earlier in item.file.behind if earlier is not owner]

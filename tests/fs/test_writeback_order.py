@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from lakefs_fuse.catalog import committer
+from lakefs_fuse.fs import newest
 from tests.fs.lakes import Lake, lake
 from tests.fs.writing_back import Outage, die, made_visible, rewrite, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
@@ -75,18 +76,20 @@ async def b_comes_after_a(store: MemoryStore, m: Lake) -> None:
     assert made_visible(store)[-2:] == ["a", "b"]
 
 
+@pytest.mark.parametrize("point", ["commit.sent", "discard.begun"])
 async def test_an_older_version_that_a_pack_passed_does_not_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    """The daemon dies when the pack is in the store, and nothing of that is noted."""
+    """The daemon dies when the pack is in the store, and nothing of that is noted, or all of it."""
     store = MemoryStore()
     outage = Outage(store)
 
     def sent(name: str) -> None:
-        if name == "commit.sent":
+        if name == point:
             die(tmp_path / "cache", tmp_path / "dead")
 
-    monkeypatch.setattr(committer, "reached", sent)
+    for module in (committer, newest):
+        monkeypatch.setattr(module, "reached", sent)
     async with writing_back(store, tmp_path / "cache", pack="always", delay_s=0.02) as m:
         await m.write("a", b"first")
         await m.write("b", b"after it")
@@ -94,8 +97,11 @@ async def test_an_older_version_that_a_pack_passed_does_not_come_back(
         await rewrite(m, "a", b"second")
         outage.away = False
         await until(lambda: not told(m)["files"])
-    monkeypatch.setattr(committer, "reached", lambda _name: None)
+        await until((tmp_path / "dead").exists)
+    for module in (committer, newest):
+        monkeypatch.setattr(module, "reached", lambda _name: None)
     async with writing_back(store, tmp_path / "dead", pack="always") as m:
+        assert await m.read("a") == b"second"
         await m.fs.make_durable()
         assert told(m)["conflicts"] == 0
         assert await m.tree() == {"a": b"second", "b": b"after it"}
