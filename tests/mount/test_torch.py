@@ -224,7 +224,7 @@ def put_images(lake: Lake) -> None:
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_data_loader_with_four_workers(store: str, make_lake: LakeMaker) -> None:
-    lake = make_lake(store)
+    lake = make_lake(store, "--refresh", "1h", "--metadata-ttl", "1h")
     put_images(lake)
     lake.mount()
     with script(LOADER, str(lake.path / "train"), str(IMAGES)) as process:
