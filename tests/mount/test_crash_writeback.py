@@ -1,6 +1,6 @@
 """`scripts/crash_test.py`, for a minute: nothing acknowledged is lost, nothing half is seen; and it would be noticed.
 
-LAKEFS_TEST_KILLS (12) says how often the daemon dies; the script itself dies hundreds of times.
+LAKEFS_TEST_KILLS (5) says how often the daemon dies; the script itself dies hundreds of times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from tests.mount.lakes import scale
 
 REPOSITORY = Path(__file__).parents[2]
-SECONDS_MAX = 30 + 15 * scale("KILLS", 12)
+SECONDS_MAX = 30 + 15 * scale("KILLS", 5)
 
 
 def crash_test(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -30,7 +30,7 @@ def crash_test(directory: Path, *options: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("durability", ["writeback", "close"])
 def test_nothing_is_lost(dev_fuse: Path, tmp_path: Path, durability: str) -> None:
     """Both kinds of `close()`; most of the time goes to the one that promises more than it has done."""
-    kills = scale("KILLS", 12) if durability == "writeback" else max(2, scale("KILLS", 12) // 4)
+    kills = scale("KILLS", 5) if durability == "writeback" else max(2, scale("KILLS", 5) // 4)
     done = crash_test(tmp_path, "--kills", str(kills), "--durability", durability)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert f"{kills} kills" in done.stdout
