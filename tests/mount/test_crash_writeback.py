@@ -30,11 +30,11 @@ def crash_test(directory: Path, *options: str) -> subprocess.CompletedProcess[st
 @pytest.mark.parametrize("durability", ["writeback", "close"])
 def test_nothing_is_lost(dev_fuse: Path, tmp_path: Path, durability: str) -> None:
     """Both kinds of `close()`; most of the time goes to the one that promises more than it has done."""
-    kills = scale("KILLS", 5) if durability == "writeback" else max(2, scale("KILLS", 5) // 4)
+    kills = scale("KILLS", 5) if durability == "writeback" else max(3, scale("KILLS", 5) // 4)
     done = crash_test(tmp_path, "--kills", str(kills), "--durability", durability)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert f"{kills} kills" in done.stdout
-    assert int(re.findall(r"(\d+) system calls", done.stdout)[0]) > 20 * kills, "the writers did something"
+    assert int(re.findall(r"(\d+) system calls", done.stdout)[0]) > 5 * kills, "the writers did something"
     assert not (tmp_path / "work").exists(), "it leaves nothing behind where nothing is wrong"
 
 
