@@ -190,6 +190,24 @@ class Committer:
             self._pending[sequence] = msgspec.structs.replace(change, operations=kept, moves=moves)
             batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
 
+    def withhold(self, path: str, since: int, until: int) -> None:
+        """Nobody wants the versions of a file that were accepted from ``since`` on. Held changes that came after them
+        and name its older bytes do not show these in their place; the rest of them waits for what was accepted up to
+        ``until``. Raises CacheError."""
+        batch = Batch()
+        for sequence, change in self._pending.items():
+            gone = [each for each in change.operations if isinstance(each, Put) and each.path == path]
+            if change.after < since or not gone:
+                continue
+            older = msgspec.structs.replace(change, operations=gone, moves=[])
+            self._applier.restamp(merged([older], self.writer, 0), PENDING | sequence, self._clock.now())
+            kept = [each for each in change.operations if each not in gone]
+            moves = [pair for pair in change.moves if path not in pair]
+            after = max(change.after, until)
+            self._pending[sequence] = msgspec.structs.replace(change, operations=kept, moves=moves, after=after)
+            batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
+        self._db.commit(batch)
+
     def _let_pass(self, sending: Sending) -> None:
         batch = Batch()
         self._outdate(batch, set(sending.paths), sending.passed, sending.time - 1)

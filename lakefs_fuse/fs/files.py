@@ -433,8 +433,7 @@ class FileTable:
         return file.entry
 
     async def _drop_accepted(self, file: OpenFile) -> None:
-        """Versions that write-back accepted are wanted by nobody, once the name is gone; but who has the file open
-        reads the last of them. Known to the journal when this returns."""
+        """Versions that write-back accepted are wanted by nobody once the name is gone, but by who has it open."""
         batch = Batch()
         gone = [each.draft for each in file.versions if each.draft is not None and each.draft.accepted]
         for draft in gone:
@@ -443,6 +442,7 @@ class FileTable:
             self._journal.put(batch, draft.id, encode(draft.record()))
         if not gone:
             return
+        self._storing.withhold(file.key, min(draft.accepted for draft in gone), self.writeback.sequence)
         self._db.commit(batch, sync=True)
         file.behind.clear()
         for draft in gone:

@@ -196,6 +196,10 @@ class Storing:
             return  # as every listing shows
         self._name(path, entry, meta.key)
 
+    def withhold(self, path: str, since: int, until: int) -> None:
+        """See `Committer.withhold`."""
+        self._committer.withhold(path, since, until)
+
     def hide_at(self, builder: ChangeBuilder, key: str, etag: str) -> None:
         """A plain object at a key is not the file of that name, and nobody shall see it there."""
         *above, _ = key.split("/")

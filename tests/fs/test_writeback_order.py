@@ -8,6 +8,8 @@ import pytest
 import trio
 
 from lakefs_fuse.catalog import committer
+from lakefs_fuse.catalog.archive import locate, parse_commit_key, read_record
+from lakefs_fuse.catalog.record import Put
 from lakefs_fuse.fs import newest
 from tests.fs.lakes import Lake, lake
 from tests.fs.writing_back import Outage, die, made_visible, rewrite, told, until, writing_back
@@ -134,3 +136,46 @@ async def test_a_renamed_file_is_never_seen_with_older_bytes(tmp_path: Path, awa
         assert seen[:2] == [("tmp", b"first"), ("other", b"after it")]
     async with lake(store, tmp_path / "somebody") as other:
         assert await other.tree() == {"final": b"second", "other": b"after it"}
+
+
+def said(store: MemoryStore) -> list[tuple[str, int]]:
+    """Paths that commits gave bytes to, and how many, in the order of the commits."""
+    found: list[tuple[str, int]] = []
+    for key in sorted(key for key in store.objects if key.startswith(".lakefs/commits/")):
+        body, named = store.objects[key][0], parse_commit_key(key)
+        assert named is not None
+        where = locate(body, len(body))
+        record = read_record(body[where.offset : where.offset + where.length], where, *named)
+        found += [(each.path, each.size) for each in record.operations if isinstance(each, Put)]
+    return found
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+async def test_a_renamed_file_that_goes_again_is_never_seen_with_older_bytes(
+    tmp_path: Path, how: str, pack: str
+) -> None:
+    """It is in the store, was written again, renamed, and removed or replaced before its newest bytes were stored."""
+    store = MemoryStore()
+    outage = Outage(store, away=False)
+    async with writing_back(store, tmp_path / "cache", pack=pack) as m:
+        await m.write("old", b"first")
+        await m.fs.make_durable()
+        await m.sync()
+        outage.away = True
+        await rewrite(m, "old", b"second one")
+        await m.rename("old", "new")
+        expected: dict[str, object] = {}
+        if how == "removed":
+            await m.unlink("new")
+        else:
+            await m.write("tmp", b"third of all")
+            await m.rename("tmp", "new")
+            expected = {"new": b"third of all"}
+        outage.away = False
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == expected
+    assert ("new", len(b"first")) not in said(store)
+    async with lake(store, tmp_path / "somebody") as other:
+        assert await other.tree() == expected
