@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -78,5 +79,5 @@ def make_cache(
 
 
 def cache_files(directory: Path) -> list[Path]:
-    """Files of cached versions."""
-    return sorted(path for path in directory.glob("??/??/*") if path.is_file())
+    """Files of cached versions; what is deleted meanwhile may be among them or not."""
+    return sorted(Path(top, name) for top, _, names in os.walk(directory) if len(Path(top).name) == 2 for name in names)
