@@ -21,7 +21,8 @@ class DraftState(StrEnum):
     publishing published, failed           the same, or the published object (its metadata names the draft)
     failed     publishing, writing,        staged bytes whose writer was told that they are not durable, or (accepted)
                discarded                   which the next mount tries again
-    published  –                           the object; the record goes with the row that names its version
+    published  –                           the object; the record goes with the row that names its version, then the
+                                           staging file, marked before as one that nobody needs
     discarded  –                           at most a staging file and an unfinished upload, listed as orphan
     ========== =========================== ==================================================================
     """

@@ -110,6 +110,11 @@ class StagedFile:
         if self._memory:
             self._make_file()
 
+    def ending(self) -> None:
+        """Nobody needs the bytes from here: the caller takes the journal record away, then closes with ``unlink``."""
+        if self._has_file:
+            self._staging.note_ended(self._draft_id)
+
     def keep_in(self, spot: Spot) -> None:
         """The bytes are safe in a segment now."""
         self._spot, self._memory = spot, None

@@ -26,6 +26,9 @@ FREE_AGE_S = 0.05
 IN_FLIGHT_BYTES = 16 << 20
 KEY_XATTR = "user.lakefs.key"
 UPLOAD_XATTR = "user.lakefs.upload"
+ENDED_XATTR = "user.lakefs.ended"
+"""On a staging file that nobody needs any more, set before its journal record goes: a daemon that dies between that and
+the file's removal leaves no orphan behind."""
 WAIT_S_MAX = 1.0
 
 
@@ -100,6 +103,13 @@ class Staging:
             return os.open(self.path(draft_id), os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise self.translate(error) from error
+
+    def note_ended(self, draft_id: str) -> None:
+        """The record of a staging file is about to go, because its bytes are in the store, or in a newer version."""
+        try:
+            os.setxattr(self.path(draft_id), ENDED_XATTR, b"1")
+        except OSError:
+            pass  # a crash now leaves an orphan, which says that it is one
 
     def note_upload(self, fd: int, upload_id: str) -> None:
         """Name the file's multipart upload on the file too, so that it can be aborted even without the journal."""

@@ -141,6 +141,7 @@ class Acceptor:
         self._journal.put(batch, closing.draft.id, closing.raw)
         for replaced in gone_now:
             if replaced.is_unknown_to_store:
+                replaced.file.ending()
                 self._journal.delete(batch, replaced.id)
             else:  # what is there of it has to go, or is recognised as ours, even if this daemon dies
                 gone = msgspec.structs.replace(replaced.record(), unlinked=True)

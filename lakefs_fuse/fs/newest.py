@@ -189,6 +189,7 @@ class Newest:
         for item, _ in passed:  # with the newer ones, or the next mount would take these for newest
             item.draft.unlinked = True
             if item.draft.is_unknown_to_store:
+                item.draft.file.ending()
                 self._journal.delete(batch, item.draft.id)
             else:
                 self._journal.put(batch, item.draft.id, encode(item.draft.record()))
@@ -262,6 +263,7 @@ class Newest:
             self._ns.tree.update(batch, entry)
         elif row is None:  # somebody else's version has the name on this node, and ours replaced it: look again
             self._ns.tree.forget_listing(batch, entry.parent)
+        draft.file.ending()
         self._journal.delete(batch, draft.id)
 
     def _to_cache(self, draft: Draft, stored: Stored) -> None:

@@ -20,7 +20,7 @@ from lakefs_fuse.data.draft_services import DraftServices
 from lakefs_fuse.data.record import DraftRecord, DraftState, decode
 from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.data.segments import PREFIX, entries
-from lakefs_fuse.data.staging import KEY_XATTR, UPLOAD_XATTR, Staging
+from lakefs_fuse.data.staging import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
 from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.fs.evidence import Evidence, path_of
@@ -121,7 +121,8 @@ class Recovery:
             if ours or not entry.is_file():
                 continue
             key, upload_id = _attribute(entry.path, KEY_XATTR), _attribute(entry.path, UPLOAD_XATTR)
-            if await self._is_left_over(entry.name, key, entry.stat().st_size):
+            ended = bool(_attribute(entry.path, ENDED_XATTR)) and not self._read_only
+            if ended or await self._is_left_over(entry.name, key, entry.stat().st_size):
                 self._path(entry.name).unlink(missing_ok=True)
                 continue
             if key:

@@ -10,10 +10,11 @@ import trio
 
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.data.segments import Group
+from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.fs import accepting, writeback
 from lakefs_fuse.meta.entry import ROOT_INODE
-from tests.fs.lakes import Clock, Lake, lake
-from tests.fs.writing_back import Outage, die, told, until, writing_back
+from tests.fs.lakes import TTL_S, Clock, Lake, lake
+from tests.fs.writing_back import NEVER_S, Outage, die, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause
 from tests.write.drafting import noise, reached
 
@@ -158,3 +159,33 @@ async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced
         commits.resume()
         await m.fs.make_durable()
     assert store.head("file").etag != before
+
+
+@pytest.mark.parametrize("how", ["packed", "superseded"])
+async def test_bytes_that_are_durable_are_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The daemon dies when the record of a file has gone, and its staging file has not."""
+    store, clock, large, closed = MemoryStore(), Clock(), 300 << 10, StagedFile.close
+    dead = tmp_path / "dead"
+
+    def close(file: StagedFile, *, unlink: bool, leave: bool = False) -> None:
+        if not dead.exists() and not leave:
+            die(tmp_path / "cache", dead)
+        closed(file, unlink=unlink, leave=leave)
+
+    delay_s = NEVER_S if how == "superseded" else 0.0
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="always", delay_s=delay_s) as m:
+        await m.write("file", noise("one", large))
+        monkeypatch.setattr(StagedFile, "close", close)
+        if how == "superseded":
+            await rewrite(m, "file", noise("two", large))
+        else:
+            await m.fs.make_durable()
+        await until(dead.exists)
+        monkeypatch.setattr(StagedFile, "close", closed)
+        expected = await m.read("file")
+    clock.advance(2 * TTL_S)
+    async with writing_back(store, dead, clock=clock) as m:
+        await m.fs.make_durable()
+        assert m.fs.unfinished() == []
+        assert await m.read("file") == expected
+    assert os.listdir(dead / "staging") == []
