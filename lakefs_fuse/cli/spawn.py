@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import msgspec
 
 from lakefs_fuse.config import MountConfig
@@ -25,6 +26,8 @@ STARTUP_S = 60.0
 """On top of the time that store requests are tried again: opening and checking the cache directory."""
 STATE_S = 3600.0
 """The same for an immutable mount, which lists everything below before it answers."""
+QUIET_S = 5.0
+"""A mount that takes longer says where one can see why."""
 TERMINATE_S_MAX = 10.0
 """A supervisor kills a daemon that does not serve yet sooner than that."""
 
@@ -93,7 +96,10 @@ def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_
             os.close(log_descriptor)
         try:
             _hand_over(daemon, msgspec.json.encode(config))
-            answer = _wait_answer(answer_end, time.monotonic() + startup_s + config.store.retry_timeout_s)
+            deadline_s = time.monotonic() + startup_s + config.store.retry_timeout_s
+            if startup_s > QUIET_S and not select.select([answer_end], [], [], QUIET_S)[0]:
+                click.echo(f"not ready yet; what the daemon is doing is in {log_file}", err=True)
+            answer = _wait_answer(answer_end, deadline_s)
         except BaseException:
             _end(daemon)
             raise

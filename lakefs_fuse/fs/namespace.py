@@ -423,6 +423,11 @@ class Namespace:
         path = self.tree.path(directory)
         return None if path is None else os.fsdecode(b"/".join(path))
 
+    @property
+    def names_arriving(self) -> int:
+        """Of listings that have not ended."""
+        return sum(flight.merge.names for flight in self._flights.values() if flight.merge is not None)
+
     def statistics(self) -> dict[str, object]:
         return {
             "hidden_keys": dict(zip(map(str, Hidden), self.tree.hidden, strict=True)),

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import trio
 from msgspec import structs
 
 from lakefs_fuse.catalog import snapshots
@@ -41,6 +42,8 @@ from lakefs_fuse.store.client import StoreClient
 
 NEVER_S = 10 * 365 * 86400.0
 NOTE = b"Mstate"
+TELL_S = 5.0
+"""How often the log says how far a listing is, which nobody can ask of a mount that does not answer yet."""
 log = logging.getLogger(__name__)
 
 
@@ -212,5 +215,19 @@ class States:
                 for child in tree.children(inode):
                     changed.note(inode, child.name)
 
-        await list_everything(fs.namespace, lambda _: None, top=top, listed=listed)
+        names = 0
+
+        def report(so_far: int) -> None:
+            nonlocal names
+            names = so_far
+
+        async def tell() -> None:
+            while True:
+                await trio.sleep(TELL_S)
+                log.info("listing: %d names so far", names + fs.namespace.names_arriving)
+
+        async with collecting() as nursery:
+            nursery.start_soon(tell)
+            await list_everything(fs.namespace, report, top=top, listed=listed)
+            nursery.cancel_scope.cancel()
         return top

@@ -90,6 +90,20 @@ def test_a_daemon_that_never_gets_ready_is_stopped(config: MountConfig, tmp_path
     assert not is_running(tmp_path)
 
 
+def test_who_waits_for_long_is_told_where_to_look(
+    config: MountConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+        time.sleep(float(config_s))
+        os.write(ready, b"{}\\n")
+        os.close(ready)
+    """
+    monkeypatch.setattr(spawn, "QUIET_S", 1.0)
+    for seconds, told in [("0", ""), ("2", f"not ready yet; what the daemon is doing is in {config.log_file}\n")]:
+        spawn.start(config, command(tmp_path, body.replace("config_s", repr(seconds))))
+        assert capsys.readouterr().err == told
+
+
 def test_a_log_that_cannot_be_written(config: MountConfig, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     bad = msgspec.structs.replace(config, log_file=str(tmp_path / "file" / "lake.log"))
