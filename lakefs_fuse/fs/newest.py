@@ -276,7 +276,12 @@ class Newest:
 
     async def begin_anew(self, file: OpenFile, accepted: Draft) -> None:
         """A file is changed that was accepted and is not in the store yet: the next version begins as a copy of it, or
-        where it is large, after it was published. Raises LakeError."""
+        where it is large, after it was published. Of many writers at once the first does it. Raises LakeError."""
+        async with file.beginning:
+            if file.draft is accepted:
+                await self._begin_anew(file, accepted)
+
+    async def _begin_anew(self, file: OpenFile, accepted: Draft) -> None:
         if accepted.size > COPY_BYTES_MAX and not file.unlinked:
             with trio.move_on_after(self._services.staging.wait_s_max):
                 await self._wait_durable(file, accepted)

@@ -56,6 +56,8 @@ class OpenFile:
     leaves: tuple[Doomed, ...] = ()
     """Objects elsewhere that nobody wants once the draft is stored."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
+    beginning: trio.Lock = field(default_factory=trio.Lock)
+    """Held by the one who makes the copy that the next version begins with."""
 
     @property
     def current(self) -> Entry:

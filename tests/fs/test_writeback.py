@@ -11,6 +11,7 @@ import trio
 
 from lakefs_fuse.config import Rule
 from lakefs_fuse.data import staging
+from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, StagingFull, StoreError, Unavailable
 from lakefs_fuse.fs import newest, writeback
 from lakefs_fuse.meta.database import Batch, Database
@@ -494,6 +495,33 @@ async def test_a_copy_that_shrinks_below_a_part_is_packed_without_leaving_an_upl
         await until(lambda: not store.uploads)
         assert await m.read("file") == noise(1, LARGE)[:1]
         await until(lambda: m.fs._files.services.staging.bytes_used == 0)
+
+
+async def test_writers_at_once_begin_with_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel sends many WRITEs of one file at a time, and there is not room for a copy for each."""
+    store, begun = MemoryStore(), 0
+    outage, size = Outage(store), 16 * PART
+    data = noise("old", size)
+
+    def draft(*arguments: object) -> Draft:
+        nonlocal begun
+        begun += 1
+        return Draft(*arguments)  # type: ignore[arg-type]
+
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("file", data)
+        monkeypatch.setattr(newest, "Draft", draft)
+        handle = await m.open("file", os.O_RDWR)
+        async with trio.open_nursery() as nursery:
+            for at in range(0, size, PART):
+                nursery.start_soon(m.fs.write, handle, at, b"new")
+        assert begun == 1
+        await m.close(handle)
+        expected = b"".join(b"new" + data[at + 3 : at + PART] for at in range(0, size, PART))
+        assert await m.read("file") == expected
+        outage.away = False
+        await stored(m)
+        assert store.data("file") == expected
 
 
 async def test_a_change_in_place_of_a_large_file_waits_for_the_store(
