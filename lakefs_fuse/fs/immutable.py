@@ -30,7 +30,7 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.reader import BlockReader
-from lakefs_fuse.data.version import Extent
+from lakefs_fuse.data.version import BLOCK_BYTES, Extent
 from lakefs_fuse.errors import ConfigError, FileError
 from lakefs_fuse.fs.changed_names import ChangedNames
 from lakefs_fuse.fs.extents import extent_of, location_of
@@ -47,6 +47,9 @@ from lakefs_fuse.store.protocol import Buffer
 NS = 1_000_000_000
 READINGS_MAX = 1024
 """Files of which it is remembered where their bytes are and how far they were read."""
+BESIDE_BYTES_MAX = 256 << 10
+BESIDE_NAMES = 64
+"""Files that are looked for in the block of another are at most so large, and so many names away from it."""
 GONE_LINES_MAX = 100
 """Lines of the log about versions that are gone; then they are only counted."""
 log = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ log = logging.getLogger(__name__)
 class Reading:
     """A file that was read lately."""
 
+    entry: Entry
     extent: Extent | None
     readahead: Readahead
 
@@ -182,11 +186,45 @@ class ImmutableFilesystem:
             entry = self.entry(inode)
             if entry.is_dir:
                 raise FileError(errno.EISDIR)
-            reading = self._readings[inode] = Reading(extent_of(self._state.tree, entry), Readahead())
+            reading = self._readings[inode] = Reading(entry, extent_of(self._state.tree, entry), Readahead())
             if len(self._readings) > READINGS_MAX:
                 self._readings.popitem(last=False)
         self._readings.move_to_end(inode)
         return reading
+
+    def block_of(self, inode: int) -> tuple[int, int] | None:
+        """Which block of which pack a small file that was read lately begins in; None where it is not packed."""
+        reading = self._readings.get(inode)
+        if (
+            reading is None
+            or reading.extent is None
+            or reading.extent.is_whole
+            or reading.entry.size > BESIDE_BYTES_MAX
+        ):
+            return None
+        return reading.entry.place, reading.extent.offset // BLOCK_BYTES
+
+    async def beside(self, inode: int) -> list[tuple[int, Buffer]]:
+        """Inode and bytes of the other small files in the block that a file begins in, of those that are near it in its
+        directory: files get their places in packs in the order in which they get their names. Raises FileError."""
+        block, reading = self.block_of(inode), self._readings.get(inode)
+        if block is None or reading is None or reading.extent is None:
+            return []
+        entry, (place, index) = reading.entry, block
+        start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
+        near = self._state.tree.children(entry.parent, entry.cookie - BESIDE_NAMES, entry.cookie + BESIDE_NAMES)
+        found = [
+            each
+            for each in near
+            if each.place == place
+            and each.inode != inode
+            and start <= each.offset
+            and each.offset + each.size <= stop
+            and 0 < each.size <= BESIDE_BYTES_MAX
+        ]
+        data = await self._reader.read(reading.extent.version, start, BLOCK_BYTES) if found else b""
+        view = memoryview(data)
+        return [(each.inode, view[each.offset - start : each.offset - start + each.size]) for each in found]
 
     def _note_gone(self, extent: Extent) -> None:
         self._gone += 1

@@ -25,6 +25,7 @@ from lakefs_fuse.fuse.answers import DOTS_COOKIE, absent_for, attributes_of, rep
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.invalidating import tell_kernel
 from lakefs_fuse.fuse.kernel import Kernel
+from lakefs_fuse.fuse.pushing import Pushing
 from lakefs_fuse.meta.entry import ROOT_INODE
 
 FOREVER_S = 10 * 365 * 86400.0
@@ -42,7 +43,8 @@ class ImmutableOperations(pyfuse3.Operations):
     def __init__(self, fs: ImmutableFilesystem, kernel: Kernel) -> None:
         super().__init__()
         self.fs = fs
-        fs.on_statistics = lambda: {"kernel": kernel.describe()}
+        self.pushing = Pushing(fs)
+        fs.on_statistics = lambda: {"kernel": kernel.describe(), "pushing": self.pushing.describe()}
         self.metrics = fs.metrics
         self.upcalls = fs.metrics.upcalls
         fs.on_refresh = self._tell
@@ -127,7 +129,9 @@ class ImmutableOperations(pyfuse3.Operations):
 
     @upcall("read")
     async def read(self, fh: int, off: int, size: int) -> Any:
-        return await self.fs.read(fh, off, size)
+        data = await self.fs.read(fh, off, size)
+        self.pushing.read(fh, off)
+        return data
 
     @upcall("flush")
     async def flush(self, fh: int) -> None:

@@ -102,8 +102,8 @@ async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, re
 
     try:
         async with trio.open_nursery() as nursery:
-            if isinstance(operations, Operations):
-                nursery.start_soon(operations.invalidations.run)
+            background = operations.invalidations if isinstance(operations, Operations) else operations.pushing
+            nursery.start_soon(background.run)
             nursery.start_soon(_announce, config.mountpoint, kernel, answers)
             nursery.start_soon(_unmount_when_asked, config.mountpoint)
             receiving.begin()

@@ -25,6 +25,7 @@ HERE_BYTES = 1 << 20
 ROWS_AT_ONCE = 20_000
 """Rows read in one go: about 10 ms."""
 _KINDS = int(Flag.DIRECTORY | Flag.LOCAL)
+COOKIE_MAX = (1 << 64) - 1
 DEPTH_MAX = 1024
 """Longest chain of parents that is followed; S3 keys of 1024 bytes cannot be deeper."""
 
@@ -94,9 +95,9 @@ class Tree:
         cookie = self._db.get(_inode_key(b"N", parent) + sort_name)
         return None if cookie is None else self._at(parent, int.from_bytes(cookie, "big"))
 
-    def children(self, parent: int, after: int = 0) -> Iterator[Entry]:
-        """Entries of a directory with a cookie greater than ``after``, in cookie order."""
-        scan = self._db.scan(b"D" + _PAIR.pack(parent, after + 1), _inode_key(b"D", parent + 1))
+    def children(self, parent: int, after: int = 0, until: int = COOKIE_MAX) -> Iterator[Entry]:
+        """Entries of a directory with a cookie greater than ``after`` and less than ``until``, in cookie order."""
+        scan = self._db.scan(b"D" + _PAIR.pack(parent, max(0, after + 1)), b"D" + _PAIR.pack(parent, until))
         for key, row in scan:
             yield unpack(parent, int.from_bytes(key[9:], "big"), row)
 

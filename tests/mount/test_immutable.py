@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.data.version import BLOCK_BYTES
 from tests.mount.conftest import LakeMaker
 from tests.mount.counting import costs, upcalls
 from tests.mount.lakes import Directory, Lake, eventually, file_lake, is_running, noise
@@ -288,6 +289,32 @@ def test_it_goes_with_the_mount_that_it_lies_in(make_lake: LakeMaker) -> None:
     eventually(lambda: not is_running(inner), "the inner mount's daemon ends")
     lake.outside.replace("data/g", b"later")
     eventually(lambda: sorted(os.listdir(lake.path / "data")) == ["f", "g"], "the outer mount is seen")
+
+
+def test_files_that_came_with_another_cost_no_read(make_lake: LakeMaker) -> None:
+    """A pack's block of 1 MiB brings the files beside the one that was asked for; the kernel is given their bytes."""
+    writer = make_lake("file", "--pack", "always", "--durability", "writeback", "--writeback-delay", "1h").mount()
+    (writer.path / "images").mkdir()
+    files = 100
+    for index in range(files):
+        (writer.path / "images" / f"{index:03}").write_bytes(noise(FILE_BYTES, index))
+    writer.umount()
+    writer.options = ("--immutable",)
+    writer.mount()
+    with os.scandir(writer.path / "images") as entries:
+        names = [entry.name for entry in entries if entry.stat().st_size == FILE_BYTES]
+    assert len(names) == files
+    # Those that lie in two blocks are pushed with neither.
+    blocks = -(-files * FILE_BYTES // BLOCK_BYTES)
+    beside = files - 2 * blocks
+    for name in sorted(names)[10::20]:
+        assert (writer.path / "images" / name).read_bytes() == noise(FILE_BYTES, int(name))
+        eventually(lambda: writer.number("pushing.under_way") == 0, "what came with it is in the page cache")
+    assert writer.number("pushing.files") >= beside
+    before = upcalls(writer)["read"]
+    for name in names:
+        assert (writer.path / "images" / name).read_bytes() == noise(FILE_BYTES, int(name))
+    assert upcalls(writer)["read"] - before <= files - beside
 
 
 @pytest.mark.usefixtures("with_hooks")

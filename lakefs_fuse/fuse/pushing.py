@@ -1,0 +1,129 @@
+"""Bytes of small files that the kernel gets before it asks: those that came in the same block of a pack.
+
+A file that is read brings a block of 1 MiB with it, in which 10 to 100 others lie. Of the ones whose inode the kernel
+knows, the bytes are put into its page cache (FUSE_NOTIFY_STORE), so that reading them costs no upcall. That is for
+immutable mounts only, where an inode is one version for ever: anywhere else the bytes could be older than what was
+written to the page meanwhile, and would replace it.
+
+It pays only for files that the kernel knows (somebody listed their directory), and that are read before it lets their
+pages go again. Where more than half of those that were pushed lately were not known, only one block in PROBE_EACH is
+tried. Of what was let go unread nothing is heard but that another file of the block is asked for: a block is pushed
+PUSHES_MAX times in ROUND_S, so a dataset that does not fit into memory costs no more than that.
+
+Trio thread; the kernel is told from a worker thread, because it may make that wait for a READ that is being answered.
+Nothing is left behind.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from lakefs_fuse.fuse import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
+import pyfuse3
+import trio
+
+from lakefs_fuse.errors import FileError
+from lakefs_fuse.fs.immutable import ImmutableFilesystem
+from lakefs_fuse.store.protocol import Buffer
+
+WAITING_MAX = 32
+"""Files whose blocks wait to be pushed; the oldest have been read around already when there are more."""
+BLOCKS_MAX = 65_536
+"""Blocks of which it is remembered that they were pushed: 64 GiB."""
+PUSHES_MAX = 3
+ROUND_S = 600.0
+PROBE_EACH = 32
+JUDGED_FILES = 1024
+"""Whether earlier files were known counts for half after so many more, so a change is noticed after some 50 blocks."""
+
+
+def store_files(files: Sequence[tuple[int, Buffer]]) -> list[int]:
+    """Blocking; answers the sizes of the files whose inode the kernel knew."""
+    known = []
+    for inode, data in files:
+        try:
+            pyfuse3.notify_store(pyfuse3.InodeT(inode), 0, cast("bytes", data))
+        except OSError:
+            continue
+        known.append(len(data))
+    return known
+
+
+class Pushing:
+    """See the module's head."""
+
+    def __init__(
+        self, fs: ImmutableFilesystem, *, store: Callable[[Sequence[tuple[int, Buffer]]], list[int]] = store_files
+    ) -> None:
+        self._fs, self._store = fs, store
+        self._waiting: deque[int] = deque(maxlen=WAITING_MAX)
+        self._wanted = trio.Event()
+        self._busy = False
+        self._pushed: OrderedDict[tuple[int, int], tuple[float, int]] = OrderedDict()
+        self._judged = self._judged_unknown = 0.0
+        self._asked = 0
+        self.files = self.bytes = self.unknown = 0
+        """Since the mount began: what the kernel took, and files that it did not know."""
+
+    def read(self, inode: int, offset: int) -> None:
+        """A READ was answered."""
+        block = self._fs.block_of(inode) if offset == 0 else None
+        if block is None:
+            return
+        self._asked += 1
+        if self.pays or not self._asked % PROBE_EACH:
+            self._want(inode, block)
+
+    @property
+    def pays(self) -> bool:
+        """At least half of the files that were pushed lately were known to the kernel."""
+        return 2 * self._judged_unknown <= self._judged
+
+    def _want(self, inode: int, block: tuple[int, int]) -> None:
+        now = trio.current_time()
+        since, pushes = self._pushed.pop(block, (now, 0))
+        if now - since > ROUND_S:
+            since, pushes = now, 0
+        self._pushed[block] = since, min(pushes + 1, PUSHES_MAX)
+        if len(self._pushed) > BLOCKS_MAX:
+            self._pushed.popitem(last=False)
+        if pushes < PUSHES_MAX:
+            self._waiting.append(inode)
+            self._wanted.set()
+
+    @property
+    def under_way(self) -> int:
+        """Blocks that wait, or are being pushed."""
+        return len(self._waiting) + self._busy
+
+    def describe(self) -> dict[str, object]:
+        return {"under_way": self.under_way, "files": self.files, "bytes": self.bytes, "unknown": self.unknown}
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._wanted.wait()
+            while self._waiting:
+                self._busy = True
+                await self._push(self._waiting.popleft())
+                self._busy = False
+            self._wanted = trio.Event()
+
+    async def _push(self, inode: int) -> None:
+        try:
+            files = await self._fs.beside(inode)
+        except FileError:
+            return  # who reads one of them hears of it
+        if not files:
+            return
+        known = await trio.to_thread.run_sync(self._store, files)
+        unknown = len(files) - len(known)
+        self.files += len(known)
+        self.bytes += sum(known)
+        self.unknown += unknown
+        self._judged += len(files)
+        self._judged_unknown += unknown
+        if self._judged > JUDGED_FILES:
+            self._judged, self._judged_unknown = self._judged / 2, self._judged_unknown / 2
