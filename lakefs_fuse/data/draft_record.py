@@ -25,6 +25,7 @@ def record_of(draft: Draft) -> DraftRecord:
         base=_base_extent(draft),
         base_limit=draft.base_limit,
         replaces=target.replaces,
+        copied_from=target.copied_from,
         path=target.path,
         upload_id=draft.upload_id,
         upload_intent_ns=draft.upload_intent_ns,

@@ -51,6 +51,11 @@ class DraftTarget:
     key: str
     describe: Callable[[bool], Mapping[str, str]]
     replaces: str = ""
+    copied_from: str = ""
+    """Key of an object elsewhere that what is replaced has its bytes in, if any. Relocating copies it to ``key``."""
     if_absent: bool = False
     path: str = ""
     """Where the file is in the lake, where that is not ``key``."""
+
+    def will_replace(self, etag: str, copied_from: str) -> None:
+        self.replaces, self.copied_from = etag, copied_from

@@ -70,6 +70,8 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the base that still count: it was truncated to so many."""
     replaces: str = ""
     """ETag the key had when the draft began; empty where it had no object."""
+    copied_from: str = ""
+    """Key of an object elsewhere that the name had its bytes in. A relocation may have copied it to ``key``."""
     upload_id: str = ""
     upload_intent_ns: int = 0
     """An upload was asked for at this time; it may exist even where ``upload_id`` was never learnt."""

@@ -26,6 +26,7 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
         there = record.base
         base = Extent(Version(there.key, there.etag, there.object_bytes), there.offset, there.size)
     target = DraftTarget(record.key, describe, replaces=record.replaces, path=record.path)
+    target.copied_from = record.copied_from
     spot = Spot(record.segment, record.segment_offset, record.segment_bytes) if record.segment else None
     try:
         if spot is not None:

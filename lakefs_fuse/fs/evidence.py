@@ -64,6 +64,12 @@ class Evidence:
                 self._commits[record.commit] = False
         return self._commits[record.commit]
 
+    async def is_relocated(self, there: Visible, record: DraftRecord) -> bool:
+        """What the name means is a copy of the bytes that the record replaces, made by a daemon that did not come to
+        say so. Raises LakeError."""
+        known = bool(record.copied_from and there.etag)
+        return known and await is_copy(self._client, there.etag, there.token, record.copied_from)
+
     async def visible(self, record: DraftRecord) -> Visible:
         """What the name means now. Raises LakeError."""
         path = path_of(record)
@@ -86,3 +92,17 @@ class Evidence:
 def path_of(record: DraftRecord) -> str:
     """Where the file is in the lake."""
     return record.path or record.key
+
+
+def token_of(meta: ObjectMeta) -> str:
+    """Of the draft that an object was made from; empty where another program made it."""
+    return (meta.metadata or {}).get(DRAFT_METADATA, "")
+
+
+async def is_copy(client: StoreClient, etag: str, token: str, source: str) -> bool:
+    """An object has the bytes of the one at ``source``, which is there. Raises LakeError."""
+    try:
+        meta = await client.head(source)
+    except NotFound:
+        return False
+    return meta.etag == etag or (bool(token) and token_of(meta) == token)

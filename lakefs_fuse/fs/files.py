@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -373,13 +373,13 @@ class FileTable:
                 self.aim(each, draft.id, draft.target)
             self._journal.put(batch, draft.id, encode(draft.noted()))
 
-    def replaces(self, inode: int, etag: str, leaves: Iterable[Doomed] = ()) -> None:
+    def replaces(self, inode: int, etag: str, leaves: Sequence[Doomed] = ()) -> None:
         """A file that is not in the store yet will replace the plain object with this ETag (empty: none), and objects
         elsewhere."""
         file = self._files.get(inode)
         for each in file.versions if file is not None else ():
             if each.draft is not None:
-                each.draft.target.replaces = etag
+                each.draft.target.will_replace(etag, leaves[0].key if leaves else "")
                 each.leaves = (*each.leaves, *leaves)
 
     async def unlink(self, file: OpenFile, delete: Callable[[Entry], Awaitable[None]]) -> None:

@@ -247,7 +247,8 @@ class Recovery:
             )
         there = await self._evidence.visible(record)
         ours = there.draft_id == record.id or there.draft_id in self._replayed
-        if there.etag != record.replaces and not ours:
+        expected = there.etag == record.replaces or ours
+        if not expected and not await self._evidence.is_relocated(there, record):
             raise FileError(
                 errno.EEXIST,
                 f"{path_of(record)} was changed by somebody else since; the unfinished bytes are kept in "

@@ -27,6 +27,7 @@ from lakefs_fuse.data.version import Version
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.fs.attributes import learn
 from lakefs_fuse.fs.committed import ChangeBuilder
+from lakefs_fuse.fs.evidence import is_copy, token_of
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database
@@ -204,13 +205,16 @@ class Relocator:
 
     async def _copy(self, path: str, entry: Entry, row: ObjectRow) -> None:
         try:
-            there = (await self._client.head(path)).etag
+            there = await self._client.head(path)
         except NotFound:
-            there = ""
-        if there not in ("", entry.etag):
-            return  # somebody else's; the next listing shows it
+            there = None
         try:
-            copied = await (self._copy_whole if row.size <= COPY_BYTES_MAX else self._copy_parts)(path, row)
+            if there is None or there.etag == entry.etag:
+                copied = await (self._copy_whole if row.size <= COPY_BYTES_MAX else self._copy_parts)(path, row)
+            elif await is_copy(self._client, there.etag, token_of(there), row.key):
+                copied = there  # by a daemon that died, and did not come to say so
+            else:
+                return  # somebody else's; the next listing shows it
         except (NotFound, PreconditionFailed) as error:
             log.error(
                 "%s: its bytes were at %s, which was replaced or removed by somebody else: %s", path, row.key, error

@@ -142,8 +142,8 @@ class Replay:
             await self._end(item, meta.etag)
             return True
         there = await self._evidence.visible(record)
-        ours = there.draft_id in self._ours
-        if there.etag and there.etag != item.draft.target.replaces and not ours:
+        expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
+        if not expected and not await self._evidence.is_relocated(there, record):
             await self.set_aside(item)
         item.replayed, item.file.late_xattrs = False, None  # stored anew, it is told with all of them
         return False

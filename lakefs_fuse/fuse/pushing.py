@@ -26,8 +26,8 @@ import trio
 
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.fs.immutable import ImmutableFilesystem
-from lakefs_fuse.store.protocol import Buffer
 
+Bytes = bytes | bytearray | memoryview
 WAITING_MAX = 32
 """Files whose blocks wait to be pushed; the oldest have been read around already when there are more."""
 BLOCKS_MAX = 65_536
@@ -39,7 +39,7 @@ JUDGED_FILES = 1024
 """Whether earlier files were known counts for half after so many more, so a change is noticed after some 50 blocks."""
 
 
-def store_files(files: Sequence[tuple[int, Buffer]]) -> list[int]:
+def store_files(files: Sequence[tuple[int, Bytes]]) -> list[int]:
     """Blocking; answers the sizes of the files whose inode the kernel knew."""
     known = []
     for inode, data in files:
@@ -55,7 +55,7 @@ class Pushing:
     """See the module's head."""
 
     def __init__(
-        self, fs: ImmutableFilesystem, *, store: Callable[[Sequence[tuple[int, Buffer]]], list[int]] = store_files
+        self, fs: ImmutableFilesystem, *, store: Callable[[Sequence[tuple[int, Bytes]]], list[int]] = store_files
     ) -> None:
         self._fs, self._store = fs, store
         self._waiting: deque[int] = deque(maxlen=WAITING_MAX)

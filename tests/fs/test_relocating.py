@@ -1,0 +1,77 @@
+"""A daemon that dies between the store's copy of a renamed object and the commit that tells of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.fs import writeback
+from tests.fs.lakes import Clock, Lake, lake
+from tests.fs.writing_back import NEVER_S, Outage, die, told, until, writing_back
+from tests.memory_store import MemoryStore, Request, When
+
+AFTER_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writeback, "PAUSE_S_FIRST", 0.01)
+
+
+async def relocate(m: Lake, clock: Clock) -> int:
+    clock.advance(20 * AFTER_S)
+    return await m.fs._status._relocator.relocate_due()
+
+
+async def died_having_copied(store: MemoryStore, root: Path, clock: Clock) -> Path:
+    """`name` has its bytes at `old`; a copy of them is at `name`, and no commit says so."""
+    dead = root / "dead"
+
+    def copied(request: Request, when: When) -> None:
+        if request.what == "copy" and when == "after":
+            die(root / "cache", dead)
+            raise LakeError("the daemon died")
+
+    async with lake(store, root / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        await m.write("old", b"bytes")
+        await m.rename("old", "name")
+        clock.advance(20 * AFTER_S)
+        await m.tree()  # so that the copy is not found by a listing
+        store.hook = copied
+        with pytest.raises(LakeError):
+            await m.fs._status._relocator.relocate_due()
+    store.hook = lambda _request, _when: None
+    assert store.data("name") == b"bytes"
+    return dead
+
+
+async def test_the_next_daemon_takes_the_copy_for_what_it_is(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    dead = await died_having_copied(store, tmp_path, clock)
+    copies = store.count("copy")
+    async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        assert await relocate(m, clock) == 1
+        assert store.count("copy") == copies
+        assert m.fs.xattr((await m.found("name")).inode, "user.lakefs.location").endswith(b"/name")
+        clock.advance(1000)
+        await until(lambda: "old" not in store.objects)
+        assert await m.tree() == {"name": b"bytes"}
+
+
+async def test_the_copy_is_no_version_of_somebody_else(tmp_path: Path) -> None:
+    """Another file is renamed over the name before the next daemon has looked, and that daemon dies, too."""
+    store, clock = MemoryStore(), Clock()
+    dead = await died_having_copied(store, tmp_path, clock)
+    outage = Outage(store, away=False)
+    async with writing_back(store, dead, clock=clock, delay_s=NEVER_S, relocate_after_s=AFTER_S) as m:
+        await m.write("new", b"new bytes")
+        await m.rename("new", "name")
+        die(dead, tmp_path / "again")
+        outage.away = True
+    outage.away = False
+    async with writing_back(store, tmp_path / "again", clock=clock, relocate_after_s=AFTER_S) as m:
+        await m.fs.make_durable()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"name": b"new bytes"}
