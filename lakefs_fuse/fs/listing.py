@@ -104,7 +104,7 @@ class DirectoryMerge:
         overridden: Callable[[Entry], None] = lambda _: None,
     ) -> None:
         """``prefix`` is the directory's. ``changed(parent, name)`` is told of names the kernel may remember wrongly,
-        ``overridden`` of plain objects that took a name from a commit."""
+        ``overridden`` of plain objects that took a name from bytes elsewhere."""
         self._db, self._tree, self._metrics = database, tree, metrics
         self._directory = directory
         self._now_ns = now_ns
@@ -353,9 +353,12 @@ class DirectoryMerge:
         row = self._tree.objects.get(entry.place) if entry.place else None
         return row is not None and not entry.offset and (row.etag, row.size) == (meta.etag, meta.size)
 
-    def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
+    def _is_removed(self, name: bytes, meta: ObjectMeta) -> bool:
         tombstone = self._tree.tombstones.get(self._prefix + name)
-        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
+        return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
+
+    def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
+        if self._is_removed(name, meta):
             return
         if self._tree.named(self._directory, name + b"/") is not None:
             self._shadowed[name] = meta
@@ -364,8 +367,6 @@ class DirectoryMerge:
             batch, self._directory, name, Flag(0),
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
-        if tombstone is not None:
-            self._outsiders.append(entry)
         self._added(entry)
 
     def _merge_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
@@ -434,12 +435,17 @@ class DirectoryMerge:
     def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
         if self._keep(entry):
             return
+        if not entry.stamp and self._is_removed(entry.name, meta):  # the version that a commit told of is gone
+            self._tree.remove(batch, entry)
+            self._metrics.entries_removed += 1
+            self._changed(self._directory, entry.name)
+            return
         fresh = Entry(
             entry.parent, entry.cookie, entry.name, entry.inode,
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
         renewed = self._tree.renew_inode(batch, fresh)
-        if entry.stamp:
+        if entry.stamp and not entry.is_plain:
             self._outsiders.append(renewed)
         self._metrics.entries_changed += 1
         self._changed(self._directory, entry.name)

@@ -385,6 +385,19 @@ def test_attributes_of_a_plain_object_that_was_replaced_meanwhile(tmp_path: Path
         assert not n.found("f").flags & Flag.ATTRIBUTES_KNOWN
 
 
+def test_attributes_of_a_version_that_is_not_there_bring_nothing_back(tmp_path: Path) -> None:
+    """Somebody changes the mode of a plain object that another replaced; what replaced it was removed."""
+    with node(tmp_path) as n:
+        n.list(plain("f", "e2", 10))
+        n.commit(11, Remove("f", hides="e2"))
+        n.commit(12, SetAttr("f", OWN, 0, 1, "e1", 0o600, 0, 0, 0))
+        for _ in range(2):
+            n.list(plain("f", "e2", 10))
+            assert n.shown() == {}
+        n.list(plain("f", "e3", 13))
+        assert n.found("f").etag == "e3"
+
+
 def test_a_relocated_file_keeps_its_inode_and_time(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         n.list(plain("f", "e1", 10))
