@@ -32,6 +32,7 @@ from lakefs_fuse.meta.tree import HERE_BYTES, Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
+_ATTRIBUTED = int(Flag.ATTRIBUTED)
 EARLIER_MAX = 1000
 """Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
 
@@ -322,6 +323,8 @@ class DirectoryMerge:
             self._merge_directory(batch, entry, found.name)
         elif entry is None:
             self._merge_new_file(batch, found.name, found.meta)
+        elif entry.flags & _ATTRIBUTED and not entry.stamp and self._is_removed(found.name, found.meta):
+            self._attributed_in_vain(batch, entry)
         elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_copy(entry, found.meta)):
             self._replaced(batch, entry, found.meta)
 
@@ -352,6 +355,14 @@ class DirectoryMerge:
         """The object that the name means was copied to the name's own key: a commit will say so."""
         row = self._tree.objects.get(entry.place) if entry.place else None
         return row is not None and not entry.offset and (row.etag, row.size) == (meta.etag, meta.size)
+
+    def _attributed_in_vain(self, batch: Batch, entry: Entry) -> None:
+        """A commit told attributes of a version that no listing had shown. What is there counts as removed."""
+        if self._keep(entry):
+            return
+        self._tree.remove(batch, entry)
+        self._metrics.entries_removed += 1
+        self._changed(self._directory, entry.name)
 
     def _is_removed(self, name: bytes, meta: ObjectMeta) -> bool:
         tombstone = self._tree.tombstones.get(self._prefix + name)
@@ -434,11 +445,6 @@ class DirectoryMerge:
 
     def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
         if self._keep(entry):
-            return
-        if not entry.stamp and self._is_removed(entry.name, meta):  # the version that a commit told of is gone
-            self._tree.remove(batch, entry)
-            self._metrics.entries_removed += 1
-            self._changed(self._directory, entry.name)
             return
         fresh = Entry(
             entry.parent, entry.cookie, entry.name, entry.inode,

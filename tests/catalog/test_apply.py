@@ -396,6 +396,10 @@ def test_attributes_of_a_version_that_is_not_there_bring_nothing_back(tmp_path: 
             assert n.shown() == {}
         n.list(plain("f", "e3", 13))
         assert n.found("f").etag == "e3"
+        n.commit(15, Remove("f", hides="e3"))
+        n.commit(16, SetAttr("f", OWN, 0, 1, "e4", 0o600, 0, 0, 0))
+        n.list(plain("f", "e4", 13))  # put before the removal, by somebody who had not heard of anything else either
+        assert n.shown() == {}
 
 
 def test_a_relocated_file_keeps_its_inode_and_time(tmp_path: Path) -> None:
