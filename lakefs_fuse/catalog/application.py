@@ -47,8 +47,8 @@ class Place(msgspec.Struct, frozen=True, gc=False):
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """A record says that ``path`` is something else than the plain object ``etag`` that was listed there, and knew of
-    ``hides``; which of the two was put later in that second only the store can tell."""
+    """A record says that ``path`` is something else than the plain object ``etag`` that is known there, and knew of
+    ``hides``; which of the two is newer only the store can tell."""
 
     path: str
     etag: str
@@ -158,7 +158,7 @@ class Application:
             above, _, last = operation.path.rpartition("/")
             parent = self._applier.directory(above)
             current = None if parent is None else self._tree.named(parent, last.encode())
-            if current is None or current.ctime_ns > self._time + NS:
+            if current is None or (_is_dated_by_store(current) and current.ctime_ns > self._time + NS):
                 continue
             if self._is_unknown(current, operation.path, operation.hides):
                 yield Doubt(operation.path, current.etag, operation.hides)
@@ -208,7 +208,8 @@ class Application:
         if xattrs:
             flags |= Flag.XATTRS
         batch = Batch()
-        self._tree.tombstones.delete(batch, raw)
+        if stamp is None:  # else it still hides what was removed: only this version may come into sight
+            self._tree.tombstones.delete(batch, raw)
         entry = Entry(
             parent, current.cookie if current else 0, name, current.inode if current else 0, int(flags), mode, uid, gid,
             size, mtime_ns, self._time, place.etag, self._stamp if stamp is None else stamp, place.number, place.offset,
@@ -402,6 +403,11 @@ class Application:
         self._db.commit(batch)
         self._watcher.changing(current.parent, current.name)
         self._watcher.relocated(relocated)
+
+
+def _is_dated_by_store(entry: Entry) -> bool:
+    """``ctime_ns`` is the LastModified of a plain object, not when it was written here or got other attributes."""
+    return not entry.flags & Flag.ATTRIBUTED and entry.ctime_ns % NS == 0
 
 
 def _shown(entry: Entry) -> tuple[int, ...]:

@@ -7,8 +7,8 @@ What always holds:
 * the order in which commits arrive does not matter, as long as a commit comes after those its writer had seen: every
   name carries the time of the commit that set it (its tombstone carries it where the name is gone);
 * a plain object that the writer of a commit did not know of wins where its LastModified is not before the commit's
-  second, because somebody outside put it there since; one that was listed in that very second is asked for once more
-  before the commit is applied (`Applier.doubts`), as the writer may have replaced or removed it since;
+  second, because somebody outside put it there since; where what is known here leaves a doubt, the store is asked for
+  the object before the commit is applied (`Applier.doubts`), as it may be older, or replaced or removed since;
 * the same bytes keep their inode; other bytes under the name get another, unless the file is being written here.
 
 A change made here is applied at once under a `PENDING` stamp, which is newer than any commit, and gets the commit's
@@ -115,7 +115,7 @@ class Applier:
     # -- applying
 
     def doubts(self, record: Record) -> list[Doubt]:
-        """Names that this node listed in the very second of the record, whose writer knew of another version."""
+        """Names of plain objects that the record's writer did not know of, and that are perhaps not older."""
         self._directories.clear()
         return list(Application(self, record, ObjectRef(), record.time, False, NOTHING).doubts())
 

@@ -4,6 +4,10 @@ A poll asks for names after the newest commit time seen less `WINDOW_NS`, and ap
 commit is found as long as its time is no more than that window behind the newest one when it becomes visible. Times
 come from clocks that are corrected by the store's, and a request takes at most a minute; two nodes' clocks may differ
 by the rest. What cannot be read is told, counted, and left out; it is never half applied.
+
+A commit that names a path where a plain object lies which its writer did not know, put in the same second, waits up to
+`DOUBT_S_MAX`, and so do those behind it: if somebody who knew that object has replaced or removed it, that commit is
+older, and about to be found. Applied the other way round, the newer of the two would be left out for good.
 """
 
 from __future__ import annotations
@@ -30,6 +34,10 @@ FETCHES_AT_ONCE = 16
 FETCHED_MAX = 16
 """Records in memory at a time."""
 CLOCK_CHECK_S = 600.0
+DOUBT_S_MAX = 1.0
+"""From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
+DOUBT_PAUSE_S_FIRST = 0.25
+"""The next is twice as long each time."""
 log = logging.getLogger(__name__)
 
 
@@ -75,27 +83,45 @@ class Poller:
         """Apply what is new; answers how many commits that were. Raises LakeError."""
         async with self._lock:
             self._metrics.polls += 1
-            since = max(0, self._applier.newest() - WINDOW_NS)
-            found: list[tuple[int, str, ObjectMeta]] = []
-            token: str | None = None
-            start = f"{COMMITS}{since:016x}" if since else ""
+            count, pause_s = 0, DOUBT_PAUSE_S_FIRST
+            give_up_at = trio.current_time() + DOUBT_S_MAX
             while True:
-                page = await self._client.list_page(COMMITS, start_after=start, token=token)
-                for meta in page.objects:
-                    named = parse_commit_key(meta.key)
-                    if named is not None and meta.key not in self._refused and not self._applier.is_applied(*named):
-                        found.append((*named, meta))
-                token = page.next_token
-                if token is None:
-                    break
-            found.sort(key=lambda item: item[:2])
-            for at in range(0, len(found), FETCHED_MAX):
-                await self._apply([meta for _, _, meta in found[at : at + FETCHED_MAX]])
-            if found:
-                self._applier.forget_applied_before(max(0, self._applier.newest() - 2 * WINDOW_NS))
-            return len(found)
+                found = await self._find()
+                done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
+                count += done
+                if done:
+                    self._applier.forget_applied_before(max(0, self._applier.newest() - 2 * WINDOW_NS))
+                if done == len(found):
+                    return count
+                await trio.sleep(pause_s)
+                pause_s *= 2
 
-    async def _apply(self, metas: Sequence[ObjectMeta]) -> None:
+    async def _find(self) -> list[tuple[int, str, ObjectMeta]]:
+        """Commits that are not applied, the oldest first."""
+        since = max(0, self._applier.newest() - WINDOW_NS)
+        found: list[tuple[int, str, ObjectMeta]] = []
+        token: str | None = None
+        start = f"{COMMITS}{since:016x}" if since else ""
+        while True:
+            page = await self._client.list_page(COMMITS, start_after=start, token=token)
+            for meta in page.objects:
+                named = parse_commit_key(meta.key)
+                if named is not None and meta.key not in self._refused and not self._applier.is_applied(*named):
+                    found.append((*named, meta))
+            token = page.next_token
+            if token is None:
+                return sorted(found, key=lambda item: item[:2])
+
+    async def _apply_all(self, found: Sequence[tuple[int, str, ObjectMeta]], *, wait: bool) -> int:
+        """Answers how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
+        for at in range(0, len(found), FETCHED_MAX):
+            metas = [meta for _, _, meta in found[at : at + FETCHED_MAX]]
+            done = await self._apply(metas, wait)
+            if done < len(metas):
+                return at + done
+        return len(found)
+
+    async def _apply(self, metas: Sequence[ObjectMeta], wait: bool) -> int:
         records: dict[str, Record] = {}
         few = trio.CapacityLimiter(FETCHES_AT_ONCE)
 
@@ -111,7 +137,7 @@ class Poller:
         async with collecting() as nursery:
             for meta in metas:
                 nursery.start_soon(fetch, meta)
-        for meta in metas:
+        for number, meta in enumerate(metas):
             record = records.pop(meta.key, None)
             if record is None or self._applier.is_applied(record.time, record.writer):
                 continue
@@ -120,29 +146,38 @@ class Poller:
                 self._refuse(meta.key, "its time lies in the future: correct that node's clock, then run gc or fsck")
                 continue
             self._metrics.lag_s = max(0.0, (self._clock.wall_ns() - record.time) / NS)
-            outdated = await self._outdated(record)
+            outdated, is_sure = await self._outdated(record)
+            if wait and not is_sure and self._clock.wall_ns() - record.time < DOUBT_S_MAX * NS:
+                return number
             if not self._applier.is_applied(record.time, record.writer):
                 self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size), outdated=outdated)
+        return len(metas)
 
-    async def _outdated(self, record: Record) -> dict[str, str]:
-        """Which of the plain objects that were listed in the record's second it stands above: paths and ETags of those
-        that are gone, or are what its writer knew. Raises LakeError."""
+    async def _outdated(self, record: Record) -> tuple[dict[str, str], bool]:
+        """Which of the plain objects that are known here, and that its writer did not know of, the record stands above:
+        paths and ETags of those that are gone, are what it knew of, or are older by the store's date. And whether that
+        is all there is to know: no other is dated in the record's own second. Raises LakeError."""
         outdated: dict[str, str] = {}
         few = trio.CapacityLimiter(FETCHES_AT_ONCE)
+        is_sure = True
 
         async def ask(doubt: Doubt) -> None:
+            nonlocal is_sure
             async with few:
                 try:
-                    there = (await self._client.head(doubt.path)).etag
+                    there = await self._client.head(doubt.path)
                 except NotFound:
-                    there = doubt.hides
-                if there == doubt.hides:
                     outdated[doubt.path] = doubt.etag
+                    return
+                if there.etag == doubt.hides or there.mtime_ns + NS <= record.time:
+                    outdated[doubt.path] = doubt.etag
+                elif there.mtime_ns <= record.time:
+                    is_sure = False
 
         async with collecting() as nursery:
             for doubt in self._applier.doubts(record):
                 nursery.start_soon(ask, doubt)
-        return outdated
+        return outdated, is_sure
 
     def _refuse(self, key: str, why: str) -> None:
         self._refused.add(key)

@@ -15,7 +15,7 @@ from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
-from lakefs_fuse.catalog.poller import Poller
+from lakefs_fuse.catalog.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft_services import DraftServices
@@ -146,7 +146,7 @@ class Assembly:
         self._relocator = relocator = Relocator(
             database, namespace, files, committer, deletions, ground.client, metrics.commits,
             after_s=config.relocate_after_s,
-            check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX),
+            check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
             hide_at=storing.hide_at, clock_ns=ground.clock_ns,
         )  # fmt: skip
         self.writeback = writeback = self._write_back()

@@ -20,14 +20,12 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import msgspec
 import trio
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.version import BLOCK_BYTES, Extent
@@ -36,7 +34,7 @@ from lakefs_fuse.fs.changed_names import ChangedNames
 from lakefs_fuse.fs.extents import extent_of, location_of
 from lakefs_fuse.fs.keys import is_reserved
 from lakefs_fuse.fs.open_file import FileState
-from lakefs_fuse.fs.opening import check_room, identity, locked
+from lakefs_fuse.fs.opening import begin_counting, identity, opened_cache
 from lakefs_fuse.fs.states import Lake, State, States
 from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
@@ -331,16 +329,8 @@ async def open_immutable(
     Raises CacheError (locked, another lake's, unusable), MountError (no such directory, not enough disk), and what the
     store answers.
     """
-    directory = Path(config.cache_dir).absolute()
     named = f"{identity(config)}, {path or 'whole'}, immutable {config.snapshot}".rstrip()
-    with locked(directory):
-        check_room(directory, config)
-        cache = BlockCache(
-            directory / "blocks",
-            bytes_max=config.cache_bytes_max,
-            free_bytes_min=config.free_bytes_min,
-            metrics=metrics.cache,
-        )
+    async with opened_cache(config, metrics) as cache:
         filesystem: ImmutableFilesystem | None = None
         try:
             lake = Lake(config, path, named, client, metrics, cache, clock_ns, rng or random.SystemRandom())
@@ -348,15 +338,12 @@ async def open_immutable(
             state = await _first_state(states)
             async with trio.open_nursery() as nursery:
                 filesystem = ImmutableFilesystem(lake, states, state, nursery)
-                if not cache.counted:
-                    nursery.start_soon(partial(trio.to_thread.run_sync, cache.scan, abandon_on_cancel=True))
+                begin_counting(cache, nursery)
                 try:
                     yield filesystem
                 finally:
                     nursery.cancel_scope.cancel()
         finally:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(cache.close)
             if filesystem is not None:
                 filesystem.close()
 

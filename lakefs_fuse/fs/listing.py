@@ -32,6 +32,7 @@ from lakefs_fuse.meta.tree import HERE_BYTES, Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
+_ATTRIBUTED = int(Flag.ATTRIBUTED)
 EARLIER_MAX = 1000
 """Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
 
@@ -104,7 +105,7 @@ class DirectoryMerge:
         overridden: Callable[[Entry], None] = lambda _: None,
     ) -> None:
         """``prefix`` is the directory's. ``changed(parent, name)`` is told of names the kernel may remember wrongly,
-        ``overridden`` of plain objects that took a name from a commit."""
+        ``overridden`` of plain objects that took a name from bytes elsewhere."""
         self._db, self._tree, self._metrics = database, tree, metrics
         self._directory = directory
         self._now_ns = now_ns
@@ -322,6 +323,8 @@ class DirectoryMerge:
             self._merge_directory(batch, entry, found.name)
         elif entry is None:
             self._merge_new_file(batch, found.name, found.meta)
+        elif entry.flags & _ATTRIBUTED and not entry.stamp and self._is_removed(found.name, found.meta):
+            self._attributed_in_vain(batch, entry)
         elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_copy(entry, found.meta)):
             self._replaced(batch, entry, found.meta)
 
@@ -353,9 +356,20 @@ class DirectoryMerge:
         row = self._tree.objects.get(entry.place) if entry.place else None
         return row is not None and not entry.offset and (row.etag, row.size) == (meta.etag, meta.size)
 
-    def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
+    def _attributed_in_vain(self, batch: Batch, entry: Entry) -> None:
+        """A commit told attributes of a version that no listing had shown. What is there counts as removed."""
+        if self._keep(entry):
+            return
+        self._tree.remove(batch, entry)
+        self._metrics.entries_removed += 1
+        self._changed(self._directory, entry.name)
+
+    def _is_removed(self, name: bytes, meta: ObjectMeta) -> bool:
         tombstone = self._tree.tombstones.get(self._prefix + name)
-        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
+        return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
+
+    def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
+        if self._is_removed(name, meta):
             return
         if self._tree.named(self._directory, name + b"/") is not None:
             self._shadowed[name] = meta
@@ -364,8 +378,6 @@ class DirectoryMerge:
             batch, self._directory, name, Flag(0),
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
-        if tombstone is not None:
-            self._outsiders.append(entry)
         self._added(entry)
 
     def _merge_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
@@ -439,7 +451,7 @@ class DirectoryMerge:
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
         renewed = self._tree.renew_inode(batch, fresh)
-        if entry.stamp:
+        if entry.stamp and not entry.is_plain:
             self._outsiders.append(renewed)
         self._metrics.entries_changed += 1
         self._changed(self._directory, entry.name)

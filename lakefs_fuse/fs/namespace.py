@@ -66,7 +66,7 @@ class Namespace:
     ) -> None:
         self.tree = Tree(database)
         self.overridden: Callable[[Entry], None] = lambda _: None
-        """Told of plain objects that took a name from a commit."""
+        """Told of plain objects that took a name from bytes elsewhere."""
         self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
         self._ttl_ns = int(ttl_s * NS)
         self._clock_ns = clock_ns

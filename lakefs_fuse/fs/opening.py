@@ -71,6 +71,32 @@ def check_room(directory: Path, config: MountConfig) -> None:
         )
 
 
+@asynccontextmanager
+async def opened_cache(config: MountConfig, metrics: Metrics) -> AsyncIterator[BlockCache]:
+    """The cache directory is this daemon's; its blocks. Raises CacheError (locked, unusable), MountError (not enough
+    disk)."""
+    directory = Path(config.cache_dir).absolute()
+    with locked(directory):
+        check_room(directory, config)
+        cache = BlockCache(
+            directory / "blocks",
+            bytes_max=config.cache_bytes_max,
+            free_bytes_min=config.free_bytes_min,
+            metrics=metrics.cache,
+        )
+        try:
+            yield cache
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(cache.close)
+
+
+def begin_counting(cache: BlockCache, nursery: trio.Nursery) -> None:
+    """What the cache has is counted in the background, unless the daemon before left the numbers."""
+    if not cache.counted:
+        nursery.start_soon(partial(trio.to_thread.run_sync, cache.scan, abandon_on_cancel=True))
+
+
 def identity(config: MountConfig) -> str:
     """Names the lake whose metadata a cache directory holds."""
     endpoint = config.store.endpoint_url
@@ -93,15 +119,8 @@ async def open_filesystem(
     durable stays in staging with its record.
     """
     directory = Path(config.cache_dir).absolute()
-    with locked(directory):
-        check_room(directory, config)
+    async with opened_cache(config, metrics) as cache:
         database = Database(directory / "meta", identity(config))
-        cache = BlockCache(
-            directory / "blocks",
-            bytes_max=config.cache_bytes_max,
-            free_bytes_min=config.free_bytes_min,
-            metrics=metrics.cache,
-        )
         files: FileTable | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -113,8 +132,7 @@ async def open_filesystem(
                 await parts.begin()
                 await _deal_with_orphans(config, filesystem, parts.recovery)
                 parts.start()
-                if not cache.counted:
-                    nursery.start_soon(partial(trio.to_thread.run_sync, cache.scan, abandon_on_cancel=True))
+                begin_counting(cache, nursery)
                 try:
                     yield filesystem
                 finally:
@@ -122,8 +140,6 @@ async def open_filesystem(
         finally:
             if files is not None:
                 files.close()
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(cache.close)
             database.close()
 
 

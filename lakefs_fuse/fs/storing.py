@@ -212,8 +212,8 @@ class Storing:
             builder.operations.append(Remove(key, hides=etag))
 
     def adopt(self, entry: Entry) -> None:
-        """A plain object that somebody else put has taken a name from a commit: say so in one, or the name would come
-        back to what it was when that object goes."""
+        """A plain object that somebody else put has taken a name from bytes elsewhere: say so in a commit, or the name
+        would come back to what it was when that object goes."""
         try:
             path = self._ns.key(entry)
             builder = ChangeBuilder(self._ns.tree)

@@ -385,6 +385,23 @@ def test_attributes_of_a_plain_object_that_was_replaced_meanwhile(tmp_path: Path
         assert not n.found("f").flags & Flag.ATTRIBUTES_KNOWN
 
 
+def test_attributes_of_a_version_that_is_not_there_bring_nothing_back(tmp_path: Path) -> None:
+    """Somebody changes the mode of a plain object that another replaced; what replaced it was removed."""
+    with node(tmp_path) as n:
+        n.list(plain("f", "e2", 10))
+        n.commit(11, Remove("f", hides="e2"))
+        n.commit(12, SetAttr("f", OWN, 0, 1, "e1", 0o600, 0, 0, 0))
+        for _ in range(2):
+            n.list(plain("f", "e2", 10))
+            assert n.shown() == {}
+        n.list(plain("f", "e3", 13))
+        assert n.found("f").etag == "e3"
+        n.commit(15, Remove("f", hides="e3"))
+        n.commit(16, SetAttr("f", OWN, 0, 1, "e4", 0o600, 0, 0, 0))
+        n.list(plain("f", "e4", 13))  # put before the removal, by somebody who had not heard of anything else either
+        assert n.shown() == {}
+
+
 def test_a_relocated_file_keeps_its_inode_and_time(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         n.list(plain("f", "e1", 10))

@@ -8,14 +8,16 @@ import msgspec
 import pytest
 import trio
 
+from lakefs_fuse.catalog import poller
 from lakefs_fuse.catalog.archive import commit_key
 from lakefs_fuse.catalog.clock import FUTURE_NS_MAX
 from lakefs_fuse.catalog.poller import FETCHED_MAX
-from lakefs_fuse.catalog.record import COMMITS, Record
+from lakefs_fuse.catalog.record import COMMITS, OWN, Operation, Record, Remove, SetAttr
 from lakefs_fuse.errors import Unavailable
+from lakefs_fuse.meta.database import Batch
 from tests.catalog.archives import commit_of
-from tests.catalog.committing import Site, until
-from tests.catalog.nodes import NS, at
+from tests.catalog.committing import Daemon, Site, until
+from tests.catalog.nodes import NS, at, plain
 from tests.catalog.records import record_of
 from tests.memory_store import Failures, Request, When
 
@@ -24,10 +26,26 @@ HOUR_S = 3600
 
 def commit(site: Site, seconds: float, path: str, *, size: int = 3, writer: str = "00000abc") -> str:
     """Somebody's commit of one file appears in the store."""
+    return commit_also(site, seconds, {path: b"x" * size}, writer=writer)
+
+
+def commit_also(
+    site: Site, seconds: float, files: dict[str, bytes], *operations: Operation, writer: str = "00000abc"
+) -> str:
+    """Somebody's commit appears in the store."""
     record: Record = msgspec.structs.replace(record_of(time=at(seconds)), writer=writer)
     key = commit_key(at(seconds), writer)
-    site.store.give(key, commit_of({path: b"x" * size}, record=record))
+    site.store.give(key, commit_of(files, record=record, more=operations))
     return key
+
+
+def listed(site: Site, node: Daemon, seconds: float, key: str = "f") -> str:
+    """Somebody puts a plain object, dated to the second, and the node lists it; answers its ETag."""
+    site.clock.seconds = int(seconds)
+    etag = site.store.give(key, b"x").etag
+    site.clock.seconds = seconds
+    node.list(plain(key, etag, seconds), seconds=seconds)
+    return etag
 
 
 async def test_new_ones_are_applied_once_in_the_order_of_their_times(tmp_path: Path) -> None:
@@ -97,6 +115,66 @@ async def test_a_restarted_node_goes_on_where_it_was(tmp_path: Path) -> None:
         assert site.store.count("get") == gets
         commit(site, 2, "g")
         assert await a.poller.poll() == 1
+
+
+# -- plain objects that a commit's writer did not know of
+
+
+async def test_a_file_written_here_is_as_old_as_the_store_says(tmp_path: Path) -> None:
+    """Its row has the time at which it was written, which says more than the second that everybody else goes by."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        listed(site, a, 1.7)
+        batch = Batch()
+        a.tree.update(batch, msgspec.structs.replace(a.found("f"), ctime_ns=at(1.7)))
+        a.database.commit(batch)
+        commit(site, 2.5, "f", size=7)
+        await a.poller.poll()
+        assert a.found("f").size == 7
+
+
+async def test_new_attributes_make_a_plain_object_no_younger(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        etag = listed(site, a, 1)
+        commit_also(site, 9, {}, SetAttr("f", OWN, 0, 1, etag, 0o600, 0, 0, 0))
+        await a.poller.poll()
+        commit(site, 5, "f", size=7, writer="00000def")
+        await a.poller.poll()
+        assert a.found("f").size == 7
+
+
+async def test_a_commit_waits_for_an_older_one_about_what_was_put_in_its_second(tmp_path: Path) -> None:
+    """Somebody who knew the plain object removed it; somebody who did not packed a file of that name after that."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        etag = listed(site, a, 1.1)
+        commit(site, 1.5, "f", size=7)
+        site.clock.seconds = 1.6
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.poller.poll)
+            await until(lambda: site.store.count("head") > 0)
+            assert a.found("f").etag == etag
+            commit_also(site, 1.3, {}, Remove("f", hides=etag), writer="00000def")
+        assert a.found("f").size == 7
+        site.store.take("f")
+        a.list(seconds=2)
+        assert list(a.shown()) == ["f"]
+
+
+async def test_a_commit_does_not_wait_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody removes what was put in its second: then that came later."""
+    monkeypatch.setattr(poller, "DOUBT_S_MAX", 0.5)
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        etag = listed(site, a, 1.1)
+        commit(site, 1.5, "f", size=7)
+        commit(site, 1.6, "g")
+        site.clock.seconds = 1.7
+        assert await a.poller.poll() == 2
+        assert site.store.count("head") > 1
+        assert a.found("f").etag == etag
+        assert a.find("g") is not None
 
 
 # -- what is left out

@@ -474,4 +474,4 @@ async def test_what_another_client_put_in_the_second_of_a_commit_is_kept(tmp_pat
         asked = store.count("head", "f")
         await two.poll()
         assert (await two.found("f")).etag == theirs.etag
-        assert store.count("head", "f") == asked + 1
+        assert asked < store.count("head", "f") <= asked + 5  # it waits for who may know more, for a second

@@ -1,12 +1,13 @@
-"""Renames over a name whose bytes are just being stored."""
+"""Renames over a name whose bytes are just being stored, or have just been."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import trio
 
-from tests.fs.lakes import lake
+from tests.fs.lakes import TTL_S, Clock, lake, two_lakes
 from tests.fs.writing_back import Outage, until, writing_back
 from tests.memory_store import MemoryStore, Pause
 from tests.write.drafting import reached
@@ -42,3 +43,29 @@ async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it
         assert await m.tree() == {"hot": b"third"}
     async with lake(store, tmp_path / "other") as other:
         assert await other.tree() == {"hot": b"third"}
+
+
+async def test_what_a_listing_shows_is_not_said_again_over_a_rename(tmp_path: Path) -> None:
+    """A name that had been removed is a plain object again, which another node sees before it hears that the writer
+    has put another file in its place since: what it says of the name must not be newer than that."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="auto") as (one, two):
+        for change in (partial(two.write, "f", b"first"), partial(two.unlink, "f"), partial(two.write, "g", b"kept")):
+            await change()
+            await two.sync()
+        await one.poll()
+        clock.advance(5)
+        await two.write("f", b"second")
+        clock.advance(TTL_S + 1)
+        assert await one.names() == ["f", "g"]
+        clock.advance(1)
+        await two.rename("g", "f")
+        clock.advance(1)
+        await one.sync()
+        await two.poll()
+        await two.sync()
+        await one.poll()
+        clock.advance(TTL_S + 1)
+        assert await one.tree() == await two.tree() == {"f": b"kept"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": b"kept"}

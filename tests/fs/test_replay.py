@@ -408,18 +408,24 @@ async def test_an_upload_whose_id_was_never_learnt(tmp_path: Path) -> None:
         assert store.data("file") == noise(1, LARGE)
 
 
-async def test_an_upload_that_the_store_ended_meanwhile(tmp_path: Path) -> None:
-    store = MemoryStore()
+async def dead_while_sending(store: MemoryStore, root: Path) -> Path:
+    """``file`` was accepted (seed 1); a part of it is on its way when the daemon dies."""
     pause = Pause(lambda request: request.what == "upload_part" and request.number == 5)
     store.hook = pause
-    async with writing_back(store, tmp_path / "cache", uploads_max=2) as m:
+    async with writing_back(store, root / "cache", uploads_max=2) as m:
         await m.write("file", noise(1, LARGE))
         await reached(pause.reached)
-        dead = die(tmp_path / "cache", tmp_path / "dead")
+        dead = die(root / "cache", root / "dead")
         Outage(store)
         pause.resume()
-    store.uploads.clear()
     store.hook = lambda _request, _when: None
+    return dead
+
+
+async def test_an_upload_that_the_store_ended_meanwhile(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await dead_while_sending(store, tmp_path)
+    store.uploads.clear()
     async with writing_back(store, dead) as m:
         await nothing_is_left(store, m)
         assert store.data("file") == noise(1, LARGE)
@@ -471,14 +477,7 @@ async def test_a_newer_version_of_somebody_else_is_kept_and_so_is_ours(
 async def test_a_question_that_fails_is_asked_again_before_anything_is_replaced(tmp_path: Path) -> None:
     """The upload of ours cannot be ended at first: theirs is not overwritten for that."""
     store = MemoryStore()
-    pause = Pause(lambda request: request.what == "upload_part" and request.number == 5)
-    store.hook = pause
-    async with writing_back(store, tmp_path / "cache", uploads_max=2) as m:
-        await m.write("file", noise(1, LARGE))
-        await reached(pause.reached)
-        dead = die(tmp_path / "cache", tmp_path / "dead")
-        Outage(store)
-        pause.resume()
+    dead = await dead_while_sending(store, tmp_path)
     store.give("file", b"theirs")
     failed: list[Request] = []
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from contextlib import asynccontextmanager
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, S
 from lakefs_fuse.fs import newest, writeback
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Flag
-from tests.fs.lakes import TTL_S, Clock, entries_of, lake, permissions
+from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake, permissions
 from tests.fs.writing_back import (
     LARGE,
     NEVER_S,
@@ -612,24 +615,41 @@ async def test_a_change_of_what_the_store_has_does_not_need_it_any_more(tmp_path
 # -- unlink, rename
 
 
-@pytest.mark.parametrize("size", [100, LARGE])
-@pytest.mark.parametrize("how", ["waiting", "away", "sending"])
-async def test_a_file_that_is_removed_is_never_seen(tmp_path: Path, size: int, how: str) -> None:
-    store = MemoryStore()
+@asynccontextmanager
+async def changed_while(
+    how: str,
+    store: MemoryStore,
+    root: Path,
+    file: tuple[str, int],
+    held: Collection[str],
+    change: Callable[[Lake], Awaitable[None]],
+) -> AsyncIterator[tuple[Lake, Outage]]:
+    """A file (name, size) was accepted, and something is done about its name while it is ``waiting``, while the store
+    is ``away``, or while it is ``sending``: a request of a ``held`` kind does not go on before that has begun."""
     outage = Outage(store, away=how == "away")
-    pause = Pause(lambda request: request.what in ("put", "upload_part"))
+    pause = Pause(lambda request: request.what in held)
     if how == "sending":
         outage.then = pause
-    async with writing_back(store, tmp_path, delay_s=NEVER_S if how == "waiting" else 0.0) as m:
-        await m.write("file", noise(1, size))
+    name, size = file
+    async with writing_back(store, root, delay_s=NEVER_S if how == "waiting" else 0.0) as m:
+        await m.write(name, noise(1, size))
         if how == "sending":
             await reached(pause.reached)
         if how == "away":
             await until(lambda: outage.refused)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(m.unlink, "file")
+            nursery.start_soon(change, m)
             await trio.sleep(0.02)
             pause.resume()
+        yield m, outage
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+@pytest.mark.parametrize("how", ["waiting", "away", "sending"])
+async def test_a_file_that_is_removed_is_never_seen(tmp_path: Path, size: int, how: str) -> None:
+    store = MemoryStore()
+    held = ("put", "upload_part")
+    async with changed_while(how, store, tmp_path, ("file", size), held, methodcaller("unlink", "file")) as (m, outage):
         assert await m.lookup("file") is None
         outage.away = False
         await m.fs.make_durable()
@@ -659,20 +679,9 @@ async def test_a_removed_file_that_is_open_can_be_read_and_written(tmp_path: Pat
 @pytest.mark.parametrize("how", ["waiting", "away", "sending"])
 async def test_a_file_that_is_renamed_is_seen_under_its_new_name_only(tmp_path: Path, size: int, how: str) -> None:
     store = MemoryStore()
-    outage = Outage(store, away=how == "away")
-    pause = Pause(lambda request: request.what in ("put", "complete_multipart"))
-    if how == "sending":
-        outage.then = pause
-    async with writing_back(store, tmp_path, delay_s=NEVER_S if how == "waiting" else 0.0) as m:
-        await m.write("tmp", noise(1, size))
-        if how == "sending":
-            await reached(pause.reached)
-        if how == "away":
-            await until(lambda: outage.refused)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(m.rename, "tmp", "final")
-            await trio.sleep(0.02)
-            pause.resume()
+    held = ("put", "complete_multipart")
+    rename = methodcaller("rename", "tmp", "final")
+    async with changed_while(how, store, tmp_path, ("tmp", size), held, rename) as (m, outage):
         assert await m.names() == ["final"]
         assert await m.read("final") == noise(1, size)
         outage.away = False
