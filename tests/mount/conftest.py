@@ -31,6 +31,7 @@ def dev_fuse() -> Path:
     """The kernel's device, which these tests cannot do without."""
     device = Path("/dev/fuse")
     assert device.exists(), "no /dev/fuse: these tests mount for real"
+    assert os.access(device, os.R_OK | os.W_OK), "/dev/fuse is not open to you: as root, run `chmod 666 /dev/fuse`"
     return device
 
 
