@@ -5,6 +5,7 @@ A store is started once a session, when the first test asks for it.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 
@@ -13,6 +14,14 @@ import pytest
 from tests import servers
 from tests.faults import Faults, faulty
 from tests.servers import Server
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What ``needs_root`` marks is the only thing that is ever left out, and only for an ordinary user."""
+    marker = item.get_closest_marker("needs_root")
+    if marker is not None and os.geteuid() != 0:
+        (why,) = marker.args
+        pytest.skip(f"needs root: {why}")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lakefs_fuse.cli.parameters import format_bytes
 from lakefs_fuse.config import MIB, MountConfig
-from lakefs_fuse.control.mounts import MOUNTINFO, is_dead, mount_at
+from lakefs_fuse.control.mounts import MOUNTINFO, is_dead, mount_at, mount_of
 from lakefs_fuse.errors import CacheError, MountError
 
 ROOM_BYTES_MIN = 64 * MIB
@@ -87,6 +87,12 @@ def check_fuse(config: MountConfig, host: Host) -> None:
         return
     if host.which("fusermount3") is None:
         raise MountError("fusermount3 is missing, which ordinary users need: install the package fuse3")
+    outer = mount_of(config.mountpoint, host.mountinfo)
+    if outer is not None and outer.is_fuse and not outer.allow_other:
+        raise MountError(
+            f"mountpoint {config.mountpoint} lies in the FUSE mount {outer.mountpoint}, which fusermount3 may not "
+            "enter: mount that one with --allow-other, or choose another mountpoint"
+        )
     if config.allow_other and not _user_allow_other(host.fuse_conf):
         raise MountError(
             f"--allow-other: as root, add the line `user_allow_other` to {host.fuse_conf}, or leave it out"

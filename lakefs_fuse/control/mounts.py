@@ -23,13 +23,15 @@ DETACH_S_MAX = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One mounted filesystem. ``owner`` is the user who made a FUSE mount, 0 for others; ``device`` is major:minor."""
+    """One mounted filesystem. ``owner`` is the user who made a FUSE mount, 0 for others; ``device`` is major:minor;
+    ``allow_other`` is what FUSE calls so."""
 
     mountpoint: str
     fstype: str
     source: str
     owner: int
     device: str
+    allow_other: bool = False
 
     @property
     def is_fuse(self) -> bool:
@@ -50,7 +52,9 @@ def read_mounts(path: Path = MOUNTINFO) -> list[Mount]:
         fstype, source = fields[separator + 1 : separator + 3]
         options = dict(option.partition("=")[::2] for option in fields[separator + 3].split(","))
         owner = int(options.get("user_id") or 0)
-        mounts.append(Mount(_unescape(fields[4]), fstype, _unescape(source), owner, fields[2]))
+        mounts.append(
+            Mount(_unescape(fields[4]), fstype, _unescape(source), owner, fields[2], "allow_other" in options)
+        )
     return mounts
 
 

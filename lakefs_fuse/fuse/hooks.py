@@ -75,7 +75,10 @@ def why_inactive() -> str:
         if _is_turned_off()
         else "not there: install lakefs-fuse again with a compiler"
     )
-    return f"the hooks library is {why}; every open, close and listing asks the daemon"
+    return (
+        f"the hooks library is {why}; every open, close and listing asks the daemon, and a program that is started "
+        "while a file is being written publishes what is there of it"
+    )
 
 
 def libfuse_version() -> str:

@@ -16,7 +16,8 @@ from scripts.crash.writer import OpenFile, Writer
 
 BIG_FILES_MAX = 2
 OPEN_MAX = 2
-MODES = (0o644, 0o600, 0o640, 0o755, 0o444)
+MODES = (0o644, 0o600, 0o640, 0o755, *([0o444] if os.geteuid() == 0 else []))
+"""Who is not root could not write to a file of the last one again."""
 
 
 def _write(w: Writer, fd: int, path: str, data: bytes, at: int | None = None) -> None:

@@ -96,8 +96,8 @@ def installed(directory: Path) -> Iterator[None]:
             HELPER.unlink()
 
 
+@pytest.mark.needs_root("mount(8) looks for helpers in /sbin only, and mounts for nobody else what fstab does not name")
 def test_mount8_and_fstab(tmp_path: Path) -> None:
-    """Needs root, as mount(8) does."""
     for name in ("store", "mnt"):
         (tmp_path / name).mkdir()
     (tmp_path / "store" / "file").write_text("here")

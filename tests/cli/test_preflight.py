@@ -135,6 +135,20 @@ def test_ordinary_users_need_fusermount3_and_root_does_not(config: MountConfig, 
     preflight.check(config, replaced(without, uid=0))
 
 
+def test_ordinary_users_cannot_mount_into_a_mount_of_theirs_alone(
+    config: MountConfig, host: Host, tmp_path: Path
+) -> None:
+    """fusermount3 is root's, and FUSE lets not even root in; the kernel would only say that permission is denied."""
+    outer = f"30 22 0:40 / {tmp_path} rw - fuse.lakefs s3://b/ rw,user_id=1000,group_id=5"
+    host.mountinfo.write_text(f"{ROOT_MOUNT}{outer}\n")
+    told = message(config, host)
+    assert f"lies in the FUSE mount {tmp_path}" in told
+    assert "--allow-other" in told
+    preflight.check(config, replaced(host, uid=0))
+    host.mountinfo.write_text(f"{ROOT_MOUNT}{outer},allow_other\n")
+    preflight.check(config, host)
+
+
 @pytest.mark.parametrize("conf", ["", "#user_allow_other\n", None])
 def test_allow_other_needs_permission_but_for_root(config: MountConfig, host: Host, conf: str | None) -> None:
     host.fuse_conf.unlink() if conf is None else host.fuse_conf.write_text(conf)

@@ -94,7 +94,7 @@ class Lake:
 
     async def create(self, path: str, flags: int = os.O_RDWR) -> int:
         parent, name = await self.parent(path)
-        return (await self.fs.create(parent, name, 0o644, flags | os.O_CREAT, 0, 0))[0]
+        return (await self.fs.create(parent, name, 0o644, flags | os.O_CREAT, os.getuid(), os.getgid()))[0]
 
     async def close(self, handle: int) -> None:
         try:
@@ -127,7 +127,7 @@ class Lake:
 
     async def mkdir(self, path: str) -> Entry:
         parent, name = await self.parent(path)
-        return await self.fs.mkdir(parent, name, 0o755, 0, 0)
+        return await self.fs.mkdir(parent, name, 0o755, os.getuid(), os.getgid())
 
     async def rmdir(self, path: str) -> None:
         await self.fs.rmdir(*await self.parent(path))
@@ -137,7 +137,7 @@ class Lake:
 
     async def symlink(self, path: str, target: str) -> Entry:
         parent, name = await self.parent(path)
-        return await self.fs.symlink(parent, name, target.encode(), 0, 0)
+        return await self.fs.symlink(parent, name, target.encode(), os.getuid(), os.getgid())
 
     async def readlink(self, path: str) -> str:
         return self.fs.readlink((await self.found(path)).inode).decode()

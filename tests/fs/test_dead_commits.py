@@ -54,7 +54,7 @@ async def test_attributes_that_are_in_no_commit_yet(tmp_path: Path, monkeypatch:
     store, death = MemoryStore(), Death("commit.sent", tmp_path, monkeypatch)
     pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
     async with lake(store, death._cache, pack="never") as m:
-        handle, _ = await m.fs.create(ROOT_INODE, b"x", 0o600, os.O_RDWR | os.O_CREAT, 0, 0)
+        handle, _ = await m.fs.create(ROOT_INODE, b"x", 0o600, os.O_RDWR | os.O_CREAT, os.getuid(), os.getgid())
         await m.fs.write(handle, 0, b"bytes")
         await m.close(handle)
         store.hook, death.armed = pause, True

@@ -31,6 +31,7 @@ def dev_fuse() -> Path:
     """The kernel's device, which these tests cannot do without."""
     device = Path("/dev/fuse")
     assert device.exists(), "no /dev/fuse: these tests mount for real"
+    assert os.access(device, os.R_OK | os.W_OK), "/dev/fuse is not open to you: as root, run `chmod 666 /dev/fuse`"
     return device
 
 
@@ -136,6 +137,29 @@ def new_place(lake: Lake) -> Place:
 def here(shared_lake: Lake) -> Place:
     """A new directory in the shared lake."""
     return new_place(shared_lake)
+
+
+@pytest.fixture(scope="module")
+def shared_lake_with_hooks(shared_lake: Lake, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
+    """The shared lake, mounted with the C library: the same mount, unless the environment of the tests has none."""
+    if "LAKEFS_FUSE_HOOKS" not in shared_lake.env:
+        yield shared_lake
+        return
+    lake = Lake(
+        shared_lake.outside, shared_lake.source, tmp_path_factory.mktemp("hooks") / "node", *shared_lake.options
+    )
+    del lake.env["LAKEFS_FUSE_HOOKS"]
+    try:
+        yield lake.mount()
+    finally:
+        lake.close()
+
+
+@pytest.fixture
+def here_with_hooks(shared_lake_with_hooks: Lake) -> Place:
+    """As `here`, for what takes the C library: to know that who closes a file is not who writes it. Without it every
+    process that is started closes, and publishes, what it inherited; the programs that a test runs included."""
+    return new_place(shared_lake_with_hooks)
 
 
 @pytest.fixture(scope="module")

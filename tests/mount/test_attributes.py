@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import PART_BYTES, START_HEADS, Lake, noise
+from tests.mount.lakes import PART_BYTES, START_HEADS, Lake, given_away, noise
 
 PACKAGE = Path(__file__).parents[2] / "lakefs_fuse"
 LONG_AGO_NS = 1_000_000_000_123_456_789
@@ -55,13 +55,13 @@ def test_attributes_set_before_and_after_close_survive(either: Lake) -> None:
     after.write_bytes(noise(10_000))
     after.chmod(0o600)
     os.utime(after, ns=(LONG_AGO_NS, LONG_AGO_NS))
-    os.chown(after, 1234, 4321)
+    owner = given_away(after, 1234, 4321)
     subprocess.run(["touch", "new", "new"], cwd=either.path, check=True)
     subprocess.run(["touch", "-d", "2001-09-09 01:46:40 UTC", "new"], cwd=either.path, check=True)
     assert (either.path / "new").stat().st_mtime == 1_000_000_000
     found = asked_again(either, before, after, either.path / "new")
     assert found == [(0o750, LONG_AGO_NS), (0o600, LONG_AGO_NS), (0o644, 10**18)]
-    assert (after.stat().st_uid, after.stat().st_gid) == (1234, 4321)
+    assert (after.stat().st_uid, after.stat().st_gid) == owner
     assert after.read_bytes() == either.outside.read("file") == noise(10_000)
     assert subprocess.run([str(before)], capture_output=True, check=True).stdout == b"hello\n"
 

@@ -205,6 +205,7 @@ def test_options_that_mean_nothing_are_refused(immutable: Lake, option: tuple[st
     assert refused.stderr.count("\n") == 1
 
 
+@pytest.mark.needs_root("an ordinary user mounts in a mount only where that one has --allow-other")
 def test_a_directory_of_a_mount_is_covered_by_its_state_of_now(make_lake: LakeMaker) -> None:
     """One command, and what is around it goes on as before."""
     lake = make_lake("file", "--pack", "always", "--metadata-ttl", "0", "--refresh", "0.2").mount()
@@ -273,6 +274,7 @@ def test_refresh_shows_what_commits_changed(make_lake: LakeMaker, tmp_path: Path
         assert not (still.path / "old").exists()
 
 
+@pytest.mark.needs_root("an ordinary user mounts in a mount only where that one has --allow-other")
 def test_it_goes_with_the_mount_that_it_lies_in(make_lake: LakeMaker) -> None:
     lake = make_lake("file", "--supervise")
     lake.outside.replace("data/f", b"bytes")

@@ -39,7 +39,7 @@ def give(lake: Lake, numbers: range, time_ns: int, *more: Operation) -> None:
 
     def make_record(offsets: list[int]) -> bytes:
         puts = [
-            Put(path_of(number), THIS, offset, len(content(number)), 0o640, 5, 6, 1_600_000_000_000_000_000 + number)
+            Put(path_of(number), THIS, offset, len(content(number)), 0o664, 5, 6, 1_600_000_000_000_000_000 + number)
             for number, offset in zip(numbers, offsets, strict=True)
         ]
         return encode(Record(writer=WRITER, time=time_ns, operations=[*puts, *more]))
@@ -100,7 +100,7 @@ def test_the_first_listing_of_a_fresh_node(lake: Lake) -> None:
         path = lake.path / path_of(number)
         assert path.read_bytes() == content(number)
         found = path.stat()
-        assert (found.st_mode & 0o7777, found.st_mtime_ns) == (0o640, 1_600_000_000_000_000_000 + number)
+        assert (found.st_mode & 0o7777, found.st_mtime_ns) == (0o664, 1_600_000_000_000_000_000 + number)
     assert (lake.path / "plain" / "07").read_bytes() == noise(100, 7)
     (lake.path / "data" / "d0000" / "new").write_bytes(b"new")
     (lake.path / path_of(1)).unlink()

@@ -16,7 +16,7 @@ from lakefs_fuse.catalog.archive import Member, build, commit_key
 from lakefs_fuse.catalog.record import THIS, Put, Record, encode
 from scripts.measure_names import make_lake as make_names
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import MIB, Lake, number, scale
+from tests.mount.lakes import MIB, Lake, given_away, number, scale
 
 FILES = scale("LISTED_FILES", 20_000)
 WRITER = "0badcafe"
@@ -66,7 +66,7 @@ def test_the_library_and_python_write_the_same_entries(make_lake: LakeMaker) -> 
     for name in ("a", "ünï code", "n" * 255, "mode", "old"):
         (directory / name).write_bytes(name.encode())
     (directory / "mode").chmod(0o751)
-    os.chown(directory / "mode", 12, 34)
+    owner = given_away(directory / "mode", 12, 34)
     os.utime(directory / "old", ns=(-1_500_000_001, -1_500_000_001))
     (directory / "sub").mkdir(0o700)
     os.symlink("a", directory / "link")
@@ -84,6 +84,7 @@ def test_the_library_and_python_write_the_same_entries(make_lake: LakeMaker) -> 
     lake.mount()
     assert attributes(directory) == ours
     assert ours["mode"][4] == 0o100751
+    assert ours["mode"][6:8] == owner
     assert ours["old"][11] == -1_500_000_001
 
 

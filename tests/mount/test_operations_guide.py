@@ -135,6 +135,7 @@ def test_the_commands_about_unmounting(terminal: Terminal) -> None:
         terminal.unmount()
 
 
+@pytest.mark.needs_root("an ordinary user mounts in a mount only where that one has --allow-other")
 def test_the_commands_about_a_dataset_that_stays(terminal: Terminal) -> None:
     images = terminal.point / "datasets" / "images"
     terminal.run("lakefs-fuse mount s3://bucket/prefix /mnt/lake --cache-dir /nvme/lakefs --pack always")

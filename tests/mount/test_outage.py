@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -296,13 +297,15 @@ class Disk:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Disk]:
-    """96 MiB: of its own where root runs the tests, else what is left of the common one."""
+    """96 MiB: of its own where root runs the tests, else of what is left of one in memory, which few others fill."""
+    if os.geteuid():
+        with tempfile.TemporaryDirectory(prefix="lakefs-test-", dir="/dev/shm") as directory:
+            stat = os.statvfs(directory)
+            kept = stat.f_bavail * stat.f_frsize - 96 * MIB
+            yield Disk(Path(directory), ("--free-space", str(kept), "--cache-size", "16M"))
+        return
     disk = tmp_path / "disk"
     disk.mkdir()
-    if os.geteuid():
-        stat = os.statvfs(disk)
-        yield Disk(disk, ("--free-space", str(stat.f_bavail * stat.f_frsize - 96 * MIB), "--cache-size", "16M"))
-        return
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(disk)], check=True)
     try:
         yield Disk(disk, ("--free-space", "1M", "--cache-size", "16M"))

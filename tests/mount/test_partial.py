@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.mount.conftest import Place
+from tests.mount.conftest import LakeMaker, Place, new_place
 from tests.mount.lakes import noise
 
 
@@ -33,7 +33,8 @@ def watching(here: Place, name: str) -> Iterator[set[bytes]]:
         thread.join()
 
 
-def test_shell_redirection_publishes_once(here: Place) -> None:
+def test_shell_redirection_publishes_once(here_with_hooks: Place) -> None:
+    here = here_with_hooks
     published, put = here.count("upload.publishes"), here.count("store.requests.put")
     with watching(here, "f") as seen:
         subprocess.run(["bash", "-c", "(sleep 0.3; echo one; sleep 0.3; echo two) > f"], cwd=here.path, check=True)
@@ -43,7 +44,8 @@ def test_shell_redirection_publishes_once(here: Place) -> None:
     assert here.count("store.requests.put") == put + 1
 
 
-def test_shell_redirection_over_an_existing_file(here: Place) -> None:
+def test_shell_redirection_over_an_existing_file(here_with_hooks: Place) -> None:
+    here = here_with_hooks
     (here.path / "f").write_bytes(b"the old version\n")
     with watching(here, "f") as seen:
         subprocess.run(["sh", "-c", "(sleep 0.2; echo one; sleep 0.2; echo two) > f"], cwd=here.path, check=True)
@@ -51,7 +53,8 @@ def test_shell_redirection_over_an_existing_file(here: Place) -> None:
     assert here.stored("f") == b"one\ntwo\n"
 
 
-def test_shell_loops_and_pipes(here: Place) -> None:
+def test_shell_loops_and_pipes(here_with_hooks: Place) -> None:
+    here = here_with_hooks
     script = """
     for i in 1 2 3; do echo $i; sleep 0.1; done > loop
     { echo a; /bin/echo b; (echo c); } > group
@@ -68,8 +71,9 @@ def test_shell_loops_and_pipes(here: Place) -> None:
     assert here.stored("teed") == b"1\n2\n3\n4\n5\n"
 
 
-def test_a_child_that_inherits_a_descriptor_does_not_publish(here: Place) -> None:
+def test_a_child_that_inherits_a_descriptor_does_not_publish(here_with_hooks: Place) -> None:
     """`subprocess.run` in the middle of writing a checkpoint: the child closes everything it inherited."""
+    here = here_with_hooks
     published = here.count("upload.publishes")
     data = noise(200_000)
     with (here.path / "model").open("wb", buffering=0) as stream:
@@ -83,8 +87,25 @@ def test_a_child_that_inherits_a_descriptor_does_not_publish(here: Place) -> Non
     assert here.count("upload.publishes") == published + 1
 
 
-def test_forked_writers_share_one_file(here: Place) -> None:
+def test_without_the_hooks_every_close_publishes(make_lake: LakeMaker) -> None:
+    """Nobody can tell then who closes; what is stored at last is right all the same."""
+    lake = make_lake("file")
+    lake.env["LAKEFS_FUSE_HOOKS"] = "off"
+    here = new_place(lake.mount())
+    published = here.count("upload.publishes")
+    data = noise(200_000)
+    with (here.path / "model").open("wb", buffering=0) as stream:
+        stream.write(data[:100_000])
+        subprocess.run(["true"], check=True)
+        assert here.stored("model") == data[:100_000]
+        stream.write(data[100_000:])
+    assert here.stored("model") == data
+    assert here.count("upload.publishes") == published + 2
+
+
+def test_forked_writers_share_one_file(here_with_hooks: Place) -> None:
     """Each child writes its slice and ends; the parent's close publishes all of it, once."""
+    here = here_with_hooks
     published = here.count("upload.publishes")
     piece, count = 50_000, 4
     fd = os.open(here.path / "shared", os.O_CREAT | os.O_WRONLY)
@@ -163,7 +184,8 @@ def test_two_writers_of_one_file(here: Place) -> None:
     assert here.stored("f") == b"aaaaabbbcc"
 
 
-def test_reading_descriptors_do_not_publish(here: Place) -> None:
+def test_reading_descriptors_do_not_publish(here_with_hooks: Place) -> None:
+    here = here_with_hooks
     with (here.path / "f").open("wb", buffering=0) as stream:
         stream.write(b"half")
         assert (here.path / "f").read_bytes() == b"half"

@@ -33,7 +33,8 @@ def idle_s(stats: Stats) -> float:
     return float(uploads["idle_with_work_s"])
 
 
-def test_parts_go_up_before_close(here: Place) -> None:
+def test_parts_go_up_before_close(here_with_hooks: Place) -> None:
+    here = here_with_hooks
     data = noise(LARGE_BYTES)
     before = here.lake.stats()
     fd = os.open(here.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)

@@ -345,6 +345,7 @@ def test_by_path(make_lake: LakeMaker, faults: tuple[Server, Faults], tmp_path: 
     assert lake.outside.read("data/f") == b"stored"
 
 
+@pytest.mark.usefixtures("with_hooks")  # or the programs that it runs close what they inherit of it, and accept it
 def test_killed_and_mounted_again(back: Lake, faults: tuple[Server, Faults]) -> None:
     """Accepted files are there at once, with their attributes, and go on by themselves; what nobody closed is an
     orphan."""
