@@ -277,6 +277,7 @@ class FileTable:
         """The draft is the file's newest version; the journal hears of it now, or with ``batch``."""
         self.aim(file, draft.id, draft.target)
         draft.began, draft.deferred = self.writeback.sequence, self.writeback.is_for(file.key)
+        draft.unlinked = file.unlinked and self._ns.tree.entry(file.entry.inode) is None  # else `unlink` says so
         file.draft = draft
         draft.save() if batch is None else self._journal.put(batch, draft.id, encode(draft.noted()))
 
@@ -374,8 +375,7 @@ class FileTable:
             self._journal.put(batch, draft.id, encode(draft.noted()))
 
     def replaces(self, inode: int, etag: str, leaves: Sequence[Doomed] = ()) -> None:
-        """A file that is not in the store yet will replace the plain object with this ETag (empty: none), and objects
-        elsewhere."""
+        """A file not stored yet will replace the plain object with this ETag (empty: none), and objects elsewhere."""
         file = self._files.get(inode)
         for each in file.versions if file is not None else ():
             if each.draft is not None:

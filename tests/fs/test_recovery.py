@@ -366,6 +366,23 @@ async def test_staged_bytes_that_are_gone(tmp_path: Path) -> None:
     assert store.uploads == {}
 
 
+async def test_what_is_written_after_the_name_is_gone_is_no_orphan(tmp_path: Path) -> None:
+    """The kernel sends what it holds back when it likes, also of a file that was deleted while it was open."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.write("file", b"old")
+        handle = await m.open("file", os.O_RDWR)
+        await m.unlink("file")
+        await m.fs.write(handle, 0, b"late")
+        assert await m.fs.read(handle, 0, 10) == b"late"
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        await m.close(handle)
+    async with lake(store, dead) as m:
+        assert [each.path for each in m.fs.unfinished() if each.id != "names"] == []
+        assert await m.names() == []
+    assert staged(dead) == []
+
+
 async def test_deleted_while_open_is_never_brought_back(tmp_path: Path) -> None:
     store = MemoryStore()
     async with lake(store, tmp_path / "cache") as m:
