@@ -319,4 +319,3 @@ class Obstore(Keys):
             for start, piece in zip(starts, pool.map(part, starts), strict=True):
                 buffer[start : start + len(piece)] = memoryview(piece)
         read(io.BytesIO(buffer))
-

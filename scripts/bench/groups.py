@@ -6,7 +6,19 @@ import random
 from collections.abc import Callable
 
 from scripts.bench import workloads
-from scripts.bench.jobs import Epoch, Listing, Load, Loader, Looking, Remove, Rename, Save, Scattered, Sequential, WriteSmall
+from scripts.bench.jobs import (
+    Epoch,
+    Listing,
+    Load,
+    Loader,
+    Looking,
+    Remove,
+    Rename,
+    Save,
+    Scattered,
+    Sequential,
+    WriteSmall,
+)
 from scripts.bench.method import Session, attached
 from scripts.bench.sizes import Sizes
 from scripts.bench.worker import Outcome

@@ -1,7 +1,7 @@
-"""What is timed. Each job is a small dataclass that travels to a process of its own (`worker`) and answers an `Outcome`.
+"""What is timed. Each job is a small dataclass that travels to a process of its own and answers an `Outcome`.
 
 Jobs that do many things look at the clock after each and stop at their limit; the rate is then that of what was done.
-Latencies are of single operations. Nothing is verified here beyond sizes: that bytes are right is what the tests are for.
+Latencies are of single operations. Nothing is verified here beyond sizes: that bytes are right is for the tests.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
-from typing import Any, BinaryIO
+from typing import Any
 
 from scripts.bench import figures
 from scripts.bench.access import Access
@@ -130,7 +131,7 @@ class Epoch:
             barrier.wait(self.preparing_s)
             clock = Clock(self.limit_s)
             mine = self.names[number :: self.readers]
-            size, took, stopped = timed(clock, ((lambda n=name: self.access.read(n)) for name in mine))
+            size, took, stopped = timed(clock, (partial(self.access.read, name) for name in mine))
         except Exception as error:
             barrier.abort()
             wrong = f"{type(error).__name__}: {error}"
@@ -174,7 +175,7 @@ class Loader:
             sizes.extend(batch)
             return sum(batch)
 
-        size, took, stopped = timed(clock, ((lambda b=batch: take(b)) for batch in batches))
+        size, took, stopped = timed(clock, (partial(take, batch) for batch in batches))
         passed = clock.passed()
         return Outcome(passed, len(sizes), size, figures.latency(took), stopped, [len(sizes)])
 
@@ -213,7 +214,7 @@ class Scattered:
         clock = Clock(self.limit_s)
         read = self.access.read_range
         size, took, stopped = timed(
-            clock, ((lambda at=offset: read(self.name, at, self.piece)) for offset in offsets)
+            clock, (partial(read, self.name, at, self.piece) for at in offsets)
         )  # fmt: skip
         return Outcome(clock.passed(), len(took), size, figures.latency(took), stopped)
 
@@ -285,7 +286,7 @@ class Load:
 
         self.access.ready()
         clock = Clock(self.limit_s)
-        self.access.load(self.name, lambda source: torch.load(source))
+        self.access.load(self.name, torch.load)
         return Outcome(clock.passed(), 1, self.size)
 
 
@@ -314,7 +315,7 @@ class WriteSmall:
 
         def share(first: int) -> tuple[int, list[float], bool]:
             mine = range(first, len(self.sizes), self.threads)
-            return timed(clock, ((lambda i=index: write(i)) for index in mine))
+            return timed(clock, (partial(write, index) for index in mine))
 
         with ThreadPoolExecutor(self.threads) as pool:
             answers = list(pool.map(share, range(self.threads)))

@@ -86,7 +86,7 @@ class PeerNote(msgspec.Struct, frozen=True):
 
 
 class WorkloadNote(msgspec.Struct, frozen=True):
-    """What it was. ``unit`` is what its rate is in; ``yardstick`` is the peer kind it is held against: client or disk."""
+    """What it was. ``unit`` is its rate's; ``yardstick`` the kind of peer that it is held against: client or disk."""
 
     name: str
     group: str

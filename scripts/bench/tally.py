@@ -1,8 +1,8 @@
 """What the store was asked, counted at HAProxy, so that it is counted in the same way for everybody; and its price.
 
-HAProxy writes one line for each request when it is answered (`tests.servers.LOG_FORMAT`). A `Tally` reads the lines that
-came since it was last asked. Requests of S3 are told apart by method and query; those of SeaweedFS's own protocol are
-``rpc`` (gRPC) or ``chunk-get`` and ``chunk-put`` (bytes), and have no price.
+HAProxy writes one line for each request when it is answered (`tests.servers.LOG_FORMAT`). A `Tally` reads the lines
+that came since it was last asked. Requests of S3 are told apart by method and query; those of SeaweedFS's own protocol
+are ``rpc`` (gRPC) or ``chunk-get`` and ``chunk-put`` (bytes), and have no price.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ PRICES = Path(__file__).with_name("prices.toml")
 SETTLE_S = 0.05
 """HAProxy writes a line a moment after the client has its answer."""
 UNPRICED = ("rpc", "chunk-get", "chunk-put")
-FREE = ("delete", "abort")
 
 
 def kind_of(method: str, copy: bool, address: str) -> str:

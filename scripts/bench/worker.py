@@ -1,8 +1,8 @@
 """Runs a job in a process of its own, and ends it when its time is over.
 
-Processes come from multiprocessing's fork server, which has loaded torch and boto3 before: that takes seconds and is not
-timed. A job looks at the clock itself; one that hangs in a system call of a mount is killed with all that it started.
-Used from one thread.
+Processes come from multiprocessing's fork server, which has loaded torch and boto3 before: that takes seconds and is
+not timed. A job looks at the clock itself; one that hangs in a system call of a mount is killed with all that it
+started. Used from one thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Outcome(msgspec.Struct, frozen=True):
 class Job(Protocol):
     """Travels to the process that runs it."""
 
-    limit_s: float
+    @property
+    def limit_s(self) -> float: ...
 
     def run(self) -> Outcome: ...
 

@@ -83,7 +83,7 @@ def _large(sizes: Sizes) -> list[WorkloadNote]:
     piece = f"{sizes.piece_bytes >> 10} KiB at {sizes.pieces:,} random offsets of {file}, one after the other"
     return [
         WorkloadNote(
-            THROUGH_COLD, "large files", "MiB/s", CLIENT, "A tokenised corpus, or a weights file, is read for the first time.",
+            THROUGH_COLD, "large files", "MiB/s", CLIENT, "A tokenised corpus, or weights, read for the first time.",
             f"{file}, from its beginning to its end, 1 MiB a read.",
         ),
         WorkloadNote(
@@ -94,7 +94,8 @@ def _large(sizes: Sizes) -> list[WorkloadNote]:
             f"{piece}; nothing of it is cached.",
         ),
         WorkloadNote(
-            SCATTERED_WARM, "large files", "reads/s", DISK, "The same samples are drawn again.", "The same at once again.",
+            SCATTERED_WARM, "large files", "reads/s", DISK, "The same samples are drawn again.",
+            "The same at once again.",
         ),
     ]  # fmt: skip
 

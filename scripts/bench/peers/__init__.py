@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from scripts.bench.peers.bare import BareBoto3, BareObstore, LocalDisk
-from scripts.bench.peers.ours import Lakefs, LakefsImmutable, LakefsPacked, LakefsWriteback
 from scripts.bench.peers.others import JuiceFS, Rclone, S3fs, WeedMount
+from scripts.bench.peers.ours import Lakefs, LakefsImmutable, LakefsPacked, LakefsWriteback
 from scripts.bench.peers.peer import Peer
 from scripts.bench.stage import Stage
 
@@ -22,6 +22,8 @@ CLASSES: tuple[type[Peer], ...] = (
     LocalDisk,
 )
 NAMES = tuple(each.name for each in CLASSES)
+
+__all__ = ["CLASSES", "NAMES", "Peer", "everybody"]
 
 
 def everybody(stage: Stage, names: tuple[str, ...] = NAMES) -> list[Peer]:

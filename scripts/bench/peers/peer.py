@@ -142,9 +142,9 @@ class Mount(Peer):
                 path.unlink(missing_ok=True)
 
     def _stop(self) -> None:
-        if os.path.ismount(self.mountpoint):
-            if subprocess.run(["fusermount3", "-u", str(self.mountpoint)], capture_output=True, check=False).returncode:
-                unmount_lazily(self.mountpoint)
+        command = ["fusermount3", "-u", str(self.mountpoint)]
+        if os.path.ismount(self.mountpoint) and subprocess.run(command, capture_output=True, check=False).returncode:
+            unmount_lazily(self.mountpoint)
         process, self._process = self._process, None
         if process is None:
             return
