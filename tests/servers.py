@@ -312,7 +312,9 @@ def haproxy(
         protocol = "proto h2" if way.grpc else ""
         text += _HAPROXY_WAY.format(port=way.port, upstream=way.upstream, protocol=protocol)
     config.write_text(text)
-    command = [shutil.which("haproxy") or "/usr/sbin/haproxy", "-db", "-q", "-f", str(config)]
+    command = [shutil.which("haproxy") or "/usr/sbin/haproxy", "-db", "-f", str(config)]
+    if log == QUIET:
+        command.insert(1, "-q")  # Closes standard output, where each request would be logged.
     with _running(command, directory / "haproxy.log", answers):
         yield
 

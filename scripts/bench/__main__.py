@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace, sizes: Sizes) -> Results:
             method.rounds(peers, made, found, wanted, repeats=lambda _: repeats, out=options.out, say=say)
         finally:
             for peer in peers:
-                peer.detach()
+                peer.close()
     return found
 
 

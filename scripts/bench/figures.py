@@ -93,3 +93,8 @@ def remark(series: Series) -> str:
     if any(each.undurable for each in series.samples):
         found.append("not all in the store when the time for it was over")
     return "; ".join(dict.fromkeys(found))
+
+
+def short(value: float) -> str:
+    """Three digits that matter."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

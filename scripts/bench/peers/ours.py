@@ -137,6 +137,3 @@ class LakefsPacked(Lakefs):
 
     def command(self, prefix: str) -> list[str]:
         return super().command(f"packed-{prefix}")
-
-
-__all__ = ["LAKEFS", "Lakefs", "LakefsImmutable", "LakefsPacked", "LakefsWriteback", "lakefs", "statistics_of"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from scripts.bench import machine
 from scripts.bench.access import Access, Paths
-from scripts.bench.stage import BUCKET, Stage, marker
+from scripts.bench.stage import Stage, marker
 
 MOUNT_S_MAX = 30.0
 STOP_S_MAX = 10.0
@@ -70,6 +70,10 @@ class Peer(ABC):
     @abstractmethod
     def detach(self) -> None:
         """Nothing of it is left: no mount, no process, no cache."""
+
+    def close(self) -> None:
+        """At the end of the run."""
+        self.detach()
 
     def processes(self) -> list[int]:
         """Of the daemon, children included; empty where there is none."""
@@ -130,10 +134,6 @@ class Mount(Peer):
         machine.drop_caches()
         return self._start(self._prefix)
 
-    def drained(self, limit_s: float) -> bool:
-        """Those that say nothing of uploads in the background have none."""
-        return True
-
     def detach(self) -> None:
         self._stop()
         for path in (self.cache, self.log):
@@ -181,6 +181,3 @@ def said(command: list[str], pick: int = 0) -> str:
         raise PeerFailed(f"is not installed: {error}") from error
     lines = (done.stdout + done.stderr).strip().splitlines()
     return lines[min(pick, len(lines) - 1)].strip() if lines else "unknown"
-
-
-__all__ = ["BUCKET", "Mount", "Peer", "PeerFailed", "end", "said", "unmount_lazily"]
