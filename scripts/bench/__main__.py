@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from scripts.bench import groups, machine, method, results, stage, tables, tally, workloads
+from scripts.bench import groups, machine, method, results, stage, tables, tally, worker, workloads
 from scripts.bench.peers import NAMES, Peer, everybody
 from scripts.bench.peers.peer import PeerFailed
 from scripts.bench.results import PeerNote, Results
@@ -58,6 +58,7 @@ def note_of(peer: Peer) -> PeerNote:
 
 def measure(options: argparse.Namespace, sizes: Sizes) -> Results:
     list_name, prices = tally.price_list()
+    worker.preload()
     repeats = options.repeats or sizes.repeats
     with stage.opened(sizes, prices) as made:
         peers = everybody(made, tuple(options.peers))

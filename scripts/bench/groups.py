@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from scripts.bench import workloads
+from scripts.bench import machine, workloads
 from scripts.bench.access import Access
 from scripts.bench.jobs import (
+    Command,
     Epoch,
     Listing,
     Load,
@@ -50,7 +51,7 @@ def epochs(session: Session) -> None:
     sizes, peer = session.stage.sizes, session.peer
     peer.provide("set", "set")
     order = session.stage.set_names()
-    for readers in (*sizes.readers, None):
+    for readers in sizes.loops():
         with attached(session, "set") as access:
 
             def job(names: list[str], readers: int | None = readers, access: Access = access) -> Epoch | Loader:
@@ -115,6 +116,9 @@ def checkpoint(session: Session) -> None:
         session.measure(workloads.RANKS, Save(access, shards, sizes.shard_bytes, patience_s), drain=True)
     if saved is None or saved.stopped:
         return
+    if session.undurable:
+        session.failed([workloads.LOAD_COLD], "what was saved was not in the store when the time for that was over")
+        return
     with attached(session, prefix) as access:
         session.measure(workloads.LOAD_COLD, Load(access, CHECKPOINT, size, patience_s))
 
@@ -135,12 +139,26 @@ def small(session: Session) -> None:
             session.measure(workloads.RENAME, Rename(access, "renamed", "final", sizes.tree_files, limit_s), drain=True)
 
 
+def ingest(session: Session) -> None:
+    """A local directory is loaded by the program that each has for it."""
+    sizes, peer = session.stage.sizes, session.peer
+    source = session.stage.source("load")
+    command = peer.loading(source, f"{area_of(session)}/load")
+    if command is None:
+        return
+    machine.drop_caches()
+    wanted, limit_s = session.stage.small_sizes(sizes.loaded_files), 5 * sizes.limit_s
+    job = Command(tuple(command[0]), command[1], len(wanted), sum(wanted), limit_s)
+    session.measure(workloads.LOAD_SET, job)
+
+
 ALL: dict[str, Group] = {
     "names": names,
     "epochs": epochs,
     "large files": large,
     "checkpoint": checkpoint,
     "small files": small,
+    "ingest": ingest,
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -325,6 +326,25 @@ class WriteSmall:
         waits = [wait for answer in answers for wait in answer[1]]
         size = sum(answer[0] for answer in answers)
         return Outcome(passed, len(waits), size, figures.latency(waits), any(answer[2] for answer in answers))
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program that loads so many files."""
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    files: int
+    size: int
+    limit_s: float
+
+    def run(self) -> Outcome:
+        clock = Clock(self.limit_s)
+        environment = {**os.environ, **self.environment}
+        done = subprocess.run(self.words, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ValueError(done.stderr.strip()[-200:])
+        return Outcome(clock.passed(), self.files, self.size)
 
 
 @dataclass(frozen=True)

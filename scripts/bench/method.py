@@ -29,6 +29,8 @@ class Session:
         self.peer, self.stage, self.round = peer, stage, number
         self._results, self._say = found, say
         self.finished: set[str] = set()
+        self.undurable = False
+        """Something that was written here was not in the store in time."""
 
     def measure(self, workload: str, job: Job, *, drain: bool = False) -> Outcome | None:
         """Runs it and writes down a sample, or how it failed; then the answer is None. Raises PeerFailed."""
@@ -39,7 +41,8 @@ class Session:
             return None
 
     def _measure(self, workload: str, job: Job, drain: bool) -> Outcome:
-        pids, upcalls = self.peer.processes(), self.peer.upcalls()
+        pids = self.peer.processes()
+        upcalls = self.peer.upcalls() if pids else None
         machine.forget_peak(pids)
         before_cpu = machine.cpu_seconds(pids)
         self.stage.tally.begin()
@@ -49,6 +52,7 @@ class Session:
             began = time.monotonic()
             drained = self.peer.drained(self.stage.sizes.drain_limit_s)
             durable_s = outcome.seconds + time.monotonic() - began
+            self.undurable |= not drained
         store = self.stage.tally.take()
         daemon = None
         if pids:

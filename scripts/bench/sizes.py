@@ -17,6 +17,7 @@ class Sizes(msgspec.Struct, frozen=True):
     file_bytes_max: int
     readers: tuple[int, ...]
     loader_workers: int
+    """Of torch's DataLoader; 0: without it."""
     large_bytes: int
     pieces: int
     piece_bytes: int
@@ -27,6 +28,8 @@ class Sizes(msgspec.Struct, frozen=True):
     writers: int
     tree_files: int
     """Of the directory that is renamed, and of the one that is removed."""
+    loaded_files: int
+    """Of the data set that is loaded from the local disk."""
     repeats: int
     limit_s: float
     """Of most workloads; what is reached until then counts."""
@@ -35,6 +38,10 @@ class Sizes(msgspec.Struct, frozen=True):
     warm_bytes: int
     fill_limit_s: float
     """For peers whose data has to be written through their own mount."""
+
+    def loops(self) -> tuple[int | None, ...]:
+        """How an epoch is read, one after the other: so many readers; None is torch's DataLoader."""
+        return (*self.readers, None) if self.loader_workers else self.readers
 
 
 FULL = Sizes(
@@ -53,6 +60,7 @@ FULL = Sizes(
     written_files=20_000,
     writers=16,
     tree_files=1000,
+    loaded_files=4000,
     repeats=3,
     limit_s=8.0,
     listing_limit_s=20.0,
@@ -77,10 +85,11 @@ QUICK = Sizes(
     written_files=400,
     writers=16,
     tree_files=50,
+    loaded_files=200,
     repeats=1,
     limit_s=1.0,
     listing_limit_s=3.0,
-    drain_limit_s=3.0,
+    drain_limit_s=8.0,
     warm_bytes=64 * MIB,
     fill_limit_s=20.0,
 )

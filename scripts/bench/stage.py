@@ -67,12 +67,13 @@ class Stage:
     provided: set[str] = field(default_factory=set)
 
     def source(self, what: str) -> Path:
-        """A directory of local files that are the data called ``what``: names, set, large, tree."""
+        """A directory of local files that are the data called ``what``: names, set, large, tree, load."""
         path = self.directory / "data" / what
         if not path.exists():
             new = path.with_name(what + ".new")
             new.mkdir(parents=True)
-            {"names": self._names, "set": self._set, "large": self._large, "tree": self._tree}[what](new)
+            makers = {"names": self._names, "set": self._set, "large": self._large, "tree": self._tree}
+            {**makers, "load": self._load}[what](new)
             new.rename(path)
         return path
 
@@ -107,10 +108,16 @@ class Stage:
             os.close(os.open(path / "d" / f"image-{index:08d}.jpg", os.O_CREAT | os.O_WRONLY))
 
     def _set(self, path: Path) -> None:
+        self._small(path, self.sizes.files)
+
+    def _load(self, path: Path) -> None:
+        self._small(path, self.sizes.loaded_files)
+
+    def _small(self, path: Path, count: int) -> None:
         noise = os.urandom(self.sizes.file_bytes_max + (1 << 20))
         for number in range(DIRECTORIES):
             (path / f"d{number:02d}").mkdir()
-        for index, size in enumerate(self.small_sizes(self.sizes.files)):
+        for index, size in enumerate(self.small_sizes(count)):
             start = index * 64 % (1 << 20)
             (path / f"d{index % DIRECTORIES:02d}" / f"f{index:06d}.jpg").write_bytes(noise[start : start + size])
 
@@ -153,15 +160,26 @@ def marker(stage: Stage, prefix: str) -> None:
 
 
 @contextlib.contextmanager
-def opened(sizes: Sizes, prices: dict[str, float]) -> Iterator[Stage]:
-    """A stage; all of it is gone afterwards."""
-    os.environ.update(CREDENTIALS)
+def credentials() -> Iterator[None]:
+    """In the environment, alone, and as it was afterwards."""
+    before = dict(os.environ)
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         os.environ.pop(name, None)
+    os.environ.update(CREDENTIALS)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def opened(sizes: Sizes, prices: dict[str, float]) -> Iterator[Stage]:
+    """A stage; all of it is gone afterwards."""
     directory = Path(tempfile.mkdtemp(prefix="lakefs-bench-", dir=machine.roomy_directory()))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        os.environ["LAKEFS_BENCH_HOME"] = str(directory)
+        stack.enter_context(credentials())
         direct = stack.enter_context(seaweedfs(directory / "server"))
         make_bucket(direct, BUCKET)
         s3_port, filer_port = free_port(), free_port(with_grpc=True)

@@ -23,7 +23,11 @@ GRACE_S = 4.0
 """A job that looks at the clock may be so late."""
 PRELOAD = ["torch", "torch.utils.data", "boto3", "boto3.s3.transfer", "obstore", "obstore.store", "scripts.bench.jobs"]
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(PRELOAD)
+
+
+def preload() -> None:
+    """Before the first job: what is loaded once for all of them."""
+    CONTEXT.set_forkserver_preload(PRELOAD)
 
 
 class Outcome(msgspec.Struct, frozen=True):

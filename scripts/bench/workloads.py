@@ -10,6 +10,7 @@ THROUGH_COLD, THROUGH_WARM = "large file, sequential, cold", "large file, sequen
 SCATTERED_COLD, SCATTERED_WARM = "large file, random, cold", "large file, random, warm"
 SAVE, LOAD, RANKS, LOAD_COLD = "torch.save", "torch.load, just saved", "ranks save shards", "torch.load, elsewhere"
 WRITE, RENAME, REMOVE = "write small files", "rename a directory", "remove a directory"
+LOAD_SET = "load a data set"
 
 CLIENT, DISK = "client", "disk"
 """What a workload is held against: cold ones against the bare store client, warm ones against the local disk."""
@@ -30,7 +31,7 @@ def _readers(readers: int | None) -> str:
 
 def notes(sizes: Sizes) -> list[WorkloadNote]:
     """Of all workloads at these sizes."""
-    return [*_names(sizes), *_epochs(sizes), *_large(sizes), *_checkpoints(sizes), *_small(sizes)]
+    return [*_names(sizes), *_epochs(sizes), *_large(sizes), *_checkpoints(sizes), *_small(sizes), *_ingest(sizes)]
 
 
 def _names(sizes: Sizes) -> list[WorkloadNote]:
@@ -60,7 +61,7 @@ def _epochs(sizes: Sizes) -> list[WorkloadNote]:
     low, high = sizes.file_bytes_min // 1000, sizes.file_bytes_max // 1000
     files = f"{sizes.files:,} files of {low}–{high} KB in 20 directories, in shuffled order"
     found = []
-    for readers in (*sizes.readers, None):
+    for readers in sizes.loops():
         who = f"{sizes.loader_workers} workers of torch's DataLoader" if readers is None else f"{readers} processes"
         limit = f"up to {sizes.limit_s:g} s; a peer that is not done by then has its rate taken from what it read"
         found += [
@@ -135,5 +136,15 @@ def _small(sizes: Sizes) -> list[WorkloadNote]:
         ),
         WorkloadNote(
             RENAME, "small files", "files/s", CLIENT, "A finished directory gets its name.", f"`os.rename` of {tree}.",
+        ),
+    ]  # fmt: skip
+
+
+def _ingest(sizes: Sizes) -> list[WorkloadNote]:
+    low, high = sizes.file_bytes_min // 1000, sizes.file_bytes_max // 1000
+    return [
+        WorkloadNote(
+            LOAD_SET, "ingest", "files/s", CLIENT, "A data set is brought into the store, without a mount.",
+            f"{sizes.loaded_files:,} files of {low}–{high} KB of the local disk: `lakefs-fuse ingest`, `rclone copy`.",
         ),
     ]  # fmt: skip

@@ -44,6 +44,9 @@ class Rclone(Mount):
             "RCLONE_CONFIG_S3_ENV_AUTH": "true",
         }
 
+    def loading(self, source: Path, prefix: str) -> tuple[list[str], dict[str, str]] | None:
+        return [program("rclone"), "copy", str(source), f"s3:{BUCKET}/{prefix}"], self.environment()
+
     def _start(self, prefix: str) -> Access:
         self._socket.unlink(missing_ok=True)
         return super()._start(prefix)

@@ -69,6 +69,8 @@ class Lakefs(Mount):
 
     def processes(self) -> list[int]:
         """The supervisor, which is the daemon's parent, and all below."""
+        if not os.path.ismount(self.mountpoint):
+            return []
         daemon = self._daemon()
         parent = int(Path(f"/proc/{daemon}/stat").read_text().rpartition(")")[2].split()[1])
         return machine.tree([parent if parent != 1 else daemon])
@@ -134,6 +136,10 @@ class LakefsPacked(Lakefs):
             lakefs("ingest", str(self.stage.source(what)), target, *endpoint, limit_s=INGEST_S_MAX)
             lakefs("snapshot", target, *endpoint, limit_s=INGEST_S_MAX)
             self.stage.provided.add(packed)
+
+    def loading(self, source: Path, prefix: str) -> tuple[list[str], dict[str, str]] | None:
+        target = f"s3://{BUCKET}/packed-{prefix}"
+        return [*LAKEFS, "ingest", str(source), target, "--endpoint-url", self.stage.store.url], {}
 
     def command(self, prefix: str) -> list[str]:
         return super().command(f"packed-{prefix}")

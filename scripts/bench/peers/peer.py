@@ -63,6 +63,10 @@ class Peer(ABC):
         """As after a restart of the machine: attached again to the same, with what it keeps on disk."""
         raise PeerFailed("has nothing to restart")
 
+    def loading(self, source: Path, prefix: str) -> tuple[list[str], dict[str, str]] | None:
+        """The command that loads a local directory without a mount, and what its environment needs, if it has one."""
+        return None
+
     def drained(self, limit_s: float) -> bool:
         """Everything written is in the store; whether it was in time."""
         return True
