@@ -244,6 +244,9 @@ class Save:
     preparing_s = 30.0
 
     def run(self) -> Outcome:
+        import torch
+
+        torch.set_num_threads(1)
         context = get_context("fork")
         barrier = context.Barrier(len(self.names))
         pipes = [context.Pipe(duplex=False) for _ in self.names]
@@ -263,7 +266,6 @@ class Save:
 
         began = time.monotonic()
         try:
-            torch.set_num_threads(1)
             self.access.ready()
             state = state_of(self.size, number)
             barrier.wait(self.preparing_s)

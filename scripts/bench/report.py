@@ -6,8 +6,9 @@ What is said about methods is in `method.md`, about workloads in the results the
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
+
+import msgspec
 
 from scripts.bench import figures, plots, verdict
 from scripts.bench.results import Results, Sample, Series, WorkloadNote
@@ -60,13 +61,27 @@ def _head(found: Results) -> str:
 # -- ahead and behind ----------------------------------------------------------------------------------------------
 
 
-def reason(comparison: Comparison, kind: str) -> tuple[str, str]:
-    """Why, and what would change it; empty where nobody has said."""
-    for each in tomllib.loads((HERE / "reasons.toml").read_text())["reason"]:
-        fits = comparison.workload.startswith(each["workload"]) and kind == each["against"]
-        if fits and comparison.ours in each.get("ours", [comparison.ours]):
-            return each["why"], each["change"]
-    return "", ""
+class Reason(msgspec.Struct, frozen=True):
+    """Why ours are behind a kind of peer in workloads whose names begin so, and what would change it."""
+
+    workload: str
+    against: str
+    why: str
+    change: str
+    ours: list[str] = []
+    """Empty: all of ours."""
+
+    def fits(self, comparison: Comparison, kind: str) -> bool:
+        begins = comparison.workload.startswith(self.workload)
+        return begins and kind == self.against and (not self.ours or comparison.ours in self.ours)
+
+
+class Reasons(msgspec.Struct, frozen=True):
+    reason: list[Reason]
+
+
+def reasons() -> list[Reason]:
+    return msgspec.toml.decode((HERE / "reasons.toml").read_bytes(), type=Reasons).reason
 
 
 def _behind(found: Results) -> str:
@@ -79,9 +94,10 @@ def _behind(found: Results) -> str:
     )
     if not worse:
         return intro + "\n\nNowhere, in this run."
-    rows = []
+    rows, known = [], reasons()
     for each in worse:
-        why, change = reason(each, found.peer(each.other).kind)
+        kind = found.peer(each.other).kind
+        why, change = next(((one.why, one.change) for one in known if one.fits(each, kind)), ("", ""))
         spent = f"{_spent(found, each.workload, each.ours)}; {each.other}: {_spent(found, each.workload, each.other)}"
         rows.append([each.workload, each.ours, each.other, figures.times(each.ratio), spent, why, change])
     head = ["workload", "ours", "against", "ratio", "what was spent: ours; theirs", "why", "what would change it"]

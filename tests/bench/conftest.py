@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from scripts.bench import groups, stage, tally, workloads
+from scripts.bench import groups, machine, stage, tally, worker, workloads
 from scripts.bench.method import Session
 from scripts.bench.peers.ours import Lakefs, LakefsImmutable, LakefsPacked, LakefsWriteback
 from scripts.bench.results import Results
@@ -47,11 +47,14 @@ WANTED: tuple[tuple[type[Lakefs], tuple[str, ...]], ...] = (
 @pytest.fixture(scope="session")
 def found() -> Results:
     """The results; nothing of the run is left when it is handed out."""
-    return measured(TINY, lambda text: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "drop_caches", lambda: True)  # The machine's other tests would pay for it.
+        return measured(TINY, lambda text: None)
 
 
 def measured(sizes: Sizes, say: Callable[[str], None]) -> Results:
     name, prices = tally.price_list()
+    worker.preload()
     results = Results("", 0.0, True, {}, {}, prices, name, [], workloads.notes(sizes))
     with stage.opened(sizes, prices) as made:
         for kind, wanted in WANTED:
