@@ -116,10 +116,18 @@ def peak_bytes(pids: Iterable[int]) -> int:
     return total
 
 
+def runs(pid: int) -> bool:
+    """Not ended; what nobody has reaped yet has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def wait_gone(pid: int, limit_s: float) -> bool:
     """Whether a process that is not our child ended in time."""
     deadline = time.monotonic() + limit_s
-    while Path(f"/proc/{pid}").exists():
+    while runs(pid):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)

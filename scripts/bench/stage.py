@@ -174,8 +174,8 @@ def credentials() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(sizes: Sizes, prices: dict[str, float]) -> Iterator[Stage]:
-    """A stage; all of it is gone afterwards."""
+def opened(sizes: Sizes, prices: dict[str, float], delay_ms: int = DELAY_MS) -> Iterator[Stage]:
+    """A stage; all of it is gone afterwards. ``delay_ms`` is what every request is held back."""
     directory = Path(tempfile.mkdtemp(prefix="lakefs-bench-", dir=machine.roomy_directory()))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -190,7 +190,7 @@ def opened(sizes: Sizes, prices: dict[str, float]) -> Iterator[Stage]:
             Way(filer_port, direct.filer),
             Way(filer_port + GRPC_OFFSET, f"{filer_host}:{int(upstream) + GRPC_OFFSET}", grpc=True),
         ]
-        proxy = haproxy(ways, directory / "proxy", DELAY_MS, lambda: s3_answers(store), log=EACH_REQUEST)
+        proxy = haproxy(ways, directory / "proxy", delay_ms, lambda: s3_answers(store), log=EACH_REQUEST)
         stack.enter_context(proxy)
         tally = Tally(directory / "proxy" / "haproxy.log", prices)
         yield Stage(directory, sizes, direct, store, tally)

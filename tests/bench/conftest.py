@@ -56,7 +56,7 @@ def measured(sizes: Sizes, say: Callable[[str], None]) -> Results:
     name, prices = tally.price_list()
     worker.preload()
     results = Results("", 0.0, True, {}, {}, prices, name, [], workloads.notes(sizes))
-    with stage.opened(sizes, prices) as made:
+    with stage.opened(sizes, prices, delay_ms=0) as made:
         for kind, wanted in WANTED:
             peer = kind(made)
             if kind is not LakefsImmutable:
