@@ -15,7 +15,6 @@ from scripts.bench.sizes import MIB, QUICK, Sizes
 
 TINY: Sizes = msgspec.structs.replace(
     QUICK,
-    names=1500,
     files=120,
     readers=(4,),
     loader_workers=0,
@@ -37,7 +36,7 @@ ALONE = ("--refresh", "1h", "--metadata-ttl", "1h", "--relocate-after", "0")
 """Nobody else writes: no request comes later by itself."""
 
 WANTED: tuple[tuple[type[Lakefs], tuple[str, ...]], ...] = (
-    (Lakefs, ("names", "epochs", "large files", "checkpoint", "small files")),
+    (Lakefs, ("epochs", "large files", "checkpoint", "small files")),
     (LakefsWriteback, ("small files",)),
     (LakefsImmutable, ("epochs",)),
     (LakefsPacked, ("epochs",)),

@@ -1,7 +1,7 @@
 """What small versions of the benchmarks' workloads cost: upcalls, store requests and bytes, as the suite counts them.
 
 Bounds are what they cost when this was written, with a little room where it depends on who comes first. A change that
-makes one worse fails here.
+makes one worse fails here. Listings are counted in `tests/mount/test_metadata.py`.
 """
 
 from __future__ import annotations
@@ -53,27 +53,6 @@ class Cost:
 def transferred(sample: Sample) -> int:
     assert sample.store is not None
     return sample.store.read_bytes + sample.store.written_bytes
-
-
-def test_listing(found: Results) -> None:
-    pages = math.ceil(TINY.names / 1000)
-    first = Cost(found, workloads.FIRST)
-    assert first.sample.operations == TINY.names
-    first.asks_at_most(list=pages + 2)
-    first.calls_at_most(lookup=1, getattr=1, opendir=1, readdir=4)
-    again = Cost(found, workloads.AGAIN)
-    again.asks_at_most()
-    again.calls_at_most(getattr=1)
-
-
-def test_listing_after_a_restart(found: Results) -> None:
-    remounted = Cost(found, workloads.REMOUNTED)
-    remounted.asks_at_most(list=1)
-    remounted.calls_at_most(lookup=1, getattr=1, opendir=1, readdir=4)
-    looked = Cost(found, workloads.LOOKED)
-    assert looked.sample.operations == TINY.names
-    looked.asks_at_most()
-    looked.calls_at_most(getattr=1)
 
 
 def test_first_epoch_of_plain_objects(found: Results) -> None:
