@@ -105,15 +105,19 @@ Group = Callable[[Session], None]
 
 def rounds(
     peers: list[Peer], stage: Stage, found: Results, groups: dict[str, tuple[Group, list[str]]], *,
-    repeats: Callable[[str], int], out: Path, say: Callable[[str], None],
+    repeats: int, out: Path, say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Runs every group, peers in turn; saves what there is after each."""
+    """The first round of every group, then the second of each, and so on for as long as the budget lasts. Saves what
+    there is after each, so that a run that ends early leaves that."""
     began = time.monotonic()
-    for name, (group, workloads) in groups.items():
-        taking = [peer for peer in peers if peer.lists_groups is None or name in peer.lists_groups]
-        for number in range(1, repeats(name) + 1):
-            turned = taking[(number - 1) % len(taking) :] + taking[: (number - 1) % len(taking)] if taking else []
-            for peer in turned:
+    took: dict[str, float] = {}
+    for number in range(1, repeats + 1):
+        for name, (group, workloads) in groups.items():
+            before = time.monotonic() - began
+            if before + took.get(name, 0.0) > stage.sizes.budget_s:
+                say(f"{name}, round {number}: left out, it would take too long")
+                continue
+            for peer in turned(peers, name, number):
                 say(f"{name}, round {number}: {peer.name}")
                 session = Session(peer, stage, found, number, say)
                 try:
@@ -123,4 +127,13 @@ def rounds(
                 finally:
                     peer.detach()
             found.took_s = round(time.monotonic() - began, 1)
+            took[name] = found.took_s - before
+            say(f"{name}, round {number}: {took[name]:.0f} s")
             results.save(found, out)
+
+
+def turned(peers: list[Peer], group: str, number: int) -> list[Peer]:
+    """Those that take part in a group; each round begins with another."""
+    taking = [peer for peer in peers if peer.lists_groups is None or group in peer.lists_groups]
+    first = (number - 1) % max(1, len(taking))
+    return taking[first:] + taking[:first]

@@ -17,7 +17,7 @@ from scripts.bench.verdict import Comparison
 HERE = Path(__file__).parent
 COMMAND = "make bench"
 COLUMNS = (
-    "peer", "{unit}", "least – most", "IOPS", "MiB/s", "p50 ms", "p95 ms", "p99 ms", "durable s", "store requests",
+    "peer", "{unit}", "least – most", "rounds", "IOPS", "MiB/s", "p50 ms", "p95 ms", "p99 ms", "durable s", "store requests",
     "MiB from / to the store", "US$ per million operations", "upcalls", "CPU s", "peak MiB", "remark",
 )  # fmt: skip
 
@@ -182,7 +182,19 @@ def _numbers(series: Series, note: WorkloadNote) -> list[str]:
     durable, requests, cpu_s, peak = figures.details(series)[1:]
     waits = [figures.told(_median(samples, f"{share}_ms"), 2) for share in ("p50", "p95", "p99")]
     each = [figures.told(figures.median_of(figures.rate(one, unit) for one in samples), 1) for unit in ("n", "MiB/s")]
-    return [*rate, *each, *waits, durable, requests, _traffic(samples), _price(samples), _upcalls(samples), cpu_s, peak]
+    return [
+        *rate,
+        f"{len(samples)}",
+        *each,
+        *waits,
+        durable,
+        requests,
+        _traffic(samples),
+        _price(samples),
+        _upcalls(samples),
+        cpu_s,
+        peak,
+    ]
 
 
 def _median(samples: list[Sample], name: str) -> float | None:

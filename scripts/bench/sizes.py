@@ -36,6 +36,8 @@ class Sizes(msgspec.Struct, frozen=True):
     listing_limit_s: float
     drain_limit_s: float
     warm_bytes: int
+    budget_s: float
+    """A round of a group that would go beyond it, as long as its first one took, is left out."""
     fill_limit_s: float
     """For peers whose data has to be written through their own mount."""
 
@@ -62,11 +64,12 @@ FULL = Sizes(
     tree_files=1000,
     loaded_files=4000,
     repeats=3,
-    limit_s=8.0,
-    listing_limit_s=20.0,
-    drain_limit_s=20.0,
+    limit_s=6.0,
+    listing_limit_s=15.0,
+    drain_limit_s=15.0,
     warm_bytes=2048 * MIB,
-    fill_limit_s=150.0,
+    budget_s=3300.0,
+    fill_limit_s=120.0,
 )
 
 QUICK = Sizes(
@@ -74,7 +77,7 @@ QUICK = Sizes(
     files=600,
     file_bytes_min=10_000,
     file_bytes_max=100_000,
-    readers=(16,),
+    readers=(),
     loader_workers=2,
     large_bytes=32 * MIB,
     pieces=50,
@@ -87,9 +90,10 @@ QUICK = Sizes(
     tree_files=50,
     loaded_files=200,
     repeats=1,
-    limit_s=1.0,
+    limit_s=0.7,
     listing_limit_s=3.0,
     drain_limit_s=8.0,
     warm_bytes=64 * MIB,
+    budget_s=600.0,
     fill_limit_s=20.0,
 )

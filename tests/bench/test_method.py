@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from scripts.bench import method, results, worker
@@ -83,7 +84,7 @@ def rounds(stage: Stage, found: Results, peers: list[Fake], group: Any, repeats:
     out = stage.directory / "results.json"
     groups = {"epochs": (group, BOTH)}
     method.rounds(
-        list[Peer](peers), stage, found, groups, repeats=lambda _: repeats, out=out, say=lambda text: None
+        list[Peer](peers), stage, found, groups, repeats=repeats, out=out, say=lambda text: None
     )  # fmt: skip
     return out
 
@@ -94,6 +95,18 @@ def test_peers_take_turns(stage: Stage) -> None:
     rounds(stage, run({}), peers, lambda session: order.append(f"{session.peer.name}{session.round}"), repeats=3)
     assert order == ["a1", "b1", "c1", "b2", "c2", "a2", "c3", "a3", "b3"]
     assert [peer.detached for peer in peers] == [3, 3, 3]
+
+
+def test_rounds_end_with_the_time(stage: Stage) -> None:
+    stage.sizes = msgspec.structs.replace(QUICK, budget_s=0.5)
+    turns: list[int] = []
+
+    def group(session: Session) -> None:
+        turns.append(session.round)
+        time.sleep(0.2)
+
+    rounds(stage, run({}), [Fake(stage, "a")], group, repeats=9)
+    assert turns == [1, 2], "a third would end after 0.6 s"
 
 
 def test_a_failure_is_one_peers_alone_and_is_saved(stage: Stage) -> None:

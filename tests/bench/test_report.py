@@ -47,8 +47,8 @@ def test_a_row_has_the_numbers_of_the_results() -> None:
     text = report.text_of(full(), "pictures")
     row = row_of(text.partition(f"### {COLD.name}")[2].partition("\n### ")[0], "| lakefs |")
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:8] == ["lakefs", "46.0", "45.0 – 47.0", "46.0", "46.0", "1.50", "12.25", "77.50"]
-    assert cells[8:] == ["95", "1.0 / 0.0", "2,717.39", "43", "1.75", "96"]
+    assert cells[:9] == ["lakefs", "46.0", "45.0 – 47.0", "3", "46.0", "46.0", "1.50", "12.25", "77.50"]
+    assert cells[9:] == ["95", "1.0 / 0.0", "2,717.39", "43", "1.75", "96"]
 
 
 def test_failures_and_limits_are_shown() -> None:
