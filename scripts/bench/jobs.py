@@ -12,9 +12,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from threading import BrokenBarrierError
 from typing import Any
 
 from scripts.bench import figures
@@ -37,6 +39,13 @@ class Clock:
 
     def passed(self) -> float:
         return time.monotonic() - self.began
+
+
+def complain(wrong: list[str]) -> None:
+    """Raises ValueError with what one of several processes failed with, rather than with what that did to the others."""
+    found = sorted((each for each in wrong if each), key=lambda each: each.startswith(BrokenBarrierError.__name__))
+    if found:
+        raise ValueError(found[0])
 
 
 def timed(clock: Clock, steps: Iterable[Callable[[], int]]) -> tuple[int, list[float], bool]:
@@ -110,13 +119,12 @@ class Epoch:
         for process, (_, theirs) in zip(processes, pipes, strict=True):
             process.start()
             theirs.close()
-        barrier.wait(self.preparing_s)
+        with suppress(BrokenBarrierError):  # Who broke it says why.
+            barrier.wait(self.preparing_s)
         answers: list[tuple[float, float, int, list[float], bool, str]] = [ours.recv() for ours, _ in pipes]
         for process in processes:
             process.join()
-        for answer in answers:
-            if answer[5]:
-                raise ValueError(answer[5])
+        complain([answer[5] for answer in answers])
         took = max(answer[1] for answer in answers) - min(answer[0] for answer in answers)
         each = [len(answer[3]) for answer in answers]
         waits = [wait for answer in answers for wait in answer[3]]
@@ -125,16 +133,18 @@ class Epoch:
 
     def _read(self, number: int, barrier: Any, pipe: Any) -> None:
         """In a process of its own."""
-        size, took, stopped, wrong = 0, list[float](), False, ""
+        size, took, stopped, wrong, together = 0, list[float](), False, "", False
         clock = Clock(self.limit_s)
         try:
             self.access.ready()
             barrier.wait(self.preparing_s)
+            together = True
             clock = Clock(self.limit_s)
             mine = self.names[number :: self.readers]
             size, took, stopped = timed(clock, (partial(self.access.read, name) for name in mine))
         except Exception as error:
-            barrier.abort()
+            if not together:
+                barrier.abort()
             wrong = f"{type(error).__name__}: {error}"
         pipe.send((clock.began, time.monotonic(), size, took, stopped, wrong))
 
@@ -254,9 +264,7 @@ class Save:
             context.Process(target=self._save, args=(number, barrier, theirs)).start()
             theirs.close()
         answers: list[tuple[float, float, str]] = [ours.recv() for ours, _ in pipes]
-        for answer in answers:
-            if answer[2]:
-                raise ValueError(answer[2])
+        complain([answer[2] for answer in answers])
         took = max(answer[1] for answer in answers) - min(answer[0] for answer in answers)
         waits = figures.latency([answer[1] - answer[0] for answer in answers])
         return Outcome(took, len(self.names), self.size * len(self.names), waits)
@@ -264,16 +272,17 @@ class Save:
     def _save(self, number: int, barrier: Any, pipe: Any) -> None:
         import torch
 
-        began = time.monotonic()
+        began, together = time.monotonic(), False
         try:
             self.access.ready()
             state = state_of(self.size, number)
             barrier.wait(self.preparing_s)
-            began = time.monotonic()
+            began, together = time.monotonic(), True
             self.access.save(self.names[number], lambda file: torch.save(state, file))
             pipe.send((began, time.monotonic(), ""))
         except Exception as error:
-            barrier.abort()
+            if not together:
+                barrier.abort()
             pipe.send((began, time.monotonic(), f"{type(error).__name__}: {error}"))
 
 

@@ -16,9 +16,10 @@ from scripts.bench.verdict import Comparison
 
 HERE = Path(__file__).parent
 COMMAND = "make bench"
+RATES = ("operations/s", "MiB/s")
 COLUMNS = (
-    "peer", "{unit}", "least – most", "rounds", "IOPS", "MiB/s", "p50 ms", "p95 ms", "p99 ms", "durable s", "store requests",
-    "MiB from / to the store", "US$ per million operations", "upcalls", "CPU s", "peak MiB", "remark",
+    "peer", "{unit}", "least – most", "rounds", "IOPS", "MiB/s", "p50 ms", "p95 ms", "p99 ms", "durable s",
+    "store requests", "MiB from / to the store", "US$ per million operations", "upcalls", "CPU s", "peak MiB", "remark",
 )  # fmt: skip
 
 
@@ -174,27 +175,13 @@ def _workload(found: Results, note: WorkloadNote, pictures: str) -> str:
 def _numbers(series: Series, note: WorkloadNote) -> list[str]:
     samples = series.samples
     spread = figures.rates(series, note.unit)
-    rate = (
-        [figures.short(spread.median), f"{figures.short(spread.least)} – {figures.short(spread.most)}"]
-        if spread
-        else ["–"] * 2
-    )
+    between = f"{figures.short(spread.least)} – {figures.short(spread.most)}" if spread else "–"
+    rate = figures.short(spread.median) if spread else "–"
     durable, requests, cpu_s, peak = figures.details(series)[1:]
     waits = [figures.told(_median(samples, f"{share}_ms"), 2) for share in ("p50", "p95", "p99")]
-    each = [figures.told(figures.median_of(figures.rate(one, unit) for one in samples), 1) for unit in ("n", "MiB/s")]
-    return [
-        *rate,
-        f"{len(samples)}",
-        *each,
-        *waits,
-        durable,
-        requests,
-        _traffic(samples),
-        _price(samples),
-        _upcalls(samples),
-        cpu_s,
-        peak,
-    ]
+    iops, mib_s = (figures.told(figures.median_of(figures.rate(one, unit) for one in samples), 1) for unit in RATES)
+    spent = [_traffic(samples), _price(samples), _upcalls(samples), cpu_s, peak]
+    return [rate, between, f"{len(samples)}", iops, mib_s, *waits, durable, requests, *spent]
 
 
 def _median(samples: list[Sample], name: str) -> float | None:
@@ -217,7 +204,5 @@ def _price(samples: list[Sample]) -> str:
 
 
 def _upcalls(samples: list[Sample]) -> str:
-    counts = [
-        sum(one.daemon.upcalls.values()) if one.daemon and one.daemon.upcalls is not None else None for one in samples
-    ]
-    return figures.told(figures.median_of(counts))
+    daemons = [one.daemon for one in samples if one.daemon is not None]
+    return figures.told(figures.median_of(sum(one.upcalls.values()) for one in daemons if one.upcalls is not None))
