@@ -39,7 +39,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
                         help=f"who takes part: {', '.join(NAMES)}")  # fmt: skip
     parser.add_argument("--repeats", type=int, help=f"rounds (default {FULL.repeats}, quick {QUICK.repeats})")
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
-    parser.add_argument("--out", type=Path, default=Path("results.json"), help="where results go")
+    parser.add_argument("--out", type=Path, default=Path("build/bench/results.json"), help="where results go")
     parser.add_argument("--from", dest="source", type=Path, help="measure nothing; take these results")
     parser.add_argument("--report", type=Path, help="write the report there, its plots into a directory beside it")
     options = parser.parse_args(arguments)

@@ -42,7 +42,7 @@ class Clock:
 
 
 def complain(wrong: list[str]) -> None:
-    """Raises ValueError with what one of several processes failed with, rather than with what that did to the others."""
+    """Raises ValueError with what one of several processes failed with, not with what that did to the others."""
     found = sorted((each for each in wrong if each), key=lambda each: each.startswith(BrokenBarrierError.__name__))
     if found:
         raise ValueError(found[0])
