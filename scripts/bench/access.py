@@ -45,8 +45,8 @@ class Access(Protocol):
         """A large one from its beginning; answers how many bytes came."""
 
     def write(self, name: str, data: bytes) -> None: ...
-    def save(self, name: str, write: Callable[[BinaryIO], None]) -> None:
-        """What ``write`` writes into a file, under that name."""
+    def saver(self, write: Callable[[BinaryIO], None]) -> Callable[[str], None]:
+        """Saves what ``write`` writes into a file, under a name. Clients have the bytes in memory before, not timed."""
 
     def load(self, name: str, read: Callable[[Any], object]) -> None:
         """``read`` is given a path or a file."""
@@ -113,9 +113,12 @@ class Paths:
         with open(f"{self.root}/{name}", "wb", buffering=0) as file:
             file.write(data)
 
-    def save(self, name: str, write: Callable[[BinaryIO], None]) -> None:
-        with open(f"{self.root}/{name}", "wb") as file:
-            write(file)
+    def saver(self, write: Callable[[BinaryIO], None]) -> Callable[[str], None]:
+        def save(name: str) -> None:
+            with open(f"{self.root}/{name}", "wb") as file:
+                write(file)
+
+        return save
 
     def load(self, name: str, read: Callable[[Any], object]) -> None:
         read(f"{self.root}/{name}")
@@ -223,25 +226,23 @@ class Boto3(Keys):
     def write(self, name: str, data: bytes) -> None:
         self._boto3.put_object(Bucket=self.bucket, Key=self.key(name), Body=data)
 
-    def save(self, name: str, write: Callable[[BinaryIO], None]) -> None:
+    @property
+    def _transfer(self) -> Any:
         from boto3.s3.transfer import TransferConfig
 
-        config = TransferConfig(
+        return TransferConfig(
             multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=AT_ONCE, use_threads=True
         )
+
+    def saver(self, write: Callable[[BinaryIO], None]) -> Callable[[str], None]:
         buffer = io.BytesIO()
         write(buffer)
         buffer.seek(0)
-        self._boto3.upload_fileobj(buffer, self.bucket, self.key(name), Config=config)
+        return lambda name: self._boto3.upload_fileobj(buffer, self.bucket, self.key(name), Config=self._transfer)
 
     def load(self, name: str, read: Callable[[Any], object]) -> None:
-        from boto3.s3.transfer import TransferConfig
-
-        config = TransferConfig(
-            multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=AT_ONCE, use_threads=True
-        )
         buffer = io.BytesIO()
-        self._boto3.download_fileobj(self.bucket, self.key(name), buffer, Config=config)
+        self._boto3.download_fileobj(self.bucket, self.key(name), buffer, Config=self._transfer)
         buffer.seek(0)
         read(buffer)
 
@@ -293,16 +294,20 @@ class Obstore(Keys):
 
         obstore.put(self._store, self.key(name), data, use_multipart=False)
 
-    def save(self, name: str, write: Callable[[BinaryIO], None]) -> None:
+    def saver(self, write: Callable[[BinaryIO], None]) -> Callable[[str], None]:
         import obstore
 
         buffer = io.BytesIO()
         write(buffer)
         data = buffer.getbuffer()
-        obstore.put(
-            self._store, self.key(name), data, use_multipart=len(data) > PART_BYTES, chunk_size=PART_BYTES,
-            max_concurrency=AT_ONCE,
-        )  # fmt: skip
+
+        def save(name: str) -> None:
+            obstore.put(
+                self._store, self.key(name), data, use_multipart=len(data) > PART_BYTES, chunk_size=PART_BYTES,
+                max_concurrency=AT_ONCE,
+            )  # fmt: skip
+
+        return save
 
     def load(self, name: str, read: Callable[[Any], object]) -> None:
         import obstore

@@ -276,9 +276,10 @@ class Save:
         try:
             self.access.ready()
             state = state_of(self.size, number)
+            save = self.access.saver(lambda file: torch.save(state, file))
             barrier.wait(self.preparing_s)
             began, together = time.monotonic(), True
-            self.access.save(self.names[number], lambda file: torch.save(state, file))
+            save(self.names[number])
             pipe.send((began, time.monotonic(), ""))
         except Exception as error:
             if not together:

@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DROP = Path("/proc/sys/vm/drop_caches")
-DISK_BYTES_NEEDED = 12 << 30
 MIB = 1 << 20
 
 
@@ -43,7 +42,7 @@ def warm(directory: Path, size: int) -> None:
     path.unlink()
 
 
-def roomy_directory(need_bytes: int = DISK_BYTES_NEEDED) -> Path:
+def roomy_directory(need_bytes: int) -> Path:
     """Where temporary files have room; what is in memory on some machines is no disk to compare with."""
     for candidate in (tempfile.gettempdir(), "/var/tmp", str(Path.home())):
         if filesystem_of(Path(candidate)) != "tmpfs" and shutil.disk_usage(candidate).free >= need_bytes:

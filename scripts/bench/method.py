@@ -126,6 +126,7 @@ def rounds(
                     session.failed(workloads, f"{error}" or type(error).__name__)
                 finally:
                     peer.detach()
+                    stage.clear_areas()
             found.took_s = round(time.monotonic() - began, 1)
             took[name] = found.took_s - before
             say(f"{name}, round {number}: {took[name]:.0f} s")

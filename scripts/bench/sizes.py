@@ -36,6 +36,8 @@ class Sizes(msgspec.Struct, frozen=True):
     listing_limit_s: float
     drain_limit_s: float
     warm_bytes: int
+    disk_bytes: int
+    """What has to be free before it begins."""
     budget_s: float
     """A round of a group that would go beyond it, as long as its first one took, is left out."""
     fill_limit_s: float
@@ -68,6 +70,7 @@ FULL = Sizes(
     listing_limit_s=15.0,
     drain_limit_s=15.0,
     warm_bytes=2048 * MIB,
+    disk_bytes=28 * 1024 * MIB,
     budget_s=3300.0,
     fill_limit_s=120.0,
 )
@@ -94,6 +97,7 @@ QUICK = Sizes(
     listing_limit_s=3.0,
     drain_limit_s=8.0,
     warm_bytes=64 * MIB,
+    disk_bytes=3 * 1024 * MIB,
     budget_s=600.0,
     fill_limit_s=20.0,
 )

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from botocore.exceptions import BotoCoreError, ClientError
+
 from scripts.bench import machine
 from scripts.bench.sizes import Sizes
 from scripts.bench.tally import Tally
@@ -33,6 +35,7 @@ from tests.servers import (
     haproxy,
     make_bucket,
     s3_answers,
+    s3_client,
     seaweedfs,
 )
 
@@ -65,6 +68,8 @@ class Stage:
     """Through the proxy, with latency; its ``filer`` too."""
     tally: Tally
     provided: set[str] = field(default_factory=set)
+    areas: set[str] = field(default_factory=set)
+    """Buckets of what is being written."""
 
     def source(self, what: str) -> Path:
         """A directory of local files that are the data called ``what``: names, set, large, tree, load."""
@@ -87,6 +92,27 @@ class Stage:
         """Of so many small files, in bytes."""
         choose = random.Random(5)
         return [choose.randint(self.sizes.file_bytes_min, self.sizes.file_bytes_max) for _ in range(count)]
+
+    def place(self, prefix: str) -> tuple[str, str]:
+        """Bucket, and prefix in it. Each written area has a bucket of its own, which goes with all that it holds."""
+        if not prefix.startswith("w/"):
+            return BUCKET, prefix
+        _, area, rest = prefix.split("/", 2)
+        bucket = f"w-{area}".lower()
+        if bucket not in self.areas:
+            make_bucket(self.direct, bucket)
+            self.areas.add(bucket)
+        return bucket, rest
+
+    def clear_areas(self) -> None:
+        """What was written is gone, and its disk space free."""
+        client = s3_client(self.direct)
+        for bucket in list(self.areas):
+            with contextlib.suppress(ClientError, BotoCoreError):
+                client.delete_bucket(Bucket=bucket)
+        self.provided -= {prefix for prefix in self.provided if prefix.startswith("w/")}
+        self.areas.clear()
+        client.close()
 
     def provide(self, prefix: str, what: str) -> None:
         """The data are objects below ``prefix``; once for each prefix."""
@@ -137,25 +163,25 @@ class Stage:
         import obstore
         from obstore.store import S3Store
 
+        bucket, inside = self.place(prefix)
         store = S3Store(
-            BUCKET, endpoint=self.direct.url, region=REGION, access_key_id=ACCESS_KEY, secret_access_key=SECRET_KEY,
+            bucket, endpoint=self.direct.url, region=REGION, access_key_id=ACCESS_KEY, secret_access_key=SECRET_KEY,
             client_options={"allow_http": True}, virtual_hosted_style_request=False,
         )  # fmt: skip
         files = [path for path in source.rglob("*") if path.is_file()]
 
         async def share(first: int) -> None:
             for path in files[first::PUTS_AT_ONCE]:
-                await obstore.put_async(store, f"{prefix}/{path.relative_to(source)}", path.read_bytes())
+                await obstore.put_async(store, f"{inside}/{path.relative_to(source)}", path.read_bytes())
 
         await asyncio.gather(*(share(first) for first in range(PUTS_AT_ONCE)))
 
 
 def marker(stage: Stage, prefix: str) -> None:
     """An empty directory, as S3 tools make one: some mounts refuse a prefix that is not there."""
-    from tests.servers import s3_client
-
+    bucket, inside = stage.place(prefix)
     client = s3_client(stage.direct)
-    client.put_object(Bucket=BUCKET, Key=f"{prefix}/", Body=b"")
+    client.put_object(Bucket=bucket, Key=f"{inside}/", Body=b"")
     client.close()
 
 
@@ -176,7 +202,7 @@ def credentials() -> Iterator[None]:
 @contextlib.contextmanager
 def opened(sizes: Sizes, prices: dict[str, float], delay_ms: int = DELAY_MS) -> Iterator[Stage]:
     """A stage; all of it is gone afterwards. ``delay_ms`` is what every request is held back."""
-    directory = Path(tempfile.mkdtemp(prefix="lakefs-bench-", dir=machine.roomy_directory()))
+    directory = Path(tempfile.mkdtemp(prefix="lakefs-bench-", dir=machine.roomy_directory(sizes.disk_bytes)))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         stack.enter_context(credentials())

@@ -76,7 +76,8 @@ class Counts:
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Stage:
-    made = SimpleNamespace(sizes=QUICK, tally=Quiet(), directory=tmp_path, scrub=lambda text: text.replace("DIR", "…"))
+    made = SimpleNamespace(sizes=QUICK, tally=Quiet(), directory=tmp_path, clear_areas=lambda: None)
+    made.scrub = lambda text: text.replace("DIR", "…")
     return cast(Stage, made)
 
 

@@ -10,14 +10,16 @@ from pathlib import Path
 from scripts.bench import machine
 from scripts.bench.access import Access, Boto3, Obstore, Paths
 from scripts.bench.peers.peer import Peer
-from scripts.bench.stage import BUCKET
 
 
 class BareObstore(Peer):
     """No filesystem: the Rust client."""
 
     name, kind = "obstore", "client"
-    remark = "no filesystem: names and bytes in memory, nothing cached, a rename is copies and deletes"
+    remark = (
+        "no filesystem: names and bytes in memory, a checkpoint serialised beforehand, nothing cached; a rename is "
+        "copies and deletes"
+    )
 
     def version(self) -> str:
         return version("obstore")
@@ -26,7 +28,7 @@ class BareObstore(Peer):
         return "large objects in ranges of 8 MiB and parts of 16 MiB, 8 at once"
 
     def attach(self, prefix: str) -> Access:
-        return Obstore(self.stage.store.url, BUCKET, prefix)
+        return Obstore(self.stage.store.url, *self.stage.place(prefix))
 
     def restart(self) -> Access:
         return self.attach("names")
@@ -44,7 +46,7 @@ class BareBoto3(BareObstore):
         return version("boto3")
 
     def attach(self, prefix: str) -> Access:
-        return Boto3(self.stage.store.url, BUCKET, prefix)
+        return Boto3(self.stage.store.url, *self.stage.place(prefix))
 
 
 class LocalDisk(Peer):
@@ -69,6 +71,7 @@ class LocalDisk(Peer):
             shutil.copytree(self.stage.source(what), root)
 
     def area(self, prefix: str) -> None:
+        shutil.rmtree(self._root("w"), ignore_errors=True)
         self._root(prefix).mkdir(parents=True, exist_ok=True)
 
     def attach(self, prefix: str) -> Access:
@@ -84,5 +87,4 @@ class LocalDisk(Peer):
         return True
 
     def detach(self) -> None:
-        """What was written for one round goes."""
-        shutil.rmtree(self.stage.directory / "local" / "w", ignore_errors=True)
+        """What was written stays until the next is."""

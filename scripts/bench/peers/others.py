@@ -31,7 +31,8 @@ class Rclone(Mount):
         return self.place / "rc.sock"
 
     def command(self, prefix: str) -> list[str]:
-        where = [f"s3:{BUCKET}/{prefix}", str(self.mountpoint), "--cache-dir", str(self.cache)]
+        bucket, inside = self.stage.place(prefix)
+        where = [f"s3:{bucket}/{inside}", str(self.mountpoint), "--cache-dir", str(self.cache)]
         remote = ["--rc", "--rc-addr", f"unix://{self._socket}", "--rc-no-auth"]
         return [program("rclone"), "mount", *where, "--vfs-cache-mode", "full", *remote]
 
@@ -45,7 +46,8 @@ class Rclone(Mount):
         }
 
     def loading(self, source: Path, prefix: str) -> tuple[list[str], dict[str, str]] | None:
-        return [program("rclone"), "copy", str(source), f"s3:{BUCKET}/{prefix}"], self.environment()
+        bucket, inside = self.stage.place(prefix)
+        return [program("rclone"), "copy", str(source), f"s3:{bucket}/{inside}"], self.environment()
 
     def _start(self, prefix: str) -> Access:
         self._socket.unlink(missing_ok=True)
@@ -76,7 +78,8 @@ class S3fs(Mount):
 
     def command(self, prefix: str) -> list[str]:
         options = f"url={self.stage.store.url},use_path_request_style,use_cache={self.cache},tmpdir={self.place}"
-        return ["s3fs", f"{BUCKET}:/{prefix}", str(self.mountpoint), "-f", "-o", options]
+        bucket, inside = self.stage.place(prefix)
+        return ["s3fs", f"{bucket}:/{inside}", str(self.mountpoint), "-f", "-o", options]
 
 
 class WeedMount(Mount):
@@ -93,7 +96,8 @@ class WeedMount(Mount):
 
     def command(self, prefix: str) -> list[str]:
         command = [program("weed"), "mount", f"-filer={self.stage.store.filer}"]
-        where = [f"-filer.path=/buckets/{BUCKET}/{prefix}", f"-dir={self.mountpoint}", f"-cacheDir={self.cache}"]
+        bucket, inside = self.stage.place(prefix)
+        where = [f"-filer.path=/buckets/{bucket}/{inside}", f"-dir={self.mountpoint}", f"-cacheDir={self.cache}"]
         local = f"-localSocket={self.place}/weed.sock"
         return [*command, *where, local, "-cacheCapacityMB=20480", "-volumeServerAccess=filerProxy"]
 

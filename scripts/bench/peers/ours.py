@@ -56,7 +56,8 @@ class Lakefs(Mount):
 
     def command(self, prefix: str) -> list[str]:
         shared = ["--endpoint-url", self.stage.store.url, "--cache-dir", str(self.cache), "--log-file", str(self.log)]
-        return ["lakefs-fuse", "mount", f"s3://{BUCKET}/{prefix}", str(self.mountpoint), *shared, *self.more]
+        bucket, inside = self.stage.place(prefix)
+        return ["lakefs-fuse", "mount", f"s3://{bucket}/{inside}", str(self.mountpoint), *shared, *self.more]
 
     def _start(self, prefix: str) -> Access:
         self.mountpoint.mkdir(parents=True, exist_ok=True)
@@ -138,7 +139,8 @@ class LakefsPacked(Lakefs):
             self.stage.provided.add(packed)
 
     def loading(self, source: Path, prefix: str) -> tuple[list[str], dict[str, str]] | None:
-        target = f"s3://{BUCKET}/packed-{prefix}"
+        bucket, inside = self.stage.place(prefix)
+        target = f"s3://{bucket}/{inside}"
         return [*LAKEFS, "ingest", str(source), target, "--endpoint-url", self.stage.store.url], {}
 
     def command(self, prefix: str) -> list[str]:
