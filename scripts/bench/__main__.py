@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace, sizes: Sizes) -> Results:
         described = machine.describe(made.directory)
         machine.warm(made.directory, sizes.warm_bytes)
         described["caches between cold runs"] = "dropped" if machine.drop_caches() else "not dropped: not root"
-        described["latency added to each request"] = f"{stage.DELAY_MS} ms"
+        described["latency added to each request"] = f"{sizes.delay_ms} ms"
         described["rounds"] = f"{repeats}, fewer where the time was over (column *rounds*)"
         found = Results(
             began=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"), took_s=0.0, quick=options.quick, machine=described,

@@ -30,6 +30,8 @@ class Sizes(msgspec.Struct, frozen=True):
     """Of the directory that is renamed, and of the one that is removed."""
     loaded_files: int
     """Of the data set that is loaded from the local disk."""
+    delay_ms: int
+    """By which every request to the store is held back."""
     repeats: int
     limit_s: float
     """Of most workloads; what is reached until then counts."""
@@ -65,6 +67,7 @@ FULL = Sizes(
     writers=16,
     tree_files=1000,
     loaded_files=4000,
+    delay_ms=15,
     repeats=3,
     limit_s=6.0,
     listing_limit_s=15.0,
@@ -92,6 +95,7 @@ QUICK = Sizes(
     writers=16,
     tree_files=50,
     loaded_files=200,
+    delay_ms=2,
     repeats=1,
     limit_s=0.7,
     listing_limit_s=3.0,

@@ -40,7 +40,6 @@ from tests.servers import (
 )
 
 BUCKET = "bench"
-DELAY_MS = 15
 PUTS_AT_ONCE = 48
 DIRECTORIES = 20
 CREDENTIALS = {
@@ -200,8 +199,8 @@ def credentials() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(sizes: Sizes, prices: dict[str, float], delay_ms: int = DELAY_MS) -> Iterator[Stage]:
-    """A stage; all of it is gone afterwards. ``delay_ms`` is what every request is held back."""
+def opened(sizes: Sizes, prices: dict[str, float]) -> Iterator[Stage]:
+    """A stage; all of it is gone afterwards."""
     directory = Path(tempfile.mkdtemp(prefix="lakefs-bench-", dir=machine.roomy_directory(sizes.disk_bytes)))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -216,7 +215,7 @@ def opened(sizes: Sizes, prices: dict[str, float], delay_ms: int = DELAY_MS) -> 
             Way(filer_port, direct.filer),
             Way(filer_port + GRPC_OFFSET, f"{filer_host}:{int(upstream) + GRPC_OFFSET}", grpc=True),
         ]
-        proxy = haproxy(ways, directory / "proxy", delay_ms, lambda: s3_answers(store), log=EACH_REQUEST)
+        proxy = haproxy(ways, directory / "proxy", sizes.delay_ms, lambda: s3_answers(store), log=EACH_REQUEST)
         stack.enter_context(proxy)
         tally = Tally(directory / "proxy" / "haproxy.log", prices)
         yield Stage(directory, sizes, direct, store, tally)

@@ -26,6 +26,7 @@ TINY: Sizes = msgspec.structs.replace(
     written_files=120,
     writers=8,
     tree_files=40,
+    delay_ms=0,
     limit_s=60.0,
     listing_limit_s=60.0,
     drain_limit_s=30.0,
@@ -55,7 +56,7 @@ def measured(sizes: Sizes, say: Callable[[str], None]) -> Results:
     name, prices = tally.price_list()
     worker.preload()
     results = Results("", 0.0, True, {}, {}, prices, name, [], workloads.notes(sizes))
-    with stage.opened(sizes, prices, delay_ms=0) as made:
+    with stage.opened(sizes, prices) as made:
         for kind, wanted in WANTED:
             peer = kind(made)
             if kind is not LakefsImmutable:
