@@ -116,6 +116,8 @@ def _spent(found: Results, workload: str, peer: str) -> str:
         if last.daemon.upcalls:
             told.append("upcalls " + " ".join(f"{count:,} {kind}" for kind, count in _most(last.daemon.upcalls)))
         told.append(f"{last.daemon.cpu_s:.2f} CPU s in {last.seconds:.2f} s")
+    if last.durable_s is not None:
+        told.append(f"{'not ' if last.undurable else ''}durable after {last.durable_s:.2f} s")
     return ", ".join(told) or "nothing that is counted"
 
 

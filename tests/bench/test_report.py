@@ -34,7 +34,7 @@ def test_what_we_are_behind_in_comes_first() -> None:
     assert "92 get 3 list" in row, "the profile: what ours asked for in the last round"
     assert "upcalls 41 open 2 read" in row
     assert "0.31×" in row_of(behind, "| obstore |")
-    assert "Each file costs a LOOKUP" in row_of(behind, "| obstore |")
+    assert "LOOKUP, OPEN and READ" in row_of(behind, "| obstore |")
     assert WARM.name not in behind, "0.96 of the disk is enough"
 
 
