@@ -9,7 +9,7 @@ import pytest
 
 from scripts.bench import groups, machine, stage, tally, worker, workloads
 from scripts.bench.method import Session
-from scripts.bench.peers.ours import Lakefs, LakefsImmutable, LakefsPacked, LakefsWriteback
+from scripts.bench.peers.ours import Lakefs, LakefsImmutable, LakefsPacked
 from scripts.bench.results import Results
 from scripts.bench.sizes import MIB, QUICK, Sizes
 
@@ -38,7 +38,6 @@ ALONE = ("--refresh", "1h", "--metadata-ttl", "1h", "--relocate-after", "0")
 
 WANTED: tuple[tuple[type[Lakefs], tuple[str, ...]], ...] = (
     (Lakefs, ("epochs", "large files", "checkpoint", "small files")),
-    (LakefsWriteback, ("small files",)),
     (LakefsImmutable, ("epochs",)),
     (LakefsPacked, ("epochs",)),
 )
