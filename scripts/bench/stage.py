@@ -199,13 +199,13 @@ def credentials() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(sizes: Sizes, prices: dict[str, float]) -> Iterator[Stage]:
-    """A stage; all of it is gone afterwards."""
+def opened(sizes: Sizes, prices: dict[str, float], running: Server | None = None) -> Iterator[Stage]:
+    """A stage; all of it is gone afterwards, but for what is in a SeaweedFS that was ``running`` before."""
     directory = Path(tempfile.mkdtemp(prefix="lakefs-bench-", dir=machine.roomy_directory(sizes.disk_bytes)))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         stack.enter_context(credentials())
-        direct = stack.enter_context(seaweedfs(directory / "server"))
+        direct = running or stack.enter_context(seaweedfs(directory / "server"))
         make_bucket(direct, BUCKET)
         s3_port, filer_port = free_port(), free_port(with_grpc=True)
         filer_host, _, upstream = direct.filer.partition(":")

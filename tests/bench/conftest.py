@@ -12,6 +12,7 @@ from scripts.bench.method import Session
 from scripts.bench.peers.ours import Lakefs, LakefsImmutable, LakefsPacked
 from scripts.bench.results import Results
 from scripts.bench.sizes import MIB, QUICK, Sizes
+from tests.servers import Server
 
 TINY: Sizes = msgspec.structs.replace(
     QUICK,
@@ -44,18 +45,18 @@ WANTED: tuple[tuple[type[Lakefs], tuple[str, ...]], ...] = (
 
 
 @pytest.fixture(scope="session")
-def found() -> Results:
+def found(seaweed: Server) -> Results:
     """The results; nothing of the run is left when it is handed out."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "drop_caches", lambda: True)  # The machine's other tests would pay for it.
-        return measured(TINY, lambda text: None)
+        return measured(TINY, seaweed, lambda text: None)
 
 
-def measured(sizes: Sizes, say: Callable[[str], None]) -> Results:
+def measured(sizes: Sizes, server: Server, say: Callable[[str], None]) -> Results:
     name, prices = tally.price_list()
     worker.preload()
     results = Results("", 0.0, True, {}, {}, prices, name, [], workloads.notes(sizes))
-    with stage.opened(sizes, prices) as made:
+    with stage.opened(sizes, prices, server) as made:
         for kind, wanted in WANTED:
             peer = kind(made)
             if kind is not LakefsImmutable:
