@@ -19,8 +19,6 @@ from scripts.bench.results import Daemon, Failure, Results, Sample
 from scripts.bench.stage import Stage
 from scripts.bench.worker import Job, JobFailed, Outcome
 
-FAILURES = (PeerFailed, JobFailed, OSError, RuntimeError, AssertionError, ValueError)
-
 
 class Session:
     """One peer in one round of a group."""
@@ -120,17 +118,25 @@ def rounds(
             for peer in turned(peers, name, number):
                 say(f"{name}, round {number}: {peer.name}")
                 session = Session(peer, stage, found, number, say)
-                try:
-                    group(session)
-                except FAILURES as error:
-                    session.failed(workloads, f"{error}" or type(error).__name__)
-                finally:
-                    peer.detach()
-                    stage.clear_areas()
+                turn(session, group, workloads)
             found.took_s = round(time.monotonic() - began, 1)
             took[name] = found.took_s - before
             say(f"{name}, round {number}: {took[name]:.0f} s")
             results.save(found, out)
+
+
+def turn(session: Session, group: Group, workloads: list[str]) -> None:
+    """One peer's: whatever it fails with is its own failure, and the next one begins with nothing of it left."""
+    try:
+        try:
+            group(session)
+        finally:
+            session.peer.detach()
+            session.stage.clear_areas()
+    except (PeerFailed, JobFailed) as error:
+        session.failed(workloads, f"{error}")
+    except Exception as error:
+        session.failed(workloads, f"{type(error).__name__}: {error}")
 
 
 def turned(peers: list[Peer], group: str, number: int) -> list[Peer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +124,18 @@ def test_a_failure_is_one_peers_alone_and_is_saved(stage: Stage) -> None:
     assert [failure.what for failure in found.of(WARM.name, "bad").failures] == ["does not mount at …/mnt"]
     assert [sample.operations for sample in found.of(COLD.name, "good").samples] == [7]
     assert peers[0].detached == 1
+
+
+def test_whatever_a_peer_raises_is_its_failure(stage: Stage) -> None:
+    class Hung(Fake):
+        def detach(self) -> None:
+            raise subprocess.TimeoutExpired("weed", 10)
+
+    found = run({})
+    rounds(stage, found, [Hung(stage, "a"), Fake(stage, "b")], lambda session: session.measure(COLD.name, Counts(5)))
+    assert [sample.operations for sample in found.of(COLD.name, "a").samples] == [5]
+    assert "TimeoutExpired" in found.of(WARM.name, "a").failures[0].what
+    assert [sample.operations for sample in found.of(COLD.name, "b").samples] == [5]
 
 
 def test_a_job_that_raises_fails_alone(stage: Stage) -> None:
