@@ -1,16 +1,18 @@
 # Every target sets up what it needs: system packages (apt), a virtual environment in .venv, the program in it.
 #
 #   make demo            the main job on a local directory as the store      make demo STORE=s3   on a real S3 server
+#   make bench           this and other filesystems side by side, into docs/benchmarks.md      make bench BENCH=--quick
 #   make test            the tests (PYTEST="-k name -x" and JOBS=1 to choose)     make lint       ruff and mypy, strict
 
 STORE ?= file
 PYTEST ?=
+BENCH ?= --out docs/benchmarks/results.json --report docs/benchmarks.md
 JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/fuse/*.c)
 
-.PHONY: demo test lint setup clean
+.PHONY: demo bench test lint setup clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -18,6 +20,9 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
+
+bench: $(VENV)/.installed-bench
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m scripts.bench $(BENCH)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

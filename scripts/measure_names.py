@@ -32,11 +32,13 @@ from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.local import LocalStore
 from lakefs_fuse.store.protocol import Capabilities
-from scripts.measuring import LAKEFS, PeakMemory, statistics_of
+from scripts.bench import machine
+from scripts.bench.peers.ours import lakefs, statistics_of
 
 BATCH_NAMES = 10_000
 PACK_FILES = 10_000
 FILE_BYTES = 50_000
+MOUNT_S_MAX = 600.0
 
 
 def make_names(database: Database, names: int, directories: int) -> None:
@@ -93,8 +95,8 @@ class Mount:
     def __init__(self, lake: Path, directory: Path) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="mnt-", dir=directory))
         cache = tempfile.mkdtemp(prefix="cache-", dir=directory)
-        command = [*LAKEFS, "mount", f"file://{lake}", str(self.path), "--cache-dir", cache]
-        subprocess.run([*command, "--refresh", "1h", "--metadata-ttl", "1d", "--free-space", "64M"], check=True)
+        options = ["--cache-dir", cache, "--refresh", "1h", "--metadata-ttl", "1d", "--free-space", "64M"]
+        lakefs("mount", f"file://{lake}", str(self.path), *options, limit_s=MOUNT_S_MAX)
 
     def stats(self) -> dict[str, Any]:
         return statistics_of(self.path)
@@ -103,7 +105,7 @@ class Mount:
         return self
 
     def __exit__(self, *_: object) -> None:
-        subprocess.run([*LAKEFS, "umount", str(self.path)], check=True)
+        lakefs("umount", str(self.path), limit_s=MOUNT_S_MAX)
 
 
 def scan(directory: Path) -> tuple[list[str], float]:
@@ -155,18 +157,19 @@ def compare(options: argparse.Namespace, lake: Path, directory: Path) -> None:
 def find(options: argparse.Namespace, lake: Path, directory: Path) -> None:
     with Mount(lake, directory) as mount:
         before = mount.stats()
-        peak = PeakMemory(before["daemon"]["pid"])
+        daemon = [int(before["daemon"]["pid"])]
+        machine.forget_peak(daemon)
         began = time.perf_counter()
         found = subprocess.run(
             ["find", ".", "-type", "f", "-printf", "x"], cwd=mount.path, capture_output=True, check=True
         )
         took_s = time.perf_counter() - began
-        most = peak.stop()
+        most = machine.peak_bytes(daemon) >> 20
         after = mount.stats()
         assert len(found.stdout) == options.names, f"{len(found.stdout)} names"
         print(
             f"find over {options.names:,} names: {took_s:.1f} s, resident {before['memory']['rss'] >> 20} MiB before, "
-            f"{after['memory']['rss'] >> 20} MiB after, {most:.0f} MiB at most"
+            f"{after['memory']['rss'] >> 20} MiB after, {most} MiB at most"
         )
         print(f"  upcalls: { {name: count for name, count in after['upcalls'].items() if count} }")
         print(f"  RocksDB: {after['namespace']['rocksdb']}")

@@ -213,7 +213,7 @@ def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tup
         *options,
     ]
     server = Server("seaweedfs", f"http://127.0.0.1:{port}", filer=f"127.0.0.1:{filer_port}")
-    with _running(command, directory / "weed.log", lambda: _s3_answers(server)) as process:
+    with _running(command, directory / "weed.log", lambda: s3_answers(server)) as process:
         yield server, process
 
 
@@ -224,7 +224,7 @@ def moto(directory: Path) -> Iterator[Server]:
     port = free_port()
     command = [program("moto_server"), "-H", "127.0.0.1", "-p", str(port)]
     server = Server("moto", f"http://127.0.0.1:{port}")
-    with _running(command, directory / "moto.log", lambda: _s3_answers(server)):
+    with _running(command, directory / "moto.log", lambda: s3_answers(server)):
         yield server
 
 
@@ -247,7 +247,7 @@ def rclone(directory: Path) -> Iterator[Server]:
         str(data),
     ]
     server = Server("rclone", f"http://127.0.0.1:{port}")
-    with _running(command, directory / "rclone.log", lambda: _s3_answers(server)):
+    with _running(command, directory / "rclone.log", lambda: s3_answers(server)):
         yield server
 
 
@@ -260,35 +260,72 @@ global
   lua-load {lua}
   nbthread 1
   tune.bufsize 65536
-  log stderr local0 emerg
+  log {log}
 defaults
   mode http
+  log global
+  log-format {log_format}
   timeout connect 10s
-  timeout client 120s
-  timeout server 120s
+  timeout client 1h
+  timeout server 1h
   option http-no-delay
-frontend front
-  bind 127.0.0.1:{port}
-  http-request lua.delay
-  default_backend back
-backend back
-  server store {host}:{upstream}
 """
+
+_HAPROXY_WAY = """
+frontend front-{port}
+  bind 127.0.0.1:{port} {protocol}
+  declare capture request len 1
+  http-request capture req.hdr(x-amz-copy-source) id 0
+  http-request lua.delay
+  default_backend back-{port}
+backend back-{port}
+  server upstream {upstream} {protocol}
+"""
+
+QUIET = "stderr local0 emerg"
+EACH_REQUEST = "stdout len 8192 format raw local0 info"
+"""One line in ``haproxy.log`` for each request, in the form of `LOG_FORMAT`."""
+LOG_FORMAT = "%HM\\ %ST\\ %U\\ %B\\ %[capture.req.hdr(0)]\\ %HU"
+"""Method, status, bytes from the client and to it (heads included), ``-`` unless it is a copy, path with query."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A port of loopback that leads to ``upstream``, as ``host:port``; ``grpc`` says that HTTP/2 is spoken."""
+
+    port: int
+    upstream: str
+    grpc: bool = False
+
+
+@contextlib.contextmanager
+def haproxy(
+    ways: list[Way], directory: Path, delay_ms: int, answers: Callable[[], bool], *, log: str = QUIET
+) -> Iterator[None]:
+    """HAProxy: every request waits ``delay_ms`` before it is passed on. Its log is ``haproxy.log`` in ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lua = directory / "delay.lua"
+    lua.write_text(_LUA.replace("DELAY_MS", str(delay_ms)))
+    config = directory / "haproxy.cfg"
+    text = _HAPROXY.format(lua=lua, log=log, log_format=LOG_FORMAT)
+    for way in ways:
+        protocol = "proto h2" if way.grpc else ""
+        text += _HAPROXY_WAY.format(port=way.port, upstream=way.upstream, protocol=protocol)
+    config.write_text(text)
+    command = [shutil.which("haproxy") or "/usr/sbin/haproxy", "-db", "-f", str(config)]
+    if log == QUIET:
+        command.insert(1, "-q")  # Closes standard output, where each request would be logged.
+    with _running(command, directory / "haproxy.log", answers):
+        yield
 
 
 @contextlib.contextmanager
 def latency(server: Server, directory: Path, delay_ms: int = 15) -> Iterator[Server]:
-    """HAProxy in front of a store: every request waits ``delay_ms`` before it is passed on."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lua = directory / "delay.lua"
-    lua.write_text(_LUA.replace("DELAY_MS", str(delay_ms)))
+    """HAProxy in front of a store."""
     port = free_port()
-    upstream = urlsplit(server.url)
-    config = directory / "haproxy.cfg"
-    config.write_text(_HAPROXY.format(lua=lua, port=port, host=upstream.hostname, upstream=upstream.port))
-    command = [shutil.which("haproxy") or "/usr/sbin/haproxy", "-db", "-q", "-f", str(config)]
     proxied = server.at(f"http://127.0.0.1:{port}")
-    with _running(command, directory / "haproxy.log", lambda: _s3_answers(proxied)):
+    way = Way(port, urlsplit(server.url).netloc)
+    with haproxy([way], directory, delay_ms, lambda: s3_answers(proxied)):
         yield proxied
 
 
@@ -339,7 +376,8 @@ def _wait(condition: Callable[[], bool], what: str, check: Callable[[], None]) -
     raise RuntimeError(f"{what} was not ready within {START_TIMEOUT_S:.0f} s: {last}")
 
 
-def _s3_answers(server: Server) -> bool:
+def s3_answers(server: Server) -> bool:
+    """It lists its buckets. Raises what boto3 or a socket raises."""
     parts = urlsplit(server.url)
     with socket.create_connection((str(parts.hostname), int(parts.port or 80)), timeout=1):
         pass

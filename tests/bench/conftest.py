@@ -1,0 +1,69 @@
+"""What the benchmarks find about this filesystem when all of it is small: run once, with their own machinery."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from scripts.bench import groups, machine, stage, tally, worker, workloads
+from scripts.bench.method import Session
+from scripts.bench.peers.ours import Lakefs, LakefsImmutable, LakefsPacked
+from scripts.bench.results import Results
+from scripts.bench.sizes import MIB, QUICK, Sizes
+from tests.servers import Server
+
+TINY: Sizes = msgspec.structs.replace(
+    QUICK,
+    files=120,
+    readers=(4,),
+    loader_workers=0,
+    large_bytes=20 * MIB,
+    pieces=8,
+    checkpoint_bytes=40 * MIB,
+    ranks=2,
+    shard_bytes=20 * MIB,
+    written_files=120,
+    writers=8,
+    tree_files=40,
+    delay_ms=0,
+    limit_s=60.0,
+    listing_limit_s=60.0,
+    drain_limit_s=30.0,
+)
+"""Limits that are never reached, so that the counts are those of whole workloads."""
+
+ALONE = ("--refresh", "1h", "--metadata-ttl", "1h", "--relocate-after", "0")
+"""Nobody else writes: no request comes later by itself."""
+
+WANTED: tuple[tuple[type[Lakefs], tuple[str, ...]], ...] = (
+    (Lakefs, ("epochs", "large files", "checkpoint", "small files")),
+    (LakefsImmutable, ("epochs",)),
+    (LakefsPacked, ("epochs",)),
+)
+
+
+@pytest.fixture(scope="session")
+def found(seaweed: Server) -> Results:
+    """The results; nothing of the run is left when it is handed out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "drop_caches", lambda: True)  # The machine's other tests would pay for it.
+        return measured(TINY, seaweed, lambda text: None)
+
+
+def measured(sizes: Sizes, server: Server, say: Callable[[str], None]) -> Results:
+    name, prices = tally.price_list()
+    worker.preload()
+    results = Results("", 0.0, True, {}, {}, prices, name, [], workloads.notes(sizes))
+    with stage.opened(sizes, prices, server) as made:
+        for kind, wanted in WANTED:
+            peer = kind(made)
+            if kind is not LakefsImmutable:
+                peer.more = (*peer.more, *ALONE)
+            try:
+                for group in wanted:
+                    groups.ALL[group](Session(peer, made, results, 1, say))
+            finally:
+                peer.close()
+    return results
