@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -21,7 +22,7 @@ from matplotlib import pyplot as plt  # after the backend is chosen
 COLOURS = {"ours": "#1f6f8b", "mount": "#c97b2b", "client": "#8a8a8a", "disk": "#b9b9b9"}
 LOGARITHMIC_FROM = 40.0
 """Where the fastest is so many times the slowest, bars of equal units would show one of them only."""
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "lakefs",
     "font.family": "sans-serif",
