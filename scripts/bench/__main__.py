@@ -18,6 +18,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from scripts.bench import groups, machine, method, results, stage, tables, tally, worker, workloads
@@ -39,6 +40,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="+", choices=NAMES, default=list(NAMES), metavar="PEER",
                         help=f"who takes part: {', '.join(NAMES)}")  # fmt: skip
     parser.add_argument("--repeats", type=int, help=f"rounds (default {FULL.repeats}, quick {QUICK.repeats})")
+    parser.add_argument("--minutes", type=float, help="begin nothing later, nor what would go on for longer "
+                        f"(default {FULL.budget_s / 60:.0f}, quick {QUICK.budget_s / 60:.0f})")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="small sizes, one round")
     parser.add_argument("--out", type=Path, default=Path("build/bench/results.json"), help="where results go")
     parser.add_argument("--from", dest="source", type=Path, help="measure nothing; take these results")
@@ -46,6 +49,8 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.repeats is not None and options.repeats < 1:
         parser.error("--repeats must be 1 or more")
+    if options.minutes is not None and options.minutes <= 0:
+        parser.error("--minutes must be more than 0")
     return options
 
 
@@ -100,7 +105,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.source is not None:
         found = results.load(options.source)
     else:
-        found = measure(options, QUICK if options.quick else FULL)
+        sizes = QUICK if options.quick else FULL
+        if options.minutes is not None:
+            sizes = msgspec.structs.replace(sizes, budget_s=60 * options.minutes)
+        found = measure(options, sizes)
         say(f"{found.took_s:.0f} s; results are in {options.out}")
     tables.show(found, console)
     if options.report is not None:

@@ -21,11 +21,13 @@ def test_a_failure_of_ours_is_an_exit_code(tmp_path: Path, peer: str, code: int)
 
 
 def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--peers", "nobody"], ["--only", "nothing"], ["--repeats", "0"]):
+    for arguments in (["--peers", "nobody"], ["--only", "nothing"], ["--repeats", "0"], ["--minutes", "0"]):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == 2
-    assert "--repeats must be 1 or more" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "--repeats must be 1 or more" in told
+    assert "--minutes must be more than 0" in told
 
 
 def test_results_that_are_not_there() -> None:
