@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
 import trio
 
 from tests.fs.lakes import TTL_S, Clock, lake, two_lakes
-from tests.fs.writing_back import Outage, until, writing_back
+from tests.fs.writing_back import KIB, LARGE, Outage, die, until, writing_back
 from tests.memory_store import MemoryStore, Pause
 from tests.write.drafting import reached
 
@@ -43,6 +44,38 @@ async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it
         assert await m.tree() == {"hot": b"third"}
     async with lake(store, tmp_path / "other") as other:
         assert await other.tree() == {"hot": b"third"}
+
+
+async def test_a_rename_over_a_file_that_is_being_stored_by_itself_is_newer(tmp_path: Path) -> None:
+    """The file was opened when its own rename was journaled, and is in a commit since: it is not pending any more when
+    its bytes are stored, and must not make those that the rename brings look older than anything that is."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "complete_multipart")
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="always", pack_threshold_bytes=KIB) as m:
+        await m.write("a", bytes(LARGE))
+        await m.fs.make_durable()
+        await m.sync()
+        await m.rename("a", "f")
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"changed")
+        await m.sync()
+        store.hook = pause
+        await m.close(handle)
+        await reached(pause.reached)
+        await m.write("b", b"newest")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.rename, "b", "f")
+            await trio.sleep(0.05)
+            pause.resume()
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"f": b"newest"}
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    clock.advance(2 * TTL_S)
+    async with writing_back(store, dead, clock=clock, pack="always") as m:
+        assert await m.tree() == {"f": b"newest"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"f": b"newest"}
 
 
 async def test_what_a_listing_shows_is_not_said_again_over_a_rename(tmp_path: Path) -> None:
