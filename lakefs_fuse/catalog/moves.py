@@ -38,6 +38,7 @@ def carry_over(applier: Applier, record: Record, stamp: int) -> list[int]:
         chosen.append((source, target, entry))
     for source, _, entry in chosen:
         _free_from_key(applier, entry, source)
+        _uncover(applier, entry)
     moving = [(source, target, _find(applier, source)) for source, target, _ in chosen]
     for _, _, found in moving:
         if found is not None:
@@ -79,6 +80,8 @@ def _is_covered(
     every = [(target, entry), *(files_below(applier.tree, entry.inode, target) if entry.is_dir else ())]
     for path, found in every:
         if found.flags & (Flag.LOCAL | Flag.SHADOWED):
+            if found.stamp > stamp:
+                return False
             continue
         tombstone = applier.tree.tombstones.get(path.encode() + (b"/" if found.is_dir else b""))
         operation = made.get((path, found.is_dir))
@@ -115,6 +118,15 @@ def _free_from_key(applier: Applier, entry: Entry, source: str) -> None:
             applier.tree.update(batch, freed)
             applier.database.commit(batch)
             applier.watcher.relocated(freed)
+
+
+def _uncover(applier: Applier, entry: Entry) -> None:
+    """What is not in the store yet replaces nothing at its new path, whatever it replaced before."""
+    for _, found in files_below(applier.tree, entry.inode, "") if entry.is_dir else ():
+        if found.is_local and (found.etag or found.stamp):
+            batch = Batch()
+            applier.tree.update(batch, msgspec.structs.replace(found, etag="", stamp=0))
+            applier.database.commit(batch)
 
 
 def _attach(applier: Applier, entry: Entry, target: str, time: int) -> None:

@@ -237,6 +237,10 @@ class Renaming:
             else:
                 builder.put(after, entry, key=before, hides=self._ns.own_etag(after))
         self._changes.keep_parent(builder, source)
+        for before, entry in self._covered(old, source):
+            doomed += [msgspec.structs.replace(each, checked=True) for each in self._changes.orphaned(before, entry)]
+            if (before, False) not in made:
+                builder.remove(before, entry)
         for before, _, entry in reversed(moving):
             if (before, entry.is_dir) not in made:
                 builder.remove(before, entry)
@@ -250,6 +254,13 @@ class Renaming:
             for path, below in files_below(self._ns.tree, entry.inode, old):
                 if not below.is_local:
                     yield path, new + path[len(old) :], below
+
+    def _covered(self, old: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
+        """What is not in the store yet below a directory, in the place of what is: that stays behind, and shall nobody
+        see again."""
+        for path, below in files_below(self._ns.tree, entry.inode, old) if entry.is_dir else ():
+            if below.is_local and (below.etag or below.stamp):
+                yield path, below
 
     def _replaced(self, path: str, target: Entry) -> list[Doomed]:
         """What lay under the new name goes, late enough for the renamed object to be copied over it before."""

@@ -119,11 +119,13 @@ class Storing:
         finally:
             if self.packer is not None:
                 self.packer.alone(False)
+        row = self._ns.tree.entry(file.entry.inode)
         entry = msgspec.structs.replace(
             file.entry,
             flags=(file.entry.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED)) | Flag.ATTRIBUTES_KNOWN,
             etag=published.meta.etag,
             size=published.meta.size,
+            stamp=0 if row is None else row.stamp,  # what was pending when the file was opened is in a commit, perhaps
             place=0,
             offset=0,
         )

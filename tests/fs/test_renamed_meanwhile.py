@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
+import pytest
 import trio
 
 from tests.fs.lakes import TTL_S, Clock, lake, two_lakes
-from tests.fs.writing_back import Outage, until, writing_back
+from tests.fs.writing_back import KIB, LARGE, Outage, die, until, writing_back
 from tests.memory_store import MemoryStore, Pause
 from tests.write.drafting import reached
 
@@ -43,6 +45,96 @@ async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it
         assert await m.tree() == {"hot": b"third"}
     async with lake(store, tmp_path / "other") as other:
         assert await other.tree() == {"hot": b"third"}
+
+
+async def test_a_rename_over_a_file_that_is_being_stored_by_itself_is_newer(tmp_path: Path) -> None:
+    """The file was opened when its own rename was journaled, and is in a commit since: it is not pending any more when
+    its bytes are stored, and must not make those that the rename brings look older than anything that is."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "complete_multipart")
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="always", pack_threshold_bytes=KIB) as m:
+        await m.write("a", bytes(LARGE))
+        await m.fs.make_durable()
+        await m.sync()
+        await m.rename("a", "f")
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"changed")
+        await m.sync()
+        store.hook = pause
+        await m.close(handle)
+        await reached(pause.reached)
+        await m.write("b", b"newest")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.rename, "b", "f")
+            await trio.sleep(0.05)
+            pause.resume()
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"f": b"newest"}
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    clock.advance(2 * TTL_S)
+    async with writing_back(store, dead, clock=clock, pack="always") as m:
+        assert await m.tree() == {"f": b"newest"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"f": b"newest"}
+
+
+@pytest.mark.parametrize("pack", ["always", "never"])
+@pytest.mark.parametrize("durability", ["writeback", "close"])
+async def test_a_directory_is_renamed_with_a_new_file_over_a_stored_one(
+    tmp_path: Path, durability: str, pack: str
+) -> None:
+    """The new file is not stored yet: it replaces nothing at its new path, and what it replaced at the old one is gone
+    from there, too."""
+    store, clock = MemoryStore(), Clock()
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack=pack, durability=durability) as m:
+        await m.mkdir("d")
+        await m.write("d/a", b"first")
+        await m.fs.make_durable()
+        await m.sync()
+        await m.rename("d/a", "d/f")
+        handle = await m.create("d/new")
+        await m.fs.write(handle, 0, b"newest")
+        await m.rename("d/new", "d/f")
+        await m.rename("d", "e")
+        await m.sync()
+        await m.close(handle)
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"e": None, "e/f": b"newest"}
+        clock.advance(2 * TTL_S)
+        assert await m.tree() == {"e": None, "e/f": b"newest"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"e": None, "e/f": b"newest"}
+
+
+async def test_a_new_file_stays_where_another_node_renames_what_was_there_before(tmp_path: Path) -> None:
+    """It took the place of a rename that is not committed yet, which the other node could not know of."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        writing_back(store, tmp_path / "one", clock=clock, pack="always") as one,
+        lake(store, tmp_path / "two", clock=clock, pack="always") as two,
+    ):
+        await two.write("f", b"old")
+        await one.poll()
+        await one.write("a", b"first")
+        await one.fs.make_durable()
+        await one.sync()
+        await one.rename("a", "f")
+        handle = await one.create("new")
+        await one.fs.write(handle, 0, b"newest")
+        await one.rename("new", "f")
+        await two.rename("f", "x")
+        await one.poll()
+        await one.sync()
+        await one.close(handle)
+        await one.fs.make_durable()
+        clock.advance(2 * TTL_S)
+        await two.poll()
+        for each in (one, two):
+            assert await each.tree() == {"f": b"newest", "x": b"old"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"f": b"newest", "x": b"old"}
 
 
 async def test_what_a_listing_shows_is_not_said_again_over_a_rename(tmp_path: Path) -> None:
