@@ -173,7 +173,7 @@ class Lake:
                     self._compare()
                     self._tally.missed[REPLAY] += kind == REPLAY
                     return
-                except Failure:
+                except (Failure, OSError):  # also of the listing of a mount that dies just then
                     if not self._host.wait_died(1.0):
                         raise
             self._host.clear()
