@@ -122,11 +122,11 @@ def _free_from_key(applier: Applier, entry: Entry, source: str) -> None:
 
 def _uncover(applier: Applier, entry: Entry) -> None:
     """What is not in the store yet replaces nothing at its new path, whatever it replaced before."""
+    batch = Batch()
     for _, found in files_below(applier.tree, entry.inode, "") if entry.is_dir else ():
         if found.is_local and (found.etag or found.stamp):
-            batch = Batch()
             applier.tree.update(batch, msgspec.structs.replace(found, etag="", stamp=0))
-            applier.database.commit(batch)
+    applier.database.commit(batch)
 
 
 def _attach(applier: Applier, entry: Entry, target: str, time: int) -> None:

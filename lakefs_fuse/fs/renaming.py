@@ -220,14 +220,16 @@ class Renaming:
         target = self._ns.tree.child(parent, name)
         old, new = self._changes.path(source), self._ns.prefix(parent) + name.decode()
         builder = ChangeBuilder(self._ns.tree)
-        moving = list(self._below(old, new, source))
+        below = list(self._below(old, new, source))
         builder.moves.append((old, new))
         doomed: list[Doomed] = []
         if exchange and target is not None:
-            moving += self._below(new, old, target)
+            below += self._below(new, old, target)
             builder.moves.append((new, old))
         elif target is not None:
             doomed = self._replaced(new, target)
+        moving = [each for each in below if not each[2].is_local or each[2] in (source, target)]
+        covering = [(before, entry) for before, _, entry in below if entry.is_local and entry not in (source, target)]
         made = {(after, entry.is_dir) for _, after, entry in moving}
         for before, after, entry in moving:
             if len(after.encode()) > KEY_BYTES_MAX:
@@ -237,10 +239,12 @@ class Renaming:
             else:
                 builder.put(after, entry, key=before, hides=self._ns.own_etag(after))
         self._changes.keep_parent(builder, source)
-        for before, entry in self._covered(old, source):
-            doomed += [msgspec.structs.replace(each, checked=True) for each in self._changes.orphaned(before, entry)]
-            if (before, False) not in made:
-                builder.remove(before, entry)
+        for before, entry in covering:  # what it covers stays behind, and shall nobody see again
+            if entry.etag or entry.stamp:
+                covered = self._changes.orphaned(before, entry)
+                doomed += [msgspec.structs.replace(each, checked=True) for each in covered]
+                if (before, False) not in made:
+                    builder.remove(before, entry)
         for before, _, entry in reversed(moving):
             if (before, entry.is_dir) not in made:
                 builder.remove(before, entry)
@@ -248,19 +252,11 @@ class Renaming:
         return msgspec.structs.replace(change, doomed=doomed)
 
     def _below(self, old: str, new: str, entry: Entry) -> Iterator[tuple[str, str, Entry]]:
-        """Everything that is in the store, with its path before and after."""
+        """Everything, with its path before and after; below a directory also what is not in the store yet."""
         yield old, new, entry
         if entry.is_dir:
             for path, below in files_below(self._ns.tree, entry.inode, old):
-                if not below.is_local:
-                    yield path, new + path[len(old) :], below
-
-    def _covered(self, old: str, entry: Entry) -> Iterator[tuple[str, Entry]]:
-        """What is not in the store yet below a directory, in the place of what is: that stays behind, and shall nobody
-        see again."""
-        for path, below in files_below(self._ns.tree, entry.inode, old) if entry.is_dir else ():
-            if below.is_local and (below.etag or below.stamp):
-                yield path, below
+                yield path, new + path[len(old) :], below
 
     def _replaced(self, path: str, target: Entry) -> list[Doomed]:
         """What lay under the new name goes, late enough for the renamed object to be copied over it before."""
