@@ -16,6 +16,7 @@ Nothing is left behind.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -28,6 +29,7 @@ from lakefs_fuse.errors import FileError
 from lakefs_fuse.fs.immutable import ImmutableFilesystem
 
 Bytes = bytes | bytearray | memoryview
+log = logging.getLogger(__name__)
 WAITING_MAX = 32
 """Files whose blocks wait to be pushed; the oldest have been read around already when there are more."""
 BLOCKS_MAX = 65_536
@@ -107,7 +109,10 @@ class Pushing:
             await self._wanted.wait()
             while self._waiting:
                 self._busy = True
-                await self._push(self._waiting.popleft())
+                try:
+                    await self._push(self._waiting.popleft())
+                except Exception:  # nobody waits for it, and the mount is to go on
+                    log.exception("giving the kernel the neighbours of a file")
                 self._busy = False
             self._wanted = trio.Event()
 
