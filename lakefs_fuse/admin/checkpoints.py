@@ -36,7 +36,7 @@ from lakefs_fuse.admin.headless import Headless, open_headless
 from lakefs_fuse.catalog.record import COMMITS
 from lakefs_fuse.checkpoints.model import Listing, Seen, is_wanted, make_listing, markers_asked
 from lakefs_fuse.config import KIB, MIB
-from lakefs_fuse.data.draft import DRAFT_METADATA
+from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.data.version import Extent
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
@@ -288,7 +288,7 @@ class Verifier:
         meta = await self._client.head(version.key)
         if meta.etag != version.etag or meta.size != size:
             raise PreconditionFailed(f"{version.key} is another version")
-        ours = DRAFT_METADATA in (meta.metadata or {})
+        ours = bool(token_of(meta))
         etag = etag_check(version.etag, size, ours=ours)
         checks: list[Check] = [etag] if etag is not None else []
         at = 0

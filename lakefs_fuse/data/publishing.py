@@ -73,6 +73,11 @@ async def publish(draft: Draft) -> Published:
     return Published(meta, await _all_hashes(draft), described)
 
 
+def token_of(meta: ObjectMeta) -> str:
+    """Of the draft that an object was made from; empty where another program made it."""
+    return (meta.metadata or {}).get(DRAFT_METADATA, "")
+
+
 async def visible_token(draft: Draft) -> tuple[str, ObjectMeta | None]:
     """The token of the object that the draft's key has now ("" where there is none), and the object where the token
     is one of this draft's: then an attempt whose answer was lost did work."""
@@ -80,7 +85,7 @@ async def visible_token(draft: Draft) -> tuple[str, ObjectMeta | None]:
         meta = await draft.services.client.head(draft.target.key)
     except NotFound:
         return "", None
-    token = (meta.metadata or {}).get(DRAFT_METADATA, "")
+    token = token_of(meta)
     return token, meta if token.partition(".")[0] == draft.id else None
 
 

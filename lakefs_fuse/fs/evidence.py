@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lakefs_fuse.data.draft import DRAFT_METADATA
+from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.errors import NotFound
 from lakefs_fuse.fs.namespace import Namespace
@@ -41,7 +41,7 @@ class Evidence:
             meta = await self._client.head(record.key)
         except NotFound:
             return None
-        return meta if record.token and (meta.metadata or {}).get(DRAFT_METADATA) == record.token else None
+        return meta if record.token and token_of(meta) == record.token else None
 
     async def is_at(self, key: str, draft_id: str) -> bool:
         """The plain object at a key was made from this draft, and from no change of it after a failure. Raises
@@ -50,7 +50,7 @@ class Evidence:
             meta = await self._client.head(key)
         except NotFound:
             return False
-        return (meta.metadata or {}).get(DRAFT_METADATA) == draft_id
+        return token_of(meta) == draft_id
 
     async def is_in_pack(self, record: DraftRecord) -> bool:
         """The commit that the bytes were to be sent in is in the store. Raises LakeError."""
@@ -86,17 +86,12 @@ class Evidence:
         tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
         if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
             return Visible()
-        return Visible(meta.etag, (meta.metadata or {}).get(DRAFT_METADATA, ""))
+        return Visible(meta.etag, token_of(meta))
 
 
 def path_of(record: DraftRecord) -> str:
     """Where the file is in the lake."""
     return record.path or record.key
-
-
-def token_of(meta: ObjectMeta) -> str:
-    """Of the draft that an object was made from; empty where another program made it."""
-    return (meta.metadata or {}).get(DRAFT_METADATA, "")
 
 
 async def is_copy(client: StoreClient, etag: str, token: str, source: str) -> bool:

@@ -22,12 +22,12 @@ from lakefs_fuse.catalog.change import Change
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.record import OWN, THIS, ObjectRef, Put, Relocate
-from lakefs_fuse.data.draft import DRAFT_METADATA
+from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.data.version import Version
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.fs.attributes import learn
 from lakefs_fuse.fs.committed import ChangeBuilder
-from lakefs_fuse.fs.evidence import is_copy, token_of
+from lakefs_fuse.fs.evidence import is_copy
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database
@@ -161,7 +161,7 @@ class Relocator:
             return
         if meta.etag == row.etag or self._renamed(path)[1] != row:
             return
-        if DRAFT_METADATA not in (meta.metadata or {}):
+        if not token_of(meta):
             log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
             return
         found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
