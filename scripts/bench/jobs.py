@@ -12,7 +12,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -25,6 +24,7 @@ from scripts.bench.worker import Outcome
 
 MIB = 1 << 20
 BATCH = 32
+BARRIER_BROKEN = BrokenBarrierError.__name__
 
 
 class Clock:
@@ -41,11 +41,60 @@ class Clock:
         return time.monotonic() - self.began
 
 
-def complain(wrong: list[str]) -> None:
-    """Raises ValueError with what one of several processes failed with, not with what that did to the others."""
-    found = sorted((each for each in wrong if each), key=lambda each: each.startswith(BrokenBarrierError.__name__))
-    if found:
-        raise ValueError(found[0])
+@dataclass(frozen=True)
+class Share:
+    """What one of several processes did since all began, on the clock that they share."""
+
+    began: float
+    ended: float
+    found: Any = None
+    wrong: str = ""
+
+
+def span(shares: list[Share]) -> float:
+    """From the first beginning to the last end."""
+    return max(share.ended for share in shares) - min(share.began for share in shares)
+
+
+def side_by_side(count: int, preparing_s: float, work: Callable[[int, Callable[[], None]], Any]) -> list[Share]:
+    """So many processes: ``work`` is given its number and ``begin``, which it calls when it is prepared, and which
+    returns when all are. Raises ValueError with what one of them failed with, not with what that did to the others."""
+    context = get_context("fork")
+    barrier = context.Barrier(count)
+    pipes = [context.Pipe(duplex=False) for _ in range(count)]
+    processes = [
+        context.Process(target=_take_part, args=(number, preparing_s, work, barrier, theirs))
+        for number, (_, theirs) in enumerate(pipes)
+    ]
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
+        process.start()
+        theirs.close()
+    shares: list[Share] = [ours.recv() for ours, _ in pipes]
+    for process in processes:
+        process.join()
+    wrong = sorted((each.wrong for each in shares if each.wrong), key=lambda each: each.startswith(BARRIER_BROKEN))
+    if wrong:
+        raise ValueError(wrong[0])
+    return shares
+
+
+def _take_part(number: int, preparing_s: float, work: Callable[..., Any], barrier: Any, pipe: Any) -> None:
+    """In a process of its own."""
+    began, together = time.monotonic(), False
+
+    def begin() -> None:
+        nonlocal began, together
+        barrier.wait(preparing_s)
+        began, together = time.monotonic(), True
+
+    try:
+        found = work(number, begin)
+        share = Share(began, time.monotonic(), found)
+    except Exception as error:
+        if not together:
+            barrier.abort()
+        share = Share(began, time.monotonic(), wrong=f"{type(error).__name__}: {error}")
+    pipe.send(share)
 
 
 def timed(clock: Clock, steps: Iterable[Callable[[], int]]) -> tuple[int, list[float], bool]:
@@ -110,43 +159,19 @@ class Epoch:
     preparing_s = 20.0
 
     def run(self) -> Outcome:
-        context = get_context("fork")
-        barrier = context.Barrier(self.readers + 1)
-        pipes = [context.Pipe(duplex=False) for _ in range(self.readers)]
-        processes = [
-            context.Process(target=self._read, args=(number, barrier, pipe[1])) for number, pipe in enumerate(pipes)
-        ]
-        for process, (_, theirs) in zip(processes, pipes, strict=True):
-            process.start()
-            theirs.close()
-        with suppress(BrokenBarrierError):  # Who broke it says why.
-            barrier.wait(self.preparing_s)
-        answers: list[tuple[float, float, int, list[float], bool, str]] = [ours.recv() for ours, _ in pipes]
-        for process in processes:
-            process.join()
-        complain([answer[5] for answer in answers])
-        took = max(answer[1] for answer in answers) - min(answer[0] for answer in answers)
-        each = [len(answer[3]) for answer in answers]
-        waits = [wait for answer in answers for wait in answer[3]]
-        size = sum(answer[2] for answer in answers)
-        return Outcome(took, sum(each), size, figures.latency(waits), any(answer[4] for answer in answers), each)
+        shares = side_by_side(self.readers, self.preparing_s, self._read)
+        read = [share.found for share in shares]
+        each = [len(took) for _, took, _ in read]
+        waits = [wait for _, took, _ in read for wait in took]
+        size = sum(size for size, _, _ in read)
+        stopped = any(stopped for _, _, stopped in read)
+        return Outcome(span(shares), sum(each), size, figures.latency(waits), stopped, each)
 
-    def _read(self, number: int, barrier: Any, pipe: Any) -> None:
-        """In a process of its own."""
-        size, took, stopped, wrong, together = 0, list[float](), False, "", False
-        clock = Clock(self.limit_s)
-        try:
-            self.access.ready()
-            barrier.wait(self.preparing_s)
-            together = True
-            clock = Clock(self.limit_s)
-            mine = self.names[number :: self.readers]
-            size, took, stopped = timed(clock, (partial(self.access.read, name) for name in mine))
-        except Exception as error:
-            if not together:
-                barrier.abort()
-            wrong = f"{type(error).__name__}: {error}"
-        pipe.send((clock.began, time.monotonic(), size, took, stopped, wrong))
+    def _read(self, number: int, begin: Callable[[], None]) -> tuple[int, list[float], bool]:
+        self.access.ready()
+        begin()
+        mine = self.names[number :: self.readers]
+        return timed(Clock(self.limit_s), (partial(self.access.read, name) for name in mine))
 
 
 class FileSet:
@@ -257,34 +282,18 @@ class Save:
         import torch
 
         torch.set_num_threads(1)
-        context = get_context("fork")
-        barrier = context.Barrier(len(self.names))
-        pipes = [context.Pipe(duplex=False) for _ in self.names]
-        for number, (_, theirs) in enumerate(pipes):
-            context.Process(target=self._save, args=(number, barrier, theirs)).start()
-            theirs.close()
-        answers: list[tuple[float, float, str]] = [ours.recv() for ours, _ in pipes]
-        complain([answer[2] for answer in answers])
-        took = max(answer[1] for answer in answers) - min(answer[0] for answer in answers)
-        waits = figures.latency([answer[1] - answer[0] for answer in answers])
-        return Outcome(took, len(self.names), self.size * len(self.names), waits)
+        shares = side_by_side(len(self.names), self.preparing_s, self._save)
+        waits = figures.latency([share.ended - share.began for share in shares])
+        return Outcome(span(shares), len(self.names), self.size * len(self.names), waits)
 
-    def _save(self, number: int, barrier: Any, pipe: Any) -> None:
+    def _save(self, number: int, begin: Callable[[], None]) -> None:
         import torch
 
-        began, together = time.monotonic(), False
-        try:
-            self.access.ready()
-            state = state_of(self.size, number)
-            save = self.access.saver(lambda file: torch.save(state, file))
-            barrier.wait(self.preparing_s)
-            began, together = time.monotonic(), True
-            save(self.names[number])
-            pipe.send((began, time.monotonic(), ""))
-        except Exception as error:
-            if not together:
-                barrier.abort()
-            pipe.send((began, time.monotonic(), f"{type(error).__name__}: {error}"))
+        self.access.ready()
+        state = state_of(self.size, number)
+        save = self.access.saver(lambda file: torch.save(state, file))
+        begin()
+        save(self.names[number])
 
 
 @dataclass(frozen=True)
