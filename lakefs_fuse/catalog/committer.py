@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.archive import Member, build, commit_key
@@ -112,7 +113,7 @@ class Committer:
         for sequence, change in self._pending.items():
             said = [each for each in change.operations if isinstance(each, SetAttr)]
             if said:
-                again = msgspec.structs.replace(change, operations=said, moves=[])
+                again = replace(change, operations=said, moves=[])
                 self._applier.apply_pending(merged([again], self.writer, 0), PENDING | sequence)
 
     @property
@@ -185,9 +186,9 @@ class Committer:
             moves = [pair for pair in change.moves if not paths.intersection(pair)]
             if time:
                 said = [each for each in gone if not isinstance(each, SetAttr)]
-                said_change = msgspec.structs.replace(change, operations=said, moves=[])
+                said_change = replace(change, operations=said, moves=[])
                 self._applier.restamp(merged([said_change], self.writer, 0), PENDING | sequence, time)
-            self._pending[sequence] = msgspec.structs.replace(change, operations=kept, moves=moves)
+            self._pending[sequence] = replace(change, operations=kept, moves=moves)
             batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
 
     def withhold(self, path: str, since: int, until: int) -> None:
@@ -199,12 +200,12 @@ class Committer:
             gone = [each for each in change.operations if isinstance(each, Put) and each.path == path]
             if change.after < since or not gone:
                 continue
-            older = msgspec.structs.replace(change, operations=gone, moves=[])
+            older = replace(change, operations=gone, moves=[])
             self._applier.restamp(merged([older], self.writer, 0), PENDING | sequence, self._clock.now())
             kept = [each for each in change.operations if each not in gone]
             moves = [pair for pair in change.moves if path not in pair]
             after = max(change.after, until)
-            self._pending[sequence] = msgspec.structs.replace(change, operations=kept, moves=moves, after=after)
+            self._pending[sequence] = replace(change, operations=kept, moves=moves, after=after)
             batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
         self._db.commit(batch)
 
@@ -363,13 +364,13 @@ class Committer:
         objects = [*record.objects, this]
         last = len(record.objects)
         operations = [
-            msgspec.structs.replace(operation, object=last)
+            replace(operation, object=last)
             if isinstance(operation, Put | Relocate) and operation.object == THIS
             else operation
             for operation in record.operations
         ]
         time = self._clock.now()
-        again = msgspec.structs.replace(record, time=time, objects=objects, operations=operations)
+        again = replace(record, time=time, objects=objects, operations=operations)
         key = commit_key(time, self.writer)
         meta = await self._client.put(key, build([], lambda _: encode(again)))
         self._applier.apply(again, ObjectRef(key, meta.etag, meta.size), own=True)
@@ -388,7 +389,7 @@ class Committer:
             self._drop(journaled, record.time)
             own = record.operations[len(record.operations) - len(change.operations) :] if change is not None else []
             moves = change.moves if change is not None else []
-            self._applier.apply(msgspec.structs.replace(record, operations=own, moves=moves), this, own=True)
+            self._applier.apply(replace(record, operations=own, moves=moves), this, own=True)
             if change is not None and change.doomed:
                 batch = Batch()
                 for doomed in change.doomed:
@@ -404,16 +405,30 @@ class Committer:
             kept = [doomed for doomed in change.doomed if doomed.key != key]
             if len(kept) < len(change.doomed):
                 waived += [doomed for doomed in change.doomed if doomed.key == key]
-                change = self._pending[sequence] = msgspec.structs.replace(change, doomed=kept)
+                change = self._pending[sequence] = replace(change, doomed=kept)
                 batch = Batch()
                 batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
                 self._db.commit(batch)
         return waived
 
     def _drop(self, journaled: dict[int, Change], time: int) -> None:
-        """Journaled changes are in the store under this commit time."""
+        """Journaled changes are in the store under this commit time. Attributes that were set again since, and are in
+        no commit yet, stay as they are here."""
+        later = {
+            each.path: sequence
+            for sequence, change in self._pending.items()
+            if sequence not in journaled
+            for each in change.operations
+            if isinstance(each, SetAttr)
+        }
         for sequence, change in journaled.items():
-            self._applier.restamp(merged([change], self.writer, time), PENDING | sequence, time)
+            counts = [
+                each
+                for each in change.operations
+                if not isinstance(each, SetAttr) or later.get(each.path, 0) < sequence
+            ]
+            counting = change if len(counts) == len(change.operations) else replace(change, operations=counts)
+            self._applier.restamp(merged([counting], self.writer, time), PENDING | sequence, time)
             batch = Batch()
             batch.delete(b"C" + sequence.to_bytes(8, "big"))
             for doomed in self._pending.get(sequence, change).doomed:  # some were waived since, perhaps
