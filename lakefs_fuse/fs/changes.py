@@ -128,7 +128,7 @@ class Changes:
         self._enqueue(builder)
         entry = self._made(parent, name + b"/")
         batch = Batch()
-        self._ns.listed_empty(batch, entry.inode)
+        self._ns.made(batch, entry)
         self._db.commit(batch)
         self.touch(parent)
         return entry

@@ -410,9 +410,10 @@ class Namespace:
         tombstone = self.tree.tombstones.get(self.key(entry).encode("utf-8", "surrogatepass"))
         return tombstone is not None and tombstone.etag == entry.etag and tombstone.stamp > entry.stamp
 
-    def listed_empty(self, batch: Batch, directory: int) -> None:
-        """A directory that this node has just made is known to hold nothing."""
-        self.tree.set_listing(batch, directory, Listing(self._clock_ns(), 0))
+    def made(self, batch: Batch, directory: Entry) -> None:
+        """This node has just made a directory: it is known to be there, and to hold nothing."""
+        self.tree.set_listing(batch, directory.inode, Listing(self._clock_ns(), 0))
+        self._remember_answer(directory.parent, directory.name, self._clock_ns())
 
     @property
     def is_disk_failing(self) -> bool:

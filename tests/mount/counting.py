@@ -23,4 +23,4 @@ def costs(lake: Lake, **expected: int) -> Iterator[None]:
     after = upcalls(lake)
     spent = {name: count - before[name] for name, count in after.items() if count != before[name]}
     spent.pop("forget", None)
-    assert spent == expected
+    assert spent == expected, f"{spent}, not {expected}"

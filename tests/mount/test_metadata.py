@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
+from tests.mount.counting import costs
 from tests.mount.lakes import MIB, START_HEADS, START_LISTS, Bucket, Directory, Lake, number, scale
 from tests.servers import Server
 
@@ -149,6 +150,17 @@ def test_changes_of_this_node_are_seen_at_once_and_cost_no_listing(make_lake: La
     (lake.path / "d" / "7").unlink()
     assert sorted(os.listdir(lake.path / "d"), key=int) == [str(index) for index in range(20) if index != 7]
     assert lake.number("store.requests.list") == lists
+
+
+@pytest.mark.usefixtures("with_hooks")
+def test_what_a_small_file_in_a_new_directory_costs(make_lake: LakeMaker) -> None:
+    """The directory's attributes are asked for once between one and the next, because its mtime changed."""
+    lake = make_lake("file", "--metadata-ttl", "1h", "--refresh", "1h", "--durability", "writeback").mount()
+    (lake.path / "d").mkdir()
+    requests = ("lookup", "create", "getxattr", "write", "setattr", "flush", "release")
+    with costs(lake, **dict.fromkeys(requests, 20), getattr=19):
+        for index in range(20):
+            (lake.path / "d" / f"{index}").write_bytes(b"x")
 
 
 def test_keys_that_cannot_be_paths_are_counted_and_break_nothing(make_lake: LakeMaker) -> None:
