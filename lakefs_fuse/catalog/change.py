@@ -48,6 +48,10 @@ class Sending(msgspec.Struct, frozen=True):
     sequences: list[int] = []
     passed: list[int] = []
     paths: list[str] = []
+    operations: int = 0
+    """So many of its operations, the first, are those of journaled changes."""
+    moves: int = 0
+    """So many of its moves."""
 
 
 class Unsure(msgspec.Struct, frozen=True):

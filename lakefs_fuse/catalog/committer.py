@@ -11,8 +11,8 @@ What always holds:
 * a PUT whose answer was lost is asked for before anything is sent again, so a change is never made twice;
 * names go first, then the plain objects that they leave behind (see `deletions`).
 
-A crash before the PUT leaves the journal, which the next mount sends; a crash after it leaves a commit that the next
-poll applies, and a journal whose part in it is known by the commit's name, noted before the PUT.
+A crash before the PUT leaves the journal, which the next mount sends; a crash after it leaves a commit, and a journal
+whose part in it is known by a note made before the PUT: the next mount applies the rest.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import trio
 from msgspec.structs import replace
 
 from lakefs_fuse.catalog.apply import Applier
-from lakefs_fuse.catalog.archive import Member, build, commit_key
+from lakefs_fuse.catalog.archive import Member, build, commit_key, fetch_record
 from lakefs_fuse.catalog.change import Change, Committed, Sending, Unsure, is_of_directory, merged, paths_of
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr, encode
 from lakefs_fuse.catalog.window import WINDOW_NS
-from lakefs_fuse.errors import CacheError, LakeError, NotFound
+from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.failpoints import reached
 from lakefs_fuse.meta import tables
 from lakefs_fuse.meta.database import Batch, Database
@@ -103,8 +103,8 @@ class Committer:
     async def settle_journal(self) -> None:
         """Ask the store whether it has the commit that the last daemon was sending when it ended. Where it has, the
         changes in it leave the journal, and their rows get its time instead of the pending stamp that is newer than any
-        commit. To be called after `load` and before the first poll: the poll would otherwise hold the whole commit for
-        older than these rows, and leave out what it says of their names. Raises LakeError."""
+        commit; what else it says is applied. To be called after `load` and before the first poll: the poll would
+        otherwise hold what it says for older than these rows, or apply it over what came after. Raises LakeError."""
         async with self._lock:
             await self._settle_sending()
 
@@ -284,6 +284,7 @@ class Committer:
         changes = [*journaled.values(), *([change] if change is not None else [])]
         if not any(each.operations for each in changes):
             self._drop(journaled, self._clock.now())
+            self._end_sending()
             return Committed(ObjectRef(), b"")
         time = self._clock.now()
         key = commit_key(time, self.writer)
@@ -300,7 +301,11 @@ class Committer:
             body = await trio.to_thread.run_sync(build, members, make_record)
         own = change.operations if change is not None else []
         passed = [each for each in self._pending if own and each not in journaled]
-        sending = Sending(time, key, list(journaled), passed, sorted(paths_of(own)) if passed else [])
+        sending = Sending(
+            time, key, list(journaled), passed, sorted(paths_of(own)) if passed else [],
+            sum(len(each.operations) for each in journaled.values()),
+            sum(len(each.moves) for each in journaled.values()),
+        )  # fmt: skip
         if journaled or passed:
             self._note_sending(sending)
         reached("commit.noted")
@@ -310,7 +315,7 @@ class Committer:
         self._metrics.operations_written += len(records[0].operations)
         self._metrics.operations_batch_max = max(self._metrics.operations_batch_max, len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
-        self._settle(sending, journaled, change, records[0], this)
+        self._settle(sending, journaled, change.doomed if change is not None else [], records[0], this)
         if self._clock.wall_ns() - time > LATE_NS:
             await self._say_again(records[0], this)
         return Committed(this, body)
@@ -340,6 +345,7 @@ class Committer:
         """No commit that failed is in the store without being in effect here. Raises LakeError."""
         if self._unsure is not None:
             async with self._lock:
+                await self._settle_sending()
                 await self._settle_unsure()
 
     async def _settle_unsure(self) -> None:
@@ -376,24 +382,18 @@ class Committer:
         self._applier.apply(again, ObjectRef(key, meta.etag, meta.size), own=True)
 
     def _settle(
-        self,
-        sending: Sending,
-        journaled: dict[int, Change],
-        change: Change | None,
-        record: Record,
-        this: ObjectRef,
+        self, sending: Sending, journaled: dict[int, Change], doomed: list[Doomed], record: Record, this: ObjectRef
     ) -> None:
         """The commit is in the store: note that here. What cannot be noted is applied by the next poll."""
         try:
             self._let_pass(sending)
             self._drop(journaled, record.time)
-            own = record.operations[len(record.operations) - len(change.operations) :] if change is not None else []
-            moves = change.moves if change is not None else []
-            self._applier.apply(replace(record, operations=own, moves=moves), this, own=True)
-            if change is not None and change.doomed:
+            self._applier.apply(_own_part(record, sending), this, own=True)
+            self._end_sending()
+            if doomed:
                 batch = Batch()
-                for doomed in change.doomed:
-                    self._deletions.add(batch, doomed)
+                for each in doomed:
+                    self._deletions.add(batch, each)
                 self._db.commit(batch)
         except CacheError as error:
             log.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
@@ -435,6 +435,8 @@ class Committer:
                 self._deletions.add(batch, doomed)
             self._db.commit(batch)
             self._pending.pop(sequence, None)
+
+    def _end_sending(self) -> None:
         if self._sending is not None:
             batch = Batch()
             batch.delete(b"Msending")
@@ -452,12 +454,24 @@ class Committer:
         sending = self._sending
         if sending is None:
             return
+        record = None
         try:
-            await self._client.head(sending.key)
+            meta = await self._client.head(sending.key)
+            record = await fetch_record(self._client, meta)
         except NotFound:
             self._sending = None
             return
+        except DamagedCommit as error:
+            log.error("%s", error)
         done = {sequence: self._pending[sequence] for sequence in sending.sequences if sequence in self._pending}
         self._let_pass(sending)
         self._drop(done, sending.time)
-        self._sending = None
+        if record is not None and not self._applier.is_applied(record.time, record.writer):
+            self._clock.seen(record.time)
+            self._applier.apply(_own_part(record, sending), ObjectRef(meta.key, meta.etag, meta.size))
+        self._end_sending()
+
+
+def _own_part(record: Record, sending: Sending) -> Record:
+    """What a commit says besides the journaled changes in it, which are in effect here, or were changed again since."""
+    return replace(record, operations=record.operations[sending.operations :], moves=record.moves[sending.moves :])

@@ -141,6 +141,40 @@ async def test_a_name_that_passed_a_held_rename_stays_where_it_is(
         assert await other.tree() == {"new": b"newer"}
 
 
+@pytest.mark.parametrize("how", ["renamed over", "removed, made again"])
+async def test_what_replaced_a_journaled_change_stays_when_its_commit_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The daemon dies when a commit of such changes is in the store; a file that has come over them since is not."""
+    store, clock = MemoryStore(), Clock()
+    async with writing_back(store, tmp_path / "cache", pack="always", clock=clock, delay_s=NEVER_S) as m:
+
+        def sent(name: str) -> None:
+            if name == "commit.sent":
+                die(tmp_path / "cache", tmp_path / "dead")
+                monkeypatch.setattr(committer, "reached", lambda _name: None)
+
+        await m.write("first", b"one")
+        await m.fs.make_durable()
+        await m.sync()
+        await m.rename("first", "target")
+        if how == "renamed over":
+            await m.write("second", b"two")
+            await m.rename("second", "target")
+        else:
+            await m.unlink("target")
+            await m.write("target", b"two")
+        monkeypatch.setattr(committer, "reached", sent)
+        await m.fs._committer.flush()
+    async with writing_back(store, tmp_path / "dead", pack="always", clock=clock) as m:
+        await m.fs.make_durable()
+        await m.sync()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"target": b"two"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"target": b"two"}
+
+
 async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced(tmp_path: Path) -> None:
     """No commit names bytes that are gone when it becomes visible."""
     store = MemoryStore()
