@@ -139,8 +139,6 @@ class Application:
             return True
         if current is None:
             return False
-        if current.is_local and current.stamp == self._stamp:  # it is to replace what this record made
-            return True
         return current.stamp > self._stamp or self._is_unknown(current, path, hides)
 
     def _is_unknown(self, current: Entry, path: str, hides: str) -> bool:

@@ -26,7 +26,6 @@ from lakefs_fuse.catalog.record import (
     SetAttr,
     Symlink,
 )
-from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Flag
 from tests.catalog.nodes import NS, Node, archive, at, node, plain, put
 
@@ -474,23 +473,6 @@ def test_what_is_being_written_moves_along(tmp_path: Path) -> None:
         n.commit(2, change=change)
         assert n.found("moved/new").inode == local.inode
         assert n.find("d") is None
-
-
-def test_what_is_to_replace_a_version_stays_when_that_is_applied_again(tmp_path: Path) -> None:
-    """A file that came by a new name over a stored one has that one's stamp; newer versions are told of."""
-    with node(tmp_path) as n:
-        record = n.commit(1, put("f", 3))
-        stamp = n.found("f").stamp
-        batch = Batch()
-        n.tree.remove(batch, n.found("f"))
-        n.database.commit(batch)
-        local = msgspec.structs.replace(n.dirty("f"), stamp=stamp)
-        n.tree.update(batch := Batch(), local)
-        n.database.commit(batch)
-        n.apply(record)
-        assert n.found("f") == local
-        n.commit(2, put("f", 4))
-        assert not n.found("f").is_local
 
 
 def test_a_move_that_does_not_cover_what_is_here_leaves_it(tmp_path: Path) -> None:

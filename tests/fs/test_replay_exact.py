@@ -141,11 +141,12 @@ async def test_a_name_that_passed_a_held_rename_stays_where_it_is(
         assert await other.tree() == {"new": b"newer"}
 
 
-@pytest.mark.parametrize("how", ["renamed over", "removed, made again"])
+@pytest.mark.parametrize("how", ["renamed over", "removed, made again", "stored along"])
 async def test_what_replaced_a_journaled_change_stays_when_its_commit_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """The daemon dies when a commit of such changes is in the store; a file that has come over them since is not."""
+    """The daemon dies when a commit of such changes is in the store; a file that has come over them since is not, or
+    in the same commit."""
     store, clock = MemoryStore(), Clock()
     async with writing_back(store, tmp_path / "cache", pack="always", clock=clock, delay_s=NEVER_S) as m:
 
@@ -158,14 +159,14 @@ async def test_what_replaced_a_journaled_change_stays_when_its_commit_is_found(
         await m.fs.make_durable()
         await m.sync()
         await m.rename("first", "target")
-        if how == "renamed over":
-            await m.write("second", b"two")
-            await m.rename("second", "target")
-        else:
+        if how == "removed, made again":
             await m.unlink("target")
             await m.write("target", b"two")
+        else:
+            await m.write("second", b"two")
+            await m.rename("second", "target")
         monkeypatch.setattr(committer, "reached", sent)
-        await m.fs._committer.flush()
+        await (m.fs.make_durable() if how == "stored along" else m.fs._committer.flush())
     async with writing_back(store, tmp_path / "dead", pack="always", clock=clock) as m:
         await m.fs.make_durable()
         await m.sync()
