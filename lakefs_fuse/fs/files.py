@@ -385,9 +385,9 @@ class FileTable:
     async def unlink(self, file: OpenFile, delete: Callable[[Entry], Awaitable[None]]) -> None:
         """``delete`` takes the name away; handles stay. No publishing runs meanwhile, so none can bring the name
         back. Where ``delete`` fails, the file is as it was."""
-        file.unlinked = True
         try:
             async with file.publishing:
+                file.unlinked = True  # not before: what is being published is visible with its name until then
                 if file.draft is not None:  # what is being accepted is accepted first
                     async with file.draft.exclusive():
                         pass

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.data.segments import Group
@@ -174,6 +175,34 @@ async def test_what_replaced_a_journaled_change_stays_when_its_commit_is_found(
         assert await m.tree() == {"target": b"two"}
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.tree() == {"target": b"two"}
+
+
+async def test_a_name_that_is_to_go_when_its_pack_has_come_is_in_the_pack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon dies when the pack is in the store, and the name not gone: nothing of it is lost."""
+    store = MemoryStore()
+    async with writing_back(store, tmp_path / "cache", pack="always") as m:
+
+        def sent(name: str) -> None:
+            if name == "commit.sent":
+                die(tmp_path / "cache", tmp_path / "dead")
+                monkeypatch.setattr(committer, "reached", lambda _name: None)
+
+        async with trio.open_nursery() as nursery:
+            async with m.fs._committer.quiet():
+                await m.write("file", b"bytes")
+                (file,) = m.fs._files.in_use()
+                await until(file.publishing.locked)
+                nursery.start_soon(m.unlink, "file")
+                await trio.testing.wait_all_tasks_blocked(0.01)
+                monkeypatch.setattr(committer, "reached", sent)
+        assert await m.tree() == {}
+    async with writing_back(store, tmp_path / "dead", pack="always") as m:
+        await m.fs.make_durable()
+        assert await m.tree() == {"file": b"bytes"}
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"file": b"bytes"}
 
 
 async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced(tmp_path: Path) -> None:
