@@ -10,6 +10,7 @@ import logging
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 
 import trio
 from msgspec import structs
@@ -22,8 +23,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.opening import open_store
 from lakefs_fuse.store.pace import Pacable, Pace
 from lakefs_fuse.store.places import find_lake
-from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.store.remembering import Findings, find_out, remember
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,9 @@ async def open_lake(
         config = structs.replace(config, store=found)
     store = await trio.to_thread.run_sync(open_store, config.store, abandon_on_cancel=True)
     try:
-        capabilities = await trio.to_thread.run_sync(
-            lambda: probe(store, rng, read_only=config.read_only), abandon_on_cancel=True
-        )
-        _log_capabilities(config, capabilities)
+        findings = await trio.to_thread.run_sync(find_out, store, config, rng, abandon_on_cancel=True)
+        capabilities = findings.capabilities
+        _log_findings(config, findings)
         metrics = Metrics()
         if config.upload_bytes_s_max and isinstance(store, Pacable):
             store.keep_to(Pace(config.upload_bytes_s_max, metrics.upload))
@@ -58,15 +57,18 @@ async def open_lake(
         )
         if config.immutable:
             async with open_immutable(config, client, metrics, path=path) as immutable:
+                remember(config, findings)
                 yield immutable, dataclasses.asdict(capabilities)
         else:
             async with open_filesystem(config, client, metrics) as fs:
+                remember(config, findings)
                 yield fs, dataclasses.asdict(capabilities)
     finally:
         store.close()
 
 
-def _log_capabilities(config: MountConfig, capabilities: Capabilities) -> None:
-    log.info("store of %s: %s", config.store.source, capabilities.name)
-    for note in capabilities.notes:
+def _log_findings(config: MountConfig, findings: Findings) -> None:
+    at = datetime.fromtimestamp(findings.at_ns // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    log.info("store of %s: %s, as found out at %s", config.store.source, findings.capabilities.name, at)
+    for note in findings.capabilities.notes:
         log.info("adapted to the store: %s", note)
