@@ -37,7 +37,7 @@ from lakefs_fuse.store.split_listing import SplitListing
 NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
 """A directory up to this size is listed again by whoever needs one name of it; a larger one in the background."""
-POINT_LOOKUPS_MAX = 8
+POINT_LOOKUPS_MAX = 4
 """Questions about single names of a directory before it is listed in the background."""
 POINT_ANSWERS_MAX = 65_536
 BACKGROUND_LISTINGS_MAX = 4
