@@ -35,13 +35,15 @@ class StoreMetrics:
 
 @dataclass(slots=True)
 class CacheMetrics:
-    """The block cache. A hit or miss is one block asked for by a reader; bytes is what lies on disk now (a gauge)."""
+    """The block cache. A hit or miss is one block asked for by a reader; ``fetched_whole`` counts objects that were
+    fetched to their end because readers jumped about in them; bytes is what lies on disk now (a gauge)."""
 
     hits: int = 0
     misses: int = 0
     damaged: int = 0
     evicted_bytes: int = 0
     prefetched_blocks: int = 0
+    fetched_whole: int = 0
 
 
 @dataclass(slots=True)

@@ -102,6 +102,10 @@ class BlockCache:
         """Whether a write is worth a thread."""
         return self._health.may_write() and not self._files.closed
 
+    def has_room(self, wanted: int) -> bool:
+        """So many bytes fit without anything being evicted; False while not all is counted."""
+        return self._files.has_room(wanted)
+
     def statistics(self) -> CacheStatistics:
         """Gauges of this moment."""
         files = self._files

@@ -375,6 +375,11 @@ class CacheFiles:
         short = self._free_bytes_min + self._bytes_reserved + disk_room - self._free(self._root)
         return max(over, short)
 
+    def has_room(self, wanted: int) -> bool:
+        """So many bytes fit without anything being evicted; False while not all is counted."""
+        with self._lock:
+            return self.counted and self._excess(wanted, wanted) <= 0
+
     def _take(self, wanted: int) -> bool:
         with self._lock:
             if self._excess(wanted, wanted) > 0:

@@ -55,10 +55,18 @@ class PendingBlock:
 class Load:
     """Blocks [first, stop) of a version; ``done`` is set when all of it is over, writing to disk too."""
 
-    __slots__ = ("blocks", "done", "first", "readahead", "version")
+    __slots__ = ("blocks", "done", "first", "for_memory", "readahead", "scattered", "version")
 
     def __init__(
-        self, version: Version, first: int, stop: int, asked: range, readahead: Readahead | None = None
+        self,
+        version: Version,
+        first: int,
+        stop: int,
+        asked: range,
+        readahead: Readahead | None = None,
+        *,
+        scattered: bool = False,
+        for_memory: bool = True,
     ) -> None:
         self.version = version
         self.first = first
@@ -66,6 +74,10 @@ class Load:
         self.blocks = [PendingBlock(self.done, index in asked) for index in range(first, stop)]
         self.readahead = readahead
         """Whose plan this is, to be told whether the cache disk had it."""
+        self.scattered = scattered
+        """A reader that jumps asked for it."""
+        self.for_memory = for_memory
+        """Whether somebody is to read it soon; else it is brought to the cache disk only."""
 
     @property
     def stop(self) -> int:

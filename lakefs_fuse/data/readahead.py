@@ -40,6 +40,11 @@ class Readahead:
         """How far the next plan reaches beyond the front."""
         return min(self._window, LOCAL_WINDOW_BYTES_MAX) if self.local else self._window
 
+    @property
+    def reads_on(self) -> bool:
+        """Whether the last reads followed one another."""
+        return self._run >= 2
+
     def plan(self, offset: int, length: int, size: int) -> tuple[int, int] | None:
         """Bytes [start, stop) to fetch ahead now that [offset, offset + length) of ``size`` is read, if any.
 

@@ -31,6 +31,7 @@ from lakefs_fuse.data.loads import Load, PendingBlock, runs
 from lakefs_fuse.data.readahead import WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.data.recent import RecentBlocks
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.data.whole import WholeObjects
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
@@ -89,6 +90,7 @@ class BlockReader:
         self._recent = RecentBlocks(memory_blocks * BLOCK_BYTES)
         self._budget = ByteBudget(inflight_bytes_max)
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
+        self._whole = WholeObjects(cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
         self._reading_threads = trio.CapacityLimiter(READING_THREADS_MAX)
         self._writing_threads = trio.CapacityLimiter(WRITING_THREADS_MAX)
 
@@ -157,6 +159,18 @@ class BlockReader:
                     return False
         return True
 
+    async def _fill(self, version: Version, first: int, stop: int) -> None:
+        """What is missing of blocks [first, stop) is brought to the cache disk. Raises LakeError."""
+        present = await self._present(version, first, stop)
+        absent = [not here and (version, index) not in self._pending for index, here in enumerate(present, first)]
+        loads = [Load(version, *run, range(0), for_memory=False) for run in runs(first, absent, FETCH_BLOCKS_MAX)]
+        for load in loads:
+            self._start(load, room_taken=False)
+        for load in loads:
+            await load.done.wait()
+            for block in load.blocks:
+                await block.wait()
+
     # -- what a reader asks for
 
     def _gather(
@@ -173,8 +187,9 @@ class BlockReader:
             else:
                 self._metrics.hits += 1
         if missing:
+            scattered = readahead is not None and not readahead.reads_on
             for run in self._missing(version, *self._span(version, first, stop, readahead)):
-                self._start(Load(version, *run, range(first, stop)), room_taken=False)
+                self._start(Load(version, *run, range(first, stop), scattered=scattered), room_taken=False)
         return [item or self._pending[version, index] for index, item in enumerate(found, first)]
 
     def _span(self, version: Version, first: int, stop: int, readahead: Readahead | None) -> tuple[int, int]:
@@ -253,7 +268,8 @@ class BlockReader:
         for index, (data, pending) in enumerate(zip(blocks, load.blocks, strict=True), load.first):
             if data is not None:
                 view = memoryview(data)
-                self._recent.put(load.version, index, [view])
+                if load.for_memory:
+                    self._recent.put(load.version, index, [view])
                 self._metrics.hits += pending.asked
                 pending.resolve(view)
         absent = [data is None for data in blocks]
@@ -265,7 +281,10 @@ class BlockReader:
         """One GET for blocks [first, stop), then their place on disk. Errors of the GET go to those who wait."""
         version = load.version
         pending = load.blocks[first - load.first : stop - load.first]
-        self._metrics.misses += sum(block.asked for block in pending)
+        asked = sum(block.asked for block in pending)
+        self._metrics.misses += asked
+        if load.scattered:
+            self._whole.missed(version, asked)
         try:
             fetched = await self._get(version, first * BLOCK_BYTES, min(stop * BLOCK_BYTES, version.size))
         except LakeError as error:
@@ -277,7 +296,8 @@ class BlockReader:
             return
         data = memoryview(fetched.data).toreadonly()
         views = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-        self._recent.put(version, first, views)
+        if load.for_memory:
+            self._recent.put(version, first, views)
         self._metrics.prefetched_blocks += sum(not block.asked for block in pending)
         for block, view in zip(pending, views, strict=True):
             block.resolve(view)

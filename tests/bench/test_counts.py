@@ -76,7 +76,7 @@ def test_second_epoch(found: Results, peer: str) -> None:
     cost = Cost(found, SECOND_EPOCH, peer)
     assert cost.sample.operations == FILES
     cost.asks_at_most()
-    cost.calls_at_most(open=FILES, flush=FILES, release=FILES)
+    cost.calls_at_most(open=FILES, flush=FILES, release=FILES, read=FILES // 50)  # the kernel may drop what it likes
 
 
 def test_epochs_of_an_immutable_mount(found: Results) -> None:
@@ -86,7 +86,7 @@ def test_epochs_of_an_immutable_mount(found: Results) -> None:
     second = Cost(found, SECOND_EPOCH, "lakefs immutable")
     assert second.sample.operations == FILES
     second.asks_at_most()
-    second.calls_at_most()
+    second.calls_at_most(read=FILES // 50)
 
 
 def test_large_files(found: Results) -> None:
@@ -102,6 +102,7 @@ def test_large_files(found: Results) -> None:
 
 
 def test_pieces_of_a_large_file(found: Results) -> None:
+    """Too few for the file to be fetched whole."""
     pieces = TINY.pieces
     cold = Cost(found, workloads.SCATTERED_COLD)
     cold.asks_at_most(get=pieces, list=1)

@@ -1,0 +1,95 @@
+"""Objects that are read here and there are fetched whole, in the background, into room that is free.
+
+Who draws samples at random from a pack, or from a large file, comes back for nearly all of it; block by block each
+costs a round trip, while the rest of the object costs a few large GETs. So an object of which readers that jump missed
+`MISSED_SHARE` of the blocks is fetched to its end, one object at a time.
+
+What always holds: nothing is evicted for it (an object that does not fit what is free is left alone), a block that a
+reader wants is not asked for twice, memory stays within the reader's bounds, and trouble ends it quietly: whoever
+needs a block asks for it himself. Trio thread only; nothing survives a crash, or has to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from lakefs_fuse.data.blocks import BlockCache, CacheState
+from lakefs_fuse.data.version import Version
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.metrics import CacheMetrics
+from lakefs_fuse.nurseries import collecting
+
+MISSED_SHARE = 16
+"""One block of so many is enough to go by …"""
+MISSED_MIN = 4
+"""… and no fewer blocks than this."""
+FETCHES_AT_ONCE = 2
+COUNTED_MAX = 4096
+"""Objects whose missed blocks are counted; those that missed longest ago are forgotten."""
+_log = logging.getLogger(__name__)
+
+
+class WholeObjects:
+    """See the module's head. ``fill(version, first, stop)`` brings those of blocks [first, stop) into the cache that
+    are not there, and raises LakeError; ``blocks_max`` are as many as it takes at once."""
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        metrics: CacheMetrics,
+        nursery: trio.Nursery,
+        fill: Callable[[Version, int, int], Awaitable[None]],
+        blocks_max: int,
+    ) -> None:
+        self._cache, self._metrics, self._nursery = cache, metrics, nursery
+        self._fill, self._blocks_max = fill, blocks_max
+        self._missed: OrderedDict[Version, int] = OrderedDict()
+        self._waiting: deque[Version] = deque()
+        self._fetched: Version | None = None
+
+    def missed(self, version: Version, blocks: int) -> None:
+        """A reader that jumps had to wait for the store."""
+        if version.blocks <= MISSED_MIN:
+            return
+        count = self._missed.pop(version, 0)
+        self._missed[version] = count + blocks
+        if len(self._missed) > COUNTED_MAX:
+            self._missed.popitem(last=False)
+        enough = max(MISSED_MIN, version.blocks // MISSED_SHARE)
+        if count < enough <= count + blocks and self._fits(version):
+            if self._fetched is None and not self._waiting:
+                self._nursery.start_soon(self._run)
+            self._waiting.append(version)
+
+    def _fits(self, version: Version) -> bool:
+        ahead = [*self._waiting, *([self._fetched] if self._fetched is not None else [])]
+        wanted = version.size + sum(each.size for each in ahead)
+        return self._cache.state is CacheState.OK and self._cache.writable and self._cache.has_room(wanted)
+
+    async def _run(self) -> None:
+        while self._waiting:
+            self._fetched = version = self._waiting.popleft()
+            try:
+                await self._fetch(version)
+                self._metrics.fetched_whole += 1
+            except LakeError as error:
+                _log.info("%s is not fetched whole: %s", version.key, error)
+            except Exception:
+                _log.exception("fetching %s whole", version.key)
+            finally:
+                self._fetched = None
+
+    async def _fetch(self, version: Version) -> None:
+        starts = iter(range(0, version.blocks, self._blocks_max))
+
+        async def some() -> None:
+            for first in starts:
+                await self._fill(version, first, min(first + self._blocks_max, version.blocks))
+
+        async with collecting() as nursery:
+            for _ in range(FETCHES_AT_ONCE):
+                nursery.start_soon(some)

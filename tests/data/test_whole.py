@@ -1,0 +1,167 @@
+"""Objects that readers jump about in: when they are fetched to their end, and when they are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.data.readahead import Readahead
+from lakefs_fuse.data.reader import BlockReader
+from lakefs_fuse.data.version import Version
+from lakefs_fuse.data.whole import FETCHES_AT_ONCE
+from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.metrics import CacheMetrics
+from tests.data.reading import MIB, MemoryStore, content, make_cache
+
+BLOCKS = 96
+ENOUGH = 6
+"""A sixteenth."""
+DATA = content("whole", BLOCKS * MIB - 17)
+FAR = [3, 90, 41, 60, 12, 77]
+"""Blocks that do not follow one another."""
+
+
+class Store(MemoryStore):
+    """Its ETags cost nothing."""
+
+    def version(self, key: str) -> Version:
+        return Version(key, f"etag of {key}", len(self.objects[key]))
+
+
+class Lake:
+    """A store, a cache of ``bytes_max`` and a reader over them."""
+
+    def __init__(self, directory: Path, nursery: trio.Nursery, bytes_max: int, scanned: bool) -> None:
+        self.store, self.metrics = Store(), CacheMetrics()
+        self.cache = make_cache(directory, self.metrics, bytes_max, scanned)
+        self.reader = BlockReader(self.store, self.cache, self.metrics, nursery)
+        self.version = self.store.put("file", DATA)
+
+    async def jump(self, blocks: list[int], version: Version | None = None) -> None:
+        """Read a little of each, as somebody does who opened the file for it."""
+        for index in blocks:
+            at = index * MIB + 100
+            data = await self.reader.read(version or self.version, at, 50_000, Readahead())
+            assert bytes(data) == DATA[at : at + 50_000]
+
+    async def settled(self) -> None:
+        """Nothing is under way, and nothing begins."""
+        quiet = 0
+        while quiet < 20:
+            await trio.sleep(0.002)
+            quiet = 0 if self.reader.statistics().blocks_pending else quiet + 1
+
+    @property
+    def bytes_asked(self) -> int:
+        return sum(end - start for _, start, end in self.store.gets)
+
+
+@asynccontextmanager
+async def lake_at(directory: Path, bytes_max: int = 1 << 30, *, scanned: bool = True) -> AsyncIterator[Lake]:
+    with trio.fail_after(30):
+        async with trio.open_nursery() as nursery:
+            lake = Lake(directory, nursery, bytes_max, scanned)
+            yield lake
+            await lake.settled()
+            nursery.cancel_scope.cancel()
+
+
+async def test_what_readers_jump_about_in_is_fetched_whole_in_a_few_gets(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        await lake.jump(FAR[: ENOUGH - 1])
+        await lake.settled()
+        assert (lake.metrics.fetched_whole, len(lake.store.gets)) == (0, ENOUGH - 1)
+        await lake.jump(FAR)
+        await lake.settled()
+        assert lake.metrics.fetched_whole == 1
+        assert lake.bytes_asked == len(DATA), "each block once"
+        assert len(lake.store.gets) <= ENOUGH + BLOCKS // 8 + ENOUGH
+        assert lake.metrics.misses == ENOUGH
+        asked = len(lake.store.gets)
+        await lake.jump(list(range(BLOCKS - 1)))
+        assert len(lake.store.gets) == asked
+        assert lake.metrics.misses == ENOUGH
+
+
+async def test_it_stays_on_the_disk_and_what_was_read_in_memory(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        await lake.jump(FAR)
+        await lake.settled()
+        assert lake.reader.statistics().memory_blocks == ENOUGH
+        assert lake.cache.bytes_used >= len(DATA)
+
+
+async def test_a_reader_that_comes_meanwhile_waits_for_what_is_on_its_way(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        await lake.jump(FAR)
+        await lake.jump([0, 1, 20, 95 - 1, 50])
+        await lake.settled()
+        assert lake.bytes_asked == len(DATA)
+
+
+async def test_who_reads_on_is_not_taken_for_one_that_jumps(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        readahead = Readahead()
+        for at in range(0, 30 * MIB, MIB // 2):
+            await lake.reader.read(lake.version, at, MIB // 2, readahead)
+        await lake.settled()
+        assert lake.metrics.fetched_whole == 0
+        assert lake.bytes_asked < len(DATA)
+
+
+async def test_nothing_is_evicted_for_it(tmp_path: Path) -> None:
+    async with lake_at(tmp_path, (BLOCKS + 40) * MIB) as lake:
+        await lake.jump(FAR)
+        await lake.settled()
+        assert lake.metrics.fetched_whole == 1
+        other = lake.store.put("other", DATA)
+        await lake.jump(FAR, other)
+        await lake.settled()
+        assert (lake.metrics.fetched_whole, lake.metrics.evicted_bytes) == (1, 0)
+        assert lake.bytes_asked == len(DATA) + ENOUGH * MIB
+
+
+async def test_objects_have_their_turn_one_after_the_other(tmp_path: Path) -> None:
+    async with lake_at(tmp_path, 3 * BLOCKS * MIB) as lake:
+        versions = [lake.store.put(name, DATA) for name in ("one", "two", "three")]
+        for version in versions:
+            await lake.jump(FAR, version)
+        await lake.settled()
+        assert lake.metrics.fetched_whole == 2, "there is no room for the third"
+        assert lake.metrics.evicted_bytes == 0
+
+
+async def test_nothing_is_known_to_be_free_before_all_is_counted(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        await lake.jump([1])
+    async with lake_at(tmp_path, scanned=False) as lake:
+        assert not lake.cache.counted
+        await lake.jump(FAR)
+        await lake.settled()
+        assert lake.metrics.fetched_whole == 0
+
+
+async def test_a_store_that_is_away_ends_it_and_readers_ask_for_themselves(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        await lake.jump(FAR[:-1])
+        lake.store.gate = gate = trio.Event()
+
+        async def refused() -> None:
+            with pytest.raises(FileError):
+                await lake.jump(FAR[-1:])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refused)
+            while len(lake.store.gets) < ENOUGH + FETCHES_AT_ONCE:
+                await trio.sleep(0.002)
+            lake.store.fail_with = Unavailable("away")
+            gate.set()
+        await lake.settled()
+        assert lake.metrics.fetched_whole == 0
+        assert len(lake.store.gets) <= ENOUGH + 2 * FETCHES_AT_ONCE, "it goes no further"
+        lake.store.fail_with = None
+        await lake.jump(list(range(BLOCKS - 1)))
