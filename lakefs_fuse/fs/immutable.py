@@ -38,6 +38,7 @@ from lakefs_fuse.fs.opening import begin_counting, identity, opened_cache
 from lakefs_fuse.fs.states import Lake, State, States
 from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
@@ -122,6 +123,11 @@ class ImmutableFilesystem:
         if is_reserved(directory, component) or len(name) > 255:
             return None
         return self._state.tree.child(directory, name)
+
+    def listed(self, inode: int) -> tuple[Tree, int]:
+        """Where the rows of a directory are, and its inode there. Raises FileError as `directory` does."""
+        self.directory(inode)
+        return self._state.tree, self._inode(inode)
 
     def readdir(self, inode: int, after: int) -> Iterator[Entry]:
         """Entries with cookies beyond ``after``, in cookie order."""

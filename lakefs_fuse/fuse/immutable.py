@@ -15,7 +15,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
+from lakefs_fuse.fuse import hooks, row_replies  # isort: skip  (loaded before pyfuse3, whose calls they receive)
 import pyfuse3
 import trio
 
@@ -44,6 +44,7 @@ class ImmutableOperations(pyfuse3.Operations):
         super().__init__()
         self.fs = fs
         self.pushing = Pushing(fs)
+        self._rows = row_replies.RowReplies(fs)
         fs.on_statistics = lambda: {"kernel": kernel.describe(), "pushing": self.pushing.describe()}
         self.metrics = fs.metrics
         self.upcalls = fs.metrics.upcalls
@@ -105,6 +106,9 @@ class ImmutableOperations(pyfuse3.Operations):
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         if start_id < DOTS_COOKIE:
             reply_dots(token, fh, self.fs.parent(fh))
+        if self._rows.possible:
+            self._rows.reply(token, *self.fs.listed(fh), start_id, FOREVER_S)
+            return
         for entry in self.fs.readdir(fh, start_id):
             attributes = attributes_of(entry, self.fs, FOREVER_S)
             if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(entry.name), attributes, entry.cookie):

@@ -14,15 +14,13 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
-from lakefs_fuse.fuse import direntries, hooks  # isort: skip  (loaded before pyfuse3, whose calls they receive)
+from lakefs_fuse.fuse import hooks, row_replies  # isort: skip  (loaded before pyfuse3, whose calls they receive)
 import pyfuse3
 
 from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem
 from lakefs_fuse.fs.open_file import READING, Handle
 from lakefs_fuse.fuse.answers import (
-    DIRECTORY_BLKSIZE,
     DOTS_COOKIE,
-    FILE_BLKSIZE,
     absent_for,
     attributes_of,
     reply_dots,
@@ -32,7 +30,6 @@ from lakefs_fuse.fuse.answers import (
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.invalidating import Invalidations
 from lakefs_fuse.fuse.kernel import Kernel
-from lakefs_fuse.fuse.rows_ahead import RowsAhead
 from lakefs_fuse.meta.entry import Entry
 
 log = logging.getLogger(__name__)
@@ -57,14 +54,7 @@ class Operations(pyfuse3.Operations):
         self._kernel = kernel
         self._answered: dict[str, int] = {}
         fs.lending.lender = hooks.Lent()
-        self._nothing = pyfuse3.EntryAttributes()
-        self._rows_ahead = RowsAhead(fs.namespace.tree)
-        self._shown = direntries.Shown(
-            fs.default_uid, fs.default_gid, self.config.dir_mode, self.config.file_mode, DIRECTORY_BLKSIZE, FILE_BLKSIZE
-        )
-        # An answer that is nobody's: whether what pyfuse3 adds to one goes through the library.
-        pyfuse3.readdir_reply(pyfuse3.ReaddirToken(), pyfuse3.FileNameT(b"x"), self._nothing, 1)
-        self._writes_rows = direntries.is_reached()
+        self._rows = row_replies.RowReplies(fs)
 
     def _told(self, count: int) -> None:
         self._metrics.invalidations += count
@@ -149,24 +139,14 @@ class Operations(pyfuse3.Operations):
             if Feature.STATELESS_OPENDIR in hooks.granted():
                 self.invalidations.listed(fh, fresh_s)
             reply_dots(token, fh, self.fs.entry(fh).parent or fh)
-        if self._writes_rows:
-            self._reply_rows(fh, start_id, token, fresh_s)
+        if self._rows.possible:
+            tree = self.fs.namespace.tree
+            self._rows.reply(token, tree, fh, start_id, fresh_s, self.fs.files_in_use, self.fs.row_of)
             return
         for entry in self.fs.readdir(fh, start_id):
             attributes = self._attributes(entry, fresh_s)
             if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(entry.name), attributes, entry.cookie):
                 break
-
-    def _reply_rows(self, inode: int, after: int, token: pyfuse3.ReaddirToken, fresh_s: float) -> None:
-        """As many entries as fit, without an object for each; the same bytes."""
-        prefix, rows = self._rows_ahead.take(inode, after)
-        direntries.give(rows, self.fs.files_in_use, self.fs.row_of, prefix, fresh_s, self._shown)
-        try:
-            pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b""), self._nothing, 0)
-        finally:
-            count, last = direntries.taken()
-        if after and count:
-            self._rows_ahead.begin(inode, last, count)
 
     @upcall("releasedir")
     async def releasedir(self, fh: int) -> None:

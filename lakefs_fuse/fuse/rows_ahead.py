@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Ahead:
+    tree: Tree
     inode: int
     after: int
     changes: int
@@ -32,29 +33,30 @@ class _Ahead:
 class RowsAhead:
     """See the module's head."""
 
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
+    def __init__(self) -> None:
         self._ahead: _Ahead | None = None
         self.used = 0
         """Times that rows were there when they were wanted."""
 
-    def take(self, inode: int, after: int) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
+    def take(self, tree: Tree, inode: int, after: int) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
         """As `Tree.rows`; perhaps not all of them."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or (ahead.inode, ahead.after) != (inode, after) or ahead.changes != self._tree.changes:
-            return self._tree.rows(inode, after)
+        if ahead is None or (ahead.inode, ahead.after) != (inode, after) or ahead.tree is not tree:
+            return tree.rows(inode, after)
+        if ahead.changes != tree.changes:
+            return tree.rows(inode, after)
         self.used += 1
         return ahead.prefix, iter(ahead.rows)
 
-    def begin(self, inode: int, after: int, count: int) -> None:
+    def begin(self, tree: Tree, inode: int, after: int, count: int) -> None:
         """An answer of ``count`` entries ends with the cookie ``after``: read on as soon as it is sent."""
         if count >= ROWS_MIN:
-            trio.lowlevel.spawn_system_task(self._read, inode, after, min(count + count // 8, ROWS_MAX))
+            trio.lowlevel.spawn_system_task(self._read, tree, inode, after, min(count + count // 8, ROWS_MAX))
 
-    async def _read(self, inode: int, after: int, count: int) -> None:
+    async def _read(self, tree: Tree, inode: int, after: int, count: int) -> None:
         try:
-            changes = self._tree.changes
-            prefix, rows = self._tree.rows(inode, after)
-            self._ahead = _Ahead(inode, after, changes, prefix, list(islice(rows, count)))
+            changes = tree.changes
+            prefix, rows = tree.rows(inode, after)
+            self._ahead = _Ahead(tree, inode, after, changes, prefix, list(islice(rows, count)))
         except Exception as error:  # the READDIR itself will say so
             log.info("rows of inode %d were not read ahead: %s", inode, error)
