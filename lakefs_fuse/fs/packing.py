@@ -28,6 +28,7 @@ from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.rules import PackPolicy
@@ -54,6 +55,11 @@ class Waiting:
     packed: bool = False
     error: BaseException | None = None
     done: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def entry(self) -> Entry:
+        """Of the version that closed: another may have begun since."""
+        return (self.file.owner_of(self.draft) or self.file).entry
 
 
 class Packer:
@@ -233,7 +239,7 @@ class Packer:
 
     @staticmethod
     def _member(waiting: Waiting) -> Member:
-        entry = waiting.file.entry
+        entry = waiting.entry
         return Member(
             waiting.file.key, waiting.data, len(waiting.data), entry.mode, entry.mtime_ns, entry.uid, entry.gid
         )
@@ -243,7 +249,7 @@ class Packer:
         operations: list[Operation] = []
         doomed: list[Doomed] = []
         for index, waiting in enumerate(batch):
-            file, entry = waiting.file, waiting.file.entry
+            file, entry = waiting.file, waiting.entry
             if file.unlinked:
                 continue
             hides = self._ns.own_etag(file.key, entry.parent)

@@ -120,9 +120,10 @@ class Storing:
             if self.packer is not None:
                 self.packer.alone(False)
         row = self._ns.tree.entry(file.entry.inode)
+        owner = file.owner_of(draft) or file  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
-            file.entry,
-            flags=(file.entry.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED)) | Flag.ATTRIBUTES_KNOWN,
+            owner.entry,
+            flags=(owner.entry.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED)) | Flag.ATTRIBUTES_KNOWN,
             etag=published.meta.etag,
             size=published.meta.size,
             stamp=0 if row is None else row.stamp,  # what was pending when the file was opened is in a commit, perhaps
@@ -130,7 +131,7 @@ class Storing:
             offset=0,
         )
         extent = Extent.whole(Version(key, published.meta.etag, published.meta.size))
-        if key != file.key or self._is_spoken_of(file):
+        if key != file.key or self._is_spoken_of(owner):
             entry = await self._say_where(file, entry, key)
         return Stored(entry, extent, published.described, published)
 

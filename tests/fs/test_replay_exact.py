@@ -205,6 +205,31 @@ async def test_a_name_that_is_to_go_when_its_pack_has_come_is_in_the_pack(
         assert await other.tree() == {"file": b"bytes"}
 
 
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_a_version_keeps_its_attributes_when_the_next_begins_while_it_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str
+) -> None:
+    """The daemon dies before the next version is closed."""
+    store, chosen_ns = MemoryStore(), 1_600_000_000_123_456_789
+    pause = Pause(lambda request: request.what == "put" and request.key == "file")
+    async with writing_back(store, tmp_path / "cache", pack=pack) as m:
+        store.hook = pause
+        async with m.fs._committer.quiet():
+            await m.write("file", b"bytes")
+            await m.setattr("file", mtime_ns=chosen_ns)
+            (file,) = m.fs._files.in_use()
+            await until(file.publishing.locked)
+            handle = await m.open("file", os.O_WRONLY | os.O_TRUNC)
+        pause.resume()
+        await until(lambda: not told(m)["files"])
+        await m.fs.sync_names()
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        await m.close(handle)
+    async with writing_back(store, dead, pack=pack) as m:
+        entry = await m.found("file")
+        assert (entry.size, entry.mtime_ns) == (5, chosen_ns)
+
+
 async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced(tmp_path: Path) -> None:
     """No commit names bytes that are gone when it becomes visible."""
     store = MemoryStore()
