@@ -122,7 +122,8 @@ class Recovery:
                 continue
             key, upload_id = _attribute(entry.path, KEY_XATTR), _attribute(entry.path, UPLOAD_XATTR)
             ended = bool(_attribute(entry.path, ENDED_XATTR)) and not self._read_only
-            if ended or await self._is_left_over(entry.name, key, entry.stat().st_size):
+            untouched = not entry.stat().st_size and not key and not upload_id and not self._read_only
+            if ended or untouched or await self._is_left_over(entry.name, key, entry.stat().st_size):
                 self._path(entry.name).unlink(missing_ok=True)
                 continue
             if key:

@@ -651,3 +651,15 @@ async def test_died_after_a_new_file_was_renamed_over_a_committed_one(tmp_path: 
         assert await m.names() == ["kept"]
         assert await m.read("kept") == b"committed"
         assert [item.path for item in m.fs.unfinished()] == ["kept"]
+
+
+@pytest.mark.parametrize("written", [b"", b"bytes"])
+async def test_a_staging_file_that_nobody_had_named_yet(tmp_path: Path, written: bytes) -> None:
+    """The daemon died when it had made the file. Where nothing is in it, nothing is kept."""
+    store = MemoryStore()
+    async with lake(store, tmp_path) as m:
+        await m.write("other", b"other")
+    (tmp_path / "staging" / ("0" * 32)).write_bytes(written)
+    async with lake(store, tmp_path) as m:
+        assert len(m.fs.unfinished()) == bool(written)
+    assert len(staged(tmp_path)) == bool(written)
