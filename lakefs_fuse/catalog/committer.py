@@ -191,12 +191,19 @@ class Committer:
             self._pending[sequence] = replace(change, operations=kept, moves=moves)
             batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
 
-    def withhold(self, path: str, since: int, until: int) -> None:
-        """Nobody wants the versions of a file that were accepted from ``since`` on. Held changes that came after them
-        and name its older bytes do not show these in their place; the rest of them waits for what was accepted up to
-        ``until``. Raises CacheError."""
+    @property
+    def newest(self) -> int:
+        """The newest change that was journaled."""
+        return self._sequence
+
+    def withhold(self, path: str, since: int, until: int, newest: int) -> None:
+        """Nobody wants the versions of a file that were accepted from ``since`` on. Held changes that came after them,
+        up to ``newest``, and name its older bytes do not show these in their place; the rest of them waits for what was
+        accepted up to ``until``. Raises CacheError."""
         batch = Batch()
         for sequence, change in self._pending.items():
+            if sequence > newest:
+                break
             gone = [each for each in change.operations if isinstance(each, Put) and each.path == path]
             if change.after < since or not gone:
                 continue

@@ -105,9 +105,10 @@ class BlockReader:
         )
 
     async def read(
-        self, version: Version, offset: int, length: int, readahead: Readahead | None = None
+        self, version: Version, offset: int, length: int, readahead: Readahead | None = None, *, jumps: bool = False
     ) -> bytes | memoryview:
-        """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them.
+        """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them. ``jumps``:
+        who reads is no more likely to read on from there than from anywhere else.
 
         Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error.
         """
@@ -122,7 +123,8 @@ class BlockReader:
                 if readahead is not None:
                     self._ahead(version, readahead, offset, length)
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
-        found = self._gather(version, first, stop, readahead)
+        jumps = jumps or (readahead is not None and not readahead.reads_on)
+        found = self._gather(version, first, stop, readahead, jumps)
         if readahead is not None:
             self._ahead(version, readahead, offset, length)
         blocks = [await item.wait() if isinstance(item, PendingBlock) else item for item in found]
@@ -174,7 +176,7 @@ class BlockReader:
     # -- what a reader asks for
 
     def _gather(
-        self, version: Version, first: int, stop: int, readahead: Readahead | None
+        self, version: Version, first: int, stop: int, readahead: Readahead | None, scattered: bool
     ) -> list[memoryview | PendingBlock]:
         """Each block or whoever brings it; counts hits, and starts to load what nobody brings yet."""
         found: list[memoryview | PendingBlock | None] = []
@@ -187,7 +189,6 @@ class BlockReader:
             else:
                 self._metrics.hits += 1
         if missing:
-            scattered = readahead is not None and not readahead.reads_on
             for run in self._missing(version, *self._span(version, first, stop, readahead)):
                 self._start(Load(version, *run, range(first, stop), scattered=scattered), room_taken=False)
         return [item or self._pending[version, index] for index, item in enumerate(found, first)]

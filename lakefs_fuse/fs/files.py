@@ -22,6 +22,7 @@ from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
 from lakefs_fuse.data.publishing import visible_token
+from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState, encode
 from lakefs_fuse.data.staged_file import StagedFile
@@ -195,7 +196,7 @@ class FileTable:
 
     # -- reading and writing
 
-    async def read(self, file: OpenFile, offset: int, length: int, readahead: object) -> Buffer:
+    async def read(self, file: OpenFile, offset: int, length: int, readahead: Readahead) -> Buffer:
         while file.draft is not None:
             try:
                 return await file.draft.read(offset, length)
@@ -206,14 +207,9 @@ class FileTable:
             if extent is None or offset >= extent.size:
                 return b""
             length = min(length, extent.size - offset)
-            ahead = readahead if extent.is_whole else None
+            begin, ahead = extent.offset + offset, readahead if extent.is_whole else None
             try:
-                return await self._reader.read(
-                    extent.version,
-                    extent.offset + offset,
-                    length,
-                    ahead,  # type: ignore[arg-type]
-                )
+                return await self._reader.read(extent.version, begin, length, ahead, jumps=not extent.is_whole)
             except FileError as error:
                 if error.errno != errno.ESTALE:
                     raise
@@ -392,11 +388,12 @@ class FileTable:
                     async with file.draft.exclusive():
                         pass
                 await self._keep_for_handles(file)
-                await delete(await self._with_late_object(file))
+                late, newest = await self._with_late_object(file), self._storing.newest_change
+                await delete(late)
         except BaseException:
             file.unlinked = False
             raise
-        await self._drop_accepted(file)
+        await self._drop_accepted(file, newest)
         if file.draft is not None:
             file.draft.unlinked = True
             if file.handles:
@@ -432,8 +429,8 @@ class FileTable:
         self._storing.forsake(meta)
         return file.entry
 
-    async def _drop_accepted(self, file: OpenFile) -> None:
-        """Versions that write-back accepted are wanted by nobody once the name is gone, but by who has it open."""
+    async def _drop_accepted(self, file: OpenFile, newest: int) -> None:
+        """Versions that write-back accepted are wanted only by who has the file open. ``newest``: journaled before."""
         batch = Batch()
         gone = [each.draft for each in file.versions if each.draft is not None and each.draft.accepted]
         for draft in gone:
@@ -442,7 +439,8 @@ class FileTable:
             self._journal.put(batch, draft.id, encode(draft.record()))
         if not gone:
             return
-        self._storing.withhold(file.key, min(draft.accepted for draft in gone), self.writeback.sequence)
+        since = min(draft.accepted for draft in gone)
+        self._storing.withhold(file.key, since, self.writeback.sequence, newest)
         self._db.commit(batch, sync=True)
         file.behind.clear()
         for draft in gone:

@@ -178,7 +178,8 @@ class ImmutableFilesystem:
         length = min(length, extent.size - offset)
         ahead = reading.readahead if extent.is_whole else None
         try:
-            return await self._reader.read(extent.version, extent.offset + offset, length, ahead)
+            begin = extent.offset + offset
+            return await self._reader.read(extent.version, begin, length, ahead, jumps=not extent.is_whole)
         except FileError as error:
             if error.errno == errno.ESTALE:
                 self._note_gone(extent)

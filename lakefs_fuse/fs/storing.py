@@ -199,9 +199,14 @@ class Storing:
             return  # as every listing shows
         self._name(path, entry, meta.key)
 
-    def withhold(self, path: str, since: int, until: int) -> None:
+    @property
+    def newest_change(self) -> int:
+        """See `Committer.newest`."""
+        return self._committer.newest
+
+    def withhold(self, path: str, since: int, until: int, newest: int) -> None:
         """See `Committer.withhold`."""
-        self._committer.withhold(path, since, until)
+        self._committer.withhold(path, since, until, newest)
 
     def hide_at(self, builder: ChangeBuilder, key: str, etag: str) -> None:
         """A plain object at a key is not the file of that name, and nobody shall see it there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, U
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.filesystem import AttributeChange, file_type_and_mode
 from lakefs_fuse.meta.entry import ROOT_INODE
-from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake
+from tests.fs.lakes import NEVER_S, TTL_S, Clock, Lake, entries_of, lake
+from tests.fs.writing_back import writing_back
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.write.drafting import noise, reached
 
@@ -600,3 +602,25 @@ async def test_metadata_that_says_nothing_shows_the_mounts_defaults(tmp_path: Pa
         await m.fs.setattr(entry.inode, AttributeChange(mode=0o100640, uid=os.getuid(), gid=os.getgid()))
         assert len(store.requests) == before  # that is how it is shown already
         assert attributes.describe(entry, with_mtime=False) == {}
+
+
+async def test_a_pack_that_is_read_in_random_order_is_fetched_whole(tmp_path: Path) -> None:
+    """Files of one pack, elsewhere: after a few blocks of it the rest comes in few requests."""
+    store = MemoryStore()
+    names = [f"f{number:03d}" for number in range(120)]
+    async with writing_back(store, tmp_path / "here", pack="always", delay_s=NEVER_S) as m:
+        for number, name in enumerate(names):
+            await m.write(name, noise(number, 80_000))
+        await m.fs.make_durable()
+    async with lake(store, tmp_path / "other") as m:
+        random.Random(1).shuffle(names)
+        for name in names[:60]:
+            assert await m.read(name) == noise(int(name[1:]), 80_000)
+        with trio.fail_after(10):
+            while not m.metrics.cache.fetched_whole:
+                await trio.sleep(0.002)
+        gets = store.count("get")
+        for name in names:
+            assert await m.read(name) == noise(int(name[1:]), 80_000)
+        assert store.count("get") == gets
+        assert m.metrics.cache.misses < 10

@@ -766,6 +766,25 @@ async def test_a_file_in_the_store_that_was_written_again_is_renamed(tmp_path: P
 
 
 @pytest.mark.parametrize("pack", ["never", "always"])
+async def test_a_stored_file_is_renamed_over_one_that_waits(tmp_path: Path, pack: str) -> None:
+    """What was accepted under the name is wanted by nobody; what has it now is."""
+    store, clock = MemoryStore(), Clock()
+    async with writing_back(store, tmp_path / "here", pack=pack, clock=clock, delay_s=NEVER_S) as m:
+        await m.write("stored", b"stored")
+        await m.write("target", b"older")
+        await m.fs.make_durable()
+        await m.sync()
+        await rewrite(m, "target", b"waits")
+        await m.rename("stored", "target")
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"target": b"stored"}
+    clock.advance(TTL_S + 1)
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"target": b"stored"}
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
 async def test_a_name_that_was_renamed_away_is_used_again(tmp_path: Path, pack: str) -> None:
     """Its new file may be in a pack with what the rename waits for, and must survive it."""
     store = MemoryStore()
