@@ -79,11 +79,12 @@ class Evidence:
         extent = self._ns.extent(entry) if entry is not None else None
         if extent is not None and extent.version.key not in (path, record.key):
             return Visible(extent.version.etag)
+        key = path if extent is None else extent.version.key  # another name's, if it was renamed while it was uploaded
         try:
-            meta = await self._client.head(path)
+            meta = await self._client.head(key)
         except NotFound:
             return Visible()
-        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass")) if key == path else None
         if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
             return Visible()
         return Visible(meta.etag, token_of(meta))

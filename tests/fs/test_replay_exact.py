@@ -230,6 +230,32 @@ async def test_a_version_keeps_its_attributes_when_the_next_begins_while_it_is_s
         assert (entry.size, entry.mtime_ns) == (5, chosen_ns)
 
 
+async def test_a_version_whose_upload_began_before_its_stored_file_was_renamed(tmp_path: Path) -> None:
+    """The daemon dies when the upload is complete, at the key that the file had, and not noted."""
+    store, clock, large = MemoryStore(), Clock(), noise(1, 300 << 10)
+    pause = Pause(lambda request: request.what == "complete_multipart", "after")
+    async with writing_back(store, tmp_path / "cache", clock=clock, delay_s=NEVER_S) as m:
+        await m.write("old", b"first")
+        await m.fs.make_durable()
+        await m.sync()
+        await rewrite(m, "old", large)
+        await until(lambda: store.count("upload_part"))
+        await m.rename("old", "new")
+        store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.make_durable)
+            await reached(pause.reached)
+            dead = die(tmp_path / "cache", tmp_path / "dead")
+            pause.resume()
+    async with writing_back(store, dead, clock=clock) as m:
+        await m.fs.make_durable()
+        await m.sync()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"new": large}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"new": large}
+
+
 async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced(tmp_path: Path) -> None:
     """No commit names bytes that are gone when it becomes visible."""
     store = MemoryStore()
