@@ -158,10 +158,11 @@ class Committer:
 
     # -- journaled changes
 
-    def enqueue(self, change: Change) -> None:
-        """Make a change here now, and everywhere within ``delay_s``. Raises CacheError; then nothing happened."""
+    def enqueue(self, change: Change, batch: Batch | None = None) -> None:
+        """Make a change here now, and everywhere within ``delay_s``; journaled with ``batch``. Raises CacheError; then
+        nothing happened."""
         sequence = self._sequence + 1
-        batch = Batch()
+        batch = Batch() if batch is None else batch
         if change.ahead:
             sendable = self._sendable()
             self._outdate(batch, paths_of(change.operations), [each for each in self._pending if each not in sendable])

@@ -86,12 +86,13 @@ class Changes:
     def _enqueue(self, builder: ChangeBuilder, doomed: list[Doomed] | None = None) -> None:
         self.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed or []))
 
-    def enqueue(self, change: Change) -> None:
-        """Journal a change; under write-back what it takes away or shows waits for what was accepted before it."""
+    def enqueue(self, change: Change, batch: Batch | None = None) -> None:
+        """Journal a change, with ``batch``; under write-back what it takes away or shows waits for what was accepted
+        before."""
         shown = (each for each in change.operations if not isinstance(each, Mkdir | SetAttr))
         if len(self._writeback) and any(self._writeback.is_for(each.path) for each in shown):
             change = msgspec.structs.replace(change, after=self._writeback.sequence)
-        self._committer.enqueue(change)
+        self._committer.enqueue(change, batch)
 
     def touch(self, parent: int, batch: Batch | None = None) -> None:
         """A directory's own times change with its names; at once, or with ``batch``."""

@@ -27,10 +27,13 @@ from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.keys import KEY_BYTES_MAX
 from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.fs.promised import note_dropped, note_moved
 from lakefs_fuse.fs.relocating import Relocator, renamed_objects
 from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.journal import Journal
 
 if TYPE_CHECKING:
     from lakefs_fuse.fs.changes import Changes
@@ -59,6 +62,7 @@ class Renaming:
         clock_ns: Callable[[], int],
     ) -> None:
         self._db, self._ns, self._files, self._committer = database, namespace, files, committer
+        self._journal = Journal(database)
         self._changes, self._relocator, self._writeback = changes, relocator, writeback
         self._relocate_after_s, self._clock_ns = relocate_after_s, clock_ns
 
@@ -99,11 +103,11 @@ class Renaming:
                 nonlocal waits
                 if self._is_put_off(now, parent, name, exchange):
                     async with self._committer.quiet():
-                        self._changes.enqueue(change())
+                        self._changes.enqueue(change(), self._promised(source, new, opened))
                 elif self._committer.held_until:  # what it builds on is not in the store yet
                     waits = True
                     async with self._committer.quiet():
-                        self._committer.enqueue(change())
+                        self._committer.enqueue(change(), self._promised(source, new, opened))
                 else:
                     await self._committer.commit(change)
 
@@ -115,6 +119,12 @@ class Renaming:
             self._files.keeper.renamed(old, new)
             self._relocator.note(renamed)
         return waits
+
+    def _promised(self, source: Entry, path: str, replaced: OpenFile | None) -> Batch:
+        batch = Batch()
+        note_moved(self._journal, batch, self._files.get(source.inode), path)
+        note_dropped(self._journal, batch, replaced)
+        return batch
 
     async def _store_first(self, *entries: Entry | None) -> None:
         """An exchange is made in the store: what is only here has to be there before."""
@@ -203,6 +213,7 @@ class Renaming:
         self._ns.tree.detach(batch, entry)
         moved = self._ns.tree.attach(batch, moving, parent, name)
         self._files.replaces(entry.inode, moving.etag, leaves)
+        note_dropped(self._journal, batch, None if there is None else self._files.get(there.inode))
         file = self._files.get(entry.inode)
         if file is not None:
             self._files.move(batch, file, self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass"))

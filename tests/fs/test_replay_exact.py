@@ -13,6 +13,8 @@ from lakefs_fuse.catalog import committer
 from lakefs_fuse.data.segments import Group
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.fs import accepting, writeback
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.fs.lakes import TTL_S, Clock, Lake, lake
 from tests.fs.writing_back import NEVER_S, Outage, die, told, until, writing_back
@@ -254,6 +256,44 @@ async def test_a_version_whose_upload_began_before_its_stored_file_was_renamed(t
         assert await m.tree() == {"new": large}
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.tree() == {"new": large}
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    """Both have versions that were accepted and are not in the store; what is replaced has the newer one."""
+    store, clock = MemoryStore(), Clock()
+    drop, dead = FileTable._drop_accepted, tmp_path / "dead"
+
+    async def dying(files: FileTable, file: OpenFile, newest: int) -> None:
+        die(tmp_path / "cache", dead)
+        await drop(files, file, newest)
+
+    async with writing_back(store, tmp_path / "cache", clock=clock, delay_s=NEVER_S) as m:
+        if stored:
+            await m.write("source", b"older source")
+            await m.write("target", b"older target")
+            await m.fs.make_durable()
+            await m.sync()
+            await rewrite(m, "source", b"source")
+            await rewrite(m, "target", b"target")
+        else:
+            await m.write("source", b"source")
+            await m.write("target", b"target")
+        monkeypatch.setattr(FileTable, "_drop_accepted", dying)
+        await m.rename("source", "target")
+        monkeypatch.setattr(FileTable, "_drop_accepted", drop)
+        Outage(store)
+    store.hook = lambda request, when: None
+    async with writing_back(store, dead, clock=clock, delay_s=NEVER_S) as m:
+        assert await m.tree() == {"target": b"source"}
+        await m.fs.make_durable()
+        await m.sync()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"target": b"source"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"target": b"source"}
 
 
 async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced(tmp_path: Path) -> None:
