@@ -134,8 +134,12 @@ class Renaming:
                 await self._files.publish(file)
 
     async def _settle_versions(self, source: Entry) -> None:
-        """An accepted version that is not the newest becomes visible under the name it had, or not at all."""
+        """An accepted version that is not the newest becomes visible under the name it had, or not at all. So does one
+        that came back at mount, which may be in the store under that name."""
         file = self._files.get(source.inode)
+        if file is not None and (replayed := self._writeback.replayed(file)):
+            drain = partial(self._writeback.drain, replayed)
+            await self._writeback.patiently(file.key, drain, self._files.services.staging.wait_s_max)
         while file is not None and file.behind:
             drafts = [each.draft for each in file.behind if each.draft is not None]
             items = [item for draft in drafts if (item := self._writeback.item_of(draft)) is not None]

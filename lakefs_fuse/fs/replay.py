@@ -130,23 +130,32 @@ class Replay:
         record = item.draft.record()
         if await self._evidence.is_in_pack(record):
             etag = (await self._evidence.visible(record)).etag
+            if self._is_gone(item):
+                return False
             self._tell_late(item, record)
             await self._end(item, etag)
             return True
         meta = await self._evidence.published(record)
+        there = await self._evidence.visible(record)
+        if self._is_gone(item):
+            return False
         if meta is not None:
             self._learn(item.file, item.draft, meta.etag, meta.size)
-            if (await self._evidence.visible(record)).etag in (record.replaces, meta.etag):
+            if there.etag in (record.replaces, meta.etag):
                 # As the record has it: attributes were set since the upload began, perhaps.
                 self._say(path_of(record), msgspec.structs.replace(meta, metadata=record.metadata))
             await self._end(item, meta.etag)
             return True
-        there = await self._evidence.visible(record)
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
         if not expected and not await self._evidence.is_relocated(there, record):
             await self.set_aside(item)
         item.replayed, item.file.late_xattrs = False, None  # stored anew, it is told with all of them
         return False
+
+    @staticmethod
+    def _is_gone(item: Accepted) -> bool:
+        """Nobody wants it any more: its name went while the store was asked. Who takes that away looks once more."""
+        return item.file.unlinked or item.file.owner_of(item.draft) is None
 
     def _tell_late(self, item: Accepted, record: DraftRecord) -> None:
         """Attributes that were set while the pack was on its way: as the record has them, and as the row had. Raises

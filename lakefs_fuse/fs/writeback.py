@@ -276,6 +276,11 @@ class WriteBack:
             if item.file.key == directory or item.file.key.startswith(directory + "/")
         ]
 
+    def replayed(self, file: OpenFile) -> list[Accepted]:
+        """Versions of a file that came back at mount, and of which it is not known what the store has."""
+        items = [self.item_of(each.draft) for each in file.versions if each.draft is not None]
+        return [item for item in items if item is not None and item.replayed]
+
     async def drain(self, items: list[Accepted]) -> None:
         """All of these are durable (or superseded) when this returns. Raises the LakeError of an attempt that began
         after the call."""

@@ -296,6 +296,38 @@ async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_no
         assert await other.tree() == {"target": b"source"}
 
 
+@pytest.mark.parametrize("how", ["rename", "unlink"])
+async def test_a_name_goes_while_the_store_is_asked_what_became_of_its_file(tmp_path: Path, how: str) -> None:
+    """It was stored, and not noted, when the daemon died: nothing of it comes back under the name."""
+    store, clock = MemoryStore(), Clock()
+    stored = Pause(lambda request: request.what == "put" and request.key == "file", "after")
+    async with writing_back(store, tmp_path / "cache", clock=clock) as m:
+        store.hook = stored
+        await m.write("file", b"bytes")
+        await reached(stored.reached)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        stored.resume()
+    store.hook = asked = Pause(lambda request: request.what == "head" and request.key == "file")
+    expected: dict[str, object] = {"new": b"bytes"} if how == "rename" else {}
+    async with writing_back(store, dead, clock=clock) as m:
+        await reached(asked.reached)
+        async with trio.open_nursery() as nursery:
+            if how == "rename":
+                nursery.start_soon(m.rename, "file", "new")
+            else:
+                nursery.start_soon(m.unlink, "file")
+            await trio.testing.wait_all_tasks_blocked(0.02)
+            asked.resume()
+        await m.fs.make_durable()
+        if how == "unlink":
+            await until(lambda: "file" not in store.objects)
+        await m.sync()
+        assert await m.tree() == expected
+    clock.advance(TTL_S + 1)
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == expected
+
+
 async def test_what_is_journaled_of_an_object_is_committed_before_it_is_replaced(tmp_path: Path) -> None:
     """No commit names bytes that are gone when it becomes visible."""
     store = MemoryStore()
