@@ -170,8 +170,8 @@ class WriteBack:
             item = self.item_of(earlier.draft) if earlier.draft is not None else None
             if item is None:
                 continue
-            if item.busy or self._is_waited_for(item, before):
-                break
+            if item.busy or item.replayed or self._is_waited_for(item, before):
+                break  # of one that came back at mount it is not known yet what the store has
             item.superseded = item.draft.unlinked = True  # what is saved of it from here on says so
             if file.draft is not None:
                 file.draft.stands_for = item.place

@@ -296,6 +296,33 @@ async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_no
         assert await other.tree() == {"target": b"source"}
 
 
+async def test_a_version_in_a_pack_that_was_not_noted_is_replaced_before_another_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second daemon had not asked for it yet."""
+    store, clock = MemoryStore(), Clock()
+
+    def sent(name: str) -> None:
+        if name == "commit.sent":
+            die(tmp_path / "cache", tmp_path / "dead")
+            monkeypatch.setattr(committer, "reached", lambda _name: None)
+
+    async with writing_back(store, tmp_path / "cache", pack="always", clock=clock) as m:
+        await m.write("file", b"one")
+        await m.fs.make_durable()
+        monkeypatch.setattr(committer, "reached", sent)
+        await rewrite(m, "file", b"second")
+        await m.fs.make_durable()
+    async with writing_back(store, tmp_path / "dead", pack="always", clock=clock, delay_s=NEVER_S) as m:
+        await rewrite(m, "file", b"the third")
+        again = die(tmp_path / "dead", tmp_path / "again")
+    async with writing_back(store, again, pack="always", clock=clock) as m:
+        await m.fs.make_durable()
+        await m.sync()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"file": b"the third"}
+
+
 @pytest.mark.parametrize("how", ["rename", "unlink"])
 async def test_a_name_goes_while_the_store_is_asked_what_became_of_its_file(tmp_path: Path, how: str) -> None:
     """It was stored, and not noted, when the daemon died: nothing of it comes back under the name."""
