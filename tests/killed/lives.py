@@ -1,0 +1,189 @@
+"""Daemons that are killed: each in a process of its own, on one cache directory and one lake, one after the other.
+
+The lake is a local directory behind a store that takes its time. Users write into their diaries what was acknowledged
+before they go on; who comes afterwards reads there what has to be in the lake.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.probe import probe
+from lakefs_fuse.store.protocol import Capabilities, ObjectStore
+from tests.fs.lakes import Clock, Lake, lake
+from tests.fs.writing_back import told
+from tests.killed.users import Model, User, differences, seen, settled
+from tests.memory_store import START_NS
+
+LAKE, CACHE = "lake", "cache"
+PAUSES_S = (0.0, 0.0, 0.001, 0.01, 0.05)
+REQUESTS = frozenset({
+    "get", "head", "put", "copy", "list_page", "delete", "delete_many", "create_multipart", "upload_part",
+    "upload_part_copy", "complete_multipart", "abort_multipart",
+})  # fmt: skip
+
+
+class Life(msgspec.Struct, frozen=True):
+    """One daemon, from its mount on. ``models`` has for each user what is certain, and what else may be."""
+
+    root: str
+    seed: int
+    number: int
+    models: list[tuple[Model, Model | None]]
+    delay_s: float
+    slow_s: float
+    pack: str
+    relocate_after_s: float
+    last: bool
+
+
+class Running(Clock):
+    """Goes on, from life to life, as the machine's does."""
+
+    def __call__(self) -> int:
+        return START_NS + time.monotonic_ns()
+
+
+class Slow:
+    """A store that takes up to ``slow_s`` before and after each request."""
+
+    def __init__(self, store: ObjectStore, rng: random.Random, slow_s: float) -> None:
+        self._store, self._rng, self._slow_s = store, rng, slow_s
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+        return self._slowly(call) if name in REQUESTS else call
+
+    def _slowly(self, call: Callable[..., object]) -> Callable[..., object]:
+        def slow(*args: object, **kwargs: object) -> object:
+            time.sleep(self._rng.random() * self._slow_s)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                time.sleep(self._rng.random() * self._slow_s)
+
+        return slow
+
+
+class Diary:
+    """What a user is doing, and has been told. Whoever died while writing an entry had not gone on."""
+
+    def __init__(self, life: Life, name: str) -> None:
+        self._path = Path(life.root) / f"{name}.{life.number}"
+
+    def write(self, text: str, certain: Model, pending: Model | None) -> None:
+        with self._path.open("ab", buffering=0) as file:
+            file.write(pickle.dumps((time.monotonic(), text, settled(certain), pending and settled(pending))))
+
+    def entries(self) -> list[tuple[float, str, Model, Model | None]]:
+        found = []
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                with suppress(EOFError, pickle.UnpicklingError):
+                    while True:
+                        found.append(pickle.load(file))
+        return found
+
+
+def names(life: Life) -> list[str]:
+    return [f"u{number}" for number in range(len(life.models))]
+
+
+def live(life: Life, pipe: Connection) -> None:
+    """In a process of its own: sends "ready", or what is wrong as a list of lines. Ends when it is killed."""
+    try:
+        wrong = trio.run(_live, life, pipe)
+    except BaseException as error:
+        wrong = traceback.format_exception(error)[-5:]
+    pipe.send(wrong)
+
+
+async def _live(life: Life, pipe: Connection) -> list[str]:
+    config = StoreConfig(source=Source.parse(f"file://{life.root}/{LAKE}"))
+    directory = open_store(config)
+    capabilities = probe(directory, random.Random(1))
+    store: Any = Slow(directory, random.Random(life.seed), life.slow_s)
+    users = [
+        User(name, random.Random(f"{life.seed}/{name}/{life.number}"), certain)
+        for name, (certain, _) in zip(names(life), life.models, strict=True)
+    ]
+    async with lake(
+        store, Path(life.root) / CACHE, clock=Running(), capabilities=capabilities, retry_timeout_s=0.0,
+        durability="writeback", writeback_delay_s=life.delay_s, pack=life.pack, orphans="abort",
+        relocate_after_s=life.relocate_after_s,
+    ) as mounted:  # fmt: skip
+        if not life.number:
+            for user in users:
+                await mounted.mkdir(user.name)
+            await mounted.fs.sync_names()
+        elif wrong := await _compare(mounted, life, users, "after a death", xattrs=False):
+            return wrong
+        if life.last:
+            return await _end(mounted, life, users, store, capabilities)
+        pipe.send("ready")
+        async with trio.open_nursery() as nursery:
+            for user in users:
+                nursery.start_soon(_use, mounted, user, Diary(life, user.name))
+    return []
+
+
+async def _compare(mounted: Lake, life: Life, users: list[User], when: str, *, xattrs: bool) -> list[str]:
+    """What one of several possible outcomes is not. From then on each user goes by what was found."""
+    wrong = []
+    for user, (certain, pending) in zip(users, life.models, strict=True):
+        found = await seen(mounted, user.name)
+        tries = [(differences(each, found, xattrs=xattrs), each) for each in (certain, pending) if each is not None]
+        told, user.certain = min(tries, key=lambda each: len(each[0]))
+        wrong += [f"{when}, {line}" for line in told]
+    return wrong
+
+
+async def _end(
+    mounted: Lake, life: Life, users: list[User], store: ObjectStore, capabilities: Capabilities
+) -> list[str]:
+    """Everything is stored: here, and on a node that knows only the store, is what was acknowledged."""
+    await mounted.fs.make_durable()
+    await mounted.fs.sync_names()
+    wrong = await _compare(mounted, life, users, "stored", xattrs=True)
+    wrong += ["both versions of a file were kept"] * told(mounted)["conflicts"]
+    async with lake(store, Path(life.root) / "other", clock=Running(), capabilities=capabilities) as other:
+        return wrong or await _compare(other, life, users, "elsewhere", xattrs=True)
+
+
+async def _use(mounted: Lake, user: User, diary: Diary) -> None:
+    while True:
+        step = user.step()
+        user.pending = step.after
+        diary.write(f"> {step.text}", user.certain, user.pending)
+        await step.act(mounted)
+        user.certain, user.pending = step.after, None
+        diary.write(f"< {step.text}", user.certain, None)
+        await trio.sleep(user.pause_s(PAUSES_S))
+
+
+def history(life: Life) -> list[str]:
+    """What the users of a life did, in its order."""
+    entries = [(at_s, f"{name} {text}") for name in names(life) for at_s, text, _, _ in Diary(life, name).entries()]
+    return [f"{at_s:.4f} {text}" for at_s, text in sorted(entries)] + [f"end of life {life.number}"]
+
+
+def after(life: Life) -> list[tuple[Model, Model | None]]:
+    """What has to be there, or else may be, once it was killed."""
+    left = []
+    for name, before in zip(names(life), life.models, strict=True):
+        entries = Diary(life, name).entries()
+        left.append((entries[-1][2], entries[-1][3]) if entries else before)
+    return left
