@@ -6,6 +6,7 @@ Every operation is a batch of its own, so that the next one reads what it did. W
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,13 @@ class Application:
             left = carry_over(self._applier, self._record, self._stamp)
             if left:
                 self._watcher.moved()
+        said = Counter(each.path for each in self._record.operations if _says_what(each))
+        to_come = said.copy()
         for operation in self._record.operations:
+            self._is_last, self._is_only = True, False
+            if _says_what(operation):
+                to_come[operation.path] -= 1
+                self._is_last, self._is_only = not to_come[operation.path], said[operation.path] == 1
             self._apply(operation)
         for directory in left:
             self._applier.prune(directory)
@@ -140,6 +147,10 @@ class Application:
         if current is None:
             return False
         return current.stamp > self._stamp or self._is_unknown(current, path, hides)
+
+    def _is_covered(self, current: Entry) -> bool:
+        """A file that is not in the store yet came over this, or over what the record says of the name further on."""
+        return current.is_local and (not self._is_last or (self._is_only and current.stamp == self._stamp))
 
     def _is_unknown(self, current: Entry, path: str, hides: str) -> bool:
         """A plain object that the record's writer did not know of, and that is not older."""
@@ -201,7 +212,7 @@ class Application:
         name, raw = last.encode(), path.encode()
         parent = self._applier.directory(above)
         current = None if parent is None else self._tree.named(parent, name)
-        if self._is_older(current, path, hides):
+        if self._is_older(current, path, hides) or (current is not None and self._is_covered(current)):
             return
         if parent is None:
             parent = self._applier.ensure_directory(above, self._time)
@@ -403,6 +414,11 @@ class Application:
         self._db.commit(batch)
         self._watcher.changing(current.parent, current.name)
         self._watcher.relocated(relocated)
+
+
+def _says_what(operation: Operation) -> bool:
+    """Of a file's name: which bytes it has, or that it is gone."""
+    return isinstance(operation, Put | Symlink) or (isinstance(operation, Remove) and not operation.directory)
 
 
 def _is_dated_by_store(entry: Entry) -> bool:

@@ -26,6 +26,7 @@ from lakefs_fuse.catalog.record import (
     SetAttr,
     Symlink,
 )
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Flag
 from tests.catalog.nodes import NS, Node, archive, at, node, plain, put
 
@@ -473,6 +474,35 @@ def test_what_is_being_written_moves_along(tmp_path: Path) -> None:
         n.commit(2, change=change)
         assert n.found("moved/new").inode == local.inode
         assert n.find("d") is None
+
+
+@pytest.mark.parametrize(
+    ("operations", "stays"),
+    [
+        ([put("f", 3)], True),
+        ([put("f", 3), Remove("f")], True),
+        ([Symlink("f", "there", 0, 0, 0), Remove("f")], True),
+        ([put("f", 3), put("f", 4, offset=200)], False),
+    ],
+)
+def test_what_came_over_a_record_stays_when_that_is_applied_again(
+    tmp_path: Path, operations: list[Operation], stays: bool
+) -> None:
+    """A file that is not stored yet has the stamp of what it replaced. Where the record says more than that of the
+    name, the file itself is in it."""
+    with node(tmp_path) as n:
+        record = n.commit(1, *operations)
+        before = n.find("f")
+        if before is not None:
+            n.tree.remove(batch := Batch(), before)
+            n.database.commit(batch)
+        local = msgspec.structs.replace(n.dirty("f"), stamp=before.stamp if before is not None else 0)
+        n.tree.update(batch := Batch(), local)
+        n.database.commit(batch)
+        n.apply(record)
+        assert (n.found("f") == local) is stays
+        n.commit(2, put("f", 5))
+        assert not n.found("f").is_local
 
 
 def test_a_move_that_does_not_cover_what_is_here_leaves_it(tmp_path: Path) -> None:
