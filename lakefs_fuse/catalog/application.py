@@ -67,10 +67,12 @@ class Application:
         stamp: int,
         own: bool,
         outdated: Mapping[str, str],
+        *,
+        whole: bool = False,
     ) -> None:
         """``own``: this node made the change, and knew what it changed. ``outdated`` are ETags of plain objects that
-        were listed, and are not at these paths any more."""
-        self._own, self._outdated = own, outdated
+        were listed, and are not at these paths any more. ``whole``: the record is all that its commit says."""
+        self._own, self._outdated, self._whole = own, outdated, whole
         self._applier, self._tree, self._db = applier, applier.tree, applier.database
         self._watcher = applier.watcher
         self._record, self._this, self._stamp = record, this, stamp
@@ -91,7 +93,7 @@ class Application:
             self._is_last, self._is_only = True, False
             if _says_what(operation):
                 to_come[operation.path] -= 1
-                self._is_last, self._is_only = not to_come[operation.path], said[operation.path] == 1
+                self._is_last, self._is_only = not to_come[operation.path], self._whole and said[operation.path] == 1
             self._apply(operation)
         for directory in left:
             self._applier.prune(directory)

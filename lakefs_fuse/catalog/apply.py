@@ -120,11 +120,18 @@ class Applier:
         return list(Application(self, record, ObjectRef(), record.time, False, NOTHING).doubts())
 
     def apply(
-        self, record: Record, this: ObjectRef, *, own: bool = False, outdated: Mapping[str, str] = NOTHING
+        self,
+        record: Record,
+        this: ObjectRef,
+        *,
+        own: bool = False,
+        outdated: Mapping[str, str] = NOTHING,
+        whole: bool = True,
     ) -> None:
         """``this`` is the archive as the store has it. ``own``: this node's kernel knows of the change already.
-        ``outdated``: the answer to `doubts`, paths and the ETags that are not there any more."""
-        self._run(record, this, record.time, own, outdated)
+        ``outdated``: the answer to `doubts`, paths and the ETags that are not there any more. ``whole``: the record is
+        all that its commit says."""
+        self._run(record, this, record.time, own, outdated, whole=whole)
         self._note(record)
         self._metrics.applied += 1
         self._metrics.operations_applied += len(record.operations)
@@ -134,12 +141,19 @@ class Applier:
         self._run(record, ObjectRef(), stamp, own=True)
 
     def _run(
-        self, record: Record, this: ObjectRef, stamp: int, own: bool, outdated: Mapping[str, str] = NOTHING
+        self,
+        record: Record,
+        this: ObjectRef,
+        stamp: int,
+        own: bool,
+        outdated: Mapping[str, str] = NOTHING,
+        *,
+        whole: bool = False,
     ) -> None:
         self._quiet = own
         self._directories.clear()
         try:
-            Application(self, record, this, stamp, own, outdated).run()
+            Application(self, record, this, stamp, own, outdated, whole=whole).run()
         finally:
             self._quiet = False
             self._directories.clear()

@@ -396,7 +396,7 @@ class Committer:
         try:
             self._let_pass(sending)
             self._drop(journaled, record.time)
-            self._applier.apply(_own_part(record, sending), this, own=True)
+            self._applier.apply(_own_part(record, sending), this, own=True, whole=False)
             self._end_sending()
             if doomed:
                 batch = Batch()
@@ -476,7 +476,8 @@ class Committer:
         self._drop(done, sending.time)
         if record is not None and not self._applier.is_applied(record.time, record.writer):
             self._clock.seen(record.time)
-            self._applier.apply(_own_part(record, sending), ObjectRef(meta.key, meta.etag, meta.size))
+            this = ObjectRef(meta.key, meta.etag, meta.size)
+            self._applier.apply(_own_part(record, sending), this, whole=False)
         self._end_sending()
 
 

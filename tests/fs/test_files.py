@@ -294,7 +294,7 @@ async def test_a_deletion_that_the_journal_refused_changed_nothing(
         handle = await m.open("file", os.O_RDWR)
         await m.fs.write(handle, 0, b"new")
 
-        def full(change: object) -> None:
+        def full(change: object, batch: object = None) -> None:
             raise CacheError("no room")
 
         with monkeypatch.context() as patch:
