@@ -462,19 +462,20 @@ class Committer:
         sending = self._sending
         if sending is None:
             return
-        record = None
         try:
             meta = await self._client.head(sending.key)
             record = await fetch_record(self._client, meta)
         except NotFound:
             self._sending = None
             return
-        except DamagedCommit as error:
+        except DamagedCommit as error:  # nobody takes it: what is journaled is sent again
             log.error("%s", error)
+            self._end_sending()
+            return
         done = {sequence: self._pending[sequence] for sequence in sending.sequences if sequence in self._pending}
         self._let_pass(sending)
         self._drop(done, sending.time)
-        if record is not None and not self._applier.is_applied(record.time, record.writer):
+        if not self._applier.is_applied(record.time, record.writer):
             self._clock.seen(record.time)
             this = ObjectRef(meta.key, meta.etag, meta.size)
             self._applier.apply(_own_part(record, sending), this, whole=False)

@@ -217,6 +217,32 @@ async def test_a_death_at_any_step_makes_the_change_once(tmp_path: Path, when: s
     assert await seen_by_others(site) == shown
 
 
+async def test_a_commit_that_is_damaged_when_it_is_found_is_sent_again(tmp_path: Path) -> None:
+    """Nobody applies it."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(link("l"))
+        site.store.hook = pause = Pause(is_put, "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.flush)
+            await reached(pause.reached)
+            site.kill(a, "dead")
+            nursery.cancel_scope.cancel()
+            pause.resume()
+        site.store.hook = lambda request, at: None
+        shown = a.shown()
+    (damaged,) = site.commits()
+    site.store.give(damaged, b"\0" * 1000)
+    site.clock.seconds += 5
+    with site.daemon("dead") as next_one:
+        await next_one.committer.settle_journal()
+        assert next_one.committer.waiting == 1
+        await next_one.committer.flush()
+        assert (len(site.commits()), next_one.committer.waiting) == (2, 0)
+        assert next_one.shown() == shown
+    assert await seen_by_others(site) == shown
+
+
 class Away:
     """Answers of PUTs are lost, and (``mute``) nothing else is answered either."""
 
