@@ -5,6 +5,7 @@ Nothing in this file is a secret: credentials only ever come from boto3's own ch
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -90,6 +91,12 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long one request is tried again before its error is answered."""
     requests_max: int = 32
     """Store requests in flight, uploads of parts not counted."""
+
+    @property
+    def meant(self) -> tuple[str, str, str]:
+        """Which store's lake it is: source, endpoint and profile, the last two from the environment if not given."""
+        endpoint = self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        return str(self.source), endpoint or "", self.profile or os.environ.get("AWS_PROFILE") or ""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):

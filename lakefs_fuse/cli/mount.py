@@ -263,9 +263,7 @@ def state_of(options: Options) -> str:
 
 def default_cache_dir(store: StoreConfig, state: str = "") -> str:
     """One directory per lake: a source, and which store is meant by it; another for each state that does not change."""
-    endpoint = store.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    profile = store.profile or os.environ.get("AWS_PROFILE") or ""
-    identity = "\n".join((str(store.source), endpoint, profile)) if store.source.scheme == "s3" else str(store.source)
+    identity = "\n".join(store.meant) if store.source.scheme == "s3" else str(store.source)
     identity += f"\n{state}" if state else ""
     return str(Path(platformdirs.user_cache_dir(APP)) / hashlib.sha256(identity.encode()).hexdigest()[:16])
 

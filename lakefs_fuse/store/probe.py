@@ -4,7 +4,8 @@ Everything is written under ``.lakefs/probe-<random>/`` and removed again, wheth
 one by one by the names that were used and by listing, uploads by aborting. A crash in mid-probe leaves a few small
 objects there, which no mount shows.
 
-Blocking: about 45 requests, each tried a few times. Called once per mount, before anything is served.
+Blocking: about 45 requests, each tried a few times. Called before anything is served, by mounts once a day (see
+`remembering`).
 """
 
 from __future__ import annotations

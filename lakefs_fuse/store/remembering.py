@@ -82,13 +82,5 @@ def _path(config: MountConfig) -> Path:
 
 def _about(config: MountConfig) -> str:
     where = config.store
-    said = [
-        __version__,
-        str(where.source),
-        where.endpoint_url or "",
-        where.region or "",
-        where.profile or "",
-        where.addressing_style,
-        "reads" if config.read_only else "writes",
-    ]
-    return " ".join(said)
+    rights = "reads" if config.read_only else "writes"
+    return "\n".join([__version__, *where.meant, where.region or "", where.addressing_style, rights])

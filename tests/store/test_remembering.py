@@ -64,9 +64,13 @@ def test_fifty_questions_once_a_day_and_one_otherwise(tmp_path: Path) -> None:
     assert len(asked.requests) > 40, "a time to come is none to go by"
 
 
-@pytest.mark.parametrize("what", ["version", "place", "endpoint", "rights", "damaged", "foreign", "gone"])
+@pytest.mark.parametrize(
+    "what", ["version", "place", "endpoint", "environment", "rights", "damaged", "foreign", "gone"]
+)
 def test_it_is_not_believed_of_anything_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     asked, config = Asked(MemoryStore()), config_for(tmp_path)
+    if what == "environment":
+        config = config_for(tmp_path, store=StoreConfig(source=Source.parse("s3://bucket/some lake")))
     asked.mount(config)
     if what == "version":
         monkeypatch.setattr(remembering, "__version__", "another")
@@ -76,6 +80,8 @@ def test_it_is_not_believed_of_anything_else(tmp_path: Path, monkeypatch: pytest
     elif what == "endpoint":
         store = msgspec.structs.replace(config.store, endpoint_url="http://127.0.0.1:2")
         config = config_for(tmp_path, store=store)
+    elif what == "environment":
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:2")
     elif what == "rights":
         config = config_for(tmp_path, read_only=True)
     elif what == "damaged":
