@@ -16,8 +16,8 @@ from lakefs_fuse.fs import accepting, writeback
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.meta.entry import ROOT_INODE
-from tests.fs.lakes import TTL_S, Clock, Lake, lake
-from tests.fs.writing_back import NEVER_S, Outage, die, told, until, writing_back
+from tests.fs.lakes import TTL_S, Clock, lake
+from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause
 from tests.write.drafting import noise, reached
 
@@ -27,10 +27,16 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writeback, "PAUSE_S_FIRST", 0.01)
 
 
-async def rewrite(m: Lake, path: str, data: bytes) -> None:
-    handle = await m.open(path, os.O_RDWR | os.O_TRUNC)
-    await m.fs.write(handle, 0, data)
-    await m.close(handle)
+def dies_when_sent(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """The next commit is in the store, and not noted, when the daemon whose cache is ``cache`` dies: what it leaves is
+    ``dead``."""
+
+    def reached(name: str) -> None:
+        if name == "commit.sent":
+            monkeypatch.setattr(committer, "reached", lambda _name: None)
+            die(directory / "cache", directory / "dead")
+
+    monkeypatch.setattr(committer, "reached", reached)
 
 
 @pytest.mark.parametrize("pack", ["never", "always"])
@@ -121,19 +127,13 @@ async def test_a_name_that_passed_a_held_rename_stays_where_it_is(
     store, clock = MemoryStore(), Clock()
     outage = Outage(store, away=False)
     async with writing_back(store, tmp_path / "cache", pack="always", clock=clock) as m:
-
-        def sent(name: str) -> None:
-            if name == "commit.sent":
-                die(tmp_path / "cache", tmp_path / "dead")
-                monkeypatch.setattr(committer, "reached", lambda _name: None)
-
         await m.write("old", b"older")
         await m.fs.make_durable()
         await m.sync()
         outage.away = True
         await rewrite(m, "old", b"newer")
         await m.rename("old", "new")
-        monkeypatch.setattr(committer, "reached", sent)
+        dies_when_sent(monkeypatch, tmp_path)
         outage.away = False
         await m.fs.make_durable()
     async with writing_back(store, tmp_path / "dead", pack="always", clock=clock) as m:
@@ -152,12 +152,6 @@ async def test_what_replaced_a_journaled_change_stays_when_its_commit_is_found(
     in the same commit."""
     store, clock = MemoryStore(), Clock()
     async with writing_back(store, tmp_path / "cache", pack="always", clock=clock, delay_s=NEVER_S) as m:
-
-        def sent(name: str) -> None:
-            if name == "commit.sent":
-                die(tmp_path / "cache", tmp_path / "dead")
-                monkeypatch.setattr(committer, "reached", lambda _name: None)
-
         await m.write("first", b"one")
         await m.fs.make_durable()
         await m.sync()
@@ -168,7 +162,7 @@ async def test_what_replaced_a_journaled_change_stays_when_its_commit_is_found(
         else:
             await m.write("second", b"two")
             await m.rename("second", "target")
-        monkeypatch.setattr(committer, "reached", sent)
+        dies_when_sent(monkeypatch, tmp_path)
         await (m.fs.make_durable() if how == "stored along" else m.fs._committer.flush())
     async with writing_back(store, tmp_path / "dead", pack="always", clock=clock) as m:
         await m.fs.make_durable()
@@ -185,12 +179,6 @@ async def test_a_name_that_is_to_go_when_its_pack_has_come_is_in_the_pack(
     """The daemon dies when the pack is in the store, and the name not gone: nothing of it is lost."""
     store = MemoryStore()
     async with writing_back(store, tmp_path / "cache", pack="always") as m:
-
-        def sent(name: str) -> None:
-            if name == "commit.sent":
-                die(tmp_path / "cache", tmp_path / "dead")
-                monkeypatch.setattr(committer, "reached", lambda _name: None)
-
         async with trio.open_nursery() as nursery:
             async with m.fs._committer.quiet():
                 await m.write("file", b"bytes")
@@ -198,7 +186,7 @@ async def test_a_name_that_is_to_go_when_its_pack_has_come_is_in_the_pack(
                 await until(file.publishing.locked)
                 nursery.start_soon(m.unlink, "file")
                 await trio.testing.wait_all_tasks_blocked(0.01)
-                monkeypatch.setattr(committer, "reached", sent)
+                dies_when_sent(monkeypatch, tmp_path)
         assert await m.tree() == {}
     async with writing_back(store, tmp_path / "dead", pack="always") as m:
         await m.fs.make_durable()
@@ -302,15 +290,10 @@ async def test_a_version_in_a_pack_that_was_not_noted_is_replaced_before_another
     """The second daemon had not asked for it yet."""
     store, clock = MemoryStore(), Clock()
 
-    def sent(name: str) -> None:
-        if name == "commit.sent":
-            die(tmp_path / "cache", tmp_path / "dead")
-            monkeypatch.setattr(committer, "reached", lambda _name: None)
-
     async with writing_back(store, tmp_path / "cache", pack="always", clock=clock) as m:
         await m.write("file", b"one")
         await m.fs.make_durable()
-        monkeypatch.setattr(committer, "reached", sent)
+        dies_when_sent(monkeypatch, tmp_path)
         await rewrite(m, "file", b"second")
         await m.fs.make_durable()
     async with writing_back(store, tmp_path / "dead", pack="always", clock=clock, delay_s=NEVER_S) as m:
@@ -330,7 +313,9 @@ async def test_a_name_goes_while_the_store_is_asked_what_became_of_its_file(tmp_
     stored = Pause(lambda request: request.what == "put" and request.key == "file", "after")
     async with writing_back(store, tmp_path / "cache", clock=clock) as m:
         store.hook = stored
-        await m.write("file", b"bytes")
+        handle, _ = await m.fs.create(ROOT_INODE, b"file", 0o600, os.O_RDWR | os.O_CREAT, 0, 0)
+        await m.fs.write(handle, 0, b"bytes")
+        await m.close(handle)
         await reached(stored.reached)
         dead = die(tmp_path / "cache", tmp_path / "dead")
         stored.resume()

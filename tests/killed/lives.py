@@ -146,8 +146,8 @@ async def _compare(mounted: Lake, life: Life, users: list[User], when: str, *, x
     for user, (certain, pending) in zip(users, life.models, strict=True):
         found = await seen(mounted, user.name)
         tries = [(differences(each, found, xattrs=xattrs), each) for each in (certain, pending) if each is not None]
-        told, user.certain = min(tries, key=lambda each: len(each[0]))
-        wrong += [f"{when}, {line}" for line in told]
+        lines, user.certain = min(tries, key=lambda each: len(each[0]))
+        wrong += [f"{when}, {line}" for line in lines]
     return wrong
 
 
