@@ -2,8 +2,10 @@
 
 pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task goes on
 reading while there are requests, for `BURST_S` at most, and another is ready to go on where it has to wait; tasks
-that were busy last are taken first, so that few buffers are ever touched. Needs the hooks (see receiving.c);
-without them, or with a pyfuse3 that waits in another way, everything is as pyfuse3 does it. Trio thread only.
+that were busy last are taken first, so that few buffers are ever touched. Whoever takes a request may be busy with it
+for minutes, so nobody goes without another one that waits for the descriptor or is on its way to. Needs the hooks (see
+receiving.c); without them, or with a pyfuse3 that waits in another way, everything is as pyfuse3 does it. Trio thread
+only.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ class Turns:
         self._fd = int(library.lakefs_receiving_fd())
         self._idle: list[trio.lowlevel.Task] = []
         self._watched = False
+        self._coming = 0
+        """Woken, and did not run since."""
         self._begun_s = 0.0
 
     async def wait(self) -> bool:
         """There may be a request, and it is the caller's. False: the session has ended."""
         while not self._exited():
             if not self._drained() and time.perf_counter() - self._begun_s < BURST_S:
+                self._leave_one()
                 return True
             if self._watched:
                 await self._park()
@@ -50,7 +55,7 @@ class Turns:
                 return False
             finally:
                 self._watched = False
-            self._wake(1)
+            self._leave_one()
             self._begun_s = time.perf_counter()
             return True
         self._wake(len(self._idle))
@@ -65,10 +70,17 @@ class Turns:
             return trio.lowlevel.Abort.SUCCEEDED
 
         await trio.lowlevel.wait_task_rescheduled(abort)
+        self._coming -= 1
+
+    def _leave_one(self) -> None:
+        """Somebody is there for the next request while the caller is busy with this one."""
+        if not self._watched and not self._coming:
+            self._wake(1)
 
     def _wake(self, count: int) -> None:
         for _ in range(min(count, len(self._idle))):
             trio.lowlevel.reschedule(self._idle.pop(), Value(None))
+            self._coming += 1
 
 
 def begin() -> bool:
