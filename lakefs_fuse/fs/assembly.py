@@ -107,9 +107,12 @@ class Commits:
         self.committer = Committer(database, client, self.applier, self.deletions, self.clock, metrics, writer=writer)
         self.poller = Poller(client, self.applier, self.clock, metrics, refresh_s=ground.config.refresh_s)
 
-    async def begin(self) -> None:
-        """Take up what the last daemon journaled, and apply what others did since. Raises LakeError."""
+    def load(self) -> None:
+        """Take up what the last daemon journaled. Raises CacheError."""
         self.committer.load()
+
+    async def begin(self) -> None:
+        """Settle what was loaded with the store, and apply what others did since. Raises LakeError."""
         await self.committer.settle_journal()
         self.clock.seen(self.applier.newest())
         await self.poller.correct_clock()
@@ -199,6 +202,7 @@ class Assembly:
 
     async def begin(self) -> None:
         """Names are as the store has them when this returns, but for what orphans hide. Raises LakeError."""
+        self._commits.load()  # accepted files have the names that renames in the journal gave them
         if not self._ground.config.read_only:
             self.replay.restore()
         await self._commits.begin()

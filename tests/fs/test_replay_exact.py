@@ -10,6 +10,8 @@ import trio
 import trio.testing
 
 from lakefs_fuse.catalog import committer
+from lakefs_fuse.catalog.apply import Applier
+from lakefs_fuse.catalog.record import Record
 from lakefs_fuse.data.segments import Group
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.fs import accepting, writeback
@@ -282,6 +284,38 @@ async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_no
         assert await m.tree() == {"target": b"source"}
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.tree() == {"target": b"source"}
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_a_death_between_the_journal_of_a_rename_and_its_effect_keeps_what_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str
+) -> None:
+    """The accepted version has its new name in the journal, and the row its old one."""
+    store, clock = MemoryStore(), Clock()
+    in_effect = Applier.apply_pending
+
+    def dying(applier: Applier, record: Record, stamp: int) -> None:
+        die(tmp_path / "cache", tmp_path / "dead")
+        in_effect(applier, record, stamp)
+
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack=pack) as m:
+        await m.write("old", b"first")
+        await m.fs.make_durable()
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack=pack, delay_s=NEVER_S) as m:
+        await rewrite(m, "old", b"second")
+        monkeypatch.setattr(Applier, "apply_pending", dying)
+        await m.rename("old", "new")
+        monkeypatch.setattr(Applier, "apply_pending", in_effect)
+        Outage(store)
+    store.hook = lambda request, when: None
+    async with writing_back(store, tmp_path / "dead", clock=clock, pack=pack) as m:
+        assert await m.tree() == {"new": b"second"}
+        await m.fs.make_durable()
+        await m.sync()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"new": b"second"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"new": b"second"}
 
 
 async def test_a_version_in_a_pack_that_was_not_noted_is_replaced_before_another_death(
