@@ -286,7 +286,7 @@ class Changes:
         """Raises FileError(ENODATA)."""
         if name.startswith(XATTR_RESERVED):
             return self._told(entry, name)
-        value = self._ns.tree.xattrs(entry.inode).get(name) if entry.flags & Flag.XATTRS else None
+        value = self._xattrs(entry).get(name)
         if value is None:
             raise FileError(errno.ENODATA)
         return value
@@ -337,7 +337,13 @@ class Changes:
         return f"file://{staging.directory / spot.segment}{part}"
 
     def xattr_names(self, entry: Entry) -> list[str]:
-        return list(self._ns.tree.xattrs(entry.inode)) if entry.flags & Flag.XATTRS else []
+        return list(self._xattrs(entry))
+
+    def _xattrs(self, entry: Entry) -> dict[str, bytes]:
+        file = self._files.get(entry.inode)
+        if file is not None and file.late_xattrs is not None:
+            return dict(file.late_xattrs)
+        return self._ns.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
 
     def set_xattr(self, entry: Entry, name: str, value: bytes | None) -> None:
         """``value`` None removes it. Raises FileError: EOPNOTSUPP but for ``user.``, ENODATA, ENOSPC."""
@@ -347,7 +353,7 @@ class Changes:
             raise FileError(errno.EPERM, f"{XATTR_RESERVED}* is reserved")
         if entry.inode == ROOT_INODE:
             raise FileError(errno.EPERM, "the root's attributes are options of the mount")
-        xattrs = self._ns.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
+        xattrs = self._xattrs(entry)
         if name not in xattrs and value is None:
             raise FileError(errno.ENODATA)
         xattrs.pop(name, None)
@@ -359,7 +365,7 @@ class Changes:
         if file is not None and (file.publishing.locked() or file.late_xattrs is not None):
             file.late_xattrs = xattrs
         if file is not None and (file.unlinked or file.entry.is_local):
-            self._set_local_xattrs(entry, xattrs)
+            self._set_local_xattrs(entry.inode, xattrs)
             return
         row = self._ns.tree.entry(entry.inode)
         if row is None:
@@ -368,15 +374,15 @@ class Changes:
         builder.set_attributes(self.path(row), row, xattrs)
         self._enqueue(builder)
 
-    def _set_local_xattrs(self, entry: Entry, xattrs: dict[str, bytes]) -> None:
-        """Of a file that is in no commit yet: they go with it when it is."""
-        flags = (entry.flags & ~Flag.XATTRS) | (Flag.XATTRS if xattrs else 0)
+    def _set_local_xattrs(self, inode: int, xattrs: dict[str, bytes]) -> None:
+        """Of a file that is in no commit yet: they go with it when it is. The row may be that of an earlier version."""
+        held = Flag.XATTRS if xattrs else Flag(0)
         batch = Batch()
-        self._ns.tree.set_xattrs(batch, entry.inode, xattrs)
-        row = self._ns.tree.entry(entry.inode)
+        self._ns.tree.set_xattrs(batch, inode, xattrs)
+        row, file = self._ns.tree.entry(inode), self._files.get(inode)
         if row is not None:
-            self._ns.tree.update(batch, msgspec.structs.replace(row, flags=flags))
+            self._ns.tree.update(batch, msgspec.structs.replace(row, flags=(row.flags & ~Flag.XATTRS) | held))
         self._db.commit(batch)
-        file = self._files.get(entry.inode)
         if file is not None:
-            file.entry = msgspec.structs.replace(file.entry, flags=flags)
+            entry = file.entry
+            file.entry = msgspec.structs.replace(entry, flags=(entry.flags & ~Flag.XATTRS) | held)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -130,22 +131,14 @@ class Replay:
         record = item.draft.record()
         if await self._evidence.is_in_pack(record):
             etag = (await self._evidence.visible(record)).etag
-            if self._is_gone(item):
-                return False
-            self._tell_late(item, record)
-            await self._end(item, etag)
-            return True
+            return await self._end(item, etag, partial(self._tell_late, item))
         meta = await self._evidence.published(record)
         there = await self._evidence.visible(record)
+        if meta is not None:
+            is_newest = there.etag in (record.replaces, meta.etag)
+            return await self._end(item, meta.etag, partial(self._tell_object, item, meta, is_newest))
         if self._is_gone(item):
             return False
-        if meta is not None:
-            self._learn(item.file, item.draft, meta.etag, meta.size)
-            if there.etag in (record.replaces, meta.etag):
-                # As the record has it: attributes were set since the upload began, perhaps.
-                self._say(path_of(record), msgspec.structs.replace(meta, metadata=record.metadata))
-            await self._end(item, meta.etag)
-            return True
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
         if not expected and not await self._evidence.is_relocated(there, record):
             await self.set_aside(item)
@@ -157,18 +150,25 @@ class Replay:
         """Nobody wants it any more: its name went while the store was asked. Who takes that away looks once more."""
         return item.file.unlinked or item.file.owner_of(item.draft) is None
 
-    def _tell_late(self, item: Accepted, record: DraftRecord) -> None:
-        """Attributes that were set while the pack was on its way: as the record has them, and as the row had. Raises
-        CacheError."""
-        file = item.file
+    def _tell_object(self, item: Accepted, meta: ObjectMeta, is_newest: bool) -> None:
+        """The plain object that it became, with the attributes that the record has: some were set since the upload
+        began, perhaps. Raises CacheError."""
+        self._learn(item.file, item.draft, meta.etag, meta.size)
+        if is_newest:
+            record = item.draft.record()
+            self._say(path_of(record), msgspec.structs.replace(meta, metadata=record.metadata))
+
+    def _tell_late(self, item: Accepted) -> None:
+        """Attributes that were set while the pack was on its way, or since: as the record has them, and as the row had.
+        Raises CacheError."""
+        file, record = item.file, item.draft.record()
         late, file.late_xattrs = file.late_xattrs, None
         row = self._ns.tree.entry(file.entry.inode)
         extent = None if row is None else self._ns.extent(row)
-        newest = not file.unlinked and file.owner_of(item.draft) is file
-        if row is None or extent is None or extent.version.key != record.commit or not newest:
-            return  # what is newer tells its own
+        if row is None or extent is None or extent.version.key != record.commit:
+            return  # what is newer has told its own; what is being written may never come to it
         wanted = attributes.learn(row, record.metadata)
-        if late == self._ns.tree.xattrs(row.inode):
+        if not late and not self._ns.tree.xattrs(row.inode):
             late = None
         told, now = (attributes.describe(each, with_mtime=True) for each in (row, wanted))
         if late is not None or told != now:
@@ -186,10 +186,14 @@ class Replay:
         self._ns.tree.forget_listing(batch, row.parent)
         self._db.commit(batch)
 
-    async def _end(self, item: Accepted, etag: str) -> None:
-        """``etag`` is that of the object that has the bytes: later versions of the file replace it."""
+    async def _end(self, item: Accepted, etag: str, tell: Callable[[], None]) -> bool:
+        """``etag`` is that of the object that has the bytes: later versions of the file replace it. What the store does
+        not say of it yet is left to ``tell``. False where nobody wants it any more. Raises CacheError."""
         file, draft = item.file, item.draft
         async with file.publishing:
+            if self._is_gone(item):
+                return False
+            tell()
             owner = file.owner_of(draft)
             if owner is file:
                 file.draft = None
@@ -207,6 +211,7 @@ class Replay:
         if draft.error is None:
             self._files.forget_record(draft.id)
         self._files.forget_if_idle(file)
+        return True
 
     async def set_aside(self, item: Accepted) -> None:
         """The name has a version of somebody else: the accepted bytes get a name beside it. Raises LakeError."""

@@ -222,6 +222,40 @@ async def test_a_version_keeps_its_attributes_when_the_next_begins_while_it_is_s
         assert (entry.size, entry.mtime_ns) == (5, chosen_ns)
 
 
+@pytest.mark.parametrize("writing", [False, True])
+async def test_attributes_set_before_it_is_known_what_the_store_has_are_told_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: bool
+) -> None:
+    """Whoever is writing another version by then may never come to accept it."""
+    store, clock, chosen_ns = MemoryStore(), Clock(), 1_600_000_000_123_456_789
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        dies_when_sent(monkeypatch, tmp_path)
+        await m.write("file", b"bytes")
+        await m.fs.make_durable()
+    pause = Pause(lambda request: request.what == "head" and request.key.endswith(".zip"))
+    store.hook = pause
+    async with writing_back(store, tmp_path / "dead", clock=clock, pack="always") as m:
+        await reached(pause.reached)
+        await m.set_xattr("file", "user.a", b"1")
+        await m.setattr("file", mtime_ns=chosen_ns, mode=0o600)
+        await m.set_xattr("file", "user.b", b"2")
+        assert await m.xattrs("file") == {"user.a": b"1", "user.b": b"2"}
+        handle = await m.open("file", os.O_WRONLY | os.O_TRUNC) if writing else None
+        pause.resume()
+        await until(lambda: not told(m)["files"])
+        await m.fs.sync_names()
+        die(tmp_path / "dead", tmp_path / "again")
+        if handle is not None:
+            await m.close(handle)
+    clock.advance(2 * TTL_S)
+    for cache in ("again", "other"):
+        async with writing_back(store, tmp_path / cache, clock=clock) as m:
+            entry = await m.found("file")
+            assert (entry.size, entry.mode, entry.mtime_ns) == (5, 0o600, chosen_ns)
+            assert await m.xattrs("file") == {"user.a": b"1", "user.b": b"2"}
+            assert await m.tree() == {"file": b"bytes"}
+
+
 async def test_a_version_whose_upload_began_before_its_stored_file_was_renamed(tmp_path: Path) -> None:
     """The daemon dies when the upload is complete, at the key that the file had, and not noted."""
     store, clock, large = MemoryStore(), Clock(), noise(1, 300 << 10)
