@@ -288,8 +288,7 @@ class Newest:
             if file.draft is accepted and not file.unlinked:
                 raise StagingFull(f"{file.key} waits for the store, and cannot be changed before it is there")
             return
-        target = DraftTarget(file.key, file.describe, replaces=file.replaces)
-        copy = Draft(self._services, self._files.new_id(), target)
+        copy = Draft(self._services, self._files.new_id(), DraftTarget(file.key, file.describe))
         copy.deferred = True
         try:
             for at in range(0, accepted.size, COPY_STEP_BYTES):
@@ -303,6 +302,9 @@ class Newest:
         if file.draft is not accepted:  # it was published meanwhile, or somebody else began
             await copy.discard()
             return
+        # Meanwhile a version before may have been stored, or the file renamed.
+        before = accepted.target
+        copy.target = DraftTarget(file.key, file.describe, replaces=before.replaces, copied_from=before.copied_from)
         self._files.leave_behind(file)
         self._files.begin(file, copy)
 

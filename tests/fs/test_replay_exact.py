@@ -12,6 +12,7 @@ import trio.testing
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.record import Record
+from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.segments import Group
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.fs import accepting, writeback
@@ -220,6 +221,37 @@ async def test_a_version_keeps_its_attributes_when_the_next_begins_while_it_is_s
     async with writing_back(store, dead, pack=pack) as m:
         entry = await m.found("file")
         assert (entry.size, entry.mtime_ns) == (5, chosen_ns)
+
+
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_a_version_that_is_stored_while_the_next_but_one_begins_as_a_copy_is_what_that_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str
+) -> None:
+    store, read = MemoryStore(), Draft.read
+    pause = Pause(lambda request: request.what == "put" and (request.key == "file" or pack == "always"), "after")
+    async with writing_back(store, tmp_path / "cache", pack=pack) as m:
+
+        async def read_while_the_first_is_stored(draft: Draft, offset: int, size: int) -> bytes:
+            monkeypatch.setattr(Draft, "read", read)
+            Outage(store)
+            pause.resume()
+            await until(lambda: told(m)["files"] == 1)
+            return await read(draft, offset, size)
+
+        store.hook = pause
+        await m.write("file", b"one")
+        await reached(pause.reached)
+        await rewrite(m, "file", b"two")
+        monkeypatch.setattr(Draft, "read", read_while_the_first_is_stored)
+        handle = await m.open("file", os.O_RDWR)
+        await m.fs.write(handle, 3, b" three")
+        await m.close(handle)
+        die(tmp_path / "cache", tmp_path / "dead")
+    store.hook = lambda request, when: None
+    async with writing_back(store, tmp_path / "dead", pack=pack) as m:
+        await m.fs.make_durable()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"file": b"two three"}
 
 
 @pytest.mark.parametrize("writing", [False, True])
