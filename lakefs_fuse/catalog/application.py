@@ -276,8 +276,7 @@ class Application:
             self._db.commit(batch)
             return
         if operation.directory:
-            self._db.commit(batch)
-            self._remove_directory(current)
+            self._remove_directory(batch, current)
             return
         if not self._watcher.keeps(current):
             self._tree.remove(batch, current)
@@ -285,9 +284,8 @@ class Application:
         self._applier.tell(parent, name)
         self._applier.prune(parent)
 
-    def _remove_directory(self, current: Entry) -> None:
+    def _remove_directory(self, batch: Batch, current: Entry) -> None:
         if self._tree.has_children(current.inode):  # it stays for as long as they do
-            batch = Batch()
             bare = msgspec.structs.replace(
                 current, stamp=0, flags=int(Flag.DIRECTORY), mode=UNSET, uid=UNSET, gid=UNSET, ctime_ns=self._time
             )
@@ -295,7 +293,7 @@ class Application:
             self._tree.set_xattrs(batch, current.inode, {})
             self._db.commit(batch)
             return
-        self._applier.remove_directory(current)
+        self._applier.remove_directory(current, batch)
         self._applier.prune(current.parent)
 
     # -- directories

@@ -233,9 +233,9 @@ class Applier:
         self.tell(parent, name)
         return entry
 
-    def remove_directory(self, entry: Entry) -> None:
-        """An empty directory's row goes; a file of the same name comes into sight."""
-        batch = Batch()
+    def remove_directory(self, entry: Entry, batch: Batch | None = None) -> None:
+        """An empty directory's row goes, and what ``batch`` says is noted; a file of the same name comes into sight."""
+        batch = Batch() if batch is None else batch
         self._tree.remove(batch, entry)
         self.show_file(batch, entry)
         self._db.commit(batch)

@@ -31,11 +31,13 @@ from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
 from lakefs_fuse.fs.looking_below import LookingBelow
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import FileState
+from lakefs_fuse.fs.promised import note_dropped
 from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE, Renaming
 from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.store.protocol import Capabilities
 
 TARGET_BYTES_MAX = 4095
@@ -63,6 +65,7 @@ class Changes:
         touched_root: Callable[[], None],
     ) -> None:
         self._config, self._db, self._ns, self._files = config, database, namespace, files
+        self._journal = Journal(database)
         self._relocator, self._writeback = relocator, writeback
         self._committer, self._capabilities = committer, capabilities
         self._clock_ns, self._touched_root = clock_ns, touched_root
@@ -83,8 +86,8 @@ class Changes:
         """Without a slash at the end."""
         return self._ns.key(entry).removesuffix("/")
 
-    def _enqueue(self, builder: ChangeBuilder, doomed: list[Doomed] | None = None) -> None:
-        self.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed or []))
+    def _enqueue(self, builder: ChangeBuilder, doomed: list[Doomed] | None = None, batch: Batch | None = None) -> None:
+        self.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed or []), batch)
 
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
         """Journal a change, with ``batch``; under write-back what it takes away or shows waits for what was accepted
@@ -186,11 +189,12 @@ class Changes:
         row = self._ns.tree.named(entry.parent, entry.name)
         if row is None:
             return
+        batch = Batch()
+        note_dropped(self._journal, batch, self._files.get(entry.inode))
         if row.is_local and entry.etag:  # of an attempt whose answer was lost
             row = msgspec.structs.replace(row, etag=entry.etag)
         if row.is_local and not row.etag and not row.stamp and not self._committer.may_have(self.path(row)):
             self._ns.changing(row.parent, row.name)
-            batch = Batch()
             self._ns.tree.remove(batch, row)
             self._db.commit(batch)
             return
@@ -198,7 +202,7 @@ class Changes:
         builder = ChangeBuilder(self._ns.tree)
         self.keep_parent(builder, row)
         builder.remove(path, row)
-        self._enqueue(builder, self.orphaned(path, row))
+        self._enqueue(builder, self.orphaned(path, row), batch)
 
     def orphaned(self, path: str, entry: Entry) -> list[Doomed]:
         """Plain objects that nobody wants once the name is gone."""

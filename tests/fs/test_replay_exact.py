@@ -10,8 +10,6 @@ import trio
 import trio.testing
 
 from lakefs_fuse.catalog import committer
-from lakefs_fuse.catalog.apply import Applier
-from lakefs_fuse.catalog.record import Record
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.segments import Group
 from lakefs_fuse.data.staged_file import StagedFile
@@ -19,6 +17,7 @@ from lakefs_fuse.fs import accepting, writeback
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.store.protocol import Buffer
 from tests.fs.lakes import TTL_S, Clock, lake
 from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause
@@ -231,7 +230,7 @@ async def test_a_version_that_is_stored_while_the_next_but_one_begins_as_a_copy_
     pause = Pause(lambda request: request.what == "put" and (request.key == "file" or pack == "always"), "after")
     async with writing_back(store, tmp_path / "cache", pack=pack) as m:
 
-        async def read_while_the_first_is_stored(draft: Draft, offset: int, size: int) -> bytes:
+        async def read_while_the_first_is_stored(draft: Draft, offset: int, size: int) -> Buffer:
             monkeypatch.setattr(Draft, "read", read)
             Outage(store)
             pause.resume()
@@ -350,38 +349,6 @@ async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_no
         assert await m.tree() == {"target": b"source"}
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.tree() == {"target": b"source"}
-
-
-@pytest.mark.parametrize("pack", ["never", "always"])
-async def test_a_death_between_the_journal_of_a_rename_and_its_effect_keeps_what_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: str
-) -> None:
-    """The accepted version has its new name in the journal, and the row its old one."""
-    store, clock = MemoryStore(), Clock()
-    in_effect = Applier.apply_pending
-
-    def dying(applier: Applier, record: Record, stamp: int) -> None:
-        die(tmp_path / "cache", tmp_path / "dead")
-        in_effect(applier, record, stamp)
-
-    async with writing_back(store, tmp_path / "cache", clock=clock, pack=pack) as m:
-        await m.write("old", b"first")
-        await m.fs.make_durable()
-    async with writing_back(store, tmp_path / "cache", clock=clock, pack=pack, delay_s=NEVER_S) as m:
-        await rewrite(m, "old", b"second")
-        monkeypatch.setattr(Applier, "apply_pending", dying)
-        await m.rename("old", "new")
-        monkeypatch.setattr(Applier, "apply_pending", in_effect)
-        Outage(store)
-    store.hook = lambda request, when: None
-    async with writing_back(store, tmp_path / "dead", clock=clock, pack=pack) as m:
-        assert await m.tree() == {"new": b"second"}
-        await m.fs.make_durable()
-        await m.sync()
-        assert told(m)["conflicts"] == 0
-        assert await m.tree() == {"new": b"second"}
-    async with lake(store, tmp_path / "other", clock=clock) as other:
-        assert await other.tree() == {"new": b"second"}
 
 
 async def test_a_version_in_a_pack_that_was_not_noted_is_replaced_before_another_death(
