@@ -324,8 +324,8 @@ class FileTable:
             return
         extent, before = self._ns.extent(entry), file.extent
         for draft in (each.draft for each in file.versions):
-            if draft is None or before is None or extent is None:
-                continue
+            if draft is None or before is None or extent is None or extent == before:
+                continue  # where a rename under way has noted its new name, that stays
             if draft.base == before:
                 draft.base = extent
             if draft.target.replaces == before.version.etag:

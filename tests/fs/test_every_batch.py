@@ -18,7 +18,7 @@ import pytest
 
 from lakefs_fuse.meta.database import Batch, Database
 from tests.fs.lakes import Clock, Lake, lake
-from tests.fs.writing_back import NEVER_S, die, rewrite, told, writing_back
+from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, writing_back
 from tests.killed.users import Model, differences, seen
 from tests.memory_store import MemoryStore
 
@@ -150,6 +150,8 @@ async def test_it_is_done_or_it_is_not(tmp_path: Path, monkeypatch: pytest.Monke
         await prepare(m)
     deaths = Deaths(monkeypatch, cache, store)
     async with writing_back(store, cache, clock=clock, pack=pack, delay_s=NEVER_S) as m:
+        if name != "exchange":  # which is made in the store
+            Outage(store)
         await rewrite(m, "top/rewritten", b"rewritten")
         await m.write("top/waiting", b"waiting")
         before = await look(m)
