@@ -36,6 +36,8 @@ def carry_over(applier: Applier, record: Record, stamp: int) -> list[int]:
         if target not in sources and not _is_free(applier, entry, target, stamp):
             return []
         chosen.append((source, target, entry))
+    if len({entry.inode for _, _, entry in chosen}) < len(chosen):
+        return []  # several renames in one commit: of one name again, once another had it
     for source, _, entry in chosen:
         _free_from_key(applier, entry, source)
         _uncover(applier, entry)

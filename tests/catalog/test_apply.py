@@ -524,6 +524,18 @@ def test_a_move_over_something_newer_gives_way(tmp_path: Path) -> None:
         assert {path: shown[5] for path, shown in n.shown().items()} == {"b": 9}
 
 
+def test_a_name_that_is_renamed_twice_in_one_commit_is_two_things(tmp_path: Path) -> None:
+    """What came to have the name after the first rename goes into what had it before."""
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"))
+        twice = Change(
+            operations=[mkdir("e"), Remove("d", directory=True), mkdir("d"), mkdir("e/d"), Remove("d", directory=True)],
+            moves=[("d", "e"), ("d", "e/d")],
+        )
+        n.commit(2, change=twice)
+        assert sorted(n.shown()) == ["e/", "e/d/"]
+
+
 # -- changes made here
 
 
