@@ -218,6 +218,8 @@ class Application:
             return
         if parent is None:
             parent = self._applier.ensure_directory(above, self._time)
+        if current is not None and current.flags & Flag.XATTRS and self._watcher.keeps(current):
+            xattrs = self._tree.xattrs(current.inode)  # set here since, perhaps; they are told with what is written
         if xattrs:
             flags |= Flag.XATTRS
         batch = Batch()

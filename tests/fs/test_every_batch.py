@@ -132,7 +132,7 @@ async def check(clock: Clock, pack: str, dead: Path, store: MemoryStore, outcome
         return min((differences(each, found, xattrs=xattrs) for each in outcomes), key=len)
 
     async with writing_back(store, dead, clock=clock, pack=pack) as m:
-        assert not (lines := wrong(await look(m), xattrs=False)), f"{dead.name}: {lines}"
+        assert not (lines := wrong(await look(m), xattrs=True)), f"{dead.name}: {lines}"
         await m.fs.make_durable()
         await m.sync()
         assert told(m)["conflicts"] == 0

@@ -253,6 +253,26 @@ async def test_a_version_that_is_stored_while_the_next_but_one_begins_as_a_copy_
         assert await m.tree() == {"file": b"two three"}
 
 
+async def test_extended_attributes_that_a_commit_did_not_know_survive_two_deaths(tmp_path: Path) -> None:
+    """The second daemon has applied the commit, and did not come to tell them."""
+    store, clock = MemoryStore(), Clock()
+    store.hook = pause = Pause(lambda request: request.what == "put" and request.key.endswith(".zip"), "after")
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        await m.mkdir("journaled")
+        await m.write("file", b"bytes")
+        await reached(pause.reached)
+        await m.set_xattr("file", "user.a", b"1")
+        die(tmp_path / "cache", tmp_path / "dead")
+        pause.resume()
+    async with writing_back(store, tmp_path / "dead", clock=clock, pack="always"):
+        die(tmp_path / "dead", tmp_path / "again")
+    for cache in ("again", "other"):
+        async with writing_back(store, tmp_path / cache, clock=clock, pack="always") as m:
+            await m.fs.make_durable()
+            await m.sync()
+            assert await m.xattrs("file") == {"user.a": b"1"}
+
+
 @pytest.mark.parametrize("writing", [False, True])
 async def test_attributes_set_before_it_is_known_what_the_store_has_are_told_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writing: bool

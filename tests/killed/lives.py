@@ -129,7 +129,7 @@ async def _live(life: Life, pipe: Connection) -> list[str]:
             for user in users:
                 await mounted.mkdir(user.name)
             await mounted.fs.sync_names()
-        elif wrong := await _compare(mounted, life, users, "after a death", xattrs=False):
+        elif wrong := await _compare(mounted, life, users, "after a death", xattrs=True):
             return wrong
         if life.last:
             return await _end(mounted, life, users, store, capabilities)
