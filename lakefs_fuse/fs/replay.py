@@ -194,6 +194,8 @@ class Replay:
             if self._is_gone(item):
                 return False
             tell()
+            draft.file.ending()
+            self._files.forget_record(draft.id)  # before anybody renames the file: it would come back under this name
             owner = file.owner_of(draft)
             if owner is file:
                 file.draft = None
@@ -208,8 +210,8 @@ class Replay:
                 self._files.updated(row)
         self._writeback.forget(draft)
         await draft.discard()
-        if draft.error is None:
-            self._files.forget_record(draft.id)
+        if draft.error is not None:
+            log.warning("an upload of %s that is not needed is left to `gc`: %s", draft.target.key, draft.error)
         self._files.forget_if_idle(file)
         return True
 

@@ -13,6 +13,7 @@ from lakefs_fuse.catalog import committer
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.segments import Group
 from lakefs_fuse.data.staged_file import StagedFile
+from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.fs import accepting, writeback
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.open_file import OpenFile
@@ -20,7 +21,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.store.protocol import Buffer
 from tests.fs.lakes import TTL_S, Clock, lake
 from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
-from tests.memory_store import MemoryStore, Pause
+from tests.memory_store import Failures, MemoryStore, Pause
 from tests.write.drafting import noise, reached
 
 
@@ -253,6 +254,32 @@ async def test_a_version_that_is_stored_while_the_next_but_one_begins_as_a_copy_
         assert await m.tree() == {"file": b"two three"}
 
 
+async def test_what_the_store_had_after_all_does_not_come_back_under_a_name_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is renamed once that is known, and the daemon dies while it clears away what was staged."""
+    store, clock = MemoryStore(), Clock()
+    store.hook = pause = Pause(lambda request: request.what == "put" and request.key == "old", "after")
+
+    async def discard(_draft: Draft) -> None:
+        await trio.sleep_forever()
+
+    async with writing_back(store, tmp_path / "cache", clock=clock) as m:
+        await m.write("old", b"bytes")
+        await reached(pause.reached)
+        die(tmp_path / "cache", tmp_path / "dead")
+        pause.resume()
+    async with writing_back(store, tmp_path / "dead", clock=clock) as m:
+        monkeypatch.setattr(Draft, "discard", discard)
+        await m.rename("old", "new")
+        die(tmp_path / "dead", tmp_path / "again")
+    monkeypatch.undo()
+    async with writing_back(store, tmp_path / "again", clock=clock) as m:
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"new": b"bytes"}
+
+
 async def test_extended_attributes_that_a_commit_did_not_know_survive_two_deaths(tmp_path: Path) -> None:
     """The second daemon has applied the commit, and did not come to tell them."""
     store, clock = MemoryStore(), Clock()
@@ -315,8 +342,10 @@ async def test_a_version_whose_upload_began_before_its_stored_file_was_renamed(t
         await m.write("old", b"first")
         await m.fs.make_durable()
         await m.sync()
+        not_yet = Failures(lambda request: request.what == "complete_multipart", Unavailable("not yet"), count=10**6)
+        store.hook = not_yet
         await rewrite(m, "old", large)
-        await until(lambda: store.count("upload_part"))
+        await until(lambda: store.count("complete_multipart"))
         await m.rename("old", "new")
         store.hook = pause
         async with trio.open_nursery() as nursery:
