@@ -24,6 +24,7 @@ from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
+from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.evidence import Evidence
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem
@@ -146,14 +147,14 @@ class Assembly:
             new_id=lambda: uuid.UUID(int=ground.ids.getrandbits(128), version=4).hex,
             look_again=commits.poller.poll,
         )  # fmt: skip
+        copies = BegunCopies(database)
         self._relocator = relocator = Relocator(
-            database, namespace, files, committer, deletions, ground.client, metrics.commits,
-            after_s=config.relocate_after_s,
+            database, namespace, files, committer, deletions, ground.client, metrics.commits, copies,
+            after_s=config.relocate_after_s, hide_at=storing.hide_at, clock_ns=ground.clock_ns,
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
-            hide_at=storing.hide_at, clock_ns=ground.clock_ns,
         )  # fmt: skip
         self.writeback = writeback = self._write_back()
-        evidence = Evidence(namespace, ground.client)
+        evidence = Evidence(namespace, ground.client, copies)
         self.replay = Replay(
             database, namespace, files, writeback, evidence, metrics.writeback,
             ensure_directory=lambda path: commits.applier.ensure_directory(path, ground.clock_ns()),
@@ -221,4 +222,5 @@ class Assembly:
             nursery.start_soon(self.writeback.run)
             nursery.start_soon(self._commits.committer.run)
             nursery.start_soon(self._commits.deletions.run)
+            self._relocator.load()
             nursery.start_soon(self._relocator.run)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.errors import NotFound
+from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -30,8 +31,8 @@ class Visible:
 class Evidence:
     """See the module's head."""
 
-    def __init__(self, namespace: Namespace, client: StoreClient) -> None:
-        self._ns, self._client = namespace, client
+    def __init__(self, namespace: Namespace, client: StoreClient, copies: BegunCopies) -> None:
+        self._ns, self._client, self._copies = namespace, client, copies
         self._commits: dict[str, bool] = {}
         """Of daemons that ended: what the store said cannot change."""
 
@@ -86,6 +87,9 @@ class Evidence:
             return Visible()
         tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass")) if key == path else None
         if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
+            return Visible()
+        begun = self._copies.get(path) if key == path else None
+        if begun is not None and begun.is_it(meta, token_of(meta)):
             return Visible()
         return Visible(meta.etag, token_of(meta))
 

@@ -5,13 +5,14 @@ the store itself to the key of its new name; a commit then says that the bytes a
 every node had time to see that. A name that changed again, is being written, or whose key somebody else took, is left
 as it is: it stays readable through the commit that renamed it. A while after a rename, whether or not anything is to be
 copied, the old key is looked at once: another node may have written there in place before it heard of the rename.
-After a crash the notes go on with the next mount. Trio thread only.
+After a crash the notes go on with the next mount, and a copy that nobody told of is told of, or goes. Trio thread only.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from itertools import islice
 
 import msgspec
@@ -26,6 +27,7 @@ from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.data.version import Version
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.fs.attributes import learn
+from lakefs_fuse.fs.begun_copies import BegunCopies, BegunCopy
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.evidence import is_copy
 from lakefs_fuse.fs.files import FileTable
@@ -46,6 +48,7 @@ AT_ONCE = 4
 KEPT_NS = 120 * NS
 """The old object stays for so long: nodes that read it learn meanwhile where the bytes are now."""
 PAUSE_S = 0.5
+LATER_NS = 60 * NS
 TASKS_MAX = 256
 """Objects dealt with at a time."""
 log = logging.getLogger(__name__)
@@ -53,11 +56,12 @@ log = logging.getLogger(__name__)
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
     """What there is to do about a renamed object: look at its old key, or copy it. ``copy_ns``: when it is to be copied
-    once it was looked at; 0 where it is not."""
+    once it was looked at; 0 where it is not. ``token`` is that of the object, as far as it was looked at."""
 
     path: str
     is_check: bool
     copy_ns: int = 0
+    token: str = ""
 
 
 class Relocator:
@@ -72,6 +76,7 @@ class Relocator:
         deletions: Deletions,
         client: StoreClient,
         metrics: CommitMetrics,
+        copies: BegunCopies,
         *,
         after_s: float,
         check_s: float,
@@ -83,12 +88,19 @@ class Relocator:
         self._db, self._ns, self._files = database, namespace, files
         self._committer, self._deletions, self._client, self._metrics = committer, deletions, client, metrics
         self._after_ns, self._check_ns, self._clock_ns = int(after_s * NS), max(1, int(check_s * NS)), clock_ns
-        self._hide_at = hide_at
+        self._hide_at, self._copies = hide_at, copies
         self.moved: Callable[[Version, Version], Awaitable[None]] | None = None
         """Told of bytes that are another object now, so that the cache goes on having them."""
         self._quiet_until_ns = 0
         self.waiting = sum(1 for _ in database.scan(b"Z", b"["))
         """Renamed objects still to be looked at or copied."""
+
+    def load(self) -> None:
+        """Copies that a daemon which died had begun are looked at. Raises CacheError."""
+        batch = Batch()
+        for path in self._copies.paths():
+            self._add(batch, self._clock_ns(), Task(path, False))
+        self._db.commit(batch)
 
     def note(self, paths: Iterable[str]) -> None:
         """These names were renamed, and their bytes were not. Raises CacheError."""
@@ -136,21 +148,25 @@ class Relocator:
 
     async def _one(self, key: bytes, task: Task, few: trio.CapacityLimiter) -> None:
         async with few:
-            await (self._check if task.is_check else self._relocate)(task.path)
             batch = Batch()
-            if task.is_check and task.copy_ns:
-                self._add(batch, task.copy_ns, Task(task.path, False))
+            if task.is_check:
+                token = await self._check(task.path)
+                if task.copy_ns:
+                    self._add(batch, task.copy_ns, Task(task.path, False, 0, token))
+            elif not await self._relocate(task.path, task.token):
+                self._add(batch, self._clock_ns() + LATER_NS, task)
             batch.delete(key)
             self._db.commit(batch)
             self.waiting -= 1
 
-    async def _check(self, path: str) -> None:
+    async def _check(self, path: str) -> str:
         """Another node may have put new bytes at the old key in place, before it heard of the rename. Then the rename
         came after that: the name means those bytes, and nobody sees them under the old name. Or it removed the old
-        name: then that came before the rename, which had nothing to rename any more."""
+        name: then that came before the rename, which had nothing to rename any more. Answers the token of what is
+        there."""
         entry, row = self._renamed(path)
         if entry is None or row is None:
-            return
+            return ""
         try:
             meta = await self._client.head(row.key)
         except NotFound:
@@ -158,17 +174,18 @@ class Relocator:
             builder = ChangeBuilder(self._ns.tree)
             builder.remove(path, entry)
             self._committer.enqueue(builder.change())
-            return
+            return ""
         if meta.etag == row.etag or self._renamed(path)[1] != row:
-            return
+            return token_of(meta)
         if not token_of(meta):
             log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
-            return
+            return ""
         found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
         builder = ChangeBuilder(self._ns.tree)
         builder.put(path, found, key=row.key, hides=entry.etag)
         self._hide_at(builder, row.key, meta.etag)
         self._committer.enqueue(builder.change())
+        return token_of(meta)
 
     async def free(self, key: str) -> None:
         """Bytes are about to be put at a key where another name has its own: they are copied away first. Raises
@@ -178,14 +195,32 @@ class Relocator:
             return
         for path, entry in files_below(self._ns.tree, ROOT_INODE, ""):
             if entry.place == row.number:
-                await self._copy(path, entry, row)
+                await self._copy(path, entry, row, token_of(await self._client.head(key)))
         await self._committer.flush()
 
-    async def _relocate(self, path: str) -> None:
+    async def _relocate(self, path: str, token: str) -> bool:
+        """False where that has to be tried again later."""
         entry, row = self._wanted(path)
         if entry is not None and row is not None:
             async with self._deletions.keeping(path):
-                await self._copy(path, entry, row)
+                await self._copy(path, entry, row, token)
+            return True
+        return await self._forsake(path)
+
+    async def _forsake(self, path: str) -> bool:
+        """The name is another version's by now: a copy that was begun for it is nobody's. It stays where somebody waits
+        to be stored over it, and is known for ours until then."""
+        begun = self._copies.get(path)
+        if begun is None:
+            return True
+        if self._files.is_aimed_at(path):
+            return False
+        with suppress(NotFound):
+            meta = await self._client.head(path)
+            if begun.is_it(meta, token_of(meta)):
+                self._deletions.doom(Doomed(path, meta.etag, checked=True))
+        self._copies.end(path)
+        return True
 
     def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
         """The file at a path, if its bytes are a plain object elsewhere."""
@@ -203,13 +238,14 @@ class Relocator:
             return None, None
         return self._renamed(path)
 
-    async def _copy(self, path: str, entry: Entry, row: ObjectRow) -> None:
+    async def _copy(self, path: str, entry: Entry, row: ObjectRow, token: str) -> None:
         try:
             there = await self._client.head(path)
         except NotFound:
             there = None
         try:
             if there is None or there.etag == entry.etag:
+                self._copies.begin(path, BegunCopy(row.etag, token))
                 copied = await (self._copy_whole if row.size <= COPY_BYTES_MAX else self._copy_parts)(path, row)
             elif await is_copy(self._client, there.etag, token_of(there), row.key):
                 copied = there  # by a daemon that died, and did not come to say so
@@ -226,6 +262,7 @@ class Relocator:
         now, there_now = self._renamed(path)
         if now is None or there_now != row:
             self._deletions.doom(Doomed(path, copied.etag, checked=True))
+            self._copies.end(path)
             return
         entry = now
         moved = Relocate(
@@ -234,6 +271,7 @@ class Relocator:
         old = Doomed(row.key, row.etag, checked=True, due_ns=self._clock_ns() + KEPT_NS)
         objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
         self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
+        self._copies.end(path)
         self._metrics.relocated += 1
         if self.moved is not None:
             await self.moved(Version(row.key, row.etag, row.size), Version(path, copied.etag, row.size))

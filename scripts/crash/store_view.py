@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from scripts.crash.tree import Kind, Node
 from tests.servers import Server, s3_client
 
 COMMITS = ".lakefs/commits/"
+LOOKS_MAX = 20
 DANGLING = "is not to be read:"
 DOCUMENT = Path(__file__).parents[2] / "docs/format.md"
 Places = dict[str, tuple[Any, ...]]
@@ -31,6 +33,10 @@ def documented_reader() -> Callable[[dict[str, Any], dict[str, tuple[str, int]]]
     files.record_of = record_of
     made: Callable[[dict[str, Any], dict[str, tuple[str, int]]], Places] = files
     return made
+
+
+class Changed(Exception):
+    """An object is not the one that was listed."""
 
 
 class StoreView:
@@ -63,7 +69,14 @@ class StoreView:
         return [upload["Key"] for upload in answer.get("Uploads", ())]
 
     def look(self) -> dict[str, Node]:
-        """Files and links by path. What cannot be read is a damaged node."""
+        """Files and links by path. What cannot be read is a damaged node. The store may still be at what the daemon
+        that died had asked it for: then it is looked at once more."""
+        for _ in range(LOOKS_MAX):
+            with suppress(Changed):
+                return self._look()
+        raise Changed("objects go on changing, and nobody is at work")
+
+    def _look(self) -> dict[str, Node]:
         listed = self.listing()
         commits = [key for key in listed if key.startswith(COMMITS)]
         record_of: Callable[[bytes], Any] = self._files.record_of  # type: ignore[attr-defined]
@@ -85,19 +98,24 @@ class StoreView:
             )
         known = (key, there[0], offset, size)
         if known not in self._nodes:
-            self._nodes[known] = self._read(key, offset, size)
+            self._nodes[known] = self._read(key, there[0], offset, size)
         return self._nodes[known]
 
-    def _read(self, key: str, offset: int, size: int | None) -> Node:
+    def _read(self, key: str, etag: str, offset: int, size: int | None) -> Node:
+        byte_range = "" if size is None else f"bytes={offset}-{offset + size - 1}"
         try:
-            data = b"" if size == 0 else self._get(key, "" if size is None else f"bytes={offset}-{offset + size - 1}")
+            data = b"" if size == 0 else self._get(key, byte_range, etag)
             return Node(Kind.FILE, parse(data))
         except Damaged as error:
             return Node(Kind.FILE, damage=str(error))
 
-    def _get(self, key: str, byte_range: str = "") -> bytes:
+    def _get(self, key: str, byte_range: str = "", etag: str = "") -> bytes:
+        """Raises Changed where the ETag is another."""
         only = {"Range": byte_range} if byte_range else {}
-        body: bytes = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key, **only)["Body"].read()
+        answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key, **only)
+        if etag and answer["ETag"].strip('"') != etag:
+            raise Changed
+        body: bytes = answer["Body"].read()
         return body
 
     # -- harm, to see that it is noticed

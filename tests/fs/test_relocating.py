@@ -9,7 +9,7 @@ import pytest
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import writeback
 from tests.fs.lakes import Clock, Lake, lake
-from tests.fs.writing_back import NEVER_S, Outage, die, told, until, writing_back
+from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
 from tests.memory_store import MemoryStore, Request, When
 
 AFTER_S = 10.0
@@ -75,3 +75,51 @@ async def test_the_copy_is_no_version_of_somebody_else(tmp_path: Path) -> None:
         await m.fs.make_durable()
         assert told(m)["conflicts"] == 0
         assert await m.tree() == {"name": b"new bytes"}
+
+
+async def test_the_copy_is_known_for_ours_whatever_becomes_of_the_name(tmp_path: Path) -> None:
+    """It gets a version in a pack, the renamed object goes, and another file is renamed over it: only then a daemon
+    asks."""
+    store, clock = MemoryStore(), Clock()
+    dead = await died_having_copied(store, tmp_path, clock)
+    clock.advance(10)
+    outage = Outage(store, away=False)
+    async with writing_back(store, dead, clock=clock, pack="always") as m:
+        await rewrite(m, "name", b"in a pack")
+        await m.fs.make_durable()
+        await m.sync()
+        store.take("old")
+        outage.away = True
+        await m.write("new", b"new bytes")
+        await m.rename("new", "name")
+        die(dead, tmp_path / "again")
+    outage.away = False
+    async with writing_back(store, tmp_path / "again", clock=clock, pack="always") as m:
+        await m.fs.make_durable()
+        await m.sync()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"name": b"new bytes"}
+        await relocate(m, clock)
+        await relocate(m, clock)
+        await m.sync()
+        assert "name" not in store.objects
+
+
+async def test_a_copy_stays_while_somebody_waits_to_be_stored_over_it(tmp_path: Path) -> None:
+    """What the cache disk has may be lost; until it is in the store, nothing goes from there."""
+    store, clock = MemoryStore(), Clock()
+    dead = await died_having_copied(store, tmp_path, clock)
+    outage = Outage(store, away=False)
+    async with writing_back(store, dead, clock=clock, relocate_after_s=AFTER_S) as m:
+        outage.away = True
+        await rewrite(m, "name", b"waits")
+        assert await relocate(m, clock) == 0
+        outage.away = False
+        assert store.data("name") == b"bytes"
+        await m.fs.make_durable()
+        await relocate(m, clock)
+        await m.sync()
+        assert store.data("name") == b"waits"
+        assert await m.tree() == {"name": b"waits"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"name": b"waits"}
