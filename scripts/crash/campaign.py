@@ -326,6 +326,8 @@ class Lake:
         unfinished = statistics["unfinished"]
         assert isinstance(unfinished, list)
         for item in unfinished:
+            if item["id"] == "names":
+                continue  # the daemon's own: a renamed object was copied to its new key just now
             if item["state"] != "orphan" or item["path"] not in self._unclosed:
                 raise Failure(f"after a flush, {item} is not durable, and it was closed")
         writeback = statistics.get("writeback")
