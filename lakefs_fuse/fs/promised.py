@@ -20,7 +20,7 @@ def note_moved(journal: Journal, batch: Batch, file: OpenFile | None, path: str)
 
 
 def note_dropped(journal: Journal, batch: Batch, file: OpenFile | None) -> None:
-    """Nobody wants what was accepted of a file: another has its name."""
+    """Nobody wants what was accepted of a file: its name goes, or another has it."""
     for draft in [each.draft for each in file.versions] if file is not None else []:
         if draft is not None and draft.accepted:
             journal.put(batch, draft.id, encode(msgspec.structs.replace(draft.record(), unlinked=True)))

@@ -195,8 +195,14 @@ class Relocator:
             return
         for path, entry in files_below(self._ns.tree, ROOT_INODE, ""):
             if entry.place == row.number:
-                await self._copy(path, entry, row, token_of(await self._client.head(key)))
+                await self._copy(path, entry, row, await self._token_at(key))
         await self._committer.flush()
+
+    async def _token_at(self, key: str) -> str:
+        try:
+            return token_of(await self._client.head(key))
+        except NotFound:
+            return ""  # which the copy finds out, and tells
 
     async def _relocate(self, path: str, token: str) -> bool:
         """False where that has to be tried again later."""
@@ -250,13 +256,16 @@ class Relocator:
             elif await is_copy(self._client, there.etag, token_of(there), row.key):
                 copied = there  # by a daemon that died, and did not come to say so
             else:
+                self._copies.end(path)
                 return  # somebody else's; the next listing shows it
         except (NotFound, PreconditionFailed) as error:
+            self._copies.end(path)
             log.error(
                 "%s: its bytes were at %s, which was replaced or removed by somebody else: %s", path, row.key, error
             )
             return
         except Unsupported:
+            self._copies.end(path)
             log.info("%s stays at %s: this store does not copy objects of %d bytes", path, row.key, row.size)
             return
         now, there_now = self._renamed(path)

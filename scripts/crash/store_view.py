@@ -110,9 +110,12 @@ class StoreView:
             return Node(Kind.FILE, damage=str(error))
 
     def _get(self, key: str, byte_range: str = "", etag: str = "") -> bytes:
-        """Raises Changed where the ETag is another."""
+        """Raises Changed where it is gone, or the ETag is another."""
         only = {"Range": byte_range} if byte_range else {}
-        answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key, **only)
+        try:
+            answer = self._client.get_object(Bucket=self._bucket, Key=self._prefix + key, **only)
+        except self._client.exceptions.NoSuchKey as error:
+            raise Changed(f"{key} was listed, and is gone") from error
         if etag and answer["ETag"].strip('"') != etag:
             raise Changed
         body: bytes = answer["Body"].read()

@@ -14,7 +14,7 @@ from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import THIS, Mkdir, ObjectRef, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, Unavailable
 from lakefs_fuse.meta.entry import PENDING
-from tests.catalog.committing import Site, until
+from tests.catalog.committing import Daemon, Site, until
 from tests.catalog.nodes import at
 from tests.memory_store import Failures, Pause, Request, When
 from tests.write.drafting import reached
@@ -175,6 +175,18 @@ async def test_a_late_commit_is_said_again(tmp_path: Path) -> None:
 # -- deaths
 
 
+async def flush_and_die(site: Site, daemon: Daemon, when: When) -> None:
+    """Just before the store makes the commit, or after it, and nobody hears of that. What is left is "dead"."""
+    site.store.hook = pause = Pause(is_put, when)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(daemon.committer.flush)
+        await reached(pause.reached)
+        site.kill(daemon, "dead")
+        nursery.cancel_scope.cancel()
+        pause.resume()
+    site.store.hook = lambda request, at: None
+
+
 @pytest.mark.parametrize("when", ["journaled", "sending", "stored"])
 async def test_a_death_at_any_step_makes_the_change_once(tmp_path: Path, when: str) -> None:
     site = Site(tmp_path)
@@ -186,14 +198,7 @@ async def test_a_death_at_any_step_makes_the_change_once(tmp_path: Path, when: s
         if when == "journaled":
             site.kill(a, "dead")
         else:
-            site.store.hook = pause = Pause(is_put, "before" if when == "sending" else "after")
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(a.committer.flush)
-                await reached(pause.reached)
-                site.kill(a, "dead")
-                nursery.cancel_scope.cancel()
-                pause.resume()
-            site.store.hook = lambda request, at: None
+            await flush_and_die(site, a, "before" if when == "sending" else "after")
             if when == "sending":  # it never left
                 for key in site.commits():
                     site.store.take(key)
@@ -222,14 +227,7 @@ async def test_a_commit_that_is_damaged_when_it_is_found_is_sent_again(tmp_path:
     site = Site(tmp_path)
     with site.daemon("a") as a:
         a.enqueue(link("l"))
-        site.store.hook = pause = Pause(is_put, "after")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(a.committer.flush)
-            await reached(pause.reached)
-            site.kill(a, "dead")
-            nursery.cancel_scope.cancel()
-            pause.resume()
-        site.store.hook = lambda request, at: None
+        await flush_and_die(site, a, "after")
         shown = a.shown()
     (damaged,) = site.commits()
     site.store.give(damaged, b"\0" * 1000)

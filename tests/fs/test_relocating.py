@@ -123,3 +123,15 @@ async def test_a_copy_stays_while_somebody_waits_to_be_stored_over_it(tmp_path: 
         assert await m.tree() == {"name": b"waits"}
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.tree() == {"name": b"waits"}
+
+
+async def test_a_key_whose_object_somebody_removed_can_be_freed(tmp_path: Path) -> None:
+    """Or nothing could be stored there; and what was not copied is not known for ours."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        await m.write("old", b"bytes")
+        await m.rename("old", "name")
+        store.take("old")
+        relocator = m.fs._status._relocator
+        await relocator.free("old")
+        assert relocator._copies.paths() == []
