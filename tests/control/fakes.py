@@ -31,7 +31,7 @@ class FakeFile:
 
 @dataclass
 class FakeFilesystem:
-    """Answers from its fields; ``make_durable`` stores ``step`` bytes of every file every ``tick_s``."""
+    """Answers from its fields; ``make_durable`` stores ``step`` bytes of every file each time somebody has looked."""
 
     files: list[FakeFile] = field(default_factory=list)
     refuse: str = ""
@@ -41,6 +41,7 @@ class FakeFilesystem:
     durable_asked: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    looks: int = 0
     refreshed: int = 0
     refresh_error: LakeError | None = None
 
@@ -63,6 +64,7 @@ class FakeFilesystem:
         }
 
     def unfinished(self) -> list[FakeFile]:
+        self.looks += 1
         return list(self.files)
 
     async def make_durable(self, path: str = "") -> None:
@@ -72,7 +74,9 @@ class FakeFilesystem:
                 for file in dirty:
                     file.state, file.error = "failed", self.refuse
                 raise LakeError(self.refuse)
-            await trio.sleep(self.tick_s)
+            looks = self.looks
+            while self.looks == looks:
+                await trio.sleep(self.tick_s)
             for file in dirty:
                 file.bytes_done = min(file.bytes, file.bytes_done + self.step)
                 if file.bytes_done == file.bytes:
