@@ -27,9 +27,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Says where a file is that was accepted before whatever is held."""
 
     def mentions(self, key: str) -> bool:
-        """A name is said to be the object at ``key``."""
+        """A name is said to be the object at ``key``, or to be it no more though it has another path."""
         own = (each.path for each in self.operations if isinstance(each, Put) and each.object == OWN)
-        return key in own or any(ref.key == key for ref in self.objects[1:])
+        if key in own or any(ref.key == key for ref in self.objects[1:]):
+            return True
+        return any(each.key == key for each in self.doomed) and all(each.path != key for each in self.operations)
 
 
 class Committed(msgspec.Struct, frozen=True):

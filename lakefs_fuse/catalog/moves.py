@@ -127,7 +127,7 @@ def _uncover(applier: Applier, entry: Entry) -> None:
     batch = Batch()
     for _, found in files_below(applier.tree, entry.inode, "") if entry.is_dir else ():
         if found.is_local and (found.etag or found.stamp):
-            applier.tree.update(batch, msgspec.structs.replace(found, etag="", stamp=0))
+            applier.tree.update(batch, msgspec.structs.replace(found, etag="", stamp=0, place=0, offset=0))
     applier.database.commit(batch)
 
 

@@ -206,9 +206,9 @@ class Changes:
 
     def orphaned(self, path: str, entry: Entry) -> list[Doomed]:
         """Plain objects that nobody wants once the name is gone."""
-        if entry.is_plain or (entry.is_local and entry.etag):
+        if entry.is_plain:
             return [Doomed(path, entry.etag)]
-        doomed = [Doomed(path, entry.etag, checked=True)] if entry.etag else []
+        doomed = [Doomed(path, entry.etag, checked=not entry.is_local)] if entry.etag else []
         row = self._ns.tree.objects.get(entry.place) if entry.place else None
         if row is not None and not row.is_pack:
             doomed.append(Doomed(row.key, row.etag, checked=True))

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
@@ -370,13 +369,14 @@ class FileTable:
                 self.aim(each, draft.id, draft.target)
             self._journal.put(batch, draft.id, encode(draft.noted()))
 
-    def replaces(self, inode: int, etag: str, leaves: Sequence[Doomed] = ()) -> None:
-        """A file not stored yet will replace the plain object with this ETag (empty: none), and objects elsewhere."""
-        file = self._files.get(inode)
+    def replaces(self, entry: Entry, copied_from: str) -> None:
+        """A file not stored yet will replace the plain object with its row's ETag (empty: none), which may be a copy of
+        that at another key, and the bytes elsewhere that its row names."""
+        file = self._files.get(entry.inode)
         for each in file.versions if file is not None else ():
+            each.entry = msgspec.structs.replace(each.entry, place=entry.place, offset=entry.offset)
             if each.draft is not None:
-                each.draft.target.will_replace(etag, leaves[0].key if leaves else "")
-                each.leaves = (*each.leaves, *leaves)
+                each.draft.target.will_replace(entry.etag, copied_from)
 
     async def unlink(self, file: OpenFile, delete: Callable[[Entry], Awaitable[None]]) -> None:
         """``delete`` takes the name away; handles stay. No publishing runs meanwhile, so none can bring the name

@@ -12,7 +12,6 @@ from enum import StrEnum
 import msgspec
 import trio
 
-from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.version import Extent
@@ -53,8 +52,6 @@ class OpenFile:
     """Versions that write-back accepted before ``draft`` began, oldest first, as they were then, with the same lock."""
     late_xattrs: dict[str, bytes] | None = None
     """Set while a version was being stored, which may not tell them."""
-    leaves: tuple[Doomed, ...] = ()
-    """Objects elsewhere that nobody wants once the draft is stored."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
     beginning: trio.Lock = field(default_factory=trio.Lock)
     """Held by the one who makes the copy that the next version begins with."""
@@ -105,9 +102,8 @@ class OpenFile:
         """The accepted draft becomes a version of its own, with the attributes it has now; another may begin."""
         assert self.draft is not None
         earlier = OpenFile(
-            self.entry, self.key, self.extent, self.draft, if_absent=self.if_absent, leaves=self.leaves,
-            publishing=self.publishing,
-        )  # fmt: skip
+            self.entry, self.key, self.extent, self.draft, if_absent=self.if_absent, publishing=self.publishing
+        )
         self.draft.target.describe = earlier.describe
         self.behind.append(earlier)
         self.draft = None

@@ -194,7 +194,7 @@ class Relocator:
         if row is None:
             return
         for path, entry in files_below(self._ns.tree, ROOT_INODE, ""):
-            if entry.place == row.number:
+            if entry.place == row.number and not entry.is_local:
                 await self._copy(path, entry, row, await self._token_at(key))
         await self._committer.flush()
 
@@ -234,7 +234,7 @@ class Relocator:
         directory = self._ns.directory(above)
         entry = None if directory is None else self._ns.tree.named(directory, name.encode())
         row = self._ns.tree.objects.get(entry.place) if entry is not None and entry.place else None
-        if entry is None or row is None or row.is_pack or entry.offset or entry.size != row.size:
+        if entry is None or entry.is_local or row is None or row.is_pack or entry.offset or entry.size != row.size:
             return None, None
         return entry, row
 

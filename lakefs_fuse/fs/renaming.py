@@ -204,19 +204,19 @@ class Renaming:
         if entry.etag or entry.stamp or self._committer.may_have(old):  # what it had replaced shall nobody see again
             doomed = self._changes.orphaned(old, entry)
             self._changes.enqueue(Change(operations=[Remove(old, hides=entry.etag)], doomed=doomed))
-        moving = msgspec.structs.replace(entry, etag="", stamp=0)
-        leaves: list[Doomed] = []
+        moving = msgspec.structs.replace(entry, etag="", stamp=0, place=0, offset=0)
+        copied_from = ""
         batch = Batch()
         if there is not None:
-            row = self._ns.tree.objects.get(there.place) if there.place else None
-            if row is not None and not row.is_pack:
-                leaves.append(Doomed(row.key, row.etag, checked=True))
             path = self._changes.path(there)
-            moving = msgspec.structs.replace(entry, etag=self._ns.own_etag(path), stamp=there.stamp)
+            row = self._ns.tree.objects.get(there.place) if there.place else None
+            moving = msgspec.structs.replace(moving, etag=self._ns.own_etag(path), stamp=there.stamp)
+            if row is not None and not row.is_pack:  # for others these are the bytes of the name until it is stored
+                moving, copied_from = msgspec.structs.replace(moving, place=row.number), row.key
             self._ns.tree.remove(batch, there)
         self._ns.tree.detach(batch, entry)
-        moved = self._ns.tree.attach(batch, moving, parent, name)
-        self._files.replaces(entry.inode, moving.etag, leaves)
+        moved = self._ns.tree.attach(batch, moving, parent, name, before=entry)
+        self._files.replaces(moved, copied_from)
         note_dropped(self._journal, batch, None if there is None else self._files.get(there.inode))
         file = self._files.get(entry.inode)
         if file is not None:

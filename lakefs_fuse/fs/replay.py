@@ -242,12 +242,13 @@ class Replay:
         self._ns.changing(parent, file.entry.name)
         self._ns.changing(parent, name)
         batch = Batch()
-        if row is not None and row.is_local:
-            self._ns.tree.detach(batch, row)
+        local = row if row is not None and row.is_local else None
+        if local is not None:
+            self._ns.tree.detach(batch, local)
         elif row is not None:
             self._ns.tree.renew_inode(batch, row)
         self._ns.tree.forget_listing(batch, parent)
-        mine = self._ns.tree.attach(batch, _anew(file.entry), parent, name)
+        mine = self._ns.tree.attach(batch, _anew(file.entry), parent, name, before=local)
         for each in file.versions:
             each.entry = msgspec.structs.replace(
                 _anew(each.entry), parent=mine.parent, cookie=mine.cookie, name=mine.name

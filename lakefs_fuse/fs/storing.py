@@ -77,7 +77,7 @@ class Storing:
             stored = self._packed(file)
         else:
             stored = await self._plain(file, draft)
-        self._retire(before, stored.entry, file)
+        self._retire(before, stored.entry)
         return stored
 
     async def store_together(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> list[Stored]:
@@ -88,8 +88,8 @@ class Storing:
         before = [objects.get(file.entry.place) if file.entry.place else None for file, _ in files]
         await self.packer.commit_together(files, passed)
         stored = [self._packed(file) for file, _ in files]
-        for row, now, (file, _) in zip(before, stored, files, strict=True):
-            self._retire(row, now.entry, file)
+        for row, now in zip(before, stored, strict=True):
+            self._retire(row, now.entry)
         return stored
 
     # -- in a pack
@@ -214,10 +214,10 @@ class Storing:
         directory = self._ns.directory("/".join(above))
         name = key.rsplit("/", 1)[-1].encode()
         there = None if directory is None else self._ns.tree.named(directory, name)
-        if there is not None and (there.place or there.is_symlink):
-            builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
-        elif there is None or there.is_local:
+        if there is None or there.is_local:
             builder.operations.append(Remove(key, hides=etag))
+        elif there.place or there.is_symlink:
+            builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
 
     def adopt(self, entry: Entry) -> None:
         """A plain object that somebody else put has taken a name from bytes elsewhere: say so in a commit, or the name
@@ -232,11 +232,8 @@ class Storing:
 
     # -- what is left behind
 
-    def _retire(self, before: ObjectRow | None, now: Entry, file: OpenFile) -> None:
+    def _retire(self, before: ObjectRow | None, now: Entry) -> None:
         """The object of the version before is wanted by nobody, unless it was replaced in place."""
-        for doomed in file.leaves:
-            self._deletions.doom(doomed)
-        file.leaves = ()
         if before is not None and not before.is_pack and before.number != now.place:
             self._deletions.doom(Doomed(before.key, before.etag, checked=True))
 

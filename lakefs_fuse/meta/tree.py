@@ -224,10 +224,13 @@ class Tree:
         """Take an entry out of its directory, to be `attach`ed elsewhere; what is below it stays below it."""
         self._detach(batch, entry)
 
-    def attach(self, batch: Batch, entry: Entry, parent: int, name: bytes) -> Entry:
-        """Put a detached entry into a directory that has no such name; it keeps its inode."""
+    def attach(self, batch: Batch, entry: Entry, parent: int, name: bytes, *, before: Entry | None = None) -> Entry:
+        """Put a detached entry into a directory that has no such name; it keeps its inode. ``before`` is what was
+        detached, where its bytes are not in the same object."""
         moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=self._db.new_inode())
         self._attach(batch, moved)
+        if before is not None:
+            self._share(batch, before, moved)
         return moved
 
     def _forget_rows(self, batch: Batch, entry: Entry) -> None:

@@ -105,19 +105,23 @@ def test_ctrl_c_is_passed_on_once_and_the_childs_end_is_waited_for(tmp_path: Pat
         """,
     )
     caller = (
-        "import sys; from tests.cli.test_offline import *\n"
+        "import signal, sys; from tests.cli.test_offline import *\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in the background it may be ignored
         "try: run_offline('ingest', PLACE, protocol.IngestArgs(source=''), program=sys.argv[1:])\n"
         "except OfflineFailed as error: sys.exit(error.exit_code)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", caller, *script], stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
-    assert process.stderr is not None
-    assert process.stderr.readline() == b"lakefs-fuse: ready\n"
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline() == b"lakefs-fuse: ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.communicate()
     assert (tmp_path / "cleaned").exists()
-    process.stderr.close()
 
 
 def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import writeback
 from tests.fs.lakes import Clock, Lake, lake
 from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
-from tests.memory_store import MemoryStore, Request, When
+from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.write.drafting import reached
 
 AFTER_S = 10.0
 
@@ -135,3 +136,74 @@ async def test_a_key_whose_object_somebody_removed_can_be_freed(tmp_path: Path) 
         relocator = m.fs._status._relocator
         await relocator.free("old")
         assert relocator._copies.paths() == []
+
+
+async def renamed_away(m: Lake) -> None:
+    """`name` has its bytes at `old`."""
+    await m.write("old", b"bytes")
+    await m.fs.make_durable()
+    await m.rename("old", "name")
+    await m.fs.make_durable()
+    await m.sync()
+    assert m.fs.xattr((await m.found("name")).inode, "user.lakefs.location").endswith(b"/old")
+
+
+async def test_the_old_key_stays_taken_while_what_replaces_its_new_name_is_written(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack="never") as m:
+        await renamed_away(m)
+        handle = await m.create("tmp")
+        await m.fs.write(handle, 0, b"new bytes")
+        await m.rename("tmp", "name")
+        await m.write("old", b"others")
+        async with lake(store, tmp_path / "other") as other:
+            assert await other.tree() == {"name": b"bytes", "old": b"others"}
+        await m.close(handle)
+        await m.sync()
+        assert await m.tree() == {"name": b"new bytes", "old": b"others"}
+        await until(lambda: b"bytes" not in [data for data, _ in store.objects.values()])
+    async with lake(store, tmp_path / "last") as other:
+        assert await other.tree() == {"name": b"new bytes", "old": b"others"}
+
+
+async def test_the_old_key_stays_taken_until_what_replaced_its_new_name_is_stored(tmp_path: Path) -> None:
+    """What was begun before that was accepted may be stored before it."""
+    store = MemoryStore()
+    pause = Pause(lambda request: request.what == "put" and request.key == "name")
+    async with writing_back(store, tmp_path / "cache") as m:
+        await renamed_away(m)
+        handle = await m.create("tmp 2")
+        store.hook = pause
+        await m.write("tmp", b"new bytes")
+        await m.rename("tmp", "name")
+        await m.rename("tmp 2", "old")
+        await m.fs.write(handle, 0, b"others")
+        await m.close(handle)
+        await reached(pause.reached)
+        await until(lambda: b"others" in [data for data, _ in store.objects.values()])
+        async with lake(store, tmp_path / "other") as other:
+            assert (await other.tree())["name"] == b"bytes"
+        pause.resume()
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"name": b"new bytes", "old": b"others"}
+    async with lake(store, tmp_path / "last") as other:
+        assert await other.tree() == {"name": b"new bytes", "old": b"others"}
+
+
+async def test_what_a_file_replaced_at_another_key_goes_when_it_is_stored_after_a_death(tmp_path: Path) -> None:
+    store = MemoryStore()
+    cache, dead = tmp_path / "cache", tmp_path / "dead"
+    outage = Outage(store, away=False)
+    async with writing_back(store, cache, delay_s=NEVER_S) as m:
+        await renamed_away(m)
+        await m.write("tmp", b"new bytes")
+        await m.rename("tmp", "name")
+        die(cache, dead)
+        outage.away = True
+    outage.away = False
+    async with writing_back(store, dead) as m:
+        await m.fs.make_durable()
+        await m.sync()
+        await until(lambda: "old" not in store.objects)
+        assert await m.tree() == {"name": b"new bytes"}
