@@ -284,6 +284,7 @@ class WriteBack:
     async def drain(self, items: list[Accepted]) -> None:
         """All of these are durable (or superseded) when this returns. Raises the LakeError of an attempt that began
         after the call."""
+        items = self._with_older_versions(items)
         drain = Drain({item.sequence for item in items}, self._attempts)
         if not drain.wanted:
             return
@@ -304,6 +305,13 @@ class WriteBack:
             if not any(drain.wanted for drain in self._drains):
                 for item in self._items.values():
                     item.urgent = False
+
+    def _with_older_versions(self, items: list[Accepted]) -> list[Accepted]:
+        """A version that is on its way already may not come after a newer one of its file that somebody waits for."""
+        newest: dict[int, int] = {}
+        for item in items:
+            newest[id(item.file)] = max(item.sequence, newest.get(id(item.file), 0))
+        return [item for item in self._items.values() if item.sequence <= newest.get(id(item.file), 0)]
 
     async def patiently(self, path: str, attempt: Callable[[], Awaitable[None]], patience_s: float) -> None:
         """Where ``path`` is write-back's, ``attempt`` is made again while the store is away, as long as a writer would

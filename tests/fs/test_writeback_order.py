@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.catalog.archive import locate, parse_commit_key, read_record
 from lakefs_fuse.catalog.record import Put
 from lakefs_fuse.fs import newest
 from tests.fs.lakes import Lake, lake
-from tests.fs.writing_back import Outage, die, made_visible, rewrite, told, until, writing_back
+from tests.fs.writing_back import LARGE, NEVER_S, Outage, die, made_visible, rewrite, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.write.drafting import noise, reached
 
 
 @pytest.mark.parametrize("pack", ["never", "always"])
@@ -179,3 +181,31 @@ async def test_a_renamed_file_that_goes_again_is_never_seen_with_older_bytes(
     assert ("new", len(b"first")) not in said(store)
     async with lake(store, tmp_path / "somebody") as other:
         assert await other.tree() == expected
+
+
+async def test_an_older_version_that_is_on_its_way_is_not_passed_by_the_newer(tmp_path: Path) -> None:
+    """After a death a rename waits for the newer one only: of the older it is known that the store has nothing."""
+    store = MemoryStore()
+    cache, dead = tmp_path / "cache", tmp_path / "dead"
+    outage = Outage(store)
+    older, newer = noise(1, LARGE), b"newer"
+    async with writing_back(store, cache, delay_s=NEVER_S) as m:
+        await m.write("a", older)
+        await m.write("b", b"after it")  # so that the older one becomes visible
+        await rewrite(m, "a", newer)
+        die(cache, dead)
+        outage.away = False
+    store.objects.clear()
+    pause = Pause(lambda request: request.what == "upload_part" and request.key == "a")
+    store.hook = pause
+    async with writing_back(store, dead) as m:
+        await reached(pause.reached)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.rename, "a", "c")
+            await trio.testing.wait_all_tasks_blocked(0.2)
+            assert "a" not in store.objects
+            pause.resume()
+        await m.fs.make_durable()
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"b": b"after it", "c": newer}
