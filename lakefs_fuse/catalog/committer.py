@@ -394,8 +394,8 @@ class Committer:
     ) -> None:
         """The commit is in the store: note that here. What cannot be noted is applied by the next poll."""
         try:
-            self._let_pass(sending)
             self._drop(journaled, record.time)
+            self._let_pass(sending)
             self._applier.apply(_own_part(record, sending), this, own=True, whole=False)
             self._end_sending()
             if doomed:
@@ -473,8 +473,8 @@ class Committer:
             self._end_sending()
             return
         done = {sequence: self._pending[sequence] for sequence in sending.sequences if sequence in self._pending}
-        self._let_pass(sending)
         self._drop(done, sending.time)
+        self._let_pass(sending)
         if not self._applier.is_applied(record.time, record.writer):
             self._clock.seen(record.time)
             this = ObjectRef(meta.key, meta.etag, meta.size)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import msgspec
 import trio
@@ -29,7 +28,7 @@ from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.replay import Replay
-from lakefs_fuse.fs.storing import Stored, Storing
+from lakefs_fuse.fs.storing import Late, Stored, Storing
 from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -44,15 +43,6 @@ COPY_STEP_BYTES = 4 << 20
 STAGE_WHOLE_S_MAX = 2.0
 """So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Attributes that were set while the version was being stored; ``xattrs`` None where none of those were."""
-
-    file: OpenFile
-    wanted: Entry
-    xattrs: dict[str, bytes] | None
 
 
 class Newest:
@@ -230,10 +220,10 @@ class Newest:
     def _commit(self, batch: Batch, attributes_set: list[Late | None]) -> None:
         """Where that fails the bytes are durable all the same; the next listing, or the next mount, finds out."""
         try:
-            self._db.commit(batch)
-            for late in attributes_set:
-                if late is not None:
-                    self._storing.set_attributes(late.file, late.wanted, late.xattrs)
+            if late := [each for each in attributes_set if each is not None]:
+                self._storing.set_attributes(late, batch)  # with the records, or a death between would lose them
+            else:
+                self._db.commit(batch)
         except CacheError as error:
             log.error("what was stored just now is in the store, but that could not be noted: %s", error)
 

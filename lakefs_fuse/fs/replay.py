@@ -28,6 +28,7 @@ from lakefs_fuse.fs.evidence import Evidence, path_of
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.fs.storing import Late
 from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -53,7 +54,7 @@ class Replay:
         *,
         ensure_directory: Callable[[str], int],
         say: Callable[[str, ObjectMeta], None],
-        set_attributes: Callable[[OpenFile, Entry, dict[str, bytes] | None], None],
+        set_attributes: Callable[[list[Late]], None],
     ) -> None:
         """``ensure_directory(path)`` answers the inode of a directory, made where it is missing."""
         self._db, self._ns, self._files, self._writeback = database, namespace, files, writeback
@@ -172,7 +173,7 @@ class Replay:
             late = None
         told, now = (attributes.describe(each, with_mtime=True) for each in (row, wanted))
         if late is not None or told != now:
-            self._set_attributes(OpenFile(row, file.key, None), wanted, late)
+            self._set_attributes([Late(OpenFile(row, file.key, None), wanted, late)])
 
     def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int) -> None:
         """The row tells of the plain object that the draft became."""

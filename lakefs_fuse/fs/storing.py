@@ -26,6 +26,7 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 from lakefs_fuse.meta.objects import ObjectRow
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -37,6 +38,15 @@ if TYPE_CHECKING:
 CHOSEN_TIMES_NS = 60_000_000_000
 """An mtime that differs so much from when the object was stored was chosen by somebody."""
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Attributes that were set while the version was being stored; ``xattrs`` None where none of those were."""
+
+    file: OpenFile
+    wanted: Entry
+    xattrs: dict[str, bytes] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +258,14 @@ class Storing:
         """An object that was stored for a name that is gone. Raises CacheError."""
         self._deletions.doom(Doomed(meta.key, meta.etag, checked=True))
 
-    def set_attributes(self, file: OpenFile, wanted: Entry, xattrs: dict[str, bytes] | None = None) -> None:
-        """Attributes that were set after the store had been told of the file's. Raises CacheError."""
-        entry = msgspec.structs.replace(
-            file.entry, mode=wanted.mode, uid=wanted.uid, gid=wanted.gid, mtime_ns=wanted.mtime_ns
-        )
+    def set_attributes(self, attributes: Iterable[Late], batch: Batch | None = None) -> None:
+        """Attributes that were set after the store had been told of the files'; journaled with ``batch``. Raises
+        CacheError."""
         builder = ChangeBuilder(self._ns.tree)
-        builder.set_attributes(file.key, entry, xattrs)
-        self._committer.enqueue(builder.change())
+        for late in attributes:
+            wanted = late.wanted
+            entry = msgspec.structs.replace(
+                late.file.entry, mode=wanted.mode, uid=wanted.uid, gid=wanted.gid, mtime_ns=wanted.mtime_ns
+            )
+            builder.set_attributes(late.file.key, entry, late.xattrs)
+        self._committer.enqueue(builder.change(), batch)
