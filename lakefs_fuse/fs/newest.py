@@ -126,9 +126,12 @@ class Newest:
                 stored = await self._storing.store(owner, draft, alone=item is not None)
                 reached("publish.sent")
                 batch = Batch()
+                older = self._pass(file, draft, batch)
                 late = self._accept(file, draft, stored, batch)
                 self._commit(batch, [late])
             reached("publish.noted")
+            for each in older:
+                self._writeback.was_superseded(each)
             if stored.published is not None:
                 await trio.to_thread.run_sync(self._to_cache, draft, stored)
             self._end(draft, stored)
@@ -172,21 +175,14 @@ class Newest:
         files = [(owner, item.draft) for item, owner in taken]
         together = await self._storing.store_together(files, [item.draft for item, _ in passed])
         batch = Batch()
+        older = [each for item, _ in taken for each in self._pass(item.file, item.draft, batch)]
         late = [
             self._accept(item.file, item.draft, stored, batch)
             for (item, _), stored in zip(taken, together, strict=True)
         ]
-        for item, _ in passed:  # with the newer ones, or the next mount would take these for newest
-            item.draft.unlinked = True
-            if item.draft.is_unknown_to_store:
-                item.draft.file.ending()
-                self._journal.delete(batch, item.draft.id)
-            else:
-                self._journal.put(batch, item.draft.id, encode(item.draft.record()))
         self._commit(batch, late)
-        for item, owner in passed:
-            item.file.behind = [earlier for earlier in item.file.behind if earlier is not owner]
-            self._writeback.was_superseded(item.draft)
+        for each in older:
+            self._writeback.was_superseded(each)
         for (item, owner), stored in zip(taken, together, strict=True):
             self._end(item.draft, stored)
             if not item.file.unlinked:
@@ -196,6 +192,21 @@ class Newest:
         draft.close(unlink=stored.published is None)
         if draft.accepted:
             self._writeback.forget(draft)
+
+    def _pass(self, file: OpenFile, draft: Draft, batch: Batch) -> list[Draft]:
+        """Older versions that did not come before this one, because they failed or a pack passed them: nobody wants
+        them, and neither a later attempt nor the next mount shall take them for newest."""
+        older = [each for each in file.behind if each.draft is not None and each.draft.accepted < draft.accepted]
+        file.behind = [each for each in file.behind if each not in older]
+        passed = [each.draft for each in older if each.draft is not None]
+        for each in passed:
+            each.unlinked = True
+            if each.is_unknown_to_store:
+                each.file.ending()
+                self._journal.delete(batch, each.id)
+            else:
+                self._journal.put(batch, each.id, encode(each.record()))
+        return passed
 
     def _accept(self, file: OpenFile, draft: Draft, stored: Stored, batch: Batch) -> Late | None:
         """These bytes are the newest version in the store, whatever was written since; noted in ``batch``."""

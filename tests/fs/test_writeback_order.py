@@ -11,6 +11,7 @@ import trio.testing
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.catalog.archive import locate, parse_commit_key, read_record
 from lakefs_fuse.catalog.record import Put
+from lakefs_fuse.errors import StoreError
 from lakefs_fuse.fs import newest
 from tests.fs.lakes import Lake, lake
 from tests.fs.writing_back import LARGE, NEVER_S, Outage, die, made_visible, rewrite, told, until, writing_back
@@ -209,3 +210,27 @@ async def test_an_older_version_that_is_on_its_way_is_not_passed_by_the_newer(tm
         await m.sync()
     async with lake(store, tmp_path / "other") as other:
         assert await other.tree() == {"b": b"after it", "c": newer}
+
+
+async def test_an_older_version_that_failed_does_not_come_over_the_newer(tmp_path: Path) -> None:
+    store = MemoryStore()
+    outage = Outage(store)
+    newer = b"newer"
+
+    def refuse(request: Request, when: When) -> None:
+        if request.what == "upload_part" and when == "before":
+            raise StoreError("not this one")
+
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("a", noise(1, LARGE))
+        await m.write("b", b"after it")  # so that the older one becomes visible
+        await rewrite(m, "a", newer)
+        outage.away, outage.then = False, refuse
+        await until(lambda: "a" in store.objects)
+        outage.then = lambda _request, _when: None
+        await m.fs.make_durable()
+        assert store.data("a") == newer
+        await until(lambda: not told(m)["files"] and not m.fs.unfinished())
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.fs.make_durable()
+        assert await m.tree() == {"a": newer, "b": b"after it"}
