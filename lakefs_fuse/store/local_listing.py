@@ -21,7 +21,7 @@ from itertools import islice
 
 from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import StoreError, Unsupported
-from lakefs_fuse.store.local_tree import HIDDEN, LocalTree, empty_directory, file_etag, translated
+from lakefs_fuse.store.local_tree import HIDDEN, LocalTree, empty_directory, file_etag, translated, was_emptied
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
 NAMES_MAX = 65_536
@@ -163,7 +163,7 @@ def _chain(first: Item, rest: _Walk) -> _Walk:
 
 def _status_of_empty(directory: str, key: str) -> ObjectMeta | None:
     try:
-        return empty_directory(key, os.lstat(directory))
+        return None if was_emptied(directory) else empty_directory(key, os.lstat(directory))
     except OSError:
         return None
 

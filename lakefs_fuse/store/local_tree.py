@@ -21,6 +21,7 @@ import random
 import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 from lakefs_fuse.config import RESERVED_NAME
@@ -47,6 +48,9 @@ METADATA_XATTR = "user.lakefs.metadata"
 that another tool rewrote in place does not keep what was said about its former contents."""
 MARKER_XATTR = "user.lakefs.marker"
 """JSON ``{"version": n, "metadata": {…}}`` on a directory: it is the object ``dir/`` and stays when emptied."""
+EMPTIED_XATTR = "user.lakefs.emptied"
+"""On a directory whose last object is being removed here: until it goes, or if this process ends before, it is no
+object, though empty directories that others made are."""
 METADATA_BYTES_MAX = 2048
 """S3's own limit; ext4 keeps about 4000 bytes of attributes with a file."""
 NAME_BYTES_MAX = 255
@@ -224,7 +228,7 @@ class LocalTree:
                 empty = next(entries, None) is None
         except OSError:
             return None
-        return empty_directory(key, status) if empty else None
+        return empty_directory(key, status) if empty and not was_emptied(path) else None
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -317,11 +321,13 @@ class LocalTree:
             if key.endswith("/"):
                 if not stat.S_ISDIR(mode):
                     return None
+                self._note_last(path)
                 with contextlib.suppress(OSError):
                     os.removexattr(path, MARKER_XATTR)
                 return path
             if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                 return None
+            self._note_last(parent)
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -331,6 +337,7 @@ class LocalTree:
         """Remove ``path`` and its parents as long as they are empty and carry no marker; the survivor is synced."""
         while path != self.root and _read_xattr(path, MARKER_XATTR) is None:
             try:
+                self._note_last(os.path.dirname(path))
                 os.rmdir(path)
             except FileNotFoundError:
                 pass
@@ -339,6 +346,16 @@ class LocalTree:
             path = os.path.dirname(path)
         with contextlib.suppress(OSError):
             sync_directory(path)
+
+    def _note_last(self, directory: str) -> None:
+        """The only entry of a directory is about to be removed, perhaps."""
+        if directory == self.root:
+            return
+        with contextlib.suppress(OSError):
+            with os.scandir(directory) as entries:
+                if len(list(islice(entries, 2))) > 1:
+                    return
+            os.setxattr(directory, EMPTIED_XATTR, b"")
 
     def _remove_old_temporaries(self) -> None:
         limit_s = self._now_ns() / 1e9 - TMP_AGE_S_MAX
@@ -352,6 +369,15 @@ class LocalTree:
 def empty_directory(key: str, status: os.stat_result) -> ObjectMeta:
     """The object that an empty directory without a marker is."""
     return ObjectMeta(key, 0, f"{status.st_mtime_ns:x}-{status.st_ino:x}", status.st_mtime_ns, {})
+
+
+def was_emptied(path: str) -> bool:
+    """Its last object was removed here, and it is about to go."""
+    try:
+        os.getxattr(path, EMPTIED_XATTR)
+    except OSError:
+        return False
+    return True
 
 
 def encode_metadata(version: int | str, metadata: Mapping[str, str]) -> bytes:

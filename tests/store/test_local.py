@@ -117,6 +117,33 @@ def test_keys_that_cannot_be_paths(store: LocalStore, key: str) -> None:
     assert list(store.list_page(key).objects) == []
 
 
+@pytest.mark.parametrize("removed", [["above/dir/a"], ["above/marked/"]])
+def test_a_directory_that_is_about_to_go_is_no_object(
+    store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch, removed: list[str]
+) -> None:
+    """Neither for who looks right then, nor where the process ends right then."""
+    seen: list[list[str]] = []
+    store.put(removed[0], b"")
+    rmdir = os.rmdir
+
+    def seeing(path: str) -> None:
+        seen.append(keys(store))
+        with pytest.raises(NotFound):
+            store.head(f"{Path(path).relative_to(root)}/")
+        rmdir(path)
+
+    monkeypatch.setattr(os, "rmdir", seeing)
+    store.delete(removed[0])
+    assert seen == [[], []]
+    assert not (root / "above").exists()
+    monkeypatch.setattr(os, "rmdir", lambda _: None)
+    store.put(removed[0], b"")
+    store.delete_many(removed)
+    assert keys(store) == []
+    store.put("above/dir/b", b"")
+    assert keys(store) == ["above/dir/b"]
+
+
 def test_empty_directories_are_objects(store: LocalStore, root: Path) -> None:
     (root / "made/by/hand").mkdir(parents=True)
     assert keys(store) == ["made/by/hand/"]
