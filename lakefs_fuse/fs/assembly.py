@@ -183,7 +183,7 @@ class Assembly:
         )  # fmt: skip
         relocator.moved = keeper.moved
         watcher.watch(self.filesystem, namespace, files)
-        storing.elsewhere, storing.free = relocator.note, relocator.free
+        storing.elsewhere, storing.free, namespace.strays = relocator.note, relocator.free, files.strays
         if not config.read_only:
             namespace.overridden = storing.adopt
             storing.packer = Packer(

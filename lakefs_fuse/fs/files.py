@@ -279,17 +279,14 @@ class FileTable:
     def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
         """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,
         there that belong to another name."""
-        taken = self._ns.tree.objects.used(file.key) is not None or any(
-            other.draft is not None and not other.unlinked and other.draft.target.key == file.key
-            for other in self._elsewhere()
-            if other.entry.inode != file.entry.inode
-        )
+        taken = self._ns.tree.objects.used(file.key) is not None or file.key in self.strays()
         target.key, target.path = (OBJECTS + draft_id, file.key) if taken else (file.key, "")
 
-    def _elsewhere(self) -> list[OpenFile]:
-        """Files that were renamed after their upload began: they are stored at a key that was theirs."""
+    def strays(self) -> set[str]:
+        """Keys where files are, or will be, stored that were renamed after their upload began."""
         self._renamed = {inode for inode in self._renamed if inode in self._files}
-        return [version for inode in self._renamed for version in self._files[inode].versions]
+        renamed = [each for inode in self._renamed for each in self._files[inode].versions if not each.unlinked]
+        return {each.draft.target.key for each in renamed if each.draft and each.draft.target.key != each.key}
 
     async def close_file(self, file: OpenFile) -> None:
         """See `Newest.close`."""

@@ -103,15 +103,17 @@ class DirectoryMerge:
         keep: Callable[[Entry], bool] = lambda _: False,
         changed: Callable[[int, bytes], None] = lambda _parent, _name: None,
         overridden: Callable[[Entry], None] = lambda _: None,
+        strays: Collection[str] = (),
     ) -> None:
         """``prefix`` is the directory's. ``changed(parent, name)`` is told of names the kernel may remember wrongly,
-        ``overridden`` of plain objects that took a name from bytes elsewhere."""
+        ``overridden`` of plain objects that took a name from bytes elsewhere. ``strays`` are keys where files of other
+        names come to lie."""
         self._db, self._tree, self._metrics = database, tree, metrics
         self._directory = directory
         self._now_ns = now_ns
         self._touched = touched
         self._keep = keep
-        self._changed, self._overridden = changed, overridden
+        self._changed, self._overridden, self._strays = changed, overridden, strays
         self._prefix = prefix.encode("utf-8", "surrogatepass")
         self._outsiders: list[Entry] = []
         self.ghosts: list[bytes] = []
@@ -141,7 +143,7 @@ class DirectoryMerge:
         earlier = list(islice(self._tree.children(self._directory), EARLIER_MAX + 1))
         if len(earlier) <= EARLIER_MAX:
             self._earlier = {entry.cookie for entry in earlier if entry.flags & Flag.LISTED or _needs_object(entry)}
-            self._is_blank = not earlier
+            self._is_blank = not earlier and not self._strays
             self._here = bytearray(HERE_BYTES) if self._is_blank else None
             self._changes = self._db.changes
 
@@ -369,7 +371,7 @@ class DirectoryMerge:
         return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
 
     def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
-        if self._is_removed(name, meta):
+        if self._is_removed(name, meta) or meta.key in self._strays:
             return
         if self._tree.named(self._directory, name + b"/") is not None:
             self._shadowed[name] = meta

@@ -66,6 +66,8 @@ class Namespace:
     ) -> None:
         self.tree = Tree(database)
         self.overridden: Callable[[Entry], None] = lambda _: None
+        self.strays: Callable[[], set[str]] = set
+        """Keys where other names' files come to lie."""
         """Told of plain objects that took a name from bytes elsewhere."""
         self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
         self._ttl_ns = int(ttl_s * NS)
@@ -377,6 +379,7 @@ class Namespace:
             keep=self._keep,
             changed=self._changed,
             overridden=self.overridden,
+            strays=self.strays(),
         )
 
     # -- changing

@@ -11,8 +11,8 @@ import trio
 
 from tests.fs.lakes import TTL_S, Clock, lake, two_lakes
 from tests.fs.writing_back import KIB, LARGE, Outage, die, until, writing_back
-from tests.memory_store import MemoryStore, Pause
-from tests.write.drafting import reached
+from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.write.drafting import noise, reached
 
 
 async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it(tmp_path: Path) -> None:
@@ -161,3 +161,40 @@ async def test_what_a_listing_shows_is_not_said_again_over_a_rename(tmp_path: Pa
         assert await one.tree() == await two.tree() == {"f": b"kept"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"f": b"kept"}
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_what_was_stored_at_the_key_before_a_rename_is_not_seen_there_after_a_death(
+    tmp_path: Path, listed: bool
+) -> None:
+    """Not even before the next mount has asked the store what became of it."""
+    store, clock, data = MemoryStore(), Clock(), noise(1, LARGE)
+    cache, dead = tmp_path / "cache", tmp_path / "dead"
+    parts = Pause(lambda request: request.what == "upload_part")
+
+    def dying(request: Request, when: When) -> None:
+        if request.what == "complete_multipart" and when == "after":
+            die(cache, dead)
+            outage.away = True
+
+    async with writing_back(store, cache, clock=clock) as m:
+        if listed:
+            await m.names()
+        store.hook = parts
+        await m.write("a", data)
+        await reached(parts.reached)
+        await m.rename("a", "b")
+        outage = Outage(store, away=False)
+        outage.then = dying
+        parts.resume()
+        await until(dead.exists)
+    asked = Pause(lambda request: request.what == "head" and request.key == "a")
+    store.hook = asked
+    clock.advance(TTL_S + 1)
+    async with writing_back(store, dead, clock=clock) as m:
+        await reached(asked.reached)
+        assert await m.names() == ["b"]
+        asked.resume()
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"b": data}
