@@ -29,9 +29,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     def mentions(self, key: str) -> bool:
         """A name is said to be the object at ``key``, or to be it no more though it has another path."""
         own = (each.path for each in self.operations if isinstance(each, Put) and each.object == OWN)
-        if key in own or any(ref.key == key for ref in self.objects[1:]):
-            return True
-        return any(each.key == key for each in self.doomed) and all(each.path != key for each in self.operations)
+        return key in own or key in self.leaving() or any(ref.key == key for ref in self.objects[1:])
+
+    def leaving(self) -> list[str]:
+        """Keys of doomed objects that had the bytes of a name at another path."""
+        paths = {each.path for each in self.operations} if self.doomed else ()
+        return [each.key for each in self.doomed if each.key not in paths]
 
 
 class Committed(msgspec.Struct, frozen=True):

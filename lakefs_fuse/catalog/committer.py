@@ -30,6 +30,7 @@ from lakefs_fuse.catalog.archive import Member, build, commit_key, fetch_record
 from lakefs_fuse.catalog.change import Change, Committed, Sending, Unsure, is_of_directory, merged, paths_of
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
+from lakefs_fuse.catalog.leaving import Leaving
 from lakefs_fuse.catalog.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr, encode
 from lakefs_fuse.catalog.window import WINDOW_NS
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
@@ -65,12 +66,12 @@ class Committer:
         delay_s: float = 1.0,
     ) -> None:
         self._db, self._client, self._applier, self._deletions = database, client, applier, deletions
-        self._clock, self._metrics = clock, metrics
+        self._clock, self._metrics, self._delay_s = clock, metrics, delay_s
         self.writer = writer
-        self._delay_s = delay_s
         self._lock = trio.Lock()
         self._kick = trio.Event()
         self._pending: dict[int, Change] = {}
+        self.leaving = Leaving()
         self._sequence = 0
         self._sending: Sending | None = None
         self._unsure: Unsure | None = None
@@ -84,7 +85,7 @@ class Committer:
         """What a daemon that ended left in the journal; called once."""
         for key, raw in self._db.scan(b"C", b"D"):
             self._sequence = int.from_bytes(key[1:], "big")
-            self._pending[self._sequence] = msgspec.msgpack.decode(raw, type=Change)
+            self._wait(self._sequence, msgspec.msgpack.decode(raw, type=Change))
         raw_sending = self._db.get(b"Msending")
         if raw_sending is not None:
             self._sending = msgspec.msgpack.decode(raw_sending, type=Sending)
@@ -153,7 +154,7 @@ class Committer:
         return self._unsure is not None and any(each.path == path for each in self._unsure.record.operations)
 
     def mentions(self, key: str) -> bool:
-        """What is journaled, and not held, says of a name that it is the object at ``key``."""
+        """What is journaled, and not held, says so of a key: see `Change.mentions`."""
         return any(change.mentions(key) for change in self._sendable().values())
 
     # -- journaled changes
@@ -169,9 +170,20 @@ class Committer:
         batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
         self._db.commit(batch)
         self._sequence = sequence
-        self._pending[sequence] = change
+        self._wait(sequence, change)
         self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         self._kick.set()
+
+    def _wait(self, sequence: int, change: Change) -> None:
+        self._pending[sequence] = change
+        self.leaving.begin(sequence, change)
+
+    def retire(self, doomed: Doomed) -> None:
+        """An object goes when what is journaled now is in the store: others need it until then. Raises CacheError."""
+        if self._pending:
+            self.enqueue(Change(doomed=[doomed]))
+        else:
+            self._deletions.doom(doomed)
 
     def _outdate(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
         """Others are sent ahead of these changes, which shall not say later where the same files were. With ``time``,
@@ -443,6 +455,7 @@ class Committer:
                 self._deletions.add(batch, doomed)
             self._db.commit(batch)
             self._pending.pop(sequence, None)
+            self.leaving.end(sequence)
 
     def _end_sending(self) -> None:
         if self._sending is not None:

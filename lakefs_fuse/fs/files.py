@@ -279,7 +279,8 @@ class FileTable:
     def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
         """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,
         there that belong to another name."""
-        taken = self._ns.tree.objects.used(file.key) is not None or file.key in self.strays()
+        used = self._ns.tree.objects.used(file.key) is not None or self._storing.is_leaving(file.key)
+        taken = used or file.key in self.strays()
         target.key, target.path = (OBJECTS + draft_id, file.key) if taken else (file.key, "")
 
     def strays(self) -> set[str]:

@@ -260,6 +260,6 @@ class Packer:
                     hides=hides, xattrs=xattrs,
                 )
             )  # fmt: skip
-            if hides:
+            if hides and file.key not in self._committer.leaving:
                 doomed.append(Doomed(file.key, hides, checked=True))
         return Change(operations=operations, doomed=doomed)

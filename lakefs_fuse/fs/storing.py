@@ -179,7 +179,8 @@ class Storing:
         builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
             self.hide_at(builder, key, entry.etag)
-        doomed = [Doomed(path, hides, checked=True)] if hides and key != path else []
+        goes = hides and key != path and path not in self._committer.leaving
+        doomed = [Doomed(path, hides, checked=True)] if goes else []
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
         if key != path:
             self.elsewhere([path])
@@ -208,6 +209,10 @@ class Storing:
         if shown and meta.key == path and tombstone is None and (there is None or not there.stamp):
             return  # as every listing shows
         self._name(path, entry, meta.key)
+
+    def is_leaving(self, key: str) -> bool:
+        """See `Leaving`."""
+        return key in self._committer.leaving
 
     @property
     def newest_change(self) -> int:
@@ -245,7 +250,7 @@ class Storing:
     def _retire(self, before: ObjectRow | None, now: Entry) -> None:
         """The object of the version before is wanted by nobody, unless it was replaced in place."""
         if before is not None and not before.is_pack and before.number != now.place:
-            self._deletions.doom(Doomed(before.key, before.etag, checked=True))
+            self._committer.retire(Doomed(before.key, before.etag, checked=True))
 
     async def forsake_late(self, draft: Draft) -> None:
         """An attempt to store a version that nobody wants any more may have worked. Raises LakeError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import writeback
 from tests.fs.lakes import Clock, Lake, lake
-from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
+from tests.fs.writing_back import LARGE, NEVER_S, Outage, die, rewrite, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.write.drafting import reached
 
@@ -207,3 +208,47 @@ async def test_what_a_file_replaced_at_another_key_goes_when_it_is_stored_after_
         await m.sync()
         await until(lambda: "old" not in store.objects)
         assert await m.tree() == {"name": b"new bytes"}
+
+
+@pytest.mark.parametrize("how", ["rewritten", "removed"])
+async def test_the_old_object_stays_while_others_do_not_know_that_nobody_needs_it(tmp_path: Path, how: str) -> None:
+    """The file was renamed with its directory, which is held until a large file is stored, and then changed."""
+    store = MemoryStore()
+    pause = Pause(lambda request: request.what == "upload_part")
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.mkdir("d")
+        await m.write("d/old", b"bytes")
+        await m.fs.make_durable()
+        await m.rename("d/old", "d/name")
+        await m.fs.make_durable()
+        await m.sync()
+        store.hook = pause
+        others = await m.create("tmp")  # begun before, these need not wait for the large one
+        if how == "rewritten":
+            handle = await m.open("d/name", os.O_RDWR | os.O_TRUNC)
+        await m.write("large", bytes(LARGE))
+        await m.rename("d", "e")
+        if how == "rewritten":
+            await m.fs.write(handle, 0, b"new bytes")
+            await m.close(handle)
+            await until(lambda: "e/name" in store.objects)
+        else:
+            await m.unlink("e/name")
+        await m.mkdir("d")
+        await m.rename("tmp", "d/old")
+        await m.fs.write(others, 0, b"others")
+        await m.close(others)
+        await until(lambda: b"others" in [data for data, _ in store.objects.values()])
+        await m.fs._deletions.drain()
+        assert store.data("d/old") == b"bytes"
+        async with lake(store, tmp_path / "other") as other:
+            assert (await other.tree())["d/name"] == b"bytes"
+        pause.resume()
+        await m.fs.make_durable()
+        await m.sync()
+        await until(lambda: b"bytes" not in [data for data, _ in store.objects.values()])
+        now = {"large": bytes(LARGE), "d": None, "d/old": b"others", "e": None}
+        now |= {"e/name": b"new bytes"} if how == "rewritten" else {}
+        assert await m.tree() == now
+    async with lake(store, tmp_path / "last") as other:
+        assert await other.tree() == now
