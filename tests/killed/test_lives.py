@@ -17,7 +17,7 @@ import pytest
 from tests.killed import lives
 from tests.killed.lives import Life
 
-LAKES = int(os.environ.get("LAKEFS_TEST_LIVES", "3"))
+LAKES = int(os.environ.get("LAKEFS_TEST_LIVES", "10"))
 SEED = int(os.environ.get("LAKEFS_TEST_SEED", "0")) or random.SystemRandom().getrandbits(32)
 DEATHS = 3
 READY_S_MAX = 60.0
