@@ -56,9 +56,19 @@ def die(lake: Lake, number: signal.Signals = signal.SIGKILL) -> None:
         os.close(pidfd)
 
 
+def is_mounted(path: Path) -> bool:
+    """A mount that is not dead, if perhaps another user's, which root may not look at."""
+    try:
+        return path.lstat().st_dev != path.parent.stat().st_dev
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+
+
 def serves(lake: Lake) -> bool:
     done = lake.cli("stats", "--json", str(lake.path))
-    if done.returncode:
+    if done.returncode or not is_mounted(lake.path):  # it answers before it has taken the dead mount's place
         return False
     lake.pid = json.loads(done.stdout)["daemon"]["pid"]
     return True
