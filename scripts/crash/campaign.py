@@ -154,7 +154,7 @@ class Lake:
         self._host.clear()
         if kind == "wipe":
             shutil.rmtree(self._host.cache)
-        if self._plan.harm and self._tally.kills >= self._plan.harm_after:
+        elif self._plan.harm and self._tally.kills >= self._plan.harm_after:  # of a flushed node nothing can be lost
             harm.do(self._plan.harm, self._host, self._view, self._random)
         self._look_at_store()
 
