@@ -154,7 +154,7 @@ class Committer:
         return self._unsure is not None and any(each.path == path for each in self._unsure.record.operations)
 
     def mentions(self, key: str) -> bool:
-        """What is journaled, and not held, says so of a key: see `Change.mentions`."""
+        """What is journaled, and not held, speaks of the object at ``key``: see `Change.mentions`."""
         return any(change.mentions(key) for change in self._sendable().values())
 
     # -- journaled changes

@@ -106,8 +106,8 @@ class DirectoryMerge:
         strays: Collection[str] = (),
     ) -> None:
         """``prefix`` is the directory's. ``changed(parent, name)`` is told of names the kernel may remember wrongly,
-        ``overridden`` of plain objects that took a name from bytes elsewhere. ``strays`` are keys where files of other
-        names come to lie."""
+        ``overridden`` of plain objects that took a name from bytes elsewhere. ``strays`` are keys below it where
+        files of other names come to lie."""
         self._db, self._tree, self._metrics = database, tree, metrics
         self._directory = directory
         self._now_ns = now_ns

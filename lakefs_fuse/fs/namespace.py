@@ -66,9 +66,9 @@ class Namespace:
     ) -> None:
         self.tree = Tree(database)
         self.overridden: Callable[[Entry], None] = lambda _: None
+        """Told of plain objects that took a name from bytes elsewhere."""
         self.strays: Callable[[], set[str]] = set
         """Keys where other names' files come to lie."""
-        """Told of plain objects that took a name from bytes elsewhere."""
         self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
         self._ttl_ns = int(ttl_s * NS)
         self._clock_ns = clock_ns
@@ -368,18 +368,19 @@ class Namespace:
         return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
 
     def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
+        prefix = self.prefix(directory)
         return DirectoryMerge(
             self._db,
             self.tree,
             self._metrics,
             directory,
-            prefix=self.prefix(directory),
+            prefix=prefix,
             now_ns=flight.began_ns,
             touched=flight.touched,
             keep=self._keep,
             changed=self._changed,
             overridden=self.overridden,
-            strays=self.strays(),
+            strays=[key for key in self.strays() if key.startswith(prefix)],
         )
 
     # -- changing

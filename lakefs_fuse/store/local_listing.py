@@ -4,7 +4,7 @@ Always true:
 
 * sorting ``str`` is sorting UTF-8 bytes (that encoding keeps the order of code points);
 * every directory is at least one key: its marker, if it has one or has no entries; so a directory is a common prefix
-  without being looked into;
+  without being looked into (but for one that is being removed, which is still a prefix, and no key);
 * memory per listing is bounded: a directory's names are taken `NAMES_MAX` at a time, and at most `OPEN_MAX` listings
   wait for their next page. One that was forgotten is begun again after the last key answered.
 

@@ -336,14 +336,17 @@ class LocalTree:
     def prune(self, path: str) -> None:
         """Remove ``path`` and its parents as long as they are empty and carry no marker; the survivor is synced."""
         while path != self.root and _read_xattr(path, MARKER_XATTR) is None:
+            above = os.path.dirname(path)
             try:
-                self._note_last(os.path.dirname(path))
+                self._note_last(above)
                 os.rmdir(path)
             except FileNotFoundError:
                 pass
             except OSError:
+                self._forget_last(above)
                 break
-            path = os.path.dirname(path)
+            path = above
+        self._forget_last(path)
         with contextlib.suppress(OSError):
             sync_directory(path)
 
@@ -356,6 +359,12 @@ class LocalTree:
                 if len(list(islice(entries, 2))) > 1:
                     return
             os.setxattr(directory, EMPTIED_XATTR, b"")
+
+    @staticmethod
+    def _forget_last(directory: str) -> None:
+        """It stays: whoever empties it makes it an object."""
+        with contextlib.suppress(OSError):
+            os.removexattr(directory, EMPTIED_XATTR)
 
     def _remove_old_temporaries(self) -> None:
         limit_s = self._now_ns() / 1e9 - TMP_AGE_S_MAX

@@ -144,6 +144,18 @@ def test_a_directory_that_is_about_to_go_is_no_object(
     assert keys(store) == ["above/dir/b"]
 
 
+def test_a_directory_that_stayed_is_an_object_when_others_empty_it(store: LocalStore, root: Path) -> None:
+    for key in ("above/dir/a", "above/dir/b", "marked/", "marked/c"):
+        store.put(key, b"")
+    store.delete("above/dir/a")
+    store.delete("marked/")
+    (root / "above/dir/b").unlink()
+    (root / "marked/c").unlink()
+    assert keys(store) == ["above/dir/", "marked/"]
+    (root / "above/dir").rmdir()
+    assert keys(store) == ["above/", "marked/"]
+
+
 def test_empty_directories_are_objects(store: LocalStore, root: Path) -> None:
     (root / "made/by/hand").mkdir(parents=True)
     assert keys(store) == ["made/by/hand/"]
