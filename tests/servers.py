@@ -164,9 +164,14 @@ def _seaweedfs_ports() -> list[int]:
     ports: list[int] = []
     while len(ports) < 4:
         port = free_port(with_grpc=True)
-        if all(abs(port - other) not in (0, GRPC_OFFSET) for other in ports):
+        if all(abs(port - other) not in (0, GRPC_OFFSET) for other in ports) and not _own_sockets([port]):
             ports.append(port)
     return ports
+
+
+def _own_sockets(ports: list[int]) -> list[Path]:
+    """By which the parts of a SeaweedFS talk. It leaves some of them behind, and another user's cannot be replaced."""
+    return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port + GRPC_OFFSET}.sock")]
 
 
 @contextlib.contextmanager
@@ -213,8 +218,12 @@ def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tup
         *options,
     ]
     server = Server("seaweedfs", f"http://127.0.0.1:{port}", filer=f"127.0.0.1:{filer_port}")
-    with _running(command, directory / "weed.log", lambda: s3_answers(server)) as process:
-        yield server, process
+    try:
+        with _running(command, directory / "weed.log", lambda: s3_answers(server)) as process:
+            yield server, process
+    finally:
+        for path in _own_sockets(ports):
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
