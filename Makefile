@@ -19,7 +19,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python scripts/demo.py --store $(STORE)
 
 test: $(VENV)/.installed-test
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 bench: $(VENV)/.installed-bench
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m scripts.bench $(BENCH)

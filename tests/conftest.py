@@ -15,6 +15,15 @@ from tests import servers
 from tests.faults import Faults, faulty
 from tests.servers import Server
 
+SLOW = ("mount", "killed", "bench")
+"""Directories whose files take longest: begun first, so that no worker is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers take files in this order (``--no-loadscope-reorder``)."""
+    tests = config.rootpath / "tests"
+    items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in SLOW)
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What ``needs_root`` marks is the only thing that is ever left out, and only for an ordinary user."""
