@@ -16,6 +16,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import msgspec
 
@@ -25,6 +27,8 @@ from scripts.bench.peers import Peer, everybody
 from scripts.bench.sizes import FULL
 
 FILE_BYTES = 50_000
+READERS = 16
+"""Threads that read everything for the first time."""
 OURS = ("lakefs immutable", "lakefs")
 THEIRS = ("weed mount", "rclone", "s3fs")
 DISK = "local disk"
@@ -49,8 +53,9 @@ def upcalls_of(peer: Peer) -> Callable[[], dict[str, int]]:
 def measure(repeats: int, names: list[str], peers: list[Peer], places: dict[str, Access]) -> dict[str, list[float]]:
     """Files per second of each peer, round by round."""
     roots = {name: f"{vars(place)['root']}/" for name, place in places.items()}
-    for _ in range(2):
+    with ThreadPoolExecutor(READERS) as pool:
         for root in roots.values():
+            list(pool.map(partial(read_all, root), (names[number::READERS] for number in range(READERS))))
             read_all(root, names)
     rates: dict[str, list[float]] = {peer.name: [] for peer in peers}
     for turn in range(repeats):
