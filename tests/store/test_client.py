@@ -194,7 +194,9 @@ async def test_counters_count_attempts_and_bytes(client: StoreClient, faults: tu
 
 async def test_delete_many_goes_in_thousands(client: StoreClient, faults: tuple[Server, Faults]) -> None:
     assert await client.delete_many([f"absent/{number}" for number in range(2001)]) == {}
-    assert client.metrics.requests["delete"] == faults[1].counts["POST"] == 3
+    sent, repeated = client.metrics.requests["delete"], client.metrics.retries
+    assert sent == faults[1].counts["POST"]
+    assert sent - repeated == 3, "a store that is busy may have had one of them twice"
 
 
 # -- bounds and cancellation -------------------------------------------------------------------------------------
