@@ -141,13 +141,13 @@ class Assembly:
         self._commits = commits = Commits(ground, namespace, watcher)
         committer, deletions = commits.committer, commits.deletions
         reader = BlockReader(ground.client, ground.cache, metrics.cache, ground.nursery, learned=watcher.learned)
-        storing = Storing(namespace, committer, deletions, shown=ground.shown)
+        copies = BegunCopies(database)
+        storing = Storing(namespace, committer, deletions, copies, shown=ground.shown)
         self.files = files = FileTable(
             database, namespace, ground.cache, reader, lambda save: ground.services(reader, save), storing,
             new_id=lambda: uuid.UUID(int=ground.ids.getrandbits(128), version=4).hex,
             look_again=commits.poller.poll,
         )  # fmt: skip
-        copies = BegunCopies(database)
         self._relocator = relocator = Relocator(
             database, namespace, files, committer, deletions, ground.client, metrics.commits, copies,
             after_s=config.relocate_after_s, hide_at=storing.hide_at, clock_ns=ground.clock_ns,
@@ -181,9 +181,9 @@ class Assembly:
             database, namespace, ground.cache, Units(config.rules),
             is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
         )  # fmt: skip
-        relocator.moved = keeper.moved
         watcher.watch(self.filesystem, namespace, files)
-        storing.elsewhere, storing.free, namespace.strays = relocator.note, relocator.free, files.strays
+        storing.elsewhere, storing.free, relocator.moved = relocator.note, relocator.free, keeper.moved
+        namespace.copied, namespace.strays = copies.etag, lambda: files.strays().union(copies.paths())
         if not config.read_only:
             namespace.overridden = storing.adopt
             storing.packer = Packer(

@@ -2,15 +2,29 @@
 
 What always holds: an object that this node's store may have copied to a key, and that no commit tells of, is noted here
 with what it looks like, through any number of deaths. So nobody takes it for a version that somebody else stored, even
-where the object that it is a copy of is gone. Trio thread only.
+where the object that it is a copy of is gone. And while a name is changed here, or stored, no copy to its key is under
+way (`kept_off`): one that came later would lie over what was stored, or be taken for newer than the change. Trio thread
+only.
 """
 
 from __future__ import annotations
 
-import msgspec
+import logging
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
 
+import msgspec
+import trio
+
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.store.protocol import ObjectMeta
+
+PATIENCE_S = 10.0
+"""So long the change of a name waits for a copy to its key; a later one is hidden by a change of its own."""
+log = logging.getLogger(__name__)
 
 
 class BegunCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -33,12 +47,21 @@ class BegunCopies:
             key[1:].decode("utf-8", "surrogatepass"): msgspec.msgpack.decode(raw, type=BegunCopy)
             for key, raw in database.scan(b"Y", b"Z")
         }
+        self._under_way: dict[str, trio.Event] = {}
+        self._kept_off: Counter[str] = Counter()
+        self.look: Callable[[str], Awaitable[None]] | None = None
+        """Looks whether a copy that was begun, and is not under way, is there, and tells of it."""
 
     def paths(self) -> list[str]:
         return list(self._held)
 
     def get(self, path: str) -> BegunCopy | None:
         return self._held.get(path)
+
+    def etag(self, path: str) -> str:
+        """Of what a begun copy may have put at the path's own key; empty where none was begun."""
+        begun = self._held.get(path)
+        return "" if begun is None else begun.etag
 
     def begin(self, path: str, copy: BegunCopy) -> None:
         """Raises CacheError."""
@@ -54,6 +77,66 @@ class BegunCopies:
             batch.delete(_key(path))
             self._db.commit(batch)
             del self._held[path]
+
+    # -- one at a time
+
+    @asynccontextmanager
+    async def copying(self, path: str) -> AsyncIterator[None]:
+        """Inside the store may be asked for a copy to this path, and the path's row tells what is to be copied; nobody
+        else does, until it is known here what became of it."""
+        while path in self._under_way:
+            await self._under_way[path].wait()
+        done = self._under_way[path] = trio.Event()
+        try:
+            yield
+        finally:
+            del self._under_way[path]
+            done.set()
+
+    def is_kept_off(self, path: str) -> bool:
+        """No copy to this path shall begin."""
+        if not self._kept_off:
+            return False
+        parts = path.split("/")
+        return any("/".join(parts[:count]) in self._kept_off for count in range(1, len(parts) + 1))
+
+    @asynccontextmanager
+    async def kept_off(self, *paths: str, patience_s: float = math.inf) -> AsyncIterator[None]:
+        """Inside no copy to these paths, or to one below, begins; none is under way, unless ``patience_s`` was too
+        short for it."""
+        self._kept_off.update(paths)
+        try:
+            with trio.move_on_after(patience_s) as patience:
+                while under_way := _at_or_below(self._under_way, paths):
+                    await self._under_way[under_way[0]].wait()
+            if patience.cancelled_caught:
+                log.warning("the store still copies %s, whose name changes", under_way[0])
+            yield
+        finally:
+            self._kept_off.subtract(paths)
+            self._kept_off += Counter()  # nothing is kept of what is 0
+
+    @asynccontextmanager
+    async def told(self, *paths: str) -> AsyncIterator[None]:
+        """As `kept_off`, for a change of these names: what copies may have put there is known first, if the store tells
+        in time."""
+        async with self.kept_off(*paths, patience_s=PATIENCE_S):
+            with trio.move_on_after(PATIENCE_S):
+                for path in _at_or_below(self._held, paths):
+                    await self._look(path)
+            yield
+
+    async def _look(self, path: str) -> None:
+        if self.look is None or path in self._under_way:
+            return
+        try:
+            await self.look(path)
+        except LakeError as error:
+            log.warning("%s, whose name changes, may have been copied there: %s", path, error)
+
+
+def _at_or_below(which: Iterable[str], paths: tuple[str, ...]) -> list[str]:
+    return [each for each in which if any(each == path or each.startswith(path + "/") for path in paths)]
 
 
 def _key(path: str) -> bytes:

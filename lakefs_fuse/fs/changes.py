@@ -186,6 +186,10 @@ class Changes:
         self.touch(parent)
 
     async def _unlink(self, entry: Entry) -> None:
+        async with self._relocator.copies.told(self.path(entry)):
+            self._unlink_now(entry)
+
+    def _unlink_now(self, entry: Entry) -> None:
         row = self._ns.tree.named(entry.parent, entry.name)
         if row is None:
             return

@@ -107,7 +107,7 @@ class DirectoryMerge:
     ) -> None:
         """``prefix`` is the directory's. ``changed(parent, name)`` is told of names the kernel may remember wrongly,
         ``overridden`` of plain objects that took a name from bytes elsewhere. ``strays`` are keys below it where
-        files of other names come to lie."""
+        files of other names come to lie, or copies of which nothing is said yet."""
         self._db, self._tree, self._metrics = database, tree, metrics
         self._directory = directory
         self._now_ns = now_ns
@@ -327,7 +327,7 @@ class DirectoryMerge:
             self._merge_new_file(batch, found.name, found.meta)
         elif entry.flags & _ATTRIBUTED and not entry.stamp and self._is_removed(found.name, found.meta):
             self._attributed_in_vain(batch, entry)
-        elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_copy(entry, found.meta)):
+        elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_ours(entry, found.meta)):
             self._replaced(batch, entry, found.meta)
 
     def _merge_all(self, batch: Batch, found: list[Found], directories: set[bytes]) -> None:
@@ -353,8 +353,11 @@ class DirectoryMerge:
             if each.sort_name in self._touched:
                 self._merge(batch, each)
 
-    def _is_copy(self, entry: Entry, meta: ObjectMeta) -> bool:
-        """The object that the name means was copied to the name's own key: a commit will say so."""
+    def _is_ours(self, entry: Entry, meta: ObjectMeta) -> bool:
+        """The object that the name means was copied to the name's own key: a commit will say so. Or this node has put
+        it there, or may have, and tells when it knows."""
+        if meta.key in self._strays:
+            return True
         row = self._tree.objects.get(entry.place) if entry.place else None
         return row is not None and not entry.offset and (row.etag, row.size) == (meta.etag, meta.size)
 

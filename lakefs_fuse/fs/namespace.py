@@ -68,6 +68,8 @@ class Namespace:
         self.overridden: Callable[[Entry], None] = lambda _: None
         """Told of plain objects that took a name from bytes elsewhere."""
         self.strays: Callable[[], set[str]] = set
+        self.copied: Callable[[str], str] = lambda _: ""
+        """ETag of what a copy that nobody has told of yet may have put at a key."""
         """Keys where other names' files come to lie."""
         self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
         self._ttl_ns = int(ttl_s * NS)
@@ -109,6 +111,8 @@ class Namespace:
     def own_etag(self, path: str, parent: int | None = None) -> str:
         """ETag of the plain object that is known to lie at a path's own key, seen or hidden; empty for none. ``parent``
         is the inode of its directory, where that is known."""
+        if copied := self.copied(path):
+            return copied
         above, _, name = path.rpartition("/")
         directory = self.directory(above) if parent is None else parent
         entry = None if directory is None else self.tree.named(directory, name.encode("utf-8", "surrogatepass"))

@@ -3,16 +3,19 @@
 A rename is a commit and moves no bytes. What it renamed is noted (journaled) and, `relocate_after_s` later, copied by
 the store itself to the key of its new name; a commit then says that the bytes are there, and the old object goes once
 every node had time to see that. A name that changed again, is being written, or whose key somebody else took, is left
-as it is: it stays readable through the commit that renamed it. A while after a rename, whether or not anything is to be
-copied, the old key is looked at once: another node may have written there in place before it heard of the rename.
-After a crash the notes go on with the next mount, and a copy that nobody told of is told of, or goes. Trio thread only.
+as it is: it stays readable through the commit that renamed it. Changes of a name and copies to its key wait for each
+other (`begun_copies`); a copy that comes too late all the same is hidden by a commit of its own, and goes. A while
+after a rename, whether or not anything is to be copied, the old key is looked at once: another node may have written
+there in place before it heard of the rename. After a crash the notes go on with the next mount, and a copy that nobody
+told of is told of, or goes. Trio thread only.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -42,8 +45,9 @@ from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 
 NS = 1_000_000_000
 COPY_BYTES_MAX = 5 << 30
-"""What S3 copies in one request; more takes a multipart upload of copied parts."""
+"""What S3 copies in one request."""
 COPY_PART_BYTES = 1 << 30
+"""More is copied in parts, where the store can: a change of the name waits for the last request only."""
 AT_ONCE = 4
 KEPT_NS = 120 * NS
 """The old object stays for so long: nodes that read it learn meanwhile where the bytes are now."""
@@ -51,6 +55,8 @@ PAUSE_S = 0.5
 LATER_NS = 60 * NS
 TASKS_MAX = 256
 """Objects dealt with at a time."""
+Moved = tuple[Version, Version]
+"""An object, and the copy that has its place."""
 log = logging.getLogger(__name__)
 
 
@@ -88,17 +94,18 @@ class Relocator:
         self._db, self._ns, self._files = database, namespace, files
         self._committer, self._deletions, self._client, self._metrics = committer, deletions, client, metrics
         self._after_ns, self._check_ns, self._clock_ns = int(after_s * NS), max(1, int(check_s * NS)), clock_ns
-        self._hide_at, self._copies = hide_at, copies
+        self._hide_at, self.copies = hide_at, copies
+        copies.look = self._look
         self.moved: Callable[[Version, Version], Awaitable[None]] | None = None
         """Told of bytes that are another object now, so that the cache goes on having them."""
-        self._quiet_until_ns = 0
+        self._quiet_until_ns, self._has_told = 0, False
         self.waiting = sum(1 for _ in database.scan(b"Z", b"["))
         """Renamed objects still to be looked at or copied."""
 
     def load(self) -> None:
         """Copies that a daemon which died had begun are looked at. Raises CacheError."""
         batch = Batch()
-        for path in self._copies.paths():
+        for path in self.copies.paths():
             self._add(batch, self._clock_ns(), Task(path, False))
         self._db.commit(batch)
 
@@ -135,14 +142,14 @@ class Relocator:
             self._quiet_until_ns = self._clock_ns() + self._check_ns
         if self._clock_ns() < self._quiet_until_ns:
             return 0
-        before = self._metrics.relocated
+        before, self._has_told = self._metrics.relocated, False
         end = b"Z" + (self._clock_ns() + 1).to_bytes(8, "big")
         while due := list(islice(self._db.scan(b"Z", end), TASKS_MAX)):
             few = trio.CapacityLimiter(AT_ONCE)
             async with collecting() as nursery:
                 for key, raw in due:
                     nursery.start_soon(self._one, key, msgspec.msgpack.decode(raw, type=Task), few)
-        if self._metrics.relocated > before:
+        if self._has_told:
             await self._committer.flush()
         return self._metrics.relocated - before
 
@@ -195,7 +202,8 @@ class Relocator:
             return
         for path, entry in files_below(self._ns.tree, ROOT_INODE, ""):
             if entry.place == row.number and not entry.is_local:
-                await self._copy(path, entry, row, await self._token_at(key))
+                with suppress(_NotCopied):
+                    await self._copy(path, row, await self._token_at(key), must=True)
         await self._committer.flush()
 
     async def _token_at(self, key: str) -> str:
@@ -206,27 +214,30 @@ class Relocator:
 
     async def _relocate(self, path: str, token: str) -> bool:
         """False where that has to be tried again later."""
-        entry, row = self._wanted(path)
-        if entry is not None and row is not None:
-            async with self._deletions.keeping(path):
-                await self._copy(path, entry, row, token)
-            return True
-        return await self._forsake(path)
+        row = self._wanted(path)
+        if row is None:
+            await self._look(path)
+            return self.copies.get(path) is None
+        with suppress(_NotCopied):
+            async with self._deletions.keeping(
+                path
+            ):  # what waits there to be deleted still is, where nothing is copied
+                await self._copy(path, row, token)
+        return not self.copies.is_kept_off(path) and self.copies.get(path) is None
 
-    async def _forsake(self, path: str) -> bool:
-        """The name is another version's by now: a copy that was begun for it is nobody's. It stays where somebody waits
-        to be stored over it, and is known for ours until then."""
-        begun = self._copies.get(path)
-        if begun is None:
-            return True
-        if self._files.is_aimed_at(path):
-            return False
-        with suppress(NotFound):
-            meta = await self._client.head(path)
-            if begun.is_it(meta, token_of(meta)):
-                self._deletions.doom(Doomed(path, meta.etag, checked=True))
-        self._copies.end(path)
-        return True
+    async def _look(self, path: str) -> None:
+        """What became of a copy that was begun, and is not under way. It stays where somebody waits to be stored over
+        it, and is known for ours until then. Raises LakeError."""
+        moved = None
+        async with self.copies.copying(path):
+            begun = self.copies.get(path)
+            copied = None if begun is None or self._files.is_aimed_at(path) else await self._at(path)
+            if begun is None or self._files.is_aimed_at(path):
+                return
+            if copied is not None and begun.is_it(copied, token_of(copied)):
+                moved = self._tell(path, copied, begun.etag)
+            self.copies.end(path)
+        await self._keep(moved)
 
     def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
         """The file at a path, if its bytes are a plain object elsewhere."""
@@ -238,61 +249,74 @@ class Relocator:
             return None, None
         return entry, row
 
-    def _wanted(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
-        """As `_renamed`, if its own key is free."""
+    def _wanted(self, path: str) -> ObjectRow | None:
+        """The object elsewhere that the file at a path is, if its own key is free."""
         if self._files.is_aimed_at(path) or self._ns.tree.objects.used(path) is not None:
-            return None, None
-        return self._renamed(path)
+            return None
+        return self._renamed(path)[1]
 
-    async def _copy(self, path: str, entry: Entry, row: ObjectRow, token: str) -> None:
+    async def _copy(self, path: str, row: ObjectRow, token: str, *, must: bool = False) -> None:
+        """``must``: even while the name is changed. Raises LakeError, and _NotCopied where the bytes stay where they
+        are."""
         try:
-            there = await self._client.head(path)
-        except NotFound:
-            there = None
-        try:
-            if there is None or there.etag == entry.etag:
-                self._copies.begin(path, BegunCopy(row.etag, token))
-                copied = await (self._copy_whole if row.size <= COPY_BYTES_MAX else self._copy_parts)(path, row)
-            elif await is_copy(self._client, there.etag, token_of(there), row.key):
-                copied = there  # by a daemon that died, and did not come to say so
-            else:
-                self._copies.end(path)
-                return  # somebody else's; the next listing shows it
+            async with self._prepared(path, row) as finish, self.copies.copying(path):
+                if self.copies.is_kept_off(path) and not must:
+                    raise _NotCopied
+                moved = await self._finish(path, row, token, finish)
         except (NotFound, PreconditionFailed) as error:
-            self._copies.end(path)
             log.error(
                 "%s: its bytes were at %s, which was replaced or removed by somebody else: %s", path, row.key, error
             )
-            return
-        except Unsupported:
-            self._copies.end(path)
+            raise _NotCopied from error
+        except Unsupported as error:
             log.info("%s stays at %s: this store does not copy objects of %d bytes", path, row.key, row.size)
-            return
-        now, there_now = self._renamed(path)
-        if now is None or there_now != row:
-            self._deletions.doom(Doomed(path, copied.etag, checked=True))
-            self._copies.end(path)
-            return
-        entry = now
-        moved = Relocate(
-            path, 1, 0, "", OWN, 0, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns, hides=copied.etag
-        )
-        old = Doomed(row.key, row.etag, checked=True, due_ns=self._clock_ns() + KEPT_NS)
-        objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
-        self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
-        self._copies.end(path)
-        self._metrics.relocated += 1
-        if self.moved is not None:
-            await self.moved(Version(row.key, row.etag, row.size), Version(path, copied.etag, row.size))
+            raise _NotCopied from error
+        await self._keep(moved)
 
-    async def _copy_whole(self, path: str, row: ObjectRow) -> ObjectMeta:
-        return await self._client.copy(row.key, path, etag=row.etag)
+    async def _finish(
+        self, path: str, row: ObjectRow, token: str, finish: Callable[[], Awaitable[ObjectMeta]]
+    ) -> Moved | None:
+        """Ask the store for the copy, and tell of it."""
+        there = await self._at(path)
+        entry, now = self._renamed(path)
+        if entry is None or now is None or now.number != row.number:
+            raise _NotCopied
+        if there is None or there.etag == entry.etag:
+            self._ns.changing(entry.parent, entry.name)
+            self.copies.begin(path, BegunCopy(row.etag, token))
+            try:
+                copied = await finish()
+            except (NotFound, PreconditionFailed, Unsupported):
+                self.copies.end(path)
+                raise
+        elif await is_copy(self._client, there.etag, token_of(there), row.key):
+            copied = there  # by a daemon that died, and did not come to say so
+        else:
+            self.copies.end(path)
+            raise _NotCopied  # somebody else's; the next listing shows it
+        moved = self._tell(path, copied, row.etag)
+        self.copies.end(path)
+        return moved
 
-    async def _copy_parts(self, path: str, row: ObjectRow) -> ObjectMeta:
-        if not self._client.capabilities.part_copy:
+    @asynccontextmanager
+    async def _prepared(self, path: str, row: ObjectRow) -> AsyncIterator[Callable[[], Awaitable[ObjectMeta]]]:
+        """The one request that makes a copy visible; parts are copied before, and go where it is not made."""
+        in_parts = self._client.capabilities.part_copy and row.size > COPY_PART_BYTES
+        if not in_parts and row.size > COPY_BYTES_MAX:
             raise Unsupported("parts cannot be copied")
+        if not in_parts:
+            yield partial(self._client.copy, row.key, path, etag=row.etag)
+            return
         metadata = (await self._client.head(row.key)).metadata
         upload_id = await self._client.create_multipart(path, metadata=metadata)
+        completed = False
+
+        async def complete() -> ObjectMeta:
+            nonlocal completed
+            meta = await self._client.complete_multipart(path, upload_id, refs)
+            completed = True
+            return meta
+
         try:
             refs: list[PartRef] = []
             for number, start in enumerate(range(0, row.size, COPY_PART_BYTES), 1):
@@ -300,11 +324,45 @@ class Relocator:
                 refs.append(
                     await self._client.upload_part_copy(path, upload_id, number, row.key, start, end, etag=row.etag)
                 )
-            return await self._client.complete_multipart(path, upload_id, refs)
-        except BaseException:
-            with trio.CancelScope(shield=True):
-                await self._client.abort_multipart(path, upload_id)
-            raise
+            yield complete
+        finally:
+            if not completed:
+                with trio.CancelScope(shield=True):
+                    await self._client.abort_multipart(path, upload_id)
+
+    def _tell(self, path: str, copied: ObjectMeta, etag: str) -> Moved | None:
+        """A copy of the object with this ETag is at the path's own key: the name is that now, or, if it is something
+        else by now, the copy is hidden and goes. Raises CacheError."""
+        self._has_told = True
+        entry, row = self._renamed(path)
+        if entry is None or row is None or row.etag != etag:
+            builder = ChangeBuilder(self._ns.tree)
+            self._hide_at(builder, path, copied.etag)
+            nobodys = Doomed(path, copied.etag, checked=True)
+            self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=[nobodys]))
+            return None
+        moved = Relocate(
+            path, 1, 0, "", OWN, 0, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns, hides=copied.etag
+        )
+        old = Doomed(row.key, row.etag, checked=True, due_ns=self._clock_ns() + KEPT_NS)
+        objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
+        self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
+        self._metrics.relocated += 1
+        return Version(row.key, row.etag, row.size), Version(path, copied.etag, row.size)
+
+    async def _keep(self, moved: Moved | None) -> None:
+        if moved is not None and self.moved is not None:
+            await self.moved(*moved)
+
+    async def _at(self, key: str) -> ObjectMeta | None:
+        try:
+            return await self._client.head(key)
+        except NotFound:
+            return None
+
+
+class _NotCopied(Exception):
+    """The bytes of a name stay where they are."""
 
 
 def renamed_objects(change: Change) -> list[str]:

@@ -100,6 +100,10 @@ class Renaming:
                 return made
 
             async def commit(_: Entry) -> None:
+                async with self._relocator.copies.told(old, new):
+                    await commit_now()
+
+            async def commit_now() -> None:
                 nonlocal waits
                 if self._is_put_off(now, parent, name, exchange):
                     async with self._committer.quiet():
@@ -185,10 +189,11 @@ class Renaming:
         opened = None if there is None else self._files.lending.held(there.inode)
 
         async def move(_: Entry) -> None:  # what was known before may have been stored meanwhile
-            now = self._ns.tree.entry(entry.inode)
-            if now is None:
-                raise FileError(errno.ENOENT)
-            self._move_row(now, parent, name, self._ns.tree.child(parent, name))
+            async with self._relocator.copies.told(old, new):
+                now = self._ns.tree.entry(entry.inode)
+                if now is None:
+                    raise FileError(errno.ENOENT)
+                self._move_row(now, parent, name, self._ns.tree.child(parent, name))
 
         if opened is not None:
             await self._files.unlink(opened, move)

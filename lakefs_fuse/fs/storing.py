@@ -24,6 +24,7 @@ from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import attributes
+from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch
@@ -64,10 +65,16 @@ class Storing:
     """See the module's head. ``packer`` is set once it exists; without one everything is a plain object."""
 
     def __init__(
-        self, namespace: Namespace, committer: Committer, deletions: Deletions, *, shown: tuple[int, int, int]
+        self,
+        namespace: Namespace,
+        committer: Committer,
+        deletions: Deletions,
+        copies: BegunCopies,
+        *,
+        shown: tuple[int, int, int],
     ) -> None:
         """``shown`` are the mode, uid and gid that a listing's files have here."""
-        self._ns, self._committer, self._deletions = namespace, committer, deletions
+        self._ns, self._committer, self._deletions, self._copies = namespace, committer, deletions, copies
         self._shown = shown
         self.packer: Packer | None = None
         self.elsewhere: Callable[[Iterable[str]], None] = lambda _: None
@@ -82,12 +89,13 @@ class Storing:
         Raises LakeError; then nothing is lost, and it can be tried again.
         """
         await self._committer.settle()  # or these bytes may hit what a rename that seemed to fail has taken away
-        before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
-        if not alone and self.packer is not None and await self.packer.submit(file, draft):
-            stored = self._packed(file)
-        else:
-            stored = await self._plain(file, draft)
-        self._retire(before, stored.entry)
+        async with self._copies.kept_off(file.key, draft.target.key):
+            before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
+            if not alone and self.packer is not None and await self.packer.submit(file, draft):
+                stored = self._packed(file)
+            else:
+                stored = await self._plain(file, draft)
+            self._retire(before, stored.entry)
         return stored
 
     async def store_together(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> list[Stored]:
@@ -95,8 +103,9 @@ class Storing:
         assert self.packer is not None
         await self._committer.settle()
         objects = self._ns.tree.objects
-        before = [objects.get(file.entry.place) if file.entry.place else None for file, _ in files]
-        await self.packer.commit_together(files, passed)
+        async with self._copies.kept_off(*(file.key for file, _ in files)):
+            before = [objects.get(file.entry.place) if file.entry.place else None for file, _ in files]
+            await self.packer.commit_together(files, passed)
         stored = [self._packed(file) for file, _ in files]
         for row, now in zip(before, stored, strict=True):
             self._retire(row, now.entry)
@@ -192,7 +201,7 @@ class Storing:
         """
         key = draft.target.key
         there = self._ns.at(path)
-        async with self._deletions.keeping(key):
+        async with self._copies.kept_off(path, key), self._deletions.keeping(key):
             await self._free(draft, there.place if there is not None else 0)
             published = await publish(draft)
         self.say(path, msgspec.structs.replace(published.meta, metadata=published.described))

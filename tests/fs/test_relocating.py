@@ -136,7 +136,7 @@ async def test_a_key_whose_object_somebody_removed_can_be_freed(tmp_path: Path) 
         store.take("old")
         relocator = m.fs._status._relocator
         await relocator.free("old")
-        assert relocator._copies.paths() == []
+        assert relocator.copies.paths() == []
 
 
 async def renamed_away(m: Lake) -> None:
