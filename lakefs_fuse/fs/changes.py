@@ -205,7 +205,7 @@ class Changes:
         path = self.path(row)
         builder = ChangeBuilder(self._ns.tree)
         self.keep_parent(builder, row)
-        builder.remove(path, row)
+        builder.remove(path, row, self._ns.hidden_etag(row))
         self._enqueue(builder, self.orphaned(path, row), batch)
 
     def orphaned(self, path: str, entry: Entry) -> list[Doomed]:

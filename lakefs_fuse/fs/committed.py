@@ -59,9 +59,9 @@ class ChangeBuilder:
         xattrs = self._tree.xattrs(entry.inode)
         self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=xattrs))
 
-    def remove(self, path: str, entry: Entry) -> None:
-        """The entry's name goes; what lies at its own key is hidden."""
-        self.operations.append(Remove(path, directory=entry.is_dir, hides=entry.etag))
+    def remove(self, path: str, entry: Entry, hides: str = "") -> None:
+        """The entry's name goes; what lies at its own key is hidden. ``hides`` is the ETag of something else there."""
+        self.operations.append(Remove(path, directory=entry.is_dir, hides=hides or entry.etag))
 
     def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
         """Attributes of an entry, whatever it is."""

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import trio
 
 from lakefs_fuse.errors import LakeError, Unavailable
 from lakefs_fuse.fs import begun_copies, relocating
+from lakefs_fuse.store.protocol import ObjectMeta
 from tests.fs.lakes import Clock, Lake, lake
 from tests.fs.writing_back import die, rewrite
 from tests.memory_store import MemoryStore, Pause, Request, When
@@ -64,6 +66,15 @@ class Kept:
         if request.what in ("delete", "delete_many"):
             raise Unavailable("nothing is deleted")
         self.then(request, when)
+
+
+class SameETags(MemoryStore):
+    """A copy has the ETag of what it is a copy of, as in S3 where that is a hash of the bytes."""
+
+    def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
+        copied = msgspec.structs.replace(super().copy(source, target, etag=etag), etag=self.objects[source][1].etag)
+        self.objects[target] = (self.objects[target][0], copied)
+        return copied
 
 
 async def renamed_away(m: Lake, clock: Clock) -> None:
@@ -153,6 +164,31 @@ async def test_a_copy_that_comes_too_late_is_nobodys(tmp_path: Path, monkeypatch
         await m.sync()
         assert "d/name" not in store.objects
         assert await m.tree() == now
+
+
+@pytest.mark.parametrize("how", [how for how in CHANGES if how != "stored in place"])
+async def test_a_change_of_another_node_hides_what_is_being_copied(tmp_path: Path, how: str) -> None:
+    """It cannot know of the copy, which comes a moment later; but of what it looks like."""
+    change, now = CHANGES[how]
+    store, clock = SameETags(), Clock()
+    store.clock, kept = clock, Kept(store)
+    async with (
+        lake(store, tmp_path / "a", clock=clock, pack="never", relocate_after_s=AFTER_S) as a,
+        lake(store, tmp_path / "b", clock=clock, pack="never", relocate_after_s=AFTER_S) as b,
+    ):
+        await renamed_away(a, clock)
+        await b.poll()
+        await b.tree()
+        async with copying(a, kept, "copy") as pause:
+            await change(b)
+            pause.resume()
+        assert store.data("d/name") == b"bytes"
+        await a.poll()
+        clock.advance(1000)
+        assert await b.tree() == now
+        assert await a.tree() == now
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == now
 
 
 async def test_parts_are_not_completed_for_a_name_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
