@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 
 from scripts.bench import machine, stage, tally
-from scripts.bench.access import Access
+from scripts.bench.access import Paths
 from scripts.bench.peers import Peer, everybody
 from scripts.bench.sizes import FULL
 
@@ -50,9 +50,9 @@ def upcalls_of(peer: Peer) -> Callable[[], dict[str, int]]:
     return lambda: {kind: now - before.get(kind, 0) for kind, now in (peer.upcalls() or {}).items()}
 
 
-def measure(repeats: int, names: list[str], peers: list[Peer], places: dict[str, Access]) -> dict[str, list[float]]:
+def measure(repeats: int, names: list[str], peers: list[Peer], places: dict[str, Paths]) -> dict[str, list[float]]:
     """Files per second of each peer, round by round."""
-    roots = {name: f"{vars(place)['root']}/" for name, place in places.items()}
+    roots = {name: f"{place.root}/" for name, place in places.items()}
     with ThreadPoolExecutor(READERS) as pool:
         for root in roots.values():
             list(pool.map(partial(read_all, root), (names[number::READERS] for number in range(READERS))))
@@ -91,7 +91,8 @@ def main() -> int:
         for peer in peers:
             stack.callback(peer.close)
             peer.provide("set", "set")
-        places = {peer.name: peer.attach("set") for peer in peers}
+        attached = {peer.name: peer.attach("set") for peer in peers}
+        places = {name: place for name, place in attached.items() if isinstance(place, Paths)}
         show(measure(options.repeats, made.set_names(), peers, places))
     return 0
 

@@ -164,12 +164,12 @@ def _seaweedfs_ports() -> list[int]:
     ports: list[int] = []
     while len(ports) < 4:
         port = free_port(with_grpc=True)
-        if all(abs(port - other) not in (0, GRPC_OFFSET) for other in ports) and not _own_sockets([port]):
+        if all(abs(port - other) not in (0, GRPC_OFFSET) for other in ports) and not _sockets_of([port]):
             ports.append(port)
     return ports
 
 
-def _own_sockets(ports: list[int]) -> list[Path]:
+def _sockets_of(ports: list[int]) -> list[Path]:
     """By which the parts of a SeaweedFS talk. It leaves some of them behind, and another user's cannot be replaced."""
     return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-grpc-{port + GRPC_OFFSET}.sock")]
 
@@ -222,7 +222,7 @@ def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tup
         with _running(command, directory / "weed.log", lambda: s3_answers(server)) as process:
             yield server, process
     finally:
-        for path in _own_sockets(ports):
+        for path in _sockets_of(ports):
             path.unlink(missing_ok=True)
 
 

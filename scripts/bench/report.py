@@ -63,10 +63,10 @@ def _head(found: Results) -> str:
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why ours are behind a kind of peer in workloads whose names begin so, and what would change it."""
+    """Why ours are behind kinds of peers in workloads whose names begin so, and what would change it."""
 
     workload: str
-    against: str
+    against: list[str]
     why: str
     change: str
     ours: list[str] = []
@@ -74,7 +74,7 @@ class Reason(msgspec.Struct, frozen=True):
 
     def fits(self, comparison: Comparison, kind: str) -> bool:
         begins = comparison.workload.startswith(self.workload)
-        return begins and kind == self.against and (not self.ours or comparison.ours in self.ours)
+        return begins and kind in self.against and (not self.ours or comparison.ours in self.ours)
 
 
 class Reasons(msgspec.Struct, frozen=True):
