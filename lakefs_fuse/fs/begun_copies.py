@@ -55,6 +55,11 @@ class BegunCopies:
     def paths(self) -> list[str]:
         return list(self._held)
 
+    @property
+    def are_begun(self) -> bool:
+        """Or nothing is to be waited for by who changes a name without waiting for anything else."""
+        return bool(self._held)
+
     def get(self, path: str) -> BegunCopy | None:
         return self._held.get(path)
 

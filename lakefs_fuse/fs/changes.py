@@ -186,7 +186,10 @@ class Changes:
         self.touch(parent)
 
     async def _unlink(self, entry: Entry) -> None:
-        async with self._relocator.copies.told(self.path(entry)):
+        if self._relocator.copies.are_begun:
+            async with self._relocator.copies.told(self.path(entry)):
+                self._unlink_now(entry)
+        else:
             self._unlink_now(entry)
 
     def _unlink_now(self, entry: Entry) -> None:
