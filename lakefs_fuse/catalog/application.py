@@ -1,7 +1,7 @@
 """One record on its way into the tree: what each operation means for the rows. Made by `apply.Applier` for one call.
 
-Every operation is a batch of its own, so that the next one reads what it did. Who is newer is decided here, by
-`_is_older` alone. Trio thread only.
+An operation reads what those before it did: each is a batch of its own, but for files one after the other, which share
+one as long as no name comes twice. Who is newer is decided here, by `_is_older` alone. Trio thread only.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from lakefs_fuse.catalog.apply import Applier
 
 NS = 1_000_000_000
+TOGETHER_MAX = 512
+"""Files written in one batch."""
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, as nobody gave the name other bytes by it."""
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
@@ -78,6 +80,8 @@ class Application:
         self._record, self._this, self._stamp = record, this, stamp
         self._time = record.time if stamp < PENDING else applier.now_ns()
         self._numbers: dict[int, int] = {}
+        self._batch, self._together = Batch(), dict[str, tuple[Entry, bool]]()
+        """What is not written yet: paths, with their entries, and whether the kernel may remember them wrongly."""
 
     def run(self) -> None:
         left: list[int] = []
@@ -94,7 +98,13 @@ class Application:
             if _says_what(operation):
                 to_come[operation.path] -= 1
                 self._is_last, self._is_only = not to_come[operation.path], self._whole and said[operation.path] == 1
+            is_apart = not isinstance(operation, Put)
+            if is_apart or not self._may_join(operation.path):
+                self._write()
             self._apply(operation)
+            if is_apart or len(self._together) >= TOGETHER_MAX:
+                self._write()
+        self._write()
         for directory in left:
             self._applier.prune(directory)
 
@@ -112,6 +122,21 @@ class Application:
                 self._set_attributes(operation)
             case Relocate():
                 self._relocate(operation)
+
+    def _may_join(self, path: str) -> bool:
+        """Nothing is to be written between the question where the bytes of a file are, and the file."""
+        return path not in self._together and self._applier.directory(path.rpartition("/")[0]) is not None
+
+    def _write(self) -> None:
+        if not self._together:
+            return
+        batch, together = self._batch, self._together
+        self._batch, self._together = Batch(), {}
+        self._db.commit(batch)
+        for entry, is_told in together.values():
+            self._watcher.updated(entry)
+            if is_told:
+                self._applier.tell(entry.parent, entry.name)
 
     # -- where bytes are
 
@@ -222,7 +247,7 @@ class Application:
             xattrs = self._tree.xattrs(current.inode)  # set here since, perhaps; they are told with what is written
         if xattrs:
             flags |= Flag.XATTRS
-        batch = Batch()
+        batch = self._batch
         if stamp is None:  # else it still hides what was removed: only this version may come into sight
             self._tree.tombstones.delete(batch, raw)
         entry = Entry(
@@ -239,10 +264,8 @@ class Application:
             self._tree.set_target(batch, entry.inode, target)
         if xattrs or (current is not None and current.flags & Flag.XATTRS):
             self._tree.set_xattrs(batch, entry.inode, xattrs)
-        self._db.commit(batch)
-        self._watcher.updated(entry)
-        if current is None or current.inode != entry.inode or _shown(current) != _shown(entry):
-            self._applier.tell(parent, name)
+        is_told = current is None or current.inode != entry.inode or _shown(current) != _shown(entry)
+        self._together[path] = entry, is_told
 
     def _insert(self, batch: Batch, entry: Entry) -> Entry:
         return self._tree.insert(

@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from lakefs_fuse.catalog.application import Application, Doubt
+from lakefs_fuse.catalog.application import TOGETHER_MAX, Application, Doubt
 from lakefs_fuse.catalog.record import (
     Mkdir,
     ObjectRef,
@@ -173,10 +173,10 @@ class Applier:
         attributes = [operation for operation in record.operations if isinstance(operation, SetAttr)]
         if attributes:
             self._run(msgspec.structs.replace(record, operations=attributes, moves=[]), ObjectRef(), time, own=True)
-        for operation in record.operations:
+        batch = Batch()
+        for number, operation in enumerate(record.operations, 1):
             directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
             path = operation.path.encode() + (b"/" if directory else b"")
-            batch = Batch()
             entry = self._named(operation.path, directory)
             if entry is not None and entry.stamp == pending:
                 ctime_ns = entry.ctime_ns if entry.flags & Flag.ATTRIBUTED else time
@@ -184,7 +184,10 @@ class Applier:
             tombstone = self._tree.tombstones.get(path)
             if tombstone is not None and tombstone.stamp == pending:
                 self._tree.tombstones.put(batch, path, Tombstone(time, tombstone.etag))
-            self._db.commit(batch)
+            if not number % TOGETHER_MAX:
+                self._db.commit(batch)
+                batch = Batch()
+        self._db.commit(batch)
 
     def _named(self, path: str, directory: bool) -> Entry | None:
         above, _, name = path.rpartition("/")

@@ -27,7 +27,7 @@ from lakefs_fuse.fs.flights import Flight, described
 from lakefs_fuse.fs.keys import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved
 from lakefs_fuse.fs.listing import DirectoryMerge, Found, read_page
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import PENDING, ROOT_INODE, Entry
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.client import StoreClient
@@ -35,8 +35,6 @@ from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.store.split_listing import SplitListing
 
 NS = 1_000_000_000
-LATELY_NS = 5 * NS
-"""What was renamed so lately is not copied yet, and what it replaced may look as new as what comes next."""
 RELIST_ENTRIES_MAX = 10_000
 """A directory up to this size is listed again by whoever needs one name of it; a larger one in the background."""
 POINT_LOOKUPS_MAX = 4
@@ -113,8 +111,6 @@ class Namespace:
     def own_etag(self, path: str, parent: int | None = None) -> str:
         """ETag of the plain object that is known to lie at a path's own key, seen or hidden, or that may come there;
         empty for none. ``parent`` is the inode of its directory, where that is known."""
-        if copied := self.copied(path):
-            return copied
         above, _, name = path.rpartition("/")
         directory = self.directory(above) if parent is None else parent
         entry = None if directory is None else self.tree.named(directory, name.encode("utf-8", "surrogatepass"))
@@ -124,17 +120,15 @@ class Namespace:
         if tombstone is not None and tombstone.etag:
             return tombstone.etag
         used = self.tree.objects.used(path)
-        return "" if used is None else used.etag
+        return self.copied(path) if used is None else used.etag
 
     def hidden_etag(self, entry: Entry) -> str:
-        """What whoever takes the name away hides: the plain object at its own key, or the copy of its bytes that the
-        node which renamed it may be making there just now. What such a copy lies over is old enough to be hidden by
-        its age."""
-        row = self.tree.objects.get(entry.place) if entry.place and not entry.is_local else None
-        if row is None or row.is_pack or entry.offset or entry.size != row.size:
+        """What whoever takes the name away hides: the plain object at its own key. Where there is none, the copy of its
+        bytes that the node which renamed it may be making there just now."""
+        if entry.etag or not entry.place or entry.is_local:
             return entry.etag
-        lately = entry.stamp >= PENDING or self._clock_ns() - entry.stamp < LATELY_NS
-        return entry.etag if entry.etag and lately else row.etag
+        row = self.tree.objects.get(entry.place)
+        return "" if row is None or row.is_pack or entry.offset or entry.size != row.size else row.etag
 
     # -- freshness
 

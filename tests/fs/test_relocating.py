@@ -79,6 +79,34 @@ async def test_the_copy_is_no_version_of_somebody_else(tmp_path: Path) -> None:
         assert await m.tree() == {"name": b"new bytes"}
 
 
+@pytest.mark.parametrize("again", [False, True])
+async def test_what_a_renamed_object_replaced_is_no_version_of_somebody_else(tmp_path: Path, again: bool) -> None:
+    """It stays under the name until the renamed one is copied over it."""
+    store, clock = MemoryStore(), Clock()
+    outage = Outage(store, away=False)
+    cache, dead = tmp_path / "cache", tmp_path / "dead"
+    async with writing_back(store, cache, clock=clock, delay_s=NEVER_S, relocate_after_s=AFTER_S) as m:
+        await m.write("name", b"first")
+        await m.write("old", b"second")
+        await m.fs.make_durable()
+        await m.rename("old", "name")
+        await m.fs.make_durable()
+        assert store.data("name") == b"first"
+        clock.advance(AFTER_S - 1)
+        outage.away = True
+        if again:
+            await m.write("other", b"third")
+            await m.rename("other", "name")
+        await m.write("new", b"newest")
+        await m.rename("new", "name")
+        die(cache, dead)
+    outage.away = False
+    async with writing_back(store, dead, clock=clock, relocate_after_s=AFTER_S) as m:
+        await m.fs.make_durable()
+        assert told(m)["conflicts"] == 0
+        assert await m.tree() == {"name": b"newest"}
+
+
 async def test_the_copy_is_known_for_ours_whatever_becomes_of_the_name(tmp_path: Path) -> None:
     """It gets a version in a pack, the renamed object goes, and another file is renamed over it: only then a daemon
     asks."""
