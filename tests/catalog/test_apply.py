@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lakefs_fuse.catalog import application
 from lakefs_fuse.catalog.change import Change, merged
 from lakefs_fuse.catalog.record import (
     OWN,
@@ -181,6 +182,27 @@ def test_applied_twice_is_applied_once(tmp_path: Path) -> None:
         assert n.shown() == shown
         assert n.found("e/f").inode == inode
         assert n.counts() == n.counted_anew()
+
+
+FILES = ("a", "d", "d/a", "d/e/a")
+OBJECTS = (ObjectRef(), ObjectRef("old", "e1", 1), ObjectRef("older", "e2", 1))
+
+
+@given(st.lists(st.tuples(st.sampled_from(FILES), st.integers(1, len(OBJECTS) - 1)), max_size=12), st.integers(1, 4))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_files_of_one_record_are_as_if_each_had_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, files: list[tuple[str, int]], together: int
+) -> None:
+    """Also where one takes the last use of an object away that the next one has its bytes in."""
+    monkeypatch.setattr(application, "TOGETHER_MAX", together)
+    puts = [Put(path, number, 0, 1, 0o644, 0, 0, 0) for path, number in files]
+    with tempfile.TemporaryDirectory() as made, node(Path(made) / "one") as one, node(Path(made) / "many") as many:
+        one.commit(1, change=Change(operations=list(puts), objects=list(OBJECTS)))
+        for number, each in enumerate(puts):
+            many.commit(1 + number, change=Change(operations=[each], objects=list(OBJECTS)))
+        assert one.shown() == many.shown()
+        assert one.counts() == one.counted_anew()
+        assert {row.key for row in one.tree.objects.rows()} >= set(one.counts())
 
 
 def test_which_were_applied_is_remembered(tmp_path: Path) -> None:
