@@ -208,7 +208,7 @@ class Changes:
         path = self.path(row)
         builder = ChangeBuilder(self._ns.tree)
         self.keep_parent(builder, row)
-        builder.remove(path, row, self._ns.hidden_etag(row))
+        builder.remove(path, row, self._ns.own_etag(path))
         self._enqueue(builder, self.orphaned(path, row), batch)
 
     def orphaned(self, path: str, entry: Entry) -> list[Doomed]:

@@ -99,6 +99,8 @@ class Relocator:
         self.moved: Callable[[Version, Version], Awaitable[None]] | None = None
         """Told of bytes that are another object now, so that the cache goes on having them."""
         self._quiet_until_ns, self._has_told = 0, False
+        self._missed: set[str] = set()
+        """Copies that were begun, and that were looked for once."""
         self.waiting = sum(1 for _ in database.scan(b"Z", b"["))
         """Renamed objects still to be looked at or copied."""
 
@@ -214,25 +216,26 @@ class Relocator:
 
     async def _relocate(self, path: str, token: str) -> bool:
         """False where that has to be tried again later."""
+        begun = self.copies.get(path)
+        if begun is not None and self._wanted_etag(path) != begun.etag:
+            await self._look(path, again=path in self._missed)
         row = self._wanted(path)
-        if row is None:
-            await self._look(path)
-            return self.copies.get(path) is None
-        with suppress(_NotCopied):
-            async with self._deletions.keeping(
-                path
-            ):  # what waits there to be deleted still is, where nothing is copied
-                await self._copy(path, row, token)
-        return not self.copies.is_kept_off(path) and self.copies.get(path) is None
+        if row is not None and self.copies.etag(path) in ("", row.etag):  # a copy of another object may still come
+            with suppress(_NotCopied):  # what waits there to be deleted still is, then
+                async with self._deletions.keeping(path):
+                    await self._copy(path, row, token)
+        self._missed = {each for each in (*self._missed, path) if self.copies.get(each) is not None}
+        return path not in self._missed and not self.copies.is_kept_off(path)
 
-    async def _look(self, path: str) -> None:
+    async def _look(self, path: str, *, again: bool = False) -> None:
         """What became of a copy that was begun, and is not under way. It stays where somebody waits to be stored over
-        it, and is known for ours until then. Raises LakeError."""
+        it, and is known for ours until then; so does one that is not there, until it is looked for ``again``: a daemon
+        that died may have asked for it a moment ago. Raises LakeError."""
         moved = None
         async with self.copies.copying(path):
             begun = self.copies.get(path)
             copied = None if begun is None or self._files.is_aimed_at(path) else await self._at(path)
-            if begun is None or self._files.is_aimed_at(path):
+            if begun is None or self._files.is_aimed_at(path) or (copied is None and not again):
                 return
             if copied is not None and begun.is_it(copied, token_of(copied)):
                 moved = self._tell(path, copied, begun.etag)
@@ -254,6 +257,10 @@ class Relocator:
         if self._files.is_aimed_at(path) or self._ns.tree.objects.used(path) is not None:
             return None
         return self._renamed(path)[1]
+
+    def _wanted_etag(self, path: str) -> str:
+        row = self._wanted(path)
+        return "" if row is None else row.etag
 
     async def _copy(self, path: str, row: ObjectRow, token: str, *, must: bool = False) -> None:
         """``must``: even while the name is changed. Raises LakeError, and _NotCopied where the bytes stay where they

@@ -8,6 +8,7 @@ write-back in `tests/mount/test_writeback.py`.
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 
@@ -94,7 +95,8 @@ def test_large_files(found: Results) -> None:
     cold = Cost(found, workloads.THROUGH_COLD)
     assert cold.sample.bytes == TINY.large_bytes
     cold.asks_at_most(get=blocks // 2, list=1)
-    cold.calls_at_most(lookup=1, open=1, read=blocks + 2, flush=1, release=1)
+    reads = blocks + 2 if os.geteuid() == 0 else 8 * blocks  # to make the kernel read further ahead takes root
+    cold.calls_at_most(lookup=1, open=1, read=reads, flush=1, release=1)
     assert transferred(cold.sample) < 1.02 * TINY.large_bytes
     warm = Cost(found, workloads.THROUGH_WARM)
     warm.asks_at_most()
@@ -121,7 +123,7 @@ def test_a_checkpoint(found: Results) -> None:
     assert transferred(saved.sample) < 1.01 * size
     loaded = Cost(found, workloads.LOAD)
     loaded.asks_at_most(list=1)
-    loaded.calls_at_most(getattr=1, open=1, flush=1, release=1)
+    loaded.calls_at_most(getattr=1, open=1, flush=1, release=1, read=size // MIB // 8)  # as in the second epoch
     elsewhere = Cost(found, workloads.LOAD_COLD)
     elsewhere.asks_at_most(get=size // MIB // 2, list=1)
     assert transferred(elsewhere.sample) < 1.02 * size

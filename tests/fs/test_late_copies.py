@@ -231,3 +231,38 @@ async def test_a_change_asks_first_what_a_daemon_that_died_has_copied(tmp_path: 
         assert await m.tree() == now
         async with lake(store, tmp_path / "other", clock=clock) as other:
             assert await other.tree() == now
+
+
+@pytest.mark.parametrize("how", [how for how in CHANGES if how != "stored in place"])
+async def test_a_copy_may_come_after_the_next_daemon_has_looked_for_it(tmp_path: Path, how: str) -> None:
+    """The store had the request before the daemon died, and took its time."""
+    change, now = CHANGES[how]
+    store, clock = SameETags(), Clock()
+    store.clock, kept = clock, Kept(store)
+    cache, dead = tmp_path / "cache", tmp_path / "dead"
+
+    def asked(request: Request, when: When) -> None:
+        if request.what == "copy" and when == "before":
+            die(cache, dead)
+            raise LakeError("the daemon died")
+
+    async with lake(store, cache, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        await renamed_away(m, clock)
+        kept.then = asked
+        with pytest.raises(LakeError):
+            await relocate(m)
+    kept.then = lambda _request, _when: None
+    async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        await change(m)
+        await relocate(m)
+        store.copy("old", "d/name")
+        clock.advance(100)
+        assert await m.tree() == now
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert await other.tree() == now
+        store.hook = lambda _request, _when: None
+        await relocate(m)
+        clock.advance(1000)
+        await m.sync()
+        assert store.objects.get("d/name", (b"", None))[0] != b"bytes"
+        assert await m.tree() == now
