@@ -137,9 +137,10 @@ class Supervisor:
         while True:
             life = self._live(restarts, device)
             device = life.device or device
-            if self._is_last(life, restarts, device):
+            gone = bool(device) and not self._is_mounted(device)  # asked once: it may go at any moment
+            if self._is_last(life, restarts, device, gone=gone):
                 break
-            if device and not self._is_mounted(device):
+            if gone:
                 # Taken away by the daemon that failed, or died, before it could make the new one.
                 device = ""
             delay_s = pace.delay_s(life)
@@ -156,7 +157,7 @@ class Supervisor:
             self._environment.pop(failpoints.VARIABLE, None)
         return life.code if life.code >= 0 else EXIT_FAILURE
 
-    def _is_last(self, life: Life, restarts: int, device: str) -> bool:
+    def _is_last(self, life: Life, restarts: int, device: str, *, gone: bool) -> bool:
         if life.is_over or (restarts == 0 and not life.served):
             if life.code:
                 log.error("the daemon ended (%s)", life)
@@ -166,7 +167,7 @@ class Supervisor:
             log.error("the daemon died while it was to stop (%s)", life)
             self._clear(device)
             return True
-        if device and not self._is_mounted(device) and life.may_not_have_detached:
+        if gone and life.may_not_have_detached:
             log.error(
                 "the daemon died after its mount was gone (%s); what is not in the store stays in %s",
                 life,

@@ -32,8 +32,15 @@ from lakefs_fuse.control.mounts import Mount
 
 directory = Path(sys.argv[1])
 runtime.candidate_directories = lambda uid: [directory / "runtime"]
-mounted = Mount("/mnt/lake", "fuse.lakefs", "lake", 0, "0:99")
-supervisor.mount_at = lambda point: mounted if (directory / "mounted").exists() else None
+looks = []
+
+def mount_at(point):
+    looks.append((directory / "mounted").exists())
+    if (directory / f"unmount-after-{len(looks)}").exists():
+        (directory / "mounted").unlink()
+    return Mount("/mnt/lake", "fuse.lakefs", "lake", 0, "0:99") if looks[-1] else None
+
+supervisor.mount_at = mount_at
 supervisor.detach = lambda point, lazy: (directory / "mounted").unlink()
 supervisor.STOP_S_MAX = supervisor.STARTUP_S_MAX = 0.5
 sys.exit(supervisor.run(sys.argv[2:], [sys.executable, str(directory / "daemon.py")]))
@@ -267,6 +274,18 @@ def test_unmounted_between_two_lives(supervise: Callable[[str], Supervised]) -> 
     (supervised.directory / "mounted").unlink()
     assert supervised.wait() == 2
     assert "was unmounted; the daemon is not started again" in supervised.log()
+
+
+@pytest.mark.parametrize("looks", range(1, 6))
+def test_unmounted_right_after_any_look_at_the_mount(
+    supervise: Callable[[str], Supervised], tmp_path: Path, looks: int
+) -> None:
+    """It does not mount again what someone has unmounted."""
+    (tmp_path / f"unmount-after-{looks}").touch()
+    supervised = supervise("killed refused refused unmounted")
+    assert supervised.wait() == (EXIT_FAILURE if looks <= 2 else 2)
+    assert {life[1] for life in supervised.lives()[1:]} <= {"0:99"}
+    assert "was unmounted" in supervised.log() or "after its mount was gone" in supervised.log()
 
 
 def test_the_log_is_private_and_follows_rotation(supervise: Callable[[str], Supervised]) -> None:
