@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.store.protocol import Body, Capabilities, Fetched, ListPage, ObjectMeta, PartRef, UploadRef
 
@@ -82,6 +84,8 @@ class MemoryStore:
         self.clock: Callable[[], int] = lambda: START_NS
         self.capabilities = capabilities or Capabilities(name="memory")
         self.page_keys_max = page_keys_max
+        self.copies_keep_etags = False
+        """As in S3 where an ETag is a hash of the bytes; else no two versions have the same."""
         self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
         self.uploads: dict[str, Upload] = {}
         self.requests: list[Request] = []
@@ -182,6 +186,9 @@ class MemoryStore:
         with self._lock:
             data, meta = self._found(source, etag)
             copied = self.give(target, data, meta.metadata)
+            if self.copies_keep_etags:
+                copied = msgspec.structs.replace(copied, etag=meta.etag)
+                self.objects[target] = (data, copied)
         self.hook(request, "after")
         return copied
 

@@ -183,7 +183,7 @@ class Assembly:
         )  # fmt: skip
         watcher.watch(self.filesystem, namespace, files)
         storing.elsewhere, storing.free, relocator.moved = relocator.note, relocator.free, keeper.moved
-        namespace.copied, namespace.strays = copies.etag, lambda: files.strays().union(copies.paths())
+        namespace.strays = lambda: files.strays().union(copies.paths())
         if not config.read_only:
             namespace.overridden = storing.adopt
             storing.packer = Packer(

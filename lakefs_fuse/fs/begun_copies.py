@@ -63,11 +63,6 @@ class BegunCopies:
     def get(self, path: str) -> BegunCopy | None:
         return self._held.get(path)
 
-    def etag(self, path: str) -> str:
-        """Of what a begun copy may have put at the path's own key; empty where none was begun."""
-        begun = self._held.get(path)
-        return "" if begun is None else begun.etag
-
     def begin(self, path: str, copy: BegunCopy) -> None:
         """Raises CacheError."""
         batch = Batch()

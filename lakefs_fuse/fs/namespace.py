@@ -68,8 +68,6 @@ class Namespace:
         self.overridden: Callable[[Entry], None] = lambda _: None
         """Told of plain objects that took a name from bytes elsewhere."""
         self.strays: Callable[[], set[str]] = set
-        self.copied: Callable[[str], str] = lambda _: ""
-        """ETag of what a copy that nobody has told of yet may have put at a key."""
         """Keys where other names' files come to lie."""
         self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
         self._ttl_ns = int(ttl_s * NS)
@@ -120,7 +118,7 @@ class Namespace:
         if tombstone is not None and tombstone.etag:
             return tombstone.etag
         used = self.tree.objects.used(path)
-        return self.copied(path) if used is None else used.etag
+        return "" if used is None else used.etag
 
     def hidden_etag(self, entry: Entry) -> str:
         """What whoever takes the name away hides: the plain object at its own key. Where there is none, the copy of its

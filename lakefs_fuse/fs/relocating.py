@@ -209,18 +209,16 @@ class Relocator:
         await self._committer.flush()
 
     async def _token_at(self, key: str) -> str:
-        try:
-            return token_of(await self._client.head(key))
-        except NotFound:
-            return ""  # which the copy finds out, and tells
+        there = await self._at(key)
+        return "" if there is None else token_of(there)  # that it is gone the copy finds out, and tells
 
     async def _relocate(self, path: str, token: str) -> bool:
         """False where that has to be tried again later."""
-        begun = self.copies.get(path)
-        if begun is not None and self._wanted_etag(path) != begun.etag:
+        row, begun = self._wanted(path), self.copies.get(path)
+        if begun is not None and (row is None or row.etag != begun.etag):
             await self._look(path, again=path in self._missed)
-        row = self._wanted(path)
-        if row is not None and self.copies.etag(path) in ("", row.etag):  # a copy of another object may still come
+            row = self._wanted(path) if self.copies.get(path) is None else None  # a copy of another may still come
+        if row is not None:
             with suppress(_NotCopied):  # what waits there to be deleted still is, then
                 async with self._deletions.keeping(path):
                     await self._copy(path, row, token)
@@ -257,10 +255,6 @@ class Relocator:
         if self._files.is_aimed_at(path) or self._ns.tree.objects.used(path) is not None:
             return None
         return self._renamed(path)[1]
-
-    def _wanted_etag(self, path: str) -> str:
-        row = self._wanted(path)
-        return "" if row is None else row.etag
 
     async def _copy(self, path: str, row: ObjectRow, token: str, *, must: bool = False) -> None:
         """``must``: even while the name is changed. Raises LakeError, and _NotCopied where the bytes stay where they

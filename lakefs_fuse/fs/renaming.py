@@ -267,7 +267,7 @@ class Renaming:
                     builder.remove(before, entry)
         for before, _, entry in reversed(moving):
             if (before, entry.is_dir) not in made:
-                builder.remove(before, entry, self._ns.hidden_etag(entry) or self._ns.copied(before))
+                builder.remove(before, entry, self._ns.hidden_etag(entry))
         change = builder.change()
         return msgspec.structs.replace(change, doomed=doomed)
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import msgspec
 import pytest
 import trio
 
 from lakefs_fuse.errors import LakeError, Unavailable
 from lakefs_fuse.fs import begun_copies, relocating
-from lakefs_fuse.store.protocol import ObjectMeta
 from tests.fs.lakes import Clock, Lake, lake
-from tests.fs.writing_back import die, rewrite
+from tests.fs.writing_back import LARGE, die, rewrite, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.write.drafting import reached
 
 AFTER_S = 10.0
+NEVER_S = 1e6
 A_WHILE_S = 0.05
 PART = 4
 LATER_S = 3.0
@@ -68,15 +68,6 @@ class Kept:
         self.then(request, when)
 
 
-class SameETags(MemoryStore):
-    """A copy has the ETag of what it is a copy of, as in S3 where that is a hash of the bytes."""
-
-    def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
-        copied = msgspec.structs.replace(super().copy(source, target, etag=etag), etag=self.objects[source][1].etag)
-        self.objects[target] = (self.objects[target][0], copied)
-        return copied
-
-
 async def renamed_away(m: Lake, clock: Clock) -> None:
     """`d/name` has its bytes at `old`, and they are to be copied."""
     await m.mkdir("d")
@@ -89,6 +80,25 @@ async def renamed_away(m: Lake, clock: Clock) -> None:
 
 async def relocate(m: Lake) -> int:
     return await m.fs._status._relocator.relocate_due()
+
+
+async def died_copying(store: MemoryStore, root: Path, clock: Clock, kept: Kept, when: When) -> Path:
+    """`d/name` was to be copied when the daemon died: before the store had begun with it, or after it had ended.
+    Answers its cache directory."""
+    cache, dead = root / "cache", root / "dead"
+
+    def asked(request: Request, reached: When) -> None:
+        if request.what == "copy" and reached == when:
+            die(cache, dead)
+            raise LakeError("the daemon died")
+
+    async with lake(store, cache, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        await renamed_away(m, clock)
+        kept.then = asked
+        with pytest.raises(LakeError):
+            await relocate(m)
+    kept.then = lambda _request, _when: None
+    return dead
 
 
 @asynccontextmanager
@@ -170,7 +180,8 @@ async def test_a_copy_that_comes_too_late_is_nobodys(tmp_path: Path, monkeypatch
 async def test_a_change_of_another_node_hides_what_is_being_copied(tmp_path: Path, how: str) -> None:
     """It cannot know of the copy, which comes a moment later; but of what it looks like."""
     change, now = CHANGES[how]
-    store, clock = SameETags(), Clock()
+    store, clock = MemoryStore(), Clock()
+    store.copies_keep_etags = True
     store.clock, kept = clock, Kept(store)
     async with (
         lake(store, tmp_path / "a", clock=clock, pack="never", relocate_after_s=AFTER_S) as a,
@@ -189,6 +200,23 @@ async def test_a_change_of_another_node_hides_what_is_being_copied(tmp_path: Pat
         assert await a.tree() == now
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.tree() == now
+
+
+@pytest.mark.parametrize("how", [how for how in CHANGES if how != "stored in place"])
+async def test_a_change_of_another_node_hides_a_copy_of_which_nobody_tells(tmp_path: Path, how: str) -> None:
+    """The node that asked for it is gone when it comes."""
+    change, now = CHANGES[how]
+    store, clock = MemoryStore(), Clock()
+    store.copies_keep_etags = True
+    store.clock, kept = clock, Kept(store)
+    await died_copying(store, tmp_path, clock, kept, "before")
+    async with lake(store, tmp_path / "other", clock=clock, pack="never", relocate_after_s=NEVER_S) as other:
+        await change(other)
+        store.copy("old", "d/name")
+        clock.advance(1000)
+        assert await other.tree() == now
+    async with lake(store, tmp_path / "third", clock=clock) as third:
+        assert await third.tree() == now
 
 
 async def test_parts_are_not_completed_for_a_name_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,19 +240,7 @@ async def test_a_change_asks_first_what_a_daemon_that_died_has_copied(tmp_path: 
     change, now = CHANGES[how]
     store, clock = MemoryStore(), Clock()
     store.clock, kept = clock, Kept(store)
-    cache, dead = tmp_path / "cache", tmp_path / "dead"
-
-    def copied(request: Request, when: When) -> None:
-        if request.what == "copy" and when == "after":
-            die(cache, dead)
-            raise LakeError("the daemon died")
-
-    async with lake(store, cache, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
-        await renamed_away(m, clock)
-        kept.then = copied
-        with pytest.raises(LakeError):
-            await relocate(m)
-    kept.then = lambda _request, _when: None
+    dead = await died_copying(store, tmp_path, clock, kept, "after")
     assert store.data("d/name") == b"bytes"
     async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         await change(m)
@@ -237,21 +253,10 @@ async def test_a_change_asks_first_what_a_daemon_that_died_has_copied(tmp_path: 
 async def test_a_copy_may_come_after_the_next_daemon_has_looked_for_it(tmp_path: Path, how: str) -> None:
     """The store had the request before the daemon died, and took its time."""
     change, now = CHANGES[how]
-    store, clock = SameETags(), Clock()
+    store, clock = MemoryStore(), Clock()
+    store.copies_keep_etags = True
     store.clock, kept = clock, Kept(store)
-    cache, dead = tmp_path / "cache", tmp_path / "dead"
-
-    def asked(request: Request, when: When) -> None:
-        if request.what == "copy" and when == "before":
-            die(cache, dead)
-            raise LakeError("the daemon died")
-
-    async with lake(store, cache, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
-        await renamed_away(m, clock)
-        kept.then = asked
-        with pytest.raises(LakeError):
-            await relocate(m)
-    kept.then = lambda _request, _when: None
+    dead = await died_copying(store, tmp_path, clock, kept, "before")
     async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         await change(m)
         await relocate(m)
@@ -266,3 +271,122 @@ async def test_a_copy_may_come_after_the_next_daemon_has_looked_for_it(tmp_path:
         await m.sync()
         assert store.objects.get("d/name", (b"", None))[0] != b"bytes"
         assert await m.tree() == now
+
+
+async def test_a_listing_shows_no_copy_of_which_nothing_is_said_yet(tmp_path: Path) -> None:
+    """Not even where it has another ETag than what it is a copy of."""
+    store, clock = MemoryStore(), Clock()
+    store.clock, kept = clock, Kept(store)
+    dead = await died_copying(store, tmp_path, clock, kept, "after")
+    async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        inode = (await m.found("d/name")).inode
+        clock.advance(1000)
+        await m.names("d")
+        assert (await m.found("d/name")).inode == inode
+        assert m.commits()["operations_waiting"] == 0
+        await relocate(m)
+        assert (await m.found("d/name")).inode == inode
+        assert m.commits()["relocated"] == 1
+
+
+async def test_a_listing_under_way_shows_no_copy_that_was_begun_meanwhile(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.clock, kept = clock, Kept(store)
+    listing = Pause(lambda request: request.what == "list" and request.key == "d/")
+    made = Pause(lambda request: request.what == "copy", when="after")
+
+    def both(request: Request, when: When) -> None:
+        listing(request, when)
+        made(request, when)
+
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        await renamed_away(m, clock)
+        inode = (await m.found("d/name")).inode
+        clock.advance(1000)
+        kept.then = both
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.names, "d")
+            await reached(listing.reached)
+            nursery.start_soon(relocate, m)
+            await reached(made.reached)
+            listing.resume()
+            await trio.sleep(A_WHILE_S)
+            assert m.fs._ns.tree.entry(inode) is not None
+            made.resume()
+        assert (await m.found("d/name")).inode == inode
+
+
+async def test_no_copy_begins_while_the_name_changes(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.clock, kept = clock, Kept(store)
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        await renamed_away(m, clock)
+        kept.then = pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(replace, m)
+            await reached(pause.reached)
+            assert await relocate(m) == 0
+            pause.resume()
+        assert store.count("copy") == 0
+        assert await m.tree() == CHANGES["replaced"][1]
+
+
+async def test_a_version_in_a_pack_hides_what_a_daemon_that_died_has_copied(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.copies_keep_etags = True
+    store.clock, kept = clock, Kept(store)
+    dead = await died_copying(store, tmp_path, clock, kept, "after")
+    async with lake(store, dead, clock=clock, pack="always", relocate_after_s=AFTER_S) as m:
+        await store_in_place(m)
+        assert store.data("d/name") == b"bytes"
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert (await other.tree())["d/name"] == b"new bytes"
+
+
+async def test_accepted_files_wait_for_a_copy_to_their_names(tmp_path: Path) -> None:
+    """They are stored together, in a pack."""
+    store, clock = MemoryStore(), Clock()
+    store.clock, kept = clock, Kept(store)
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        await renamed_away(m, clock)
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="always", relocate_after_s=AFTER_S) as m:
+        async with copying(m, kept, "copy") as pause:
+            await store_in_place(m)
+            await m.write("more", b"more")
+            await trio.sleep(A_WHILE_S)
+            assert m.commits()["packs"] == 0
+            clock.advance(LATER_S)
+            pause.resume()
+        store.hook = lambda _request, _when: None
+        await m.fs.make_durable()
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert (await other.tree())["d/name"] == b"new bytes"
+
+
+async def test_finishing_what_a_daemon_left_waits_for_a_copy_to_its_name(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.clock, kept = clock, Kept(store)
+    cache, dead = tmp_path / "cache", tmp_path / "dead"
+    new = bytes(LARGE)
+    async with lake(store, cache, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        await renamed_away(m, clock)
+        handle = await m.open("d/name", os.O_RDWR | os.O_TRUNC)
+        await m.fs.write(handle, 0, new)
+        die(cache, dead)
+        await m.close(handle)
+        store.objects.pop("d/name")  # this daemon went on in the test only
+    async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
+        (orphan,) = (each for each in m.fs.unfinished() if each.id != "names")
+        done = trio.Event()
+
+        async def finish() -> None:
+            await m.fs.finish_orphan(orphan.id)
+            done.set()
+
+        async with trio.open_nursery() as nursery:
+            async with copying(m, kept, "copy") as pause:
+                nursery.start_soon(finish)
+                await trio.sleep(A_WHILE_S)
+                assert not done.is_set()
+                pause.resume()
+        assert store.data("d/name") == new
