@@ -1,8 +1,8 @@
 """Builds the optional C libraries; everything else is in pyproject.toml.
 
-`lakefs_fuse/fuse/hooks.c` and `receiving.c` become `lakefs_fuse/fuse/_hooks*.so`, `direntries.c` becomes
-`_direntries*.so`: plain shared objects that the program loads with ctypes (they are not Python modules). Without a
-compiler or libfuse's headers the install goes on without them, and the mount works, slower.
+`lakefs_fuse/fuse/hooks.c`, `receiving.c` and `remembered.c` become `lakefs_fuse/fuse/_hooks*.so`, `direntries.c`
+becomes `_direntries*.so`: plain shared objects that the program loads with ctypes (they are not Python modules).
+Without a compiler or libfuse's headers the install goes on without them, and the mount works, slower.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from setuptools import Extension, setup
 
 HOOKS = "lakefs_fuse/fuse/hooks.c"
 RECEIVING = "lakefs_fuse/fuse/receiving.c"
+REMEMBERED = "lakefs_fuse/fuse/remembered.c"
 DIRENTRIES = "lakefs_fuse/fuse/direntries.c"
 
 
@@ -34,8 +35,8 @@ def hooks() -> list[Extension]:
     return [
         Extension(
             "lakefs_fuse.fuse._hooks",
-            sources=[HOOKS, RECEIVING],
-            depends=["lakefs_fuse/fuse/receiving.h"],
+            sources=[HOOKS, RECEIVING, REMEMBERED],
+            depends=["lakefs_fuse/fuse/receiving.h", "lakefs_fuse/fuse/remembered.h"],
             define_macros=[("FUSE_USE_VERSION", "312"), ("_GNU_SOURCE", None)],
             extra_compile_args=["-O2", "-fvisibility=default", *fuse_flags("--cflags", "-I/usr/include/fuse3")],
             # ctypes binds every symbol at once, and libfuse is not there yet when the hooks are loaded.

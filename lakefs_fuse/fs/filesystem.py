@@ -77,8 +77,7 @@ class Filesystem:
         self.config, self.metrics = config, metrics
         self._committer, self._deletions, self._writeback = committer, deletions, writeback
         self._db, self._client, self._ns, self._files = database, client, namespace, files
-        self._recovery, self._status = recovery, status
-        self._clock_ns = clock_ns
+        self._recovery, self._status, self._clock_ns = recovery, status, clock_ns
         self.on_change: Callable[[int, bytes], None] = lambda _parent, _name: None
         """Told of names that changed behind the kernel's back; the adapter above sets it."""
         self._changes = Changes(
@@ -92,7 +91,7 @@ class Filesystem:
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
         self._root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
-        self._root = msgspec.structs.replace(self._root, mtime_ns=clock_ns(), ctime_ns=clock_ns())
+        self._touched_root()
 
     # -- names and attributes
 
@@ -325,6 +324,7 @@ class Filesystem:
     def _touched_root(self) -> None:
         now = self._clock_ns()
         self._root = msgspec.structs.replace(self._root, mtime_ns=now, ctime_ns=now)
+        self.lending.updated(self._root)
 
     # -- files
 

@@ -1,4 +1,4 @@
-"""Files that are opened for reading without asking: whoever is above answers for a while that they are open.
+"""What whoever is above answers without asking: that files are open for reading, and attributes of directories.
 
 A handle that is lent is the inode with two bits, and nobody here knows of it. That is enough while the inode has a row:
 each read looks up what the inode is now, which is the same version for as long as it exists. Before a row goes, is
@@ -31,7 +31,11 @@ class Lender(Protocol):
     """Who answers that files are open."""
 
     def take(self, inode: int) -> int:
-        """Lend the file no more; answers how many handles were, and are released here from now on."""
+        """Lend the file no more, and no attributes; answers how many handles were, and are released here from now
+        on."""
+
+    def updated(self, directory: Entry) -> None:
+        """If attributes of this directory are lent, these are what they are now."""
 
 
 class NobodyLends:
@@ -39,6 +43,9 @@ class NobodyLends:
 
     def take(self, inode: int) -> int:
         return 0
+
+    def updated(self, directory: Entry) -> None:
+        pass
 
 
 class Lending:
@@ -51,6 +58,7 @@ class Lending:
         """What is known of an inode; raises FileError(ESTALE)."""
         self._readaheads: OrderedDict[int, Readahead] = OrderedDict()
         namespace.tree.leaving = self.held
+        namespace.tree.updating = self.updated
 
     def held(self, inode: int) -> OpenFile | None:
         """The file in use; who has it open by handles that were lent has ordinary ones from here on."""
@@ -60,6 +68,10 @@ class Lending:
             for _ in range(handles):
                 self._files.acquire(entry, writer=False)
         return self._files.get(inode)
+
+    def updated(self, directory: Entry) -> None:
+        """A directory has these attributes now."""
+        self.lender.updated(directory)
 
     def allowed_s(self, file: OpenFile) -> float:
         """For how many seconds a file that is open may be opened for reading without asking; 0 where it may not."""

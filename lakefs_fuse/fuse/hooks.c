@@ -23,6 +23,7 @@
 #include <time.h>
 
 #include "receiving.h"
+#include "remembered.h"
 
 /* As hooks.py numbers them. */
 enum feature {
@@ -246,6 +247,14 @@ static void open_file(fuse_req_t request, fuse_ino_t inode, struct fuse_file_inf
 		lent->opens--;
 }
 
+static void getattr(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
+{
+	if (lakefs_remembered_answers(inode))
+		lakefs_remembered_answer(request, inode);
+	else
+		next.getattr(request, inode, info);
+}
+
 static void release(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
 	if (!lakefs_hooks_answers_release(inode, info->fh)) {
@@ -286,6 +295,8 @@ static void hook(void)
 		operations.open = open_file;
 		operations.release = release;
 	}
+	if (operations.getattr)
+		operations.getattr = getattr;
 	if (operations.readdirplus)
 		operations.readdirplus = readdirplus;
 	if (operations.fsyncdir)
@@ -308,6 +319,7 @@ struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_
 		*(void **)&reply_error = dlsym(libfuse, "fuse_reply_err");
 		*(void **)&reply_open = dlsym(libfuse, "fuse_reply_open");
 		*(void **)&reply_none = dlsym(libfuse, "fuse_reply_none");
+		lakefs_remembered_replies(dlsym(libfuse, "fuse_reply_attr"));
 		*(void **)&version_of_libfuse = dlsym(libfuse, "fuse_pkgversion");
 	}
 	if (!make || !reply_open)
@@ -357,7 +369,7 @@ void lakefs_hooks_lend(uint64_t inode, int64_t for_ns)
 	slot->until_ns = lakefs_now_ns() + for_ns;
 }
 
-/* Nobody may open the file here any more; who has it open, as many as are answered, is Python's from now on. */
+/* Nothing is answered here of this inode any more; who has it open, as many as are answered, is Python's from now on. */
 uint64_t lakefs_hooks_take(uint64_t inode)
 {
 	struct lent *slot = find_lent(inode);
@@ -365,6 +377,7 @@ uint64_t lakefs_hooks_take(uint64_t inode)
 
 	if (slot)
 		memset(slot, 0, sizeof(*slot));
+	lakefs_remembered_take(inode);
 	return opens;
 }
 

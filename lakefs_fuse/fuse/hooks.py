@@ -9,6 +9,10 @@ import ctypes
 import os
 from enum import IntFlag
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyfuse3
 
 
 class Feature(IntFlag):
@@ -27,6 +31,7 @@ class Feature(IntFlag):
 
 
 LENT_S_MAX = 1e6
+"""Longer than anything is lent; in ns it fits 64 bits."""
 
 
 def _is_turned_off() -> bool:
@@ -42,8 +47,11 @@ def _declare(library: ctypes.CDLL) -> None:
     library.lakefs_hooks_lend.argtypes = [ctypes.c_uint64, ctypes.c_int64]
     library.lakefs_hooks_take.argtypes = [ctypes.c_uint64]
     library.lakefs_hooks_take.restype = ctypes.c_uint64
-    for name in ("opens_answered", "releases_answered", "forgets_taken"):
-        getattr(library, f"lakefs_hooks_{name}").restype = ctypes.c_int64
+    for name in ("hooks_opens_answered", "hooks_releases_answered", "hooks_forgets_taken", "remembered_answered"):
+        getattr(library, f"lakefs_{name}").restype = ctypes.c_int64
+    id_, time_ns = ctypes.c_uint32, ctypes.c_int64
+    library.lakefs_remember.argtypes = [ctypes.c_uint64, id_, id_, id_, time_ns, time_ns, ctypes.c_uint32, time_ns]
+    library.lakefs_remember.restype = None
     library.lakefs_hooks_want.argtypes = [ctypes.c_uint32, ctypes.c_uint32]
 
 
@@ -110,12 +118,20 @@ def lend(inode: int, for_s: float) -> None:
         _library.lakefs_hooks_lend(inode, int(min(for_s, LENT_S_MAX) * 1e9))
 
 
-class Lent:
-    """The `fs.lending.Lender` of this process's session."""
+def take(inode: int) -> int:
+    """Nothing is answered of this inode any more; answers how many handles of it are lent, which are to be released in
+    Python now."""
+    return int(_library.lakefs_hooks_take(inode)) if _library is not None else 0
 
-    def take(self, inode: int) -> int:
-        """The file is not lent any more; answers how many handles were, which are to be released in Python now."""
-        return int(_library.lakefs_hooks_take(inode)) if _library is not None else 0
+
+def remember(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) -> None:
+    """GETATTR of a directory may be answered so for so long; without a time, from now on so where it may be answered.
+    Without the hooks nothing happens."""
+    if _library is not None:
+        _library.lakefs_remember(
+            attributes.st_ino, attributes.st_mode, attributes.st_uid, attributes.st_gid, attributes.st_mtime_ns,
+            attributes.st_ctime_ns, attributes.st_blksize, int(min(for_s, LENT_S_MAX) * 1e9),
+        )  # fmt: skip
 
 
 def answered() -> dict[str, int]:
@@ -123,6 +139,7 @@ def answered() -> dict[str, int]:
     if _library is None:
         return {}
     return {
+        "getattr": int(_library.lakefs_remembered_answered()),
         "getxattr": int(_library.lakefs_hooks_xattrs_answered()),
         "flush": int(_library.lakefs_hooks_flushes_answered()),
         "open": int(_library.lakefs_hooks_opens_answered()),

@@ -18,7 +18,7 @@ from lakefs_fuse.fuse import hooks, row_replies  # isort: skip  (loaded before p
 import pyfuse3
 
 from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem
-from lakefs_fuse.fs.open_file import READING, Handle
+from lakefs_fuse.fs.open_file import Handle
 from lakefs_fuse.fuse.answers import (
     DOTS_COOKIE,
     absent_for,
@@ -30,6 +30,7 @@ from lakefs_fuse.fuse.answers import (
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.invalidating import Invalidations
 from lakefs_fuse.fuse.kernel import Kernel
+from lakefs_fuse.fuse.lent import Lent
 from lakefs_fuse.meta.entry import Entry
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Operations(pyfuse3.Operations):
         fs.on_statistics = self._statistics
         self._kernel = kernel
         self._answered: dict[str, int] = {}
-        fs.lending.lender = hooks.Lent()
+        self._lent = fs.lending.lender = Lent(fs)
         self._rows = row_replies.RowReplies(fs)
 
     def _told(self, count: int) -> None:
@@ -87,7 +88,9 @@ class Operations(pyfuse3.Operations):
     @upcall("getattr")
     async def getattr(self, inode: int, ctx: object = None) -> pyfuse3.EntryAttributes:
         entry = await self.fs.stat(inode)
-        return self._attributes(entry, self.fs.attribute_fresh_s(entry))
+        attributes = self._attributes(entry, self.fs.attribute_fresh_s(entry))
+        self._lent.answered(entry, attributes)
+        return attributes
 
     @upcall("setattr")
     async def setattr(
@@ -204,8 +207,8 @@ class Operations(pyfuse3.Operations):
     @upcall("open")
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
         handle = await self.fs.open(inode, flags, ctx.pid)
-        if handle & READING and flags & os.O_TRUNC == 0:
-            hooks.lend(inode, self.fs.lending.allowed_s(self.fs.handle(handle).file))
+        if flags & os.O_TRUNC == 0:
+            self._lent.opened(inode, handle)
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
 
     @upcall("create")

@@ -61,6 +61,8 @@ class Tree:
         """Sums of all listings' ``hidden_*``, in their order."""
         self.leaving: Callable[[int], object] = lambda _: None
         """Told of inodes that no name will lead to any more, while their rows are still there."""
+        self.updating: Callable[[Entry], object] = lambda _: None
+        """Told of the attributes that a directory has from now on."""
         for listing in self.listings():
             self._count_hidden(listing, 1)
 
@@ -201,6 +203,8 @@ class Tree:
     def update(self, batch: Batch, entry: Entry) -> None:
         """Write an entry's attributes; name, parent, cookie and inode are those it was read with."""
         self._share(batch, self._at(entry.parent, entry.cookie), entry)
+        if entry.is_dir:
+            self.updating(entry)
         batch.put(b"D" + _PAIR.pack(entry.parent, entry.cookie), entry.pack())
 
     @staticmethod

@@ -1,0 +1,39 @@
+"""What the hooks answer without entering Python: files that may be opened, attributes of directories.
+
+They answer what was answered here before, for as long as the kernel might remember it. Trio thread only.
+"""
+
+from __future__ import annotations
+
+from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, whose calls they receive)
+import pyfuse3
+
+from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.open_file import READING
+from lakefs_fuse.fuse.answers import attributes_of
+from lakefs_fuse.meta.entry import Entry
+
+
+class Lent:
+    """The `fs.lending.Lender` of this process's session."""
+
+    def __init__(self, fs: Filesystem) -> None:
+        self._fs = fs
+
+    def opened(self, inode: int, handle: int) -> None:
+        """A file was opened: whoever opens it for reading next need not ask."""
+        if handle & READING:
+            hooks.lend(inode, self._fs.lending.allowed_s(self._fs.handle(handle).file))
+
+    def answered(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
+        """These attributes were told, to be remembered for the time that they say."""
+        if entry.is_dir:
+            hooks.remember(attributes, attributes.attr_timeout)
+
+    # -- as a Lender
+
+    def take(self, inode: int) -> int:
+        return hooks.take(inode)
+
+    def updated(self, directory: Entry) -> None:
+        hooks.remember(attributes_of(directory, self._fs, 0.0))
