@@ -2,41 +2,59 @@
 
 Commands talk to daemons over the control socket only, and work on a lake beside its mounts in a child (`offline`). An
 error is one line on standard error that says what to do, and the exit code of its kind (errors.py): 2 for what was
-asked, 1 for what failed.
+asked, 1 for what failed. A command loads what it needs, and nothing of the others.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
 import click
 
 from lakefs_fuse import __version__
-from lakefs_fuse.cli.checkpoint import checkpoint
-from lakefs_fuse.cli.durability import flush, orphans
-from lakefs_fuse.cli.fsck import fsck
-from lakefs_fuse.cli.gc import gc
-from lakefs_fuse.cli.ingest import ingest
-from lakefs_fuse.cli.mount import mount
-from lakefs_fuse.cli.pack import pack, unpack
-from lakefs_fuse.cli.refresh import refresh
-from lakefs_fuse.cli.snapshot import snapshot
-from lakefs_fuse.cli.stats import stats
-from lakefs_fuse.cli.umount import umount
 from lakefs_fuse.errors import EXIT_FAILURE, EXIT_USAGE, LakeError
 
 EXIT_INTERRUPTED = 130
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+MODULES = {
+    "checkpoint": "checkpoint",
+    "flush": "durability",
+    "fsck": "fsck",
+    "gc": "gc",
+    "ingest": "ingest",
+    "mount": "mount",
+    "orphans": "durability",
+    "pack": "pack",
+    "refresh": "refresh",
+    "snapshot": "snapshot",
+    "stats": "stats",
+    "umount": "umount",
+    "unpack": "pack",
+}
+"""Where each command is, under its own name."""
+
+
+class Commands(click.Group):
+    """The modules' commands, loaded when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(MODULES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in MODULES:
+            return None
+        command = getattr(importlib.import_module(f"{__name__}.{MODULES[cmd_name]}"), cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="lakefs-fuse")
 def commands() -> None:
     """Mount a data lake in an S3-compatible object store as a directory."""
-
-
-for _command in (mount, umount, stats, flush, refresh, orphans, checkpoint, ingest, pack, unpack, snapshot, gc, fsck):
-    commands.add_command(_command)
 
 
 def run(args: Sequence[str] | None = None) -> int:

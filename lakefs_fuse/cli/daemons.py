@@ -7,10 +7,8 @@ import select
 import time
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
+from lakefs_fuse.cli.progress import progress_bar
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient, connect
 from lakefs_fuse.control.mounts import Mount, is_dead, mount_at, mount_of
@@ -61,29 +59,18 @@ def locate(path: str) -> tuple[str, str]:
     return mounted.mountpoint, real[len(mounted.mountpoint.rstrip("/")) :].strip("/")
 
 
-def follow(replies: Iterator[protocol.Reply], console: Console, *, what: str, deadline_s: float) -> protocol.Reply:
+def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float) -> protocol.Reply:
     """Show progress until the last reply, which is `Done` or `Failed`; quiet where there is nothing to wait for.
 
     Raises LakeError at ``deadline_s`` of time.monotonic; what the daemon was asked for goes on then.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[files]} files left"),
-        TimeElapsedColumn(),
-    )
     reply: protocol.Reply = protocol.Done()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=None, visible=False, files=0)
+    with progress_bar() as bar:
         for reply in replies:
             if isinstance(reply, protocol.Progress) and time.monotonic() > deadline_s:
                 raise LakeError(f"{what} takes longer than --timeout allows: {reply.files_left} files are left")
             if isinstance(reply, protocol.Progress) and reply.files_left:
-                bar.update(
-                    task, visible=True, completed=reply.bytes_done, total=reply.bytes_total, files=reply.files_left
-                )
+                bar.update(what, reply.bytes_done, reply.bytes_total, f"{reply.files_left} files left")
     return reply
 
 

@@ -6,8 +6,6 @@ import sys
 import time
 
 import click
-from rich.console import Console
-from rich.table import Column, Table
 
 from lakefs_fuse.cli.daemons import describe_files, follow, locate, open_daemon
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
@@ -28,7 +26,6 @@ def flush(path: str, timeout: float) -> None:
     with open_daemon(mountpoint) as client:
         reply = follow(
             client.follow(protocol.MakeDurable(relative)),
-            Console(stderr=True),
             what=f"storing {path}",
             deadline_s=time.monotonic() + timeout,
         )
@@ -80,6 +77,9 @@ def _print_orphans(files: list[protocol.UnfinishedFile]) -> None:
         click.echo("no orphans")
         return
     # An id is there to be copied, so it is never cut; a narrow terminal folds the rest.
+    from rich.console import Console
+    from rich.table import Column, Table
+
     table = Table(Column("id", no_wrap=True, min_width=ID_CHARACTERS), Column("path", overflow="fold"), box=None)
     for name in ("bytes", "in the store", "age", "error"):
         table.add_column(name, overflow="fold")

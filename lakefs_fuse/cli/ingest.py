@@ -8,7 +8,8 @@ from typing import Unpack
 
 import click
 
-from lakefs_fuse.cli.offline import Place, find_place, run_offline, watched
+from lakefs_fuse.cli.offline import Place, find_place, run_offline
+from lakefs_fuse.cli.progress import is_watched
 from lakefs_fuse.cli.store_options import StoreOptions, store_options
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.offline_protocol import IngestArgs
@@ -34,7 +35,7 @@ def ingest(src: str, path: str, lake: str | None, uploads: int, as_json: bool, *
     return run_offline(
         "ingest",
         place,
-        IngestArgs(source=src if src == "-" else os.path.abspath(src), count=watched()),
+        IngestArgs(source=src if src == "-" else os.path.abspath(src), count=is_watched()),
         as_json=as_json,
         uploads_max=uploads,
         reads_stdin=src == "-",

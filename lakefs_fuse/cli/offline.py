@@ -15,11 +15,10 @@ from collections.abc import Sequence
 
 import click
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.cli.daemons import locate, open_daemon
+from lakefs_fuse.cli.progress import progress_bar
 from lakefs_fuse.cli.store_options import StoreOptions, any_given, build_store
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.errors import ConfigError, LakeError
@@ -121,7 +120,7 @@ def run_offline(
     )
     child = _start(program, protocol.encode(request), reads_stdin=reads_stdin)
     try:
-        last = _follow(child, Console(stderr=True))
+        last = _follow(child)
     finally:
         _end(child)
     if last is None:
@@ -133,11 +132,6 @@ def run_offline(
     else:
         click.echo(last.text)
     return last.exit_code
-
-
-def watched() -> bool:
-    """Whether there is a terminal for a progress bar."""
-    return Console(stderr=True).is_terminal
 
 
 def _start(program: Sequence[str], request: bytes, *, reads_stdin: bool) -> subprocess.Popen[bytes]:
@@ -178,37 +172,22 @@ class _Lines:
             raise LakeError(f"an answer that makes no sense ({error})") from error
 
 
-def _follow(child: subprocess.Popen[bytes], console: Console) -> protocol.Finished | protocol.Failed | None:
+def _follow(child: subprocess.Popen[bytes]) -> protocol.Finished | protocol.Failed | None:
     """Show what it says until its last line, which is answered. Ctrl-C is passed on; twice kills."""
     assert child.stdout is not None
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[files]} files"),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
     lines = _Lines(child.stdout.fileno())
     interrupted = False
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None, visible=False, files="0")
+    with progress_bar() as bar:
         while True:
             try:
                 answer = lines.next_answer()
                 match answer:
                     case protocol.Progress():
                         of = f" of {answer.files_total:,}" if answer.files_total else ""
-                        bar.update(
-                            task,
-                            description=answer.what,
-                            completed=answer.bytes_done,
-                            total=answer.bytes_total,
-                            files=f"{answer.files_done:,}{of}",
-                            visible=True,
-                        )
+                        files = f"{answer.files_done:,}{of} files"
+                        bar.update(answer.what, answer.bytes_done, answer.bytes_total, files)
                     case protocol.Note(text):
-                        bar.console.print(f"lakefs-fuse: {text}", markup=False, highlight=False, soft_wrap=True)
+                        bar.note(f"lakefs-fuse: {text}")
                     case _:
                         return answer
             except KeyboardInterrupt:

@@ -7,12 +7,9 @@ import time
 
 import click
 import msgspec
-from rich.console import Console
-from rich.live import Live
 
 from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.cli.parameters import DURATION
-from lakefs_fuse.cli.stats_tables import render
 
 PIPE_WIDTH = 200
 
@@ -34,12 +31,20 @@ def stats(mountpoint: str, as_json: bool, watch: bool, interval: float) -> None:
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(values), indent=2).decode())
     else:
+        from rich.console import Console
+
+        from lakefs_fuse.cli.stats_tables import render
+
         # Lines that a pipe gets are not broken where a terminal would end.
         Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(render(values))
 
 
 def _watch(mountpoint: str, interval_s: float) -> None:
     """Until Ctrl-C, or until the daemon ends, which is an error like any other."""
+    from rich.live import Live
+
+    from lakefs_fuse.cli.stats_tables import render
+
     try:
         with open_daemon(mountpoint) as client, Live(auto_refresh=False) as live:
             before: dict[str, object] | None = None

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import click
-from rich.console import Console
 
 from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of, wait_exit
 from lakefs_fuse.cli.parameters import DURATION
@@ -72,10 +71,9 @@ def umount(mountpoint: str, lazy: bool, timeout: float) -> None:
 
 def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, lazy: bool, deadline_s: float) -> bool:
     """Whether the daemon has ended; it may go on for a while with --lazy."""
-    console = Console(stderr=True)
     pidfd = os.pidfd_open(client.pid)
     try:
-        problem = make_durable(client, point, console, deadline_s)
+        problem = make_durable(client, point, deadline_s)
         if problem and not lazy:
             raise LakeError(f"{problem}; {point} stays mounted (--lazy detaches it and keeps the bytes in staging)")
         if problem:
@@ -87,7 +85,7 @@ def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, 
         ending = client.follow(protocol.WaitEnd())
         if mounted is not None:
             detach(point, lazy=False)
-        wait_end(ending, console, deadline_s)
+        wait_end(ending, deadline_s)
         if not wait_exit(pidfd, max(EXIT_S_MIN, deadline_s - time.monotonic())):
             raise LakeError(f"{point} is unmounted, but its daemon (pid {client.pid}) does not end: see its log")
         return True
@@ -138,10 +136,10 @@ def end_between_lives(point: str, supervisor: Supervisor, *, lazy: bool) -> None
     click.echo(f"lakefs-fuse: {message}", err=True)
 
 
-def make_durable(client: ControlClient, point: str, console: Console, deadline_s: float) -> str:
+def make_durable(client: ControlClient, point: str, deadline_s: float) -> str:
     """What went wrong, or nothing; the files that are not durable are printed."""
     try:
-        reply = follow(client.follow(protocol.MakeDurable()), console, what=f"storing {point}", deadline_s=deadline_s)
+        reply = follow(client.follow(protocol.MakeDurable()), what=f"storing {point}", deadline_s=deadline_s)
     except LakeError as error:
         return str(error)
     if not isinstance(reply, protocol.Failed):
@@ -150,9 +148,9 @@ def make_durable(client: ControlClient, point: str, console: Console, deadline_s
     return reply.message
 
 
-def wait_end(ending: Iterator[protocol.Reply], console: Console, deadline_s: float) -> None:
+def wait_end(ending: Iterator[protocol.Reply], deadline_s: float) -> None:
     """Until the daemon has drained. Raises LakeError where it could not store something."""
-    reply = follow(ending, console, what="finishing", deadline_s=deadline_s)
+    reply = follow(ending, what="finishing", deadline_s=deadline_s)
     if isinstance(reply, protocol.Failed):
         raise LakeError("\n".join([f"{reply.message}; the bytes stay in staging:", *describe_files(reply.files)]))
 

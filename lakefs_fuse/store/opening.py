@@ -1,7 +1,7 @@
 """From a `StoreConfig` to an open `ObjectStore`, or to one line that says what to do.
 
-One listing of one key is the whole test: it needs the bucket, the credentials and the region to be right. Blocking;
-called once, before anything is served.
+Blocking; called once, before anything is served. Only the kind of store that is asked for is loaded: boto3 alone takes
+as long as a mount of a directory.
 """
 
 from __future__ import annotations
@@ -10,42 +10,18 @@ import time
 from collections.abc import Callable
 
 from lakefs_fuse.config import StoreConfig
-from lakefs_fuse.errors import AccessDenied, ConfigError, NoSuchBucket, NotFound, StoreError, Unavailable
-from lakefs_fuse.store.local import LocalStore
-from lakefs_fuse.store.patience import patiently
+from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.store.protocol import ObjectStore
-from lakefs_fuse.store.s3 import S3Store
-from lakefs_fuse.store.s3_client import connect
-from lakefs_fuse.store.s3_errors import WrongRegion
 
 
 def open_store(config: StoreConfig, *, sleep: Callable[[float], None] = time.sleep) -> ObjectStore:
     """Raises ConfigError, NoSuchBucket, AccessDenied, Unavailable, or another StoreError."""
     if config.source.scheme == "file":
+        from lakefs_fuse.store.local import LocalStore
+
         return LocalStore(config.source.bucket)
     if config.source.scheme != "s3":
         raise ConfigError(f"source {config.source}: expected s3://… or file:///…")
-    access = connect(config)
-    store = S3Store(access)
-    try:
-        patiently(lambda: store.list_page("", keys_max=1), sleep)
-    except StoreError as error:
-        store.close()
-        raise _advice(config, access.base_url, error) from error
-    except BaseException:
-        store.close()
-        raise
-    return store
+    from lakefs_fuse.store.s3_opening import open_s3
 
-
-def _advice(config: StoreConfig, base_url: str, error: StoreError) -> Exception:
-    bucket = config.source.bucket
-    if isinstance(error, NoSuchBucket | NotFound):
-        return NoSuchBucket(f"bucket {bucket!r} does not exist at {base_url}: create it, or check --endpoint-url")
-    if isinstance(error, AccessDenied):
-        return AccessDenied(f"bucket {bucket!r} at {base_url}: access denied: {error}")
-    if isinstance(error, Unavailable):
-        return Unavailable(f"{base_url} cannot be reached: check --endpoint-url and the network: {error}")
-    if isinstance(error, WrongRegion):
-        return ConfigError(f"bucket {bucket!r}: {error}")
-    return type(error)(f"bucket {bucket!r} at {base_url}: {error}")
+    return open_s3(config, sleep)

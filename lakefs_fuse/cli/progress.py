@@ -1,0 +1,66 @@
+"""A progress bar on standard error, where that is a terminal.
+
+rich is loaded only there: loading it takes as long as everything else that most commands do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+def is_watched() -> bool:
+    """Whether there is a terminal for a progress bar."""
+    return sys.stderr.isatty()
+
+
+class Bar:
+    """Shown by nobody; what is noted is printed all the same."""
+
+    def update(self, what: str, done_bytes: int, total_bytes: int | None, files: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        click.echo(text, err=True)
+
+
+class _ShownBar(Bar):
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=None, visible=False, files="")
+
+    def update(self, what: str, done_bytes: int, total_bytes: int | None, files: str) -> None:
+        self._progress.update(
+            self._task, description=what, completed=done_bytes, total=total_bytes, files=files, visible=True
+        )
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Bar]:
+    """It is seen from its first update on, and gone afterwards."""
+    if not is_watched():
+        yield Bar()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[files]}"),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _ShownBar(progress)

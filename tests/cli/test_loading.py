@@ -1,0 +1,56 @@
+"""What a command loads: who asks in a loop waits for little else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from lakefs_fuse.cli import MODULES, commands
+
+HEAVY = {"rich", "boto3", "botocore", "obstore", "rocksdict", "trio", "pyfuse3"}
+
+
+def loaded(program: str, *arguments: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{program}\nprint(*sys.modules)", *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_command_is_there_under_its_name(name: str) -> None:
+    command = commands.get_command(click.Context(commands), name)
+    assert command is not None
+    assert command.name == name
+
+
+def test_they_are_listed_in_order() -> None:
+    assert commands.list_commands(click.Context(commands)) == sorted(MODULES)
+
+
+@pytest.mark.parametrize("module", ["mount", "umount", "stats", "durability", "ingest", "gc"])
+def test_a_command_loads_nothing_heavy(module: str) -> None:
+    assert loaded(f"import lakefs_fuse.cli.{module}") & HEAVY == set()
+
+
+def test_the_program_loads_no_command_that_was_not_asked_for() -> None:
+    modules = loaded("from lakefs_fuse.cli import run\nrun(['--version'])")
+    assert {name for name in modules if name.startswith("lakefs_fuse.cli.")} == set()
+
+
+def test_a_directory_as_the_store_loads_no_s3(tmp_path: Path) -> None:
+    opening = """
+from lakefs_fuse import daemon, lake
+from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.store.opening import open_store
+open_store(StoreConfig(source=Source.parse('file://' + sys.argv[1]))).close()
+"""
+    modules = loaded(opening, str(tmp_path))
+    assert modules & {"boto3", "botocore", "obstore"} == set()
