@@ -100,6 +100,7 @@ def test_another_directory_of_the_name_has_its_own(lake: Lake) -> None:
 
 
 def test_what_another_mount_says_of_it_is_seen(lake: Lake, tmp_path: Path) -> None:
+    lake.sync()
     with another(lake, tmp_path) as other:
         (other.path / "d").chmod(0o711)
         other.sync()
