@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import resource
@@ -278,6 +279,7 @@ def first_error(error: BaseException) -> BaseException:
 
 def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succession) -> int:
     """The exit code. The layers are imported here so that a missing library is an answer, not a traceback."""
+    gc.disable()  # see `keeping_what_is_there`
     try:
         from lakefs_fuse.fuse.session import request_unmount, serve
         from lakefs_fuse.lake import open_lake
@@ -285,8 +287,20 @@ def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succe
         raise LakeError(f"a library is missing ({error}): install libfuse3 and lakefs-fuse again") from error
     # Modules are loaded: a relative entry of sys.path, or a directory someone wants to unmount, is not needed any more.
     os.chdir("/")
-    parts = Parts(open_lake, serve, request_unmount)
+    parts = Parts(open_lake, keeping_what_is_there(serve), request_unmount)
     return trio.run(Daemon(config, parts, readiness, succession).run)
+
+
+def keeping_what_is_there(serve: Serve[Fs]) -> Serve[Fs]:
+    """What is made until the lake is open stays as long as the daemon, and is not searched for garbage: not until then,
+    which takes a tenth of the time to start, and not later, when it would hold up requests."""
+
+    async def serving(fs: Fs, config: MountConfig, *, ready: Callable[[], None]) -> None:
+        gc.freeze()
+        gc.enable()
+        await serve(fs, config, ready=ready)
+
+    return serving
 
 
 def read_config(source: BinaryIO) -> MountConfig:

@@ -335,3 +335,18 @@ def test_a_lake_that_is_not_there_is_one_line_and_a_private_log(tmp_path: Path) 
     assert "\n" not in str(answer["error"])
     assert stat.S_IMODE(log_file.stat().st_mode) == 0o600
     assert str(answer["error"]) in log_file.read_text()
+
+
+def test_what_is_made_before_it_serves_is_not_searched_for_garbage() -> None:
+    """In a process of its own, for it holds for all that is there."""
+    program = """
+import gc, trio
+from lakefs_fuse.daemon import keeping_what_is_there
+from tests.control.fakes import mount_config
+gc.disable()
+async def serve(fs, config, *, ready):
+    print(gc.isenabled(), gc.get_freeze_count() > 0)
+trio.run(lambda: keeping_what_is_there(serve)(None, mount_config('/mnt/lake'), ready=print))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True True\n"

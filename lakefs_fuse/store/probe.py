@@ -1,10 +1,10 @@
 """What a store can do, found out by doing it.
 
 Everything is written under ``.lakefs/probe-<random>/`` and removed again, whether or not the probe succeeds: objects
-one by one by the names that were used and by listing, uploads by aborting. A crash in mid-probe leaves a few small
+by the names that were used and by listing, uploads by aborting. A crash in mid-probe leaves a few small
 objects there, which no mount shows.
 
-Blocking: about 45 requests, each tried a few times. Called before anything is served, by mounts once a day (see
+Blocking: about 60 requests, each tried a few times. Called before anything is served, by mounts once a day (see
 `remembering`).
 """
 
@@ -312,14 +312,14 @@ class _Probe:
             return
 
     def _find_refused_characters(self) -> None:
-        """All at once first; one by one only where that failed."""
-        base = self._base + "keys/"
-        if not self._keeps(base, SUSPECT_CHARACTERS):
-            self.characters_refused = "".join(
-                character
-                for number, character in enumerate(SUSPECT_CHARACTERS)
-                if not self._keeps(f"{base}{number}/", character)
-            )
+        self.characters_refused = self._refused_of(SUSPECT_CHARACTERS)
+
+    def _refused_of(self, characters: str) -> str:
+        """All at once first; where that failed, each half."""
+        if self._keeps(f"{self._base}keys/{ord(characters[0])}-{len(characters)}/", characters):
+            return ""
+        half = len(characters) // 2
+        return self._refused_of(characters[:half]) + self._refused_of(characters[half:]) if half else characters
 
     def _keeps(self, base: str, characters: str) -> bool:
         key = f"{base}x{characters}x"
@@ -354,11 +354,9 @@ class _Probe:
                     failure = error
             try:
                 leftovers = self._leftovers()
-                for key in sorted({*self._written, *leftovers}, key=len, reverse=True):
-                    self._ask(partial(self._store.delete, key))
+                keys = sorted({*self._written, *leftovers}, key=len, reverse=True)
                 # A server that keeps its keys in directories goes on listing empty ones as prefixes.
-                for directory in self._directories(leftovers):
-                    self._ask(partial(self._store.delete, directory))
+                self._delete([*keys, *self._directories(leftovers)])
                 reserved = RESERVED_NAME + "/"
                 page = self._list(reserved, delimiter="/", keys_max=2)
                 if not page.prefixes and [meta.key for meta in page.objects] == [reserved]:
@@ -369,6 +367,14 @@ class _Probe:
                 failure = error
         if failure is not None:
             raise failure
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        """In this order. Together, or one by one where that was not done."""
+        with self._survives() as together:
+            together.worked = not self._ask(lambda: self._store.delete_many(keys))
+        if not together.worked or self._leftovers():
+            for key in keys:
+                self._ask(partial(self._store.delete, key))
 
     def _directories(self, keys: Sequence[str]) -> list[str]:
         """Every directory of ours that the keys lie in, children first."""

@@ -32,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from lakefs_fuse.cli.daemons import open_daemon
 from tests import servers
@@ -44,6 +44,7 @@ PART_BYTES = 16 * MIB
 STOP_TIMEOUT_S = 30.0
 START_HEADS, START_LISTS = 1, 2
 """What every mount asks when it begins: what time it is there; which indexes and which commits there are."""
+FINDINGS = "store.json"
 CLI = [sys.executable, "-P", "-m", "lakefs_fuse"]
 
 Stats = dict[str, object]
@@ -157,11 +158,27 @@ class Directory:
 
 
 class Bucket:
-    """A lake in a bucket, seen with boto3."""
+    """A lake in a bucket, seen with boto3. What the first mount found out about its server holds for others of it."""
+
+    findings: ClassVar[dict[str, str]] = {}
+    """By the server's URL."""
 
     def __init__(self, server: Server, bucket: str, prefix: str) -> None:
         self.bucket, self.source_prefix = bucket, prefix
         self.client = s3_client(server)
+        self.url = server.url
+
+    def tell_findings(self, cache_dir: Path) -> None:
+        """As if this lake had been mounted with this cache directory before; not where it was."""
+        known = self.findings.get(self.url)
+        if known is not None and not cache_dir.exists():
+            cache_dir.mkdir(mode=0o700)
+            (cache_dir / FINDINGS).write_text(known.replace("SOURCE", f"{self.source}/"))
+
+    def learn_findings(self, cache_dir: Path) -> None:
+        with contextlib.suppress(OSError):
+            found = (cache_dir / FINDINGS).read_text()
+            self.findings.setdefault(self.url, found.replace(f"{self.source}/", "SOURCE"))
 
     @property
     def source(self) -> str:
@@ -252,8 +269,12 @@ class Lake:
         return self.cli("mount", self.source, str(self.path), *args, *self.options, *options)
 
     def mount(self, *options: str) -> Lake:
+        if isinstance(self.outside, Bucket):
+            self.outside.tell_findings(self.cache_dir)
         done = self.try_mount(*options)
         assert done.returncode == 0, f"{done.stderr}\n{self.log()}"
+        if isinstance(self.outside, Bucket):
+            self.outside.learn_findings(self.cache_dir)
         self.pid = self.number("daemon.pid")
         return self
 
