@@ -269,12 +269,13 @@ class Lake:
         return self.cli("mount", self.source, str(self.path), *args, *self.options, *options)
 
     def mount(self, *options: str) -> Lake:
-        if isinstance(self.outside, Bucket):
-            self.outside.tell_findings(self.cache_dir)
+        server = self.outside if isinstance(self.outside, Bucket) and self.command is CLI else None
+        if server is not None:
+            server.tell_findings(self.cache_dir)
         done = self.try_mount(*options)
         assert done.returncode == 0, f"{done.stderr}\n{self.log()}"
-        if isinstance(self.outside, Bucket):
-            self.outside.learn_findings(self.cache_dir)
+        if server is not None:
+            server.learn_findings(self.cache_dir)
         self.pid = self.number("daemon.pid")
         return self
 
