@@ -68,6 +68,12 @@ class Kept:
         self.then(request, when)
 
 
+def new_store(*, copies_keep_etags: bool = False) -> tuple[MemoryStore, Clock, Kept]:
+    store, clock = MemoryStore(), Clock()
+    store.copies_keep_etags, store.clock = copies_keep_etags, clock
+    return store, clock, Kept(store)
+
+
 async def renamed_away(m: Lake, clock: Clock) -> None:
     """`d/name` has its bytes at `old`, and they are to be copied."""
     await m.mkdir("d")
@@ -123,8 +129,7 @@ async def test_a_change_waits_for_a_copy_to_its_name(
     if what != "copy":
         monkeypatch.setattr(relocating, "COPY_PART_BYTES", PART)
     change, now = CHANGES[how]
-    store, clock = MemoryStore(), Clock()
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store()
     async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         await renamed_away(m, clock)
         done = trio.Event()
@@ -157,8 +162,7 @@ async def test_a_copy_that_comes_too_late_is_nobodys(tmp_path: Path, monkeypatch
     """The store takes so long for it that the change goes on without."""
     monkeypatch.setattr(begun_copies, "PATIENCE_S", 0.01)
     change, now = CHANGES[how]
-    store, clock = MemoryStore(), Clock()
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store()
     async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         await renamed_away(m, clock)
         async with copying(m, kept, "copy") as pause:
@@ -180,9 +184,7 @@ async def test_a_copy_that_comes_too_late_is_nobodys(tmp_path: Path, monkeypatch
 async def test_a_change_of_another_node_hides_what_is_being_copied(tmp_path: Path, how: str) -> None:
     """It cannot know of the copy, which comes a moment later; but of what it looks like."""
     change, now = CHANGES[how]
-    store, clock = MemoryStore(), Clock()
-    store.copies_keep_etags = True
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store(copies_keep_etags=True)
     async with (
         lake(store, tmp_path / "a", clock=clock, pack="never", relocate_after_s=AFTER_S) as a,
         lake(store, tmp_path / "b", clock=clock, pack="never", relocate_after_s=AFTER_S) as b,
@@ -206,9 +208,7 @@ async def test_a_change_of_another_node_hides_what_is_being_copied(tmp_path: Pat
 async def test_a_change_of_another_node_hides_a_copy_of_which_nobody_tells(tmp_path: Path, how: str) -> None:
     """The node that asked for it is gone when it comes."""
     change, now = CHANGES[how]
-    store, clock = MemoryStore(), Clock()
-    store.copies_keep_etags = True
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store(copies_keep_etags=True)
     await died_copying(store, tmp_path, clock, kept, "before")
     async with lake(store, tmp_path / "other", clock=clock, pack="never", relocate_after_s=NEVER_S) as other:
         await change(other)
@@ -222,8 +222,7 @@ async def test_a_change_of_another_node_hides_a_copy_of_which_nobody_tells(tmp_p
 async def test_parts_are_not_completed_for_a_name_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes wait for the last request only, not for the parts."""
     monkeypatch.setattr(relocating, "COPY_PART_BYTES", PART)
-    store, clock = MemoryStore(), Clock()
-    kept = Kept(store)
+    store, clock, kept = new_store()
     async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         await renamed_away(m, clock)
         async with copying(m, kept, "upload_part_copy"):
@@ -238,8 +237,7 @@ async def test_parts_are_not_completed_for_a_name_that_changed(tmp_path: Path, m
 async def test_a_change_asks_first_what_a_daemon_that_died_has_copied(tmp_path: Path, how: str) -> None:
     """The copy is not a second older than the change."""
     change, now = CHANGES[how]
-    store, clock = MemoryStore(), Clock()
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store()
     dead = await died_copying(store, tmp_path, clock, kept, "after")
     assert store.data("d/name") == b"bytes"
     async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
@@ -253,9 +251,7 @@ async def test_a_change_asks_first_what_a_daemon_that_died_has_copied(tmp_path: 
 async def test_a_copy_may_come_after_the_next_daemon_has_looked_for_it(tmp_path: Path, how: str) -> None:
     """The store had the request before the daemon died, and took its time."""
     change, now = CHANGES[how]
-    store, clock = MemoryStore(), Clock()
-    store.copies_keep_etags = True
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store(copies_keep_etags=True)
     dead = await died_copying(store, tmp_path, clock, kept, "before")
     async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         await change(m)
@@ -275,8 +271,7 @@ async def test_a_copy_may_come_after_the_next_daemon_has_looked_for_it(tmp_path:
 
 async def test_a_listing_shows_no_copy_of_which_nothing_is_said_yet(tmp_path: Path) -> None:
     """Not even where it has another ETag than what it is a copy of."""
-    store, clock = MemoryStore(), Clock()
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store()
     dead = await died_copying(store, tmp_path, clock, kept, "after")
     async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         inode = (await m.found("d/name")).inode
@@ -290,8 +285,7 @@ async def test_a_listing_shows_no_copy_of_which_nothing_is_said_yet(tmp_path: Pa
 
 
 async def test_a_listing_under_way_shows_no_copy_that_was_begun_meanwhile(tmp_path: Path) -> None:
-    store, clock = MemoryStore(), Clock()
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store()
     listing = Pause(lambda request: request.what == "list" and request.key == "d/")
     made = Pause(lambda request: request.what == "copy", when="after")
 
@@ -317,8 +311,7 @@ async def test_a_listing_under_way_shows_no_copy_that_was_begun_meanwhile(tmp_pa
 
 
 async def test_no_copy_begins_while_the_name_changes(tmp_path: Path) -> None:
-    store, clock = MemoryStore(), Clock()
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store()
     async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         await renamed_away(m, clock)
         kept.then = pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs"))
@@ -332,9 +325,7 @@ async def test_no_copy_begins_while_the_name_changes(tmp_path: Path) -> None:
 
 
 async def test_a_version_in_a_pack_hides_what_a_daemon_that_died_has_copied(tmp_path: Path) -> None:
-    store, clock = MemoryStore(), Clock()
-    store.copies_keep_etags = True
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store(copies_keep_etags=True)
     dead = await died_copying(store, tmp_path, clock, kept, "after")
     async with lake(store, dead, clock=clock, pack="always", relocate_after_s=AFTER_S) as m:
         await store_in_place(m)
@@ -345,8 +336,7 @@ async def test_a_version_in_a_pack_hides_what_a_daemon_that_died_has_copied(tmp_
 
 async def test_accepted_files_wait_for_a_copy_to_their_names(tmp_path: Path) -> None:
     """They are stored together, in a pack."""
-    store, clock = MemoryStore(), Clock()
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store()
     async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         await renamed_away(m, clock)
     async with writing_back(store, tmp_path / "cache", clock=clock, pack="always", relocate_after_s=AFTER_S) as m:
@@ -364,8 +354,7 @@ async def test_accepted_files_wait_for_a_copy_to_their_names(tmp_path: Path) -> 
 
 
 async def test_finishing_what_a_daemon_left_waits_for_a_copy_to_its_name(tmp_path: Path) -> None:
-    store, clock = MemoryStore(), Clock()
-    store.clock, kept = clock, Kept(store)
+    store, clock, kept = new_store()
     cache, dead = tmp_path / "cache", tmp_path / "dead"
     new = bytes(LARGE)
     async with lake(store, cache, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
