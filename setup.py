@@ -36,7 +36,7 @@ def hooks() -> list[Extension]:
         Extension(
             "lakefs_fuse.fuse._hooks",
             sources=[HOOKS, RECEIVING, REMEMBERED],
-            depends=["lakefs_fuse/fuse/receiving.h", "lakefs_fuse/fuse/remembered.h"],
+            depends=[f"lakefs_fuse/fuse/{name}.h" for name in ("receiving", "remembered", "slots")],
             define_macros=[("FUSE_USE_VERSION", "312"), ("_GNU_SOURCE", None)],
             extra_compile_args=["-O2", "-fvisibility=default", *fuse_flags("--cflags", "-I/usr/include/fuse3")],
             # ctypes binds every symbol at once, and libfuse is not there yet when the hooks are loaded.

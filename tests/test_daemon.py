@@ -337,16 +337,36 @@ def test_a_lake_that_is_not_there_is_one_line_and_a_private_log(tmp_path: Path) 
     assert str(answer["error"]) in log_file.read_text()
 
 
-def test_what_is_made_before_it_serves_is_not_searched_for_garbage() -> None:
-    """In a process of its own, for it holds for all that is there."""
+def test_what_is_made_before_it_serves_is_not_searched_for_garbage(tmp_path: Path) -> None:
+    """What is made later is. In a process of its own, for it holds for all that is there."""
     program = """
-import gc, trio
-from lakefs_fuse.daemon import keeping_what_is_there
-from tests.control.fakes import mount_config
-gc.disable()
+import gc, sys
+import msgspec
+from lakefs_fuse import daemon, lake
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.fuse import session
+open_lake = lake.open_lake
+def opening(config):
+    print(gc.isenabled())
+    return open_lake(config)
 async def serve(fs, config, *, ready):
     print(gc.isenabled(), gc.get_freeze_count() > 0)
-trio.run(lambda: keeping_what_is_there(serve)(None, mount_config('/mnt/lake'), ready=print))
+    ready()
+lake.open_lake, session.serve = opening, serve
+config = msgspec.json.decode(sys.argv[1], type=MountConfig)
+sys.exit(daemon.serve_real_lake(config, daemon.Readiness(None), daemon.Succession(0)))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "True True\n"
+    (tmp_path / "store").mkdir()
+    config = msgspec.structs.replace(
+        mount_config(str(tmp_path / "mnt")),
+        store=StoreConfig(source=Source.parse(f"file://{tmp_path}/store")),
+        cache_dir=str(tmp_path / "cache"),
+        free_bytes_min=0,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, msgspec.json.encode(config).decode()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "False\nTrue True\n"), done.stderr

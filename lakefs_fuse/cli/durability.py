@@ -76,10 +76,10 @@ def _print_orphans(files: list[protocol.UnfinishedFile]) -> None:
     if not files:
         click.echo("no orphans")
         return
-    # An id is there to be copied, so it is never cut; a narrow terminal folds the rest.
     from rich.console import Console
     from rich.table import Column, Table
 
+    # An id is there to be copied, so it is never cut; a narrow terminal folds the rest.
     table = Table(Column("id", no_wrap=True, min_width=ID_CHARACTERS), Column("path", overflow="fold"), box=None)
     for name in ("bytes", "in the store", "age", "error"):
         table.add_column(name, overflow="fold")

@@ -24,6 +24,7 @@
 
 #include "receiving.h"
 #include "remembered.h"
+#include "slots.h"
 
 /* As hooks.py numbers them. */
 enum feature {
@@ -54,11 +55,10 @@ static int64_t xattrs_answered, flushes_answered, opens_answered, releases_answe
 
 /*
  * Files that may be opened for reading without asking: Python has opened them before, said until when that counts, and
- * takes them back (`lakefs_hooks_take`) before their inode comes to mean nothing. A slot is found within PROBES of its
- * hash; one that nobody has open gives way. `opens` is how many handles are lent and not released.
+ * takes them back (`lakefs_hooks_take`) before their inode comes to mean nothing. Of the slots that an inode may have, one
+ * that nobody has open gives way. `opens` is how many handles are lent and not released.
  */
 #define SLOTS (1U << 16)
-#define PROBES 8
 
 struct lent {
 	uint64_t inode;
@@ -70,7 +70,7 @@ static struct lent slots[SLOTS];
 
 static struct lent *slot_of(uint64_t inode, unsigned probe)
 {
-	return &slots[((uint32_t)(inode * 0x9E3779B97F4A7C15ULL >> 40) + probe) % SLOTS];
+	return &slots[lakefs_slot(inode, probe, SLOTS)];
 }
 
 static struct lent *find_lent(uint64_t inode)

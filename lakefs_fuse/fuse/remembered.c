@@ -12,10 +12,10 @@
 #include <string.h>
 
 #include "receiving.h"
+#include "slots.h"
 
-/* A slot is found within PROBES of its hash; of those one that has ended gives way. */
+/* Of those that an inode may have, one that has ended gives way. */
 #define SLOTS (1U << 12)
-#define PROBES 8
 #define NS 1000000000LL
 
 struct remembered {
@@ -34,7 +34,7 @@ void lakefs_remembered_replies(int (*reply)(fuse_req_t, const struct stat *, dou
 
 static struct remembered *slot_of(uint64_t inode, unsigned probe)
 {
-	return &slots[((uint32_t)(inode * 0x9E3779B97F4A7C15ULL >> 40) + probe) % SLOTS];
+	return &slots[lakefs_slot(inode, probe, SLOTS)];
 }
 
 static struct remembered *find(uint64_t inode)

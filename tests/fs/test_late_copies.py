@@ -107,6 +107,12 @@ async def died_copying(store: MemoryStore, root: Path, clock: Clock, kept: Kept,
     return dead
 
 
+async def seen_by_another(store: MemoryStore, root: Path, clock: Clock) -> dict[str, object]:
+    """The lake, as a node sees it that knows nothing else."""
+    async with lake(store, root / "another", clock=clock) as another:
+        return await another.tree()
+
+
 @asynccontextmanager
 async def copying(m: Lake, kept: Kept, what: str) -> AsyncIterator[Pause]:
     """Inside, until `Pause.resume`, the store has been asked for a copy, and has not begun with it."""
@@ -148,8 +154,7 @@ async def test_a_change_waits_for_a_copy_to_its_name(
         await m.fs.sync_names()
         assert m.commits()["relocated"] == 1
         assert await m.tree() == now
-        async with lake(store, tmp_path / "other", clock=clock) as other:
-            assert await other.tree() == now
+        assert await seen_by_another(store, tmp_path, clock) == now
         kept.then = store.hook = lambda _request, _when: None
         clock.advance(20 * AFTER_S)
         await m.sync()
@@ -170,8 +175,7 @@ async def test_a_copy_that_comes_too_late_is_nobodys(tmp_path: Path, monkeypatch
             clock.advance(LATER_S)
             pause.resume()
         assert store.data("d/name") == b"bytes"
-        async with lake(store, tmp_path / "other", clock=clock) as other:
-            assert await other.tree() == now
+        assert await seen_by_another(store, tmp_path, clock) == now
         clock.advance(1000)
         assert await m.tree() == now
         kept.then = store.hook = lambda _request, _when: None
@@ -200,8 +204,7 @@ async def test_a_change_of_another_node_hides_what_is_being_copied(tmp_path: Pat
         clock.advance(1000)
         assert await b.tree() == now
         assert await a.tree() == now
-    async with lake(store, tmp_path / "other", clock=clock) as other:
-        assert await other.tree() == now
+    assert await seen_by_another(store, tmp_path, clock) == now
 
 
 @pytest.mark.parametrize("how", [how for how in CHANGES if how != "stored in place"])
@@ -215,8 +218,7 @@ async def test_a_change_of_another_node_hides_a_copy_of_which_nobody_tells(tmp_p
         store.copy("old", "d/name")
         clock.advance(1000)
         assert await other.tree() == now
-    async with lake(store, tmp_path / "third", clock=clock) as third:
-        assert await third.tree() == now
+    assert await seen_by_another(store, tmp_path, clock) == now
 
 
 async def test_parts_are_not_completed_for_a_name_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +245,7 @@ async def test_a_change_asks_first_what_a_daemon_that_died_has_copied(tmp_path: 
     async with lake(store, dead, clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
         await change(m)
         assert await m.tree() == now
-        async with lake(store, tmp_path / "other", clock=clock) as other:
-            assert await other.tree() == now
+        assert await seen_by_another(store, tmp_path, clock) == now
 
 
 @pytest.mark.parametrize("how", [how for how in CHANGES if how != "stored in place"])
@@ -259,8 +260,7 @@ async def test_a_copy_may_come_after_the_next_daemon_has_looked_for_it(tmp_path:
         store.copy("old", "d/name")
         clock.advance(100)
         assert await m.tree() == now
-        async with lake(store, tmp_path / "other", clock=clock) as other:
-            assert await other.tree() == now
+        assert await seen_by_another(store, tmp_path, clock) == now
         store.hook = lambda _request, _when: None
         await relocate(m)
         clock.advance(1000)
@@ -330,8 +330,7 @@ async def test_a_version_in_a_pack_hides_what_a_daemon_that_died_has_copied(tmp_
     async with lake(store, dead, clock=clock, pack="always", relocate_after_s=AFTER_S) as m:
         await store_in_place(m)
         assert store.data("d/name") == b"bytes"
-        async with lake(store, tmp_path / "other", clock=clock) as other:
-            assert (await other.tree())["d/name"] == b"new bytes"
+        assert (await seen_by_another(store, tmp_path, clock))["d/name"] == b"new bytes"
 
 
 async def test_accepted_files_wait_for_a_copy_to_their_names(tmp_path: Path) -> None:
@@ -349,8 +348,7 @@ async def test_accepted_files_wait_for_a_copy_to_their_names(tmp_path: Path) -> 
             pause.resume()
         store.hook = lambda _request, _when: None
         await m.fs.make_durable()
-        async with lake(store, tmp_path / "other", clock=clock) as other:
-            assert (await other.tree())["d/name"] == b"new bytes"
+        assert (await seen_by_another(store, tmp_path, clock))["d/name"] == b"new bytes"
 
 
 async def test_finishing_what_a_daemon_left_waits_for_a_copy_to_its_name(tmp_path: Path) -> None:

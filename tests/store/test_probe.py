@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.errors import ConfigError, LakeError, Unavailable, Unsupported
+from lakefs_fuse.errors import ConfigError, KeyRefused, LakeError, Unavailable, Unsupported
 from lakefs_fuse.store.local import LocalStore
 from lakefs_fuse.store.opening import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities
 from tests import servers
 from tests.faults import Faults
+from tests.memory_store import MemoryStore, Request, When
 from tests.servers import Server, s3_client
 from tests.store.lakes import NAMES, config_of, s3_config
 
@@ -35,6 +36,7 @@ CANNOT = {
     },
 }
 REFUSED = {"seaweedfs": "\\", "moto": "\n"}
+REQUESTS_MAX = 40
 FLAGS = {name for name in Capabilities.__slots__ if name not in ("name", "notes", "characters_refused")}
 
 
@@ -90,6 +92,51 @@ def test_nothing_is_left_when_a_probe_fails(
         assert list(store.list_multipart("")) == []
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("refused", ["", "%", "\\\n", "#?\x7f"])
+def test_characters_that_are_refused_are_found(refused: str) -> None:
+    store = MemoryStore()
+
+    def refuse(request: Request, when: When) -> None:
+        if request.what == "put" and set(request.key) & set(refused):
+            raise KeyRefused(request.key)
+
+    store.hook = refuse
+    assert set(probe(store, random.Random(1)).characters_refused) == set(refused)
+    assert store.objects == {}
+
+
+class DeletingTogether(MemoryStore):
+    """Keys that are deleted together take one request, which may be refused."""
+
+    refuses = False
+    together = 0
+
+    def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
+        self.together += 1
+        if self.refuses:
+            raise Unsupported("one by one, please")
+        for key in keys:
+            self.objects.pop(key, None)
+        return {}
+
+
+def test_it_does_not_take_many_requests() -> None:
+    """Each is a round trip that the first mount waits for."""
+    store = DeletingTogether()
+    probe(store, random.Random(1))
+    assert store.objects == {}
+    assert (store.together, store.count("delete")) == (1, 0)
+    assert len(store.requests) <= REQUESTS_MAX
+
+
+def test_what_is_not_deleted_together_is_deleted_one_by_one() -> None:
+    store = DeletingTogether()
+    store.refuses = True
+    probe(store, random.Random(1))
+    assert store.together
+    assert store.objects == {}
 
 
 def test_cleaning_up_is_tried_again(faults: tuple[Server, Faults], new_bucket: Callable[[Server], str]) -> None:
