@@ -97,6 +97,10 @@ class BlockCache:
         """Whether a read is worth a thread."""
         return self._health.may_read() and not self._files.closed
 
+    def may_have(self, version: Version) -> bool:
+        """Whether looking for blocks of a version is worth a thread. Where it is not, none is here."""
+        return self.readable and self._files.may_have(version)
+
     @property
     def writable(self) -> bool:
         """Whether a write is worth a thread."""
@@ -176,17 +180,22 @@ class BlockCache:
 
     def write_blocks(self, version: Version, first: int, blocks: Sequence[Buffer]) -> None:
         """Keep adjacent blocks, if there is room. Raises ValueError where a length is not the block's."""
+        self.write_runs([(version, first, blocks)])
+
+    def write_runs(self, runs: Sequence[tuple[Version, int, Sequence[Buffer]]]) -> None:
+        """As `write_blocks`, several times; with an error of the disk the rest is not kept."""
         if not self.writable:
             return
-        wanted = sum(-(-len(data) // ALIGN_BYTES) * ALIGN_BYTES for data in blocks) + ALIGN_BYTES
+        wanted = sum(
+            sum(-(-len(data) // ALIGN_BYTES) * ALIGN_BYTES for data in blocks) + ALIGN_BYTES for _, _, blocks in runs
+        )
         try:
             if not self._files.reserve(wanted):
                 self._health.no_room("nothing more to evict")
                 return
             try:
-                with self._files.writing(version) as file:
-                    for place, data in enumerate(blocks):
-                        file.write_block(first + place, data)
+                for version, first, blocks in runs:
+                    self._write_run(version, first, blocks)
             finally:
                 self._files.unreserve(wanted)
             self._health.write_worked()
@@ -194,6 +203,15 @@ class BlockCache:
             self._health.failed(error)
             if self._health.state is CacheState.FULL:
                 self.evict(wanted)  # a quota, which free space does not show: make room for the next attempt
+
+    def _write_run(self, version: Version, first: int, blocks: Sequence[Buffer]) -> None:
+        whole = len(blocks) == version.blocks
+        with self._files.writing(version, whole=whole) as file:
+            if whole and file.blank:
+                file.write_all(blocks)
+            else:
+                for place, data in enumerate(blocks):
+                    file.write_block(first + place, data)
 
     def adopt(self, path: str | Path, version: Version, hashes: Sequence[int]) -> bool:
         """Make a file that holds the version's bytes (or holes, where ``hashes`` has 0) the version's cache file.

@@ -6,8 +6,9 @@
 What always holds:
 
 * the file is self-describing: nothing else needs to know of it, and its layout follows from its length alone;
-* a block is written before its hash, so a block with a matching hash is whole. After a crash, in which the kernel may
-  have kept the hash and lost the block, the hash does not match and the block counts as damaged: fetched again;
+* a block is written before its hash, or with it, so a block with a matching hash is whole. After a crash, in which the
+  kernel may have kept the hash and lost the block, the hash does not match and the block counts as damaged: fetched
+  again;
 * the header holds a BLAKE2 digest of key and ETag, so that a file never answers for another version.
 
 All calls block and are for worker threads. Reading and writing blocks at once from several threads is safe: two
@@ -20,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,6 +150,16 @@ def punch(fd: int, layout: Layout, first: int, stop: int) -> bool:
     return disk.punch_hole(fd, start, min(stop * BLOCK_BYTES, layout.data_end) - start)
 
 
+def make_directory(path: str) -> None:
+    """A directory of cache files, and the one above it where that is missing. Raises OSError."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileNotFoundError:
+        os.makedirs(path, 0o700, exist_ok=True)
+    except FileExistsError:
+        pass
+
+
 @contextmanager
 def _closed_on_error(fd: int) -> Iterator[None]:
     try:
@@ -160,18 +172,20 @@ def _closed_on_error(fd: int) -> Iterator[None]:
 class CacheFile:
     """An open cache file; owns its descriptor."""
 
-    __slots__ = ("accounted_bytes", "dead", "digest", "fd", "layout", "touched_s", "users", "version")
+    __slots__ = ("accounted_bytes", "blank", "dead", "digest", "fd", "layout", "touched_s", "users", "version")
 
-    def __init__(self, fd: int, layout: Layout, version: Version, digest: bytes) -> None:
-        stat = os.fstat(fd)
+    def __init__(self, fd: int, layout: Layout, version: Version, digest: bytes, *, blank: bool = False) -> None:
         self.fd = fd
         self.layout = layout
         self.version = version
         self.digest = digest
         self.users = 0
         self.dead = False
-        self.accounted_bytes = disk.stat_allocated_bytes(stat)
-        self.touched_s = stat.st_mtime
+        self.blank = blank
+        """It is empty, header and all, and `write_all` is to come: for whoever reads it meanwhile no block is there."""
+        stat = None if blank else os.fstat(fd)
+        self.accounted_bytes = 0 if stat is None else disk.stat_allocated_bytes(stat)
+        self.touched_s = time.time() if stat is None else stat.st_mtime
 
     @classmethod
     def open(cls, path: str, version: Version, digest: bytes) -> CacheFile | None:
@@ -187,15 +201,18 @@ class CacheFile:
             return cls(fd, layout, version, digest)
 
     @classmethod
-    def create(cls, path: str, version: Version, digest: bytes) -> CacheFile:
-        """A new file without any block; its directory too. Raises OSError, then there is no file."""
+    def create(cls, path: str, version: Version, digest: bytes, *, blank: bool = False) -> CacheFile:
+        """A new file without any block, or an empty one for `write_all`; its directory too. Raises OSError, then there
+        is no file."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            make_directory(os.path.dirname(path))
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         with _closed_on_error(fd):
             layout = Layout.for_size(version.size)
+            if blank:
+                return cls(fd, layout, version, digest, blank=True)
             try:
                 os.ftruncate(fd, layout.file_bytes)
                 disk.pwrite_all(fd, _header(layout, _check(version)).ljust(HEADER_BYTES, b"\0"), layout.data_end)
@@ -231,6 +248,22 @@ class CacheFile:
             raise ValueError(f"block {index} of an object of {self.layout.size} bytes cannot have {len(data)}")
         disk.pwrite_all(self.fd, data, start)
         disk.pwrite_all(self.fd, block_hash(data).to_bytes(_HASH_BYTES, "little"), self.layout.hash_at(index))
+
+    def write_all(self, blocks: Sequence[Buffer]) -> None:
+        """All blocks of a small object, and all that belongs to them, with one call of the system where that goes well.
+        Raises OSError, then the file is good for nothing."""
+        layout = self.layout
+        sizes = [min(BLOCK_BYTES, layout.size - start) for start in range(0, layout.size, BLOCK_BYTES)]
+        if [len(data) for data in blocks] != sizes:
+            raise ValueError(f"these are not all blocks of an object of {layout.size} bytes")
+        hashes = struct.pack(f"<{layout.blocks}Q", *map(block_hash, blocks))
+        header = _header(layout, _check(self.version)).ljust(HEADER_BYTES, b"\0")
+        tail = bytes(layout.data_end - layout.size) + header + hashes
+        if os.pwritev(self.fd, [*blocks, tail], 0) != layout.file_bytes:
+            for index, data in enumerate(blocks):
+                disk.pwrite_all(self.fd, data, index * BLOCK_BYTES)
+            disk.pwrite_all(self.fd, tail, layout.size)
+        self.blank = False
 
     def forget(self, first: int, stop: int) -> None:
         """Mark blocks [first, stop) absent. Raises OSError."""

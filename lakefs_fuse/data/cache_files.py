@@ -2,7 +2,8 @@
 
 What always holds:
 
-* memory does not grow with the number of files: at most ``FILES_OPEN_MAX`` idle descriptors, one eviction sample;
+* memory does not grow with the number of files: at most ``FILES_OPEN_MAX`` idle descriptors, one eviction sample, and
+  bits that tell most files which are not there (`presence`);
 * a file counts with the disk space it takes up, from the moment its directory was scanned;
 * files of pinned (open) versions are not evicted.
 
@@ -25,12 +26,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import msgspec
 
 from lakefs_fuse.data import disk, eviction
 from lakefs_fuse.data.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
+from lakefs_fuse.data.presence import Presence
 from lakefs_fuse.data.version import Version
 from lakefs_fuse.metrics import CacheMetrics
 
@@ -41,7 +44,9 @@ TOUCH_S = 60.0
 """A file's time of use is written at most so often."""
 SLACK_BYTES_MAX = 256 << 20
 """A write that finds no room makes so much more (or 1/64 of the cache), not to be back at once."""
-_USAGE_NAME = "usage"
+SCAN_DIRECTORIES = 16
+"""Counted at once, of `eviction.FAN_OUT`."""
+_USAGE_NAME, _PRESENCE_NAME = "usage", "presence"
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -73,6 +78,8 @@ class CacheFiles:
         self._lock = threading.Lock()
         self._open: OrderedDict[bytes, CacheFile] = OrderedDict()
         self._pins: dict[bytes, int] = {}
+        self._presence = Presence()
+        self._presence_known = False
         self._bytes_used = 0
         self._bytes_reserved = 0
         self._counted_up_to = 0
@@ -103,6 +110,10 @@ class CacheFiles:
     def versions_pinned(self) -> int:
         """Versions that eviction spares."""
         return len(self._pins)
+
+    def may_have(self, version: Version) -> bool:
+        """False: there is no file of the version, as far as anybody in this process has to do with it."""
+        return not self._presence_known or self._presence.may_have(name_digest(version))
 
     def pin(self, version: Version) -> None:
         """Spare the version until as many `unpin`. Lost with the process."""
@@ -141,14 +152,20 @@ class CacheFiles:
                 self._release(file)
 
     @contextmanager
-    def writing(self, version: Version) -> Iterator[CacheFile]:
-        """The version's file, made where there is none; its size is counted again at the end."""
+    def writing(self, version: Version, *, whole: bool) -> Iterator[CacheFile]:
+        """The version's file, made where there is none: ``blank`` if all of it is about to be written. Its size is
+        counted again at the end; one that is blank then is removed."""
         file = self._acquire_open(version, name_digest(version))
         if file is None:
             with self._files_lock:
-                file = self._open_file(version) or self._create_file(version)
+                file = self._open_file(version) or self._create_file(version, blank=whole)
         try:
             yield file
+        except BaseException:
+            if file.blank:
+                with self._files_lock:
+                    self._remove(file.digest)
+            raise
         finally:
             self._account(file)
             self._release(file)
@@ -171,6 +188,7 @@ class CacheFiles:
             os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
             os.rename(path, target)
             with self._lock:
+                self._presence.add(digest)
                 self._count(digest, allocated)
 
     def transfer(self, old: Version, new: Version) -> bool:
@@ -178,6 +196,10 @@ class CacheFiles:
         source, target = name_digest(old), name_digest(new)
         path, aim = eviction.file_path(self._root, source), eviction.file_path(self._root, target)
         with self._files_lock:
+            with self._lock:
+                file = self._open.get(source)
+            if file is not None and file.blank:
+                return False  # its blocks are not there yet
             try:
                 relabel(path, old, new)
             except FileNotFoundError:
@@ -192,6 +214,7 @@ class CacheFiles:
             os.rename(path, aim)
             allocated = disk.allocated_bytes(aim)
             with self._lock:
+                self._presence.add(target)
                 file = self._open.pop(source, None)
                 if file is not None:  # whoever reads or writes it goes on: the bytes are the same
                     file.dead = True
@@ -216,6 +239,7 @@ class CacheFiles:
                 file.close()
             self._open.clear()
         if self.counted and not self._doubtful:
+            self._presence.save(f"{self._root}/{_PRESENCE_NAME}")
             path = f"{self._root}/{_USAGE_NAME}"
             Path(path + ".new").write_bytes(msgspec.json.encode(_Usage(self.bytes_used)))
             os.replace(path + ".new", path)
@@ -233,7 +257,7 @@ class CacheFiles:
         """Under the files lock: the file as it is on disk, in use."""
         digest = name_digest(version)
         file = self._acquire_open(version, digest)
-        if file is not None:
+        if file is not None or not self.may_have(version):
             return file
         try:
             file = CacheFile.open(eviction.file_path(self._root, digest), version, digest)
@@ -246,10 +270,12 @@ class CacheFiles:
             self._keep_open(file)
         return file
 
-    def _create_file(self, version: Version) -> CacheFile:
+    def _create_file(self, version: Version, *, blank: bool) -> CacheFile:
         """Under the files lock, where there is none."""
         digest = name_digest(version)
-        file = CacheFile.create(eviction.file_path(self._root, digest), version, digest)
+        with self._lock:
+            self._presence.add(digest)
+        file = CacheFile.create(eviction.file_path(self._root, digest), version, digest, blank=blank)
         with self._lock:
             self._count(digest, file.accounted_bytes)
         self._keep_open(file)
@@ -259,8 +285,8 @@ class CacheFiles:
         with self._lock:
             file.users = 1
             self._open[file.digest] = file
-            surplus = len(self._open) - FILES_OPEN_MAX
-            idle = [other for other in self._open.values() if not other.users][:surplus] if surplus > 0 else []
+            surplus = max(0, len(self._open) - FILES_OPEN_MAX)
+            idle = list(islice((other for other in self._open.values() if not other.users), surplus))
             for other in idle:
                 del self._open[other.digest]
         for other in idle:
@@ -332,17 +358,20 @@ class CacheFiles:
             if self.counted:
                 return
             self._counted_up_to = self._bytes_used = 0
-        for high in range(256):  # whether it exists or not: it may be made meanwhile
+        eviction.remove_earlier(self._root)
+        for first in range(0, eviction.FAN_OUT, SCAN_DIRECTORIES):  # whether they are there or not: they may be soon
             with self._files_lock, self._lock:
                 if self.closed:
                     return
-                self._counted_up_to = (high + 1) << 8
-                for number, path in eviction.subdirectories(self._root, high):
-                    for found in eviction.files(path, number):
+                self._counted_up_to = first + SCAN_DIRECTORIES
+                for number in range(first, self._counted_up_to):
+                    for found in eviction.files(eviction.directory_path(self._root, number), number):
                         self._bytes_used += found.allocated_bytes
+                        self._presence.add(found.digest)
                         file = self._open.get(found.digest)
                         if file is not None:
                             file.accounted_bytes = found.allocated_bytes
+        self._presence_known = True
 
     def _load_usage(self) -> None:
         path = Path(self._root, _USAGE_NAME)
@@ -354,6 +383,9 @@ class CacheFiles:
             path.unlink()
             return
         path.unlink()  # so that a crash from now on is seen as one
+        if not self._presence.load(f"{self._root}/{_PRESENCE_NAME}"):
+            return
+        self._presence_known = True
         self._bytes_used = usage.bytes_used
         self._counted_up_to = eviction.FAN_OUT
 

@@ -1,8 +1,9 @@
 """Which cache files go first: approximate LRU without a list of what there is.
 
-The cache's directory has up to 65,536 directories of files, each file's mtime is when it was last used. A sample is the
-files of some adjacent directories, from a random one on; its oldest quarter goes. With few files the sample is all of
-them, and the choice exact. Memory: one sample, whatever the cache holds.
+The cache's directory has up to 4,096 directories of files (no more: each takes up a block of the disk, and making one
+costs as much as making a file), each file's mtime is when it was last used. A sample is the files of some adjacent
+directories, from a random one on; its oldest quarter goes. With few files the sample is all of them, and the choice
+exact. Memory: one sample, whatever the cache holds.
 
 Blocking, for worker threads; `cache_files.CacheFiles` calls it with its files lock held. Directories that vanish
 meanwhile are no error.
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import stat
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,12 +23,12 @@ from lakefs_fuse.data import disk
 from lakefs_fuse.data.cache_file import DamagedFile, punch, read_hashes, read_layout
 from lakefs_fuse.data.version import BLOCK_BYTES
 
-FAN_OUT = 1 << 16
+FAN_OUT = 1 << 12
 SAMPLE_FILES = 32
 LARGE_BYTES = 256 << 20
 """A file that takes up more loses ranges, not everything."""
 RANGE_BYTES = 64 << 20
-_NAME_CHARS = 28
+_DIRECTORY_CHARS, _NAME_CHARS = 3, 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +43,33 @@ class Candidate:
 
 def directory_number(digest: bytes) -> int:
     """Place of a file's directory in the order of `directories`."""
-    return digest[0] << 8 | digest[1]
+    return digest[0] << 4 | digest[1] >> 4
+
+
+def directory_path(root: str, number: int) -> str:
+    """Where the directory with this number is, or would be."""
+    return f"{root}/{number:03x}"
 
 
 def file_path(root: str, digest: bytes) -> str:
     """Where the file with this name digest is."""
     name = digest.hex()
-    return f"{root}/{name[:2]}/{name[2:4]}/{name[4:]}"
+    return f"{root}/{name[:_DIRECTORY_CHARS]}/{name[_DIRECTORY_CHARS:]}"
 
 
 def directories(root: str, start: int = 0) -> Iterator[tuple[int, str]]:
     """Number and path of each directory there is, in order, beginning at number ``start`` and going around."""
-    upper = _hex_names(root)
-    first = start >> 8
-    order = [number for number in upper if number >= first] + [number for number in upper if number <= first]
-    for turn, high in enumerate(order):
-        for number, path in subdirectories(root, high):
-            if high != first or (number >= start) == (turn == 0):
-                yield number, path
+    numbers = sorted(number for name in os.listdir(root) if (number := _number(name)) is not None)
+    first = bisect_left(numbers, start)
+    for number in (*numbers[first:], *numbers[:first]):
+        yield number, directory_path(root, number)
 
 
-def subdirectories(root: str, high: int) -> Iterator[tuple[int, str]]:
-    """Number and path of each directory there is whose number begins with byte ``high``, in order."""
-    path = f"{root}/{high:02x}"
-    for low in _hex_names(path):
-        yield high << 8 | low, f"{path}/{low:02x}"
+def remove_earlier(root: str) -> None:
+    """Files where an earlier layout had them (`ab/cd/…`): nobody would read them, or evict them."""
+    for name in os.listdir(root):
+        if len(name) == 2 and not set(name) - set("0123456789abcdef"):
+            shutil.rmtree(f"{root}/{name}", ignore_errors=True)
 
 
 def files(path: str, number: int) -> Iterator[Candidate]:
@@ -119,28 +124,18 @@ def punch_range(candidate: Candidate, rng: random.Random) -> bool:
         os.close(fd)
 
 
-def _hex_names(path: str) -> list[int]:
-    try:
-        names = os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(number for name in names if (number := _hex_byte(name)) is not None)
-
-
-def _hex_byte(name: str) -> int | None:
-    if len(name) != 2:
-        return None
+def _number(name: str) -> int | None:
     try:
         number = int(name, 16)
     except ValueError:
         return None
-    return number if name == f"{number:02x}" else None
+    return number if name == f"{number:03x}" else None
 
 
 def _digest(number: int, name: str) -> bytes | None:
     if len(name) != _NAME_CHARS:
         return None
     try:
-        return number.to_bytes(2, "big") + bytes.fromhex(name)
+        return bytes.fromhex(f"{number:03x}{name}")
     except ValueError:
         return None

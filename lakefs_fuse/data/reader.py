@@ -32,6 +32,7 @@ from lakefs_fuse.data.readahead import WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.data.recent import RecentBlocks
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.data.whole import WholeObjects
+from lakefs_fuse.data.write_behind import WriteBehind
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
@@ -44,8 +45,7 @@ MEMORY_BLOCKS = 48
 FETCH_BLOCKS_MAX = 8
 INFLIGHT_BYTES_MAX = 64 << 20
 READING_THREADS_MAX = 8
-WRITING_THREADS_MAX = 2
-"""Cache disk operations at once; apart, so that a reader never queues behind writes."""
+"""Apart from those that write, so that a reader never queues behind them."""
 ENSURE_SPAN_BYTES = 32 << 20
 
 
@@ -92,7 +92,7 @@ class BlockReader:
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
         self._whole = WholeObjects(cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
         self._reading_threads = trio.CapacityLimiter(READING_THREADS_MAX)
-        self._writing_threads = trio.CapacityLimiter(WRITING_THREADS_MAX)
+        self._write_behind = WriteBehind(cache, nursery)
 
     def statistics(self) -> ReaderStatistics:
         """Gauges of this moment."""
@@ -263,7 +263,7 @@ class BlockReader:
 
     async def _from_disk(self, load: Load) -> list[bool]:
         """Answer what the cache has; tells which blocks it has not."""
-        if not self._cache.readable:
+        if not self._cache.may_have(load.version):
             return [True] * len(load.blocks)
         blocks = await self._in_thread(partial(self._cache.read_blocks, load.version, load.first, load.stop))
         for index, (data, pending) in enumerate(zip(blocks, load.blocks, strict=True), load.first):
@@ -305,8 +305,7 @@ class BlockReader:
         if self._learned is not None and fetched.meta.metadata is not None:
             self._learned(fetched.meta)
         if self._cache.writable:
-            write = partial(self._cache.write_blocks, version, first, views)
-            await trio.to_thread.run_sync(write, limiter=self._writing_threads)
+            await self._write_behind.write(version, first, views)
 
     async def _get(self, version: Version, start: int, end: int) -> Fetched:
         try:
@@ -320,7 +319,7 @@ class BlockReader:
         return fetched
 
     async def _present(self, version: Version, first: int, stop: int) -> list[bool]:
-        if not self._cache.readable:
+        if not self._cache.may_have(version):
             return [False] * (stop - first)
         return await self._in_thread(partial(self._cache.has_blocks, version, first, stop))
 

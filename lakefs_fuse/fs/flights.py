@@ -21,9 +21,11 @@ FLIGHTS_SHOWN_MAX = 16
 
 @dataclass(slots=True)
 class Flight:
-    """``touched`` are names changed here since it began, at ``began_ns`` (wall clock)."""
+    """``touched`` are names changed here since it began, at ``began_ns`` (wall clock). Unless somebody says that it
+    ``is_wanted``, it ends with its first page, and where that is not the only one the directory is not listed then."""
 
     began_ns: int = 0
+    is_wanted: bool = True
     done: trio.Event = field(default_factory=trio.Event)
     touched: set[bytes] = field(default_factory=set)
     error: LakeError | None = None

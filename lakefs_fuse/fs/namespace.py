@@ -2,7 +2,8 @@
 
 A directory that was listed within the TTL answers everything, absent names included, without a request. After the TTL
 it is listed again, once, whoever asks. A name in a directory that was never listed (or is very large) is asked for by
-itself, and after a few such questions the directory is listed in the background. Times of listings are wall clock and
+itself; with the second the directory's first page is fetched besides, which will do where it is the only one, and after
+a few such questions the directory is listed in the background. Times of listings are wall clock and
 survive a restart; a time in the future counts as long ago. While the store is away, what was listed before counts on.
 The first listing of a directory can be read while it goes on (`flights`).
 
@@ -38,9 +39,12 @@ NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
 """A directory up to this size is listed again by whoever needs one name of it; a larger one in the background."""
 POINT_LOOKUPS_MAX = 4
-"""Questions about single names of a directory before it is listed in the background."""
+"""So many single names of a directory are asked for before it is listed in the background."""
+FIRST_PAGE_LOOKUPS = 2
+"""With so many, its first page is fetched: all there is to know of most directories, for the price of one name."""
 POINT_ANSWERS_MAX = 65_536
 BACKGROUND_LISTINGS_MAX = 4
+FIRST_PAGES_MAX = 16
 SINGLE_NAME_KEYS = 100
 AWAY = (Unavailable, AccessDenied)
 """What was listed before counts on where a LIST fails so: for a while nobody answers, or a key has expired."""
@@ -76,7 +80,7 @@ class Namespace:
         self._flights: dict[int, Flight] = {}
         self._watched: dict[int, list[Flight]] = {}
         self._answers: dict[tuple[int, bytes], int] = {}
-        self._asked: dict[int, int] = {}
+        self._asked: dict[int, set[bytes]] = {}
         self._background = 0
         self._failing = False
 
@@ -179,7 +183,7 @@ class Namespace:
             if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
                 await self._list_again(directory)
                 return self.tree.child(directory, name), self.fresh_s(directory)
-            self._consider_background_listing(directory)
+            self._consider_background_listing(directory, name)
         if not self._counts_on(directory):
             try:
                 await self._ask_for_name(directory, name, component)
@@ -199,7 +203,7 @@ class Namespace:
         """A directory that was listed before is listed again when this returns, or the store is away."""
         if self._counts_on(directory):
             return
-        flight = self._flights.get(directory) or self._begin_listing(directory)
+        flight = self._listing(directory)
         while not flight.done.is_set() and not self._client.is_away:
             with trio.move_on_after(AWAY_CHECK_S):
                 await flight.done.wait()
@@ -208,20 +212,35 @@ class Namespace:
 
     def list_soon(self, directory: int) -> None:
         """List a directory in the background, unless too many are."""
-        if directory not in self._flights and self._background < BACKGROUND_LISTINGS_MAX:
-            self._begin_listing(directory)
+        if directory in self._flights or self._background < BACKGROUND_LISTINGS_MAX:
+            self._listing(directory)
 
-    def _begin_listing(self, directory: int) -> Flight:
-        flight = self._flights[directory] = Flight(self._clock_ns())
+    def _listing(self, directory: int) -> Flight:
+        """The LIST of a directory that is under way, or a new one; it goes to its end."""
+        flight = self._flights.get(directory) or self._begin_listing(directory)
+        flight.is_wanted = True
+        return flight
+
+    def _begin_listing(self, directory: int, *, is_wanted: bool = True) -> Flight:
+        flight = self._flights[directory] = Flight(self._clock_ns(), is_wanted)
         self._background += 1
         self._nursery.start_soon(self._list_in_background, directory, flight)
         return flight
 
-    def _consider_background_listing(self, directory: int) -> None:
-        self._asked[directory] = asked = self._asked.get(directory, 0) + 1
-        if asked > POINT_LOOKUPS_MAX and directory not in self._flights and self._background < BACKGROUND_LISTINGS_MAX:
+    def _consider_background_listing(self, directory: int, name: bytes) -> None:
+        """A name of a directory is asked for; again and again the same one does not count."""
+        names = self._asked.setdefault(directory, set())
+        if directory in self._flights or name in names:
+            return
+        names.add(name)
+        asked = len(names)
+        if asked > POINT_LOOKUPS_MAX and self._background < BACKGROUND_LISTINGS_MAX:
             del self._asked[directory]
             self._begin_listing(directory)
+        elif (
+            asked == FIRST_PAGE_LOOKUPS and self._background < FIRST_PAGES_MAX and self.tree.listing(directory) is None
+        ):
+            self._begin_listing(directory, is_wanted=False)
         elif len(self._asked) > POINT_ANSWERS_MAX:
             self._asked.clear()
 
@@ -296,7 +315,7 @@ class Namespace:
         if self.tree.listing(directory) is not None:
             await self._list_again(directory)
             return
-        flight = self._flights.get(directory) or self._begin_listing(directory)
+        flight = self._listing(directory)
         while not flight.done.is_set() and not flight.is_readable:
             await flight.more()
         if flight.error is not None:
@@ -306,7 +325,7 @@ class Namespace:
         """There are names with cookies beyond ``after``, or there will be none, when this returns. Raises what ended
         the listing before it was complete."""
         while self.tree.listing(directory) is None and self.tree.path(directory) is not None:
-            flight = self._flights.get(directory) or self._begin_listing(directory)
+            flight = self._listing(directory)
             if flight.is_readable and next(self.tree.children(directory, after), None) is not None:
                 return
             await flight.more()
@@ -317,6 +336,7 @@ class Namespace:
         """LIST a directory to its end and merge what changed; whoever comes meanwhile waits for the same LIST."""
         flight = self._flights.get(directory)
         if flight is not None:
+            flight.is_wanted = True
             await flight.done.wait()
             if flight.error is not None:
                 raise flight.error
@@ -350,7 +370,8 @@ class Namespace:
 
         listing = SplitListing(self._client, prefix, take)
         flight.progress = listing.progress
-        await listing.run()
+        if not await listing.run(goes_on=lambda: flight.is_wanted):
+            return
         await self._look_below_ghosts(merge, prefix)
         if self.tree.path(directory) is None:
             raise FileError(errno.ESTALE)

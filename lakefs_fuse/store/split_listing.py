@@ -87,18 +87,22 @@ class SplitListing:
         self.progress = SplitProgress()
         self._active = 0
 
-    async def run(self) -> None:
-        """Raises StoreError kinds, and what ``take`` raises."""
+    async def run(self, *, goes_on: Callable[[], bool] = lambda: True) -> bool:
+        """Whether it is complete. Where the first page is not the only one and it then does not go on, ``take`` is
+        given nothing at all. Raises StoreError kinds, and what ``take`` raises."""
         page = await self._page(token=None)
+        if page.next_token is not None and not goes_on():
+            return False
         first = self._begin_chain(page, LAST)
         if first.token is None:
             self._take(page)
-            return
+            return True
         async with collecting() as nursery:
             nursery.start_soon(self._follow, nursery, first)
             self._guess(nursery)
             self._take(page)
         await self._join(first)
+        return True
 
     async def _page(self, *, token: str | None = None, after: str = "", keys_max: int | None = None) -> ListPage:
         self.progress.under_way += 1

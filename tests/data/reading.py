@@ -80,4 +80,4 @@ def make_cache(
 
 def cache_files(directory: Path) -> list[Path]:
     """Files of cached versions; what is deleted meanwhile may be among them or not."""
-    return sorted(Path(top, name) for top, _, names in os.walk(directory) if len(Path(top).name) == 2 for name in names)
+    return sorted(Path(top, name) for top, _, names in os.walk(directory) if len(Path(top).name) == 3 for name in names)

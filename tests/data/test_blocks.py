@@ -293,6 +293,93 @@ def test_a_full_disk_stops_writes_not_reads_and_is_tried_again(tmp_path: Path, m
     assert cache.read_block(VERSION, 1) == block_of(DATA, 1)
 
 
+WHOLE = Version("small", "etag", MIB + 777)
+BOTH = [block_of(DATA, 0), block_of(DATA, 1)[:777]]
+
+
+def test_a_small_object_is_written_at_once_and_laid_out_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, one_by_one = make_cache(tmp_path / "blocks"), make_cache(tmp_path / "one")
+    for index, data in enumerate(BOTH):
+        one_by_one.write_block(WHOLE, index, data)
+    with monkeypatch.context() as patch:
+        failing(patch, "pwrite", errno.EIO)
+        blocks.write_blocks(WHOLE, 0, BOTH)
+    for cache in (blocks, one_by_one):
+        assert cache.read_blocks(WHOLE, 0, 2) == BOTH
+    (one,), (other,) = files_in(tmp_path / "blocks"), files_in(tmp_path / "one")
+    assert one.read_bytes() == other.read_bytes()
+    assert blocks.bytes_used == one.stat().st_blocks * 512
+    written = os.pwritev
+
+    def some(fd: int, buffers: list[bytes], offset: int) -> int:
+        return written(fd, [buffers[0][:1000]], offset)
+
+    blocks.drop(WHOLE)
+    monkeypatch.setattr(os, "pwritev", some)
+    blocks.write_blocks(WHOLE, 0, BOTH)
+    (one,) = files_in(tmp_path / "blocks")
+    assert one.read_bytes() == other.read_bytes(), "where the kernel writes less than all at once"
+
+
+def test_nothing_is_left_of_a_small_object_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = CacheMetrics()
+    cache = make_cache(tmp_path, metrics)
+    with pytest.raises(ValueError, match="all blocks"):
+        cache.write_blocks(WHOLE, 0, [BOTH[0], BOTH[1] + b"more"])
+    assert files_in(tmp_path) == []
+    with monkeypatch.context() as patch:
+        failing(patch, "pwritev", errno.ENOSPC)
+        cache.write_blocks(WHOLE, 0, BOTH)
+    assert cache.state is CacheState.FULL
+    assert files_in(tmp_path) == []
+    assert cache.bytes_used == metrics.damaged == 0
+    assert cache.statistics().files_open == 0
+    assert cache.read_blocks(WHOLE, 0, 2) == [None, None]
+
+
+def test_nobody_sees_a_small_object_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = CacheMetrics()
+    cache = make_cache(tmp_path, metrics)
+    seen: list[object] = []
+    write = os.pwritev
+
+    def look(fd: int, buffers: list[bytes], offset: int) -> int:
+        seen.append(cache.read_blocks(WHOLE, 0, 2))
+        seen.append(cache.has_blocks(WHOLE, 0, 2))
+        seen.append(cache.transfer(WHOLE, Version("moved", "etag", WHOLE.size)))
+        cache.write_block(WHOLE, 1, BOTH[1])
+        seen.append(cache.read_blocks(WHOLE, 0, 2))
+        return write(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", look)
+    cache.write_blocks(WHOLE, 0, BOTH)
+    assert seen == [[None, None], [False, False], False, [None, BOTH[1]]]
+    assert cache.read_blocks(WHOLE, 0, 2) == BOTH
+    assert metrics.damaged == 0
+    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
+
+
+def test_one_that_is_dropped_while_it_is_written_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(tmp_path)
+    write = os.pwritev
+
+    def drop(fd: int, buffers: list[bytes], offset: int) -> int:
+        cache.drop(WHOLE)
+        return write(fd, buffers, offset)
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pwritev", drop)
+    cache.write_blocks(WHOLE, 0, BOTH)
+    assert cache.read_blocks(WHOLE, 0, 2) == [None, None]
+    assert files_in(tmp_path) == []
+    assert cache.bytes_used == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_a_quota_that_free_space_does_not_show_is_met_by_evicting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +388,7 @@ def test_a_quota_that_free_space_does_not_show_is_met_by_evicting(
         cache.write_block(Version(f"k{number}", "e", MIB), 0, content(number, MIB))
     used = cache.bytes_used
     with monkeypatch.context() as patch:
+        failing(patch, "pwritev", errno.EDQUOT)
         failing(patch, "pwrite", errno.EDQUOT)
         cache.write_block(VERSION, 0, block_of(DATA, 0))
     assert cache.state is CacheState.FULL

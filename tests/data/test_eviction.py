@@ -153,20 +153,20 @@ def test_sampling_finds_old_files_among_many(tmp_path: Path) -> None:
 
 
 def test_directories_go_around_once_from_anywhere(tmp_path: Path) -> None:
-    numbers = [0x0000, 0x0001, 0x1234, 0x12FF, 0xFFFF]
+    numbers = [0x000, 0x001, 0x123, 0x12F, 0xFFF]
     for number in numbers:
-        os.makedirs(tmp_path / f"{number >> 8:02x}" / f"{number & 255:02x}")
+        (tmp_path / f"{number:03x}").mkdir()
     (tmp_path / "usage").write_bytes(b"")
-    (tmp_path / "zz").mkdir()
-    (tmp_path / "12" / "AB").mkdir()
-    for start in (0, 1, 0x1233, 0x1234, 0x1235, 0x12FF, 0x1300, 0xFFFF):
+    for foreign in ("zzz", "12", "ABC", "0123"):
+        (tmp_path / foreign).mkdir()
+    for start in (0, 1, 0x122, 0x123, 0x124, 0x12F, 0x130, 0xFFF):
         found = [number for number, _ in eviction.directories(str(tmp_path), start)]
         assert found == [*(n for n in numbers if n >= start), *(n for n in numbers if n < start)]
 
 
 def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "00" / "00").mkdir(parents=True)
-    foreign = tmp_path / "00" / "00" / "notes.txt"
+    (tmp_path / "000").mkdir()
+    foreign = tmp_path / "000" / "notes.txt"
     foreign.write_text("mine")
     cache = make_cache(tmp_path)
     assert cache.bytes_used == 0

@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -320,6 +321,33 @@ async def test_reading_goes_on_without_the_cache_disk(tmp_path: Path, monkeypatc
         assert lake.cache.state is CacheState.FULL
         fetched = sum(end - start for _, start, end in lake.store.gets)
         assert fetched == len(data), "what was fetched ahead was kept in memory until it was read"
+
+
+async def test_nobody_looks_on_the_disk_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+
+    def watch(name: str) -> None:
+        real = getattr(BlockCache, name)
+
+        def look(*asked: object) -> Any:
+            looked.append(name)
+            return real(*asked)
+
+        monkeypatch.setattr(BlockCache, name, look)
+
+    watch("read_blocks")
+    watch("has_blocks")
+    async with lake_at(tmp_path) as lake:
+        other = lake.store.put("other", DATA)
+        assert await lake.read(0, 10) == DATA[:10]
+        assert await lake.reader.ensure(other, 0, MIB)
+        assert looked == ["has_blocks"], "that it was kept"
+        await lake.idle()
+        lake.cache.close()
+        lake.restart()
+        assert await lake.read(0, 10) == DATA[:10]
+        assert looked[1:] == ["read_blocks"]
+        assert lake.store.gets == []
 
 
 async def test_ensure_brings_a_range_to_disk(tmp_path: Path) -> None:

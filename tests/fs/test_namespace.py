@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 
 from lakefs_fuse.errors import FileError, NoSuchBucket
 from lakefs_fuse.fs import namespace as namespace_module
@@ -295,16 +296,81 @@ async def test_a_clock_that_went_back_asks_again(tmp_path: Path) -> None:
 async def test_single_names_are_asked_for_and_remembered(tmp_path: Path) -> None:
     store, clock = store_of(*(f"name{number}" for number in range(5))), Clock()
     async with lake(store, tmp_path, clock=clock) as m:
-        await m.found("name1")
-        assert await m.lookup("absent") is None
-        assert m.metrics.namespace.point_lookups == 2
-        await m.found("name1")
-        assert await m.lookup("absent") is None
-        assert store.count("list") == AT_MOUNT.count("list") + 2
-        clock.advance(TTL_S + 1)
+        for asked in range(1, 10):
+            for _ in range(2):
+                assert await m.lookup("absent") is None
+            assert m.metrics.namespace.point_lookups == asked
+            assert store.count("list") == AT_MOUNT.count("list") + asked, "no listing for one name again and again"
+            clock.advance(TTL_S + 1)
         store.give("absent")
         await m.found("absent")
-        assert store.count("list") == AT_MOUNT.count("list") + 3
+        assert store.count("list") == AT_MOUNT.count("list") + 10
+
+
+async def test_the_second_name_brings_the_others_of_its_page(tmp_path: Path) -> None:
+    store, clock = store_of(*(f"d/name{number}" for number in range(100))), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        before = store.count("list")
+        await m.found("d/name1")
+        assert store.count("list") == before + 2, "one for each name on the way"
+        await m.found("d/name2")
+        with trio.fail_after(5):
+            while not m.metrics.namespace.listings:
+                await trio.sleep(0.001)
+        assert store.count("list") == before + 4, "the name, and the page"
+        assert [(await m.found(f"d/name{number}")).name for number in range(100)] == [b"name%d" % n for n in range(100)]
+        assert await m.lookup("d/absent") is None
+        assert len(await m.names("d")) == 100
+        assert store.count("list") == before + 4
+
+
+async def asked_for_two(m: Lake, store: MemoryStore) -> None:
+    """Names of the root, until nothing is under way that they began."""
+    await m.found("name1")
+    await m.found("name2")
+    with trio.fail_after(5):
+        while m.fs.namespace.statistics()["listings_under_way"]:
+            await trio.sleep(0.001)
+
+
+async def test_some_names_of_many_are_not_worth_a_listing(tmp_path: Path) -> None:
+    store, clock = store_of(*(f"name{number}" for number in range(100)), page_keys_max=30), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        before = store.count("list")
+        await asked_for_two(m, store)
+        assert store.count("list") == before + 3
+        for number in (3, 4):
+            await m.found(f"name{number}")
+        assert store.count("list") == before + 5
+        assert m.metrics.namespace.listing_pages == m.metrics.namespace.listings == 0
+        assert len(await m.names()) == 100
+        assert store.count("list") > before + 5
+
+
+@pytest.mark.parametrize("how", ["listing", "reading", "many questions"])
+async def test_who_needs_all_names_gets_more_than_the_first_page(tmp_path: Path, how: str) -> None:
+    store, clock = store_of(*(f"name{number}" for number in range(100)), page_keys_max=30), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await m.found("name1")
+        store.hook = pause = Pause(lambda request: request.what == "list" and request.key == "")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.found, "name2")
+            await reached(pause.reached)
+            if how == "listing":
+                nursery.start_soon(m.fs.namespace.list_directory, ROOT_INODE)
+            elif how == "reading":
+                nursery.start_soon(m.fs.namespace.begin_reading, ROOT_INODE)
+            else:
+                m.fs.namespace.list_soon(ROOT_INODE)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            pause.resume()
+        with trio.fail_after(5):
+            while not m.metrics.namespace.listings:
+                await trio.sleep(0.001)
+        assert m.metrics.namespace.listings == 1
+        before = store.count("list")
+        assert len(await m.names()) == 100
+        assert store.count("list") == before
 
 
 async def test_many_questions_list_the_directory_in_the_background(tmp_path: Path) -> None:
@@ -814,18 +880,19 @@ async def absent(m: Lake, directory: int, name: bytes) -> float:
 
 
 async def test_an_absent_name_is_asked_for_once(tmp_path: Path) -> None:
-    """Of a directory that was never listed: one LIST for each name, and none again within the TTL."""
-    store, clock = store_of("d/x", page_keys_max=5), Clock()
+    """Of a directory that was never listed: one LIST for each name, one for its first page, and none again within the
+    TTL."""
+    store, clock = store_of(*(f"d/x{number}" for number in range(10)), page_keys_max=5), Clock()
     async with lake(store, tmp_path, clock=clock) as m:
         inode = (await m.found("d")).inode
         before = store.count("list")
         for _ in range(20):
             for name in (b"a", b"b", b"c"):
                 assert await absent(m, inode, name) == TTL_S
-        assert store.count("list") - before == 3
+        assert store.count("list") - before == 3 + 1
         clock.advance(TTL_S + 1)
         assert await absent(m, inode, b"a") == TTL_S
-        assert store.count("list") - before == 4
+        assert store.count("list") - before == 3 + 1 + 1
 
 
 async def test_names_that_cannot_be_are_not_asked_for(tmp_path: Path) -> None:

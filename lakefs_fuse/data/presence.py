@@ -1,0 +1,57 @@
+"""Which versions have no file in the block cache, told without asking the disk: a first read of a file asks the store
+at once, and no thread looks for what is not there.
+
+What always holds: of a version whose file is there it is never said that it has none. Of others it may be said that
+they have one, the more often the more files were made since the whole directory was last read: 1 in 16 after a million.
+Memory is the same whatever the cache holds.
+
+Names of files are hashes already, so their own bits tell them apart. `add` is called under a lock, `may_have` from any
+thread.
+"""
+
+from __future__ import annotations
+
+import os
+
+BITS = 1 << 24
+_BYTES = BITS // 8
+
+
+class Presence:
+    """A set of files that may be there; empty to begin with."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray(_BYTES)
+
+    def add(self, digest: bytes) -> None:
+        """A file of this name is there, or will be."""
+        place = _place(digest)
+        self._bits[place >> 3] |= 1 << (place & 7)
+
+    def may_have(self, digest: bytes) -> bool:
+        """False: no file of this name is there."""
+        place = _place(digest)
+        return self._bits[place >> 3] >> (place & 7) & 1 == 1
+
+    def save(self, path: str) -> None:
+        """For `load`. Raises OSError."""
+        with open(path, "wb") as file:
+            file.write(self._bits)
+
+    def load(self, path: str) -> bool:
+        """What was saved; False, and nothing changes, where that is not there or cut short. The file is gone then, so
+        that nobody takes it for what is there later. Raises OSError."""
+        try:
+            with open(path, "rb") as file:
+                bits = file.read(_BYTES + 1)
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        if len(bits) != _BYTES:
+            return False
+        self._bits[:] = bits
+        return True
+
+
+def _place(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little") % BITS

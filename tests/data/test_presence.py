@@ -1,0 +1,113 @@
+"""What is not in the cache is known without the disk, and what is there is never taken for absent."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.data.blocks import BlockCache, Version
+from lakefs_fuse.data.presence import BITS, Presence
+from tests.data.reading import MIB, cache_files, content, make_cache
+
+
+def small(number: int) -> Version:
+    return Version(f"k{number}", "e", 100)
+
+
+def keep(cache: BlockCache, number: int) -> None:
+    cache.write_block(small(number), 0, content(number, 100))
+
+
+def test_all_that_was_added_may_be_there_and_nearly_nothing_else(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    here, elsewhere = [[rng.randbytes(16) for _ in range(20_000)] for _ in range(2)]
+    presence = Presence()
+    for digest in here:
+        presence.add(digest)
+    again = Presence()
+    presence.save(str(tmp_path / "presence"))
+    assert again.load(str(tmp_path / "presence"))
+    for each in (presence, again):
+        assert all(each.may_have(digest) for digest in here)
+        assert sum(each.may_have(digest) for digest in elsewhere) < 3 * 20_000 * 20_000 / BITS
+    assert not again.load(str(tmp_path / "presence")), "it was there for one start"
+
+
+@pytest.mark.parametrize("size", [0, BITS // 8 - 1, BITS // 8 + 1])
+def test_what_was_cut_short_is_not_believed(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "presence"
+    path.write_bytes(b"\xff" * size)
+    presence = Presence()
+    assert not presence.load(str(path))
+    assert not presence.may_have(bytes(16))
+    assert not path.exists()
+
+
+def test_what_is_not_there_is_known_once_the_cache_is_counted(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path, scanned=False)
+    assert cache.may_have(small(0)), "not known yet"
+    cache.scan()
+    assert not cache.may_have(small(0))
+    keep(cache, 0)
+    assert cache.may_have(small(0))
+    assert not cache.may_have(small(1))
+
+
+def test_it_is_known_after_a_clean_end_and_found_out_after_another(tmp_path: Path) -> None:
+    cache = make_cache(tmp_path)
+    keep(cache, 0)
+    staged = tmp_path / "staged"
+    staged.write_bytes(bytes(100))
+    assert cache.adopt(staged, small(1), [7])
+    keep(cache, 2)
+    assert cache.transfer(small(2), small(3))
+    for _ in range(2):
+        cache.close()
+        cache = make_cache(tmp_path, scanned=False)
+        assert [cache.may_have(small(number)) for number in (0, 1, 3, 4)] == [True, True, True, False]
+    crashed = make_cache(tmp_path, scanned=False)
+    assert crashed.may_have(small(4)), "not known yet"
+    crashed.scan()
+    assert [crashed.may_have(small(number)) for number in range(5)] == [True, True, False, True, False]
+    crashed.close()
+    os.unlink(tmp_path / "presence")
+    lost = make_cache(tmp_path, scanned=False)
+    assert not lost.counted
+    assert lost.may_have(small(4))
+
+
+def test_files_made_while_it_is_counted_are_known(tmp_path: Path) -> None:
+    before = make_cache(tmp_path)
+    for number in range(300):
+        keep(before, number)
+    cache = make_cache(tmp_path, scanned=False)
+    wrong: list[int] = []
+
+    def look(begin: int) -> None:
+        for number in range(begin, begin + 300):
+            keep(cache, 1000 + number)
+            if not (cache.may_have(small(1000 + number)) and cache.may_have(small(number % 300))):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=look, args=(begin,)) for begin in (0, 300)]
+    for thread in threads:
+        thread.start()
+    cache.scan()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert cache.counted
+    assert not cache.may_have(small(999_999))
+    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
+
+
+def test_where_an_earlier_layout_had_files_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "ab" / "cd").mkdir(parents=True)
+    (tmp_path / "ab" / "cd" / ("0" * 28)).write_bytes(bytes(MIB))
+    (tmp_path / "no").mkdir()
+    make_cache(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["no"]

@@ -1,0 +1,99 @@
+"""What was read goes to the cache disk in few steps, and who waits for that hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from lakefs_fuse.data import write_behind
+from lakefs_fuse.data.blocks import BlockCache
+from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.data.write_behind import SMALL_BYTES_MAX, WriteBehind
+from tests.data.reading import content, make_cache
+
+FILES = 30
+
+
+def small(number: int, size: int = 5000) -> tuple[Version, bytes]:
+    return Version(f"k{number}", "e", size), content(number, size)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many writes each thread was given."""
+    found: list[int] = []
+    write = BlockCache.write_runs
+
+    def counted(cache: BlockCache, runs: Sequence[tuple[Version, int, Sequence[bytes]]]) -> None:
+        found.append(len(runs))
+        write(cache, runs)
+
+    monkeypatch.setattr(BlockCache, "write_runs", counted)
+    return found
+
+
+async def write(behind: WriteBehind, number: int, size: int = 5000) -> None:
+    version, data = small(number, size)
+    await behind.write(version, 0, [memoryview(data)])
+
+
+async def test_small_ones_share_a_thread(tmp_path: Path, steps: list[int]) -> None:
+    cache = make_cache(tmp_path)
+    async with trio.open_nursery() as nursery:
+        behind = WriteBehind(cache, nursery)
+        for number in range(FILES):
+            nursery.start_soon(write, behind, number)
+    assert steps == [FILES]
+    for number in range(FILES):
+        version, data = small(number)
+        assert cache.read_block(version, 0) == data
+
+
+async def test_they_do_not_wait_for_more_than_is_worth_it(
+    tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_behind, "GATHER_S", 60.0)
+    monkeypatch.setattr(write_behind, "GATHER_BYTES_MAX", 10 * 5000)
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            behind = WriteBehind(make_cache(tmp_path), nursery)
+            for number in range(FILES):
+                nursery.start_soon(write, behind, number)
+    assert steps == [10] * (FILES // 10)
+
+
+async def test_a_large_one_waits_for_nobody(tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "GATHER_S", 60.0)
+    cache = make_cache(tmp_path)
+    async with trio.open_nursery() as nursery:
+        behind = WriteBehind(cache, nursery)
+        nursery.start_soon(write, behind, 1)
+        with trio.fail_after(20):
+            for size in (SMALL_BYTES_MAX + 1, BLOCK_BYTES):
+                await write(behind, size, size)
+                assert cache.has_blocks(small(size, size)[0], 0, 1) == [True]
+        assert steps == [1, 1]
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_waits_hears_of_it_when_the_mount_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_behind, "GATHER_S", 60.0)
+    told = 0
+
+    async def wait(behind: WriteBehind) -> None:
+        nonlocal told
+        await write(behind, 1)
+        told += 1
+
+    with trio.fail_after(20):
+        async with trio.open_nursery() as waiting:
+            async with trio.open_nursery() as nursery:
+                behind = WriteBehind(make_cache(tmp_path), nursery)
+                waiting.start_soon(wait, behind)
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+    assert told == 1
