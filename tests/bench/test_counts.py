@@ -62,7 +62,7 @@ def transferred(sample: Sample) -> int:
 def test_first_epoch_of_plain_objects(found: Results) -> None:
     cost = Cost(found, FIRST_EPOCH)
     assert cost.sample.operations == FILES
-    cost.asks_at_most(get=FILES, list=(DIRECTORIES + 1) * (2 + PAGE))
+    cost.asks_at_most(get=FILES, list=(DIRECTORIES + 2) * (2 + PAGE))
     cost.calls_at_most(lookup=FILES + DIRECTORIES, getattr=0, open=FILES, read=FILES, flush=FILES, release=FILES)
     assert transferred(cost.sample) < 1.1 * cost.sample.bytes
 
