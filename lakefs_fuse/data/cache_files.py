@@ -50,7 +50,10 @@ _USAGE_NAME, _PRESENCE_NAME = "usage", "presence"
 
 
 class _Usage(msgspec.Struct, frozen=True):
+    """``presence`` is what was answered when that was saved: they belong together."""
+
     bytes_used: int
+    presence: int
 
 
 class CacheFiles:
@@ -158,7 +161,7 @@ class CacheFiles:
         file = self._acquire_open(version, name_digest(version))
         if file is None:
             with self._files_lock:
-                file = self._open_file(version) or self._create_file(version, blank=whole)
+                file = self._open_file(version) or self._made_file(version, blank=whole)
         try:
             yield file
         except BaseException:
@@ -186,9 +189,10 @@ class CacheFiles:
             self._remove(digest)
             target = eviction.file_path(self._root, digest)
             os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
-            os.rename(path, target)
             with self._lock:
                 self._presence.add(digest)
+            os.rename(path, target)
+            with self._lock:
                 self._count(digest, allocated)
 
     def transfer(self, old: Version, new: Version) -> bool:
@@ -211,10 +215,11 @@ class CacheFiles:
                 return False
             self._remove(target)
             os.makedirs(os.path.dirname(aim), mode=0o700, exist_ok=True)
+            with self._lock:
+                self._presence.add(target)
             os.rename(path, aim)
             allocated = disk.allocated_bytes(aim)
             with self._lock:
-                self._presence.add(target)
                 file = self._open.pop(source, None)
                 if file is not None:  # whoever reads or writes it goes on: the bytes are the same
                     file.dead = True
@@ -238,10 +243,10 @@ class CacheFiles:
             for file in self._open.values():
                 file.close()
             self._open.clear()
-        if self.counted and not self._doubtful:
-            self._presence.save(f"{self._root}/{_PRESENCE_NAME}")
+        if self._presence_known and not self._doubtful:
+            saved = self._presence.save(f"{self._root}/{_PRESENCE_NAME}")
             path = f"{self._root}/{_USAGE_NAME}"
-            Path(path + ".new").write_bytes(msgspec.json.encode(_Usage(self.bytes_used)))
+            Path(path + ".new").write_bytes(msgspec.json.encode(_Usage(self.bytes_used, saved)))
             os.replace(path + ".new", path)
 
     def _acquire_open(self, version: Version, digest: bytes) -> CacheFile | None:
@@ -253,11 +258,11 @@ class CacheFiles:
             self._open.move_to_end(digest)
             return file
 
-    def _open_file(self, version: Version) -> CacheFile | None:
-        """Under the files lock: the file as it is on disk, in use."""
+    def _open_file(self, version: Version, *, look: bool = False) -> CacheFile | None:
+        """Under the files lock: the file as it is on disk, in use. ``look``: even if none is there for all we know."""
         digest = name_digest(version)
         file = self._acquire_open(version, digest)
-        if file is not None or not self.may_have(version):
+        if file is not None or not (look or self.may_have(version)):
             return file
         try:
             file = CacheFile.open(eviction.file_path(self._root, digest), version, digest)
@@ -269,6 +274,14 @@ class CacheFiles:
         if file is not None:
             self._keep_open(file)
         return file
+
+    def _made_file(self, version: Version, *, blank: bool) -> CacheFile:
+        """Under the files lock, where there is none for all we know; somebody else may have put it there."""
+        try:
+            return self._create_file(version, blank=blank)
+        except FileExistsError:
+            self._doubtful = True
+            return self._open_file(version, look=True) or self._create_file(version, blank=blank)
 
     def _create_file(self, version: Version, *, blank: bool) -> CacheFile:
         """Under the files lock, where there is none."""
@@ -358,7 +371,6 @@ class CacheFiles:
             if self.counted:
                 return
             self._counted_up_to = self._bytes_used = 0
-        eviction.remove_earlier(self._root)
         for first in range(0, eviction.FAN_OUT, SCAN_DIRECTORIES):  # whether they are there or not: they may be soon
             with self._files_lock, self._lock:
                 if self.closed:
@@ -371,6 +383,7 @@ class CacheFiles:
                         file = self._open.get(found.digest)
                         if file is not None:
                             file.accounted_bytes = found.allocated_bytes
+        eviction.remove_earlier(self._root)
         self._presence_known = True
 
     def _load_usage(self) -> None:
@@ -383,7 +396,7 @@ class CacheFiles:
             path.unlink()
             return
         path.unlink()  # so that a crash from now on is seen as one
-        if not self._presence.load(f"{self._root}/{_PRESENCE_NAME}"):
+        if not self._presence.load(f"{self._root}/{_PRESENCE_NAME}", usage.presence):
             return
         self._presence_known = True
         self._bytes_used = usage.bytes_used

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 
+import xxhash
+
 BITS = 1 << 24
 _BYTES = BITS // 8
 
@@ -33,21 +35,22 @@ class Presence:
         place = _place(digest)
         return self._bits[place >> 3] >> (place & 7) & 1 == 1
 
-    def save(self, path: str) -> None:
-        """For `load`. Raises OSError."""
+    def save(self, path: str) -> int:
+        """For `load`, which wants to know what this answers. Raises OSError."""
         with open(path, "wb") as file:
             file.write(self._bits)
+        return xxhash.xxh3_64_intdigest(self._bits)
 
-    def load(self, path: str) -> bool:
-        """What was saved; False, and nothing changes, where that is not there or cut short. The file is gone then, so
-        that nobody takes it for what is there later. Raises OSError."""
+    def load(self, path: str, saved: int) -> bool:
+        """What was saved; False, and nothing changes, where that is not there or not as it was. The file is gone then,
+        so that nobody takes it for what is there later. Raises OSError."""
         try:
             with open(path, "rb") as file:
-                bits = file.read(_BYTES + 1)
+                bits = file.read()
             os.unlink(path)
         except FileNotFoundError:
             return False
-        if len(bits) != _BYTES:
+        if len(bits) != _BYTES or xxhash.xxh3_64_intdigest(bits) != saved:
             return False
         self._bits[:] = bits
         return True

@@ -8,6 +8,7 @@ only; a crash loses what is on its way, which is fetched again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +17,8 @@ import trio
 
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
+
+_log = logging.getLogger(__name__)
 
 WRITING_THREADS_MAX = 2
 GATHER_S = 0.02
@@ -60,11 +63,15 @@ class WriteBehind:
 
     async def _write_gathered(self, gathered: _Gathered) -> None:
         try:
-            with trio.move_on_after(GATHER_S):
-                await gathered.full.wait()
-            if self._gathering is gathered:
-                self._gathering = None
+            try:
+                with trio.move_on_after(GATHER_S):
+                    await gathered.full.wait()
+            finally:
+                if self._gathering is gathered:
+                    self._gathering = None
             await self._write(gathered.runs)
+        except Exception:  # what cannot be kept is fetched again; the nursery is everybody's
+            _log.exception("writing %d files to the cache", len(gathered.runs))
         finally:
             gathered.done.set()
 

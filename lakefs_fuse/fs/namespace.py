@@ -81,7 +81,7 @@ class Namespace:
         self._watched: dict[int, list[Flight]] = {}
         self._answers: dict[tuple[int, bytes], int] = {}
         self._asked: dict[int, set[bytes]] = {}
-        self._background = 0
+        self._background: dict[int, Flight] = {}
         self._failing = False
 
     # -- keys
@@ -212,8 +212,12 @@ class Namespace:
 
     def list_soon(self, directory: int) -> None:
         """List a directory in the background, unless too many are."""
-        if directory in self._flights or self._background < BACKGROUND_LISTINGS_MAX:
+        if directory in self._flights or self._may_list():
             self._listing(directory)
+
+    def _may_list(self) -> bool:
+        """One more directory in the background, to its end."""
+        return sum(flight.is_wanted for flight in self._background.values()) < BACKGROUND_LISTINGS_MAX
 
     def _listing(self, directory: int) -> Flight:
         """The LIST of a directory that is under way, or a new one; it goes to its end."""
@@ -223,23 +227,22 @@ class Namespace:
 
     def _begin_listing(self, directory: int, *, is_wanted: bool = True) -> Flight:
         flight = self._flights[directory] = Flight(self._clock_ns(), is_wanted)
-        self._background += 1
+        self._background[directory] = flight
         self._nursery.start_soon(self._list_in_background, directory, flight)
         return flight
 
     def _consider_background_listing(self, directory: int, name: bytes) -> None:
         """A name of a directory is asked for; again and again the same one does not count."""
         names = self._asked.setdefault(directory, set())
-        if directory in self._flights or name in names:
+        if directory in self._flights or (name in names and len(names) <= POINT_LOOKUPS_MAX):
             return
-        names.add(name)
-        asked = len(names)
-        if asked > POINT_LOOKUPS_MAX and self._background < BACKGROUND_LISTINGS_MAX:
+        if len(names) <= POINT_LOOKUPS_MAX:
+            names.add(name)
+        unlisted = self.tree.listing(directory) is None
+        if len(names) > POINT_LOOKUPS_MAX and self._may_list():
             del self._asked[directory]
             self._begin_listing(directory)
-        elif (
-            asked == FIRST_PAGE_LOOKUPS and self._background < FIRST_PAGES_MAX and self.tree.listing(directory) is None
-        ):
+        elif len(names) == FIRST_PAGE_LOOKUPS and unlisted and len(self._background) < FIRST_PAGES_MAX:
             self._begin_listing(directory, is_wanted=False)
         elif len(self._asked) > POINT_ANSWERS_MAX:
             self._asked.clear()
@@ -257,7 +260,7 @@ class Namespace:
         except Exception:
             log.exception("listing of inode %d in the background", directory)
         finally:
-            self._background -= 1
+            del self._background[directory]
 
     async def _ask_for_name(self, directory: int, name: bytes, component: str) -> None:
         """One LIST answers for the file and the directory of a name, unless many keys lie between them."""
@@ -376,6 +379,7 @@ class Namespace:
         if self.tree.path(directory) is None:
             raise FileError(errno.ESTALE)
         await merge.finish()
+        self._asked.pop(directory, None)
 
     async def _look_below_ghosts(self, merge: DirectoryMerge, prefix: str) -> None:
         for name in merge.ghosts:

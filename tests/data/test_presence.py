@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data.blocks import BlockCache, Version
+from lakefs_fuse.data.blocks import BlockCache, CacheState, Version
 from lakefs_fuse.data.presence import BITS, Presence
 from tests.data.reading import MIB, cache_files, content, make_cache
 
@@ -29,22 +31,52 @@ def test_all_that_was_added_may_be_there_and_nearly_nothing_else(tmp_path: Path)
     for digest in here:
         presence.add(digest)
     again = Presence()
-    presence.save(str(tmp_path / "presence"))
-    assert again.load(str(tmp_path / "presence"))
+    saved = presence.save(str(tmp_path / "presence"))
+    assert again.load(str(tmp_path / "presence"), saved)
     for each in (presence, again):
         assert all(each.may_have(digest) for digest in here)
         assert sum(each.may_have(digest) for digest in elsewhere) < 3 * 20_000 * 20_000 / BITS
-    assert not again.load(str(tmp_path / "presence")), "it was there for one start"
+    assert not again.load(str(tmp_path / "presence"), saved), "it was there for one start"
 
 
-@pytest.mark.parametrize("size", [0, BITS // 8 - 1, BITS // 8 + 1])
-def test_what_was_cut_short_is_not_believed(tmp_path: Path, size: int) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda saved: b"",
+        lambda saved: saved[:-1],
+        lambda saved: saved + b"\0",
+        lambda saved: bytes(len(saved)),
+        lambda saved: saved[:-1] + b"\1",
+        lambda saved: saved[:1000] + b"\1" + saved[1001:],
+    ],
+)
+def test_what_is_not_as_it_was_saved_is_not_believed(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "presence"
-    path.write_bytes(b"\xff" * size)
+    saved = Presence()
+    saved.add(bytes(16))
+    answer = saved.save(str(path))
+    path.write_bytes(damage(path.read_bytes()))
     presence = Presence()
-    assert not presence.load(str(path))
+    assert not presence.load(str(path), answer)
     assert not presence.may_have(bytes(16))
     assert not path.exists()
+
+
+def test_a_file_that_somebody_else_put_there_is_no_failure(tmp_path: Path) -> None:
+    cache, other = make_cache(tmp_path), make_cache(tmp_path)
+    keep(other, 0)
+    assert cache.read_block(small(0), 0) is None, "it does not know"
+    keep(cache, 0)
+    assert cache.state is CacheState.OK
+    assert cache.read_block(small(0), 0) == content(0, 100)
+    keep(other, 1)
+    for path in cache_files(tmp_path):
+        path.write_bytes(b"no cache file")
+    keep(cache, 1)
+    assert cache.state is CacheState.OK
+    assert cache.read_block(small(1), 0) == content(1, 100)
+    cache.close()
+    assert not make_cache(tmp_path, scanned=False).counted
 
 
 def test_what_is_not_there_is_known_once_the_cache_is_counted(tmp_path: Path) -> None:
@@ -101,6 +133,7 @@ def test_files_made_while_it_is_counted_are_known(tmp_path: Path) -> None:
         thread.join()
     assert wrong == []
     assert cache.counted
+    assert all(cache.may_have(small(number)) for number in (*range(300), *range(1000, 1600)))
     assert not cache.may_have(small(999_999))
     assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
 
@@ -111,3 +144,29 @@ def test_where_an_earlier_layout_had_files_nothing_is_left(tmp_path: Path) -> No
     (tmp_path / "no").mkdir()
     make_cache(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["no"]
+
+
+def test_a_scan_that_failed_is_not_believed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(tmp_path)
+    for number in range(300):
+        keep(cache, number)
+    last = max(cache_files(tmp_path)).parent
+    again = make_cache(tmp_path, scanned=False)
+    scandir = os.scandir
+
+    def fail(path: str) -> Iterator[os.DirEntry[str]]:
+        if str(path) >= str(last):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fail)
+        again.scan()
+    again.close()
+    assert not make_cache(tmp_path, scanned=False).counted
+
+
+def test_a_count_of_an_earlier_layout_is_not_believed(tmp_path: Path) -> None:
+    make_cache(tmp_path).close()
+    (tmp_path / "usage").write_bytes(b'{"bytes_used":4096}')
+    assert not make_cache(tmp_path, scanned=False).counted

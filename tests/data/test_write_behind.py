@@ -97,3 +97,21 @@ async def test_who_waits_hears_of_it_when_the_mount_ends(tmp_path: Path, monkeyp
                 await trio.testing.wait_all_tasks_blocked()
                 nursery.cancel_scope.cancel()
     assert told == 1
+
+
+async def test_an_error_is_told_to_nobody_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    cache = make_cache(tmp_path)
+    async with trio.open_nursery() as nursery:
+        behind = WriteBehind(cache, nursery)
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockCache, "write_runs", fail)
+            with trio.fail_after(20):
+                await write(behind, 1)
+        assert "can't start new thread" in caplog.text
+        await write(behind, 2)
+    assert cache.has_blocks(small(2)[0], 0, 1) == [True]

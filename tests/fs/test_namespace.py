@@ -15,6 +15,7 @@ import trio.testing
 from lakefs_fuse.errors import FileError, NoSuchBucket
 from lakefs_fuse.fs import namespace as namespace_module
 from lakefs_fuse.fs.keys import PLACEHOLDER
+from lakefs_fuse.fs.namespace import BACKGROUND_LISTINGS_MAX
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
 from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake, two_lakes
@@ -324,10 +325,8 @@ async def test_the_second_name_brings_the_others_of_its_page(tmp_path: Path) -> 
         assert store.count("list") == before + 4
 
 
-async def asked_for_two(m: Lake, store: MemoryStore) -> None:
-    """Names of the root, until nothing is under way that they began."""
-    await m.found("name1")
-    await m.found("name2")
+async def nothing_under_way(m: Lake) -> None:
+    """No listing is, any more."""
     with trio.fail_after(5):
         while m.fs.namespace.statistics()["listings_under_way"]:
             await trio.sleep(0.001)
@@ -337,14 +336,39 @@ async def test_some_names_of_many_are_not_worth_a_listing(tmp_path: Path) -> Non
     store, clock = store_of(*(f"name{number}" for number in range(100)), page_keys_max=30), Clock()
     async with lake(store, tmp_path, clock=clock) as m:
         before = store.count("list")
-        await asked_for_two(m, store)
-        assert store.count("list") == before + 3
-        for number in (3, 4):
+        for number in (1, 2, 3, 4):
             await m.found(f"name{number}")
-        assert store.count("list") == before + 5
+            await nothing_under_way(m)
+        assert store.count("list") == before + 4 + 1, "the names and the page"
         assert m.metrics.namespace.listing_pages == m.metrics.namespace.listings == 0
+        await m.found("name5")
+        await nothing_under_way(m)
+        assert m.metrics.namespace.listings == 1, "so many are"
+        before = store.count("list")
         assert len(await m.names()) == 100
-        assert store.count("list") > before + 5
+        assert store.count("list") == before
+
+
+async def test_first_pages_do_not_keep_others_from_being_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespace_module, "FIRST_PAGES_MAX", 2)
+    directories = [f"d{number}" for number in range(6)]
+    store = store_of(*(f"{directory}/name{number}" for directory in directories for number in range(5)))
+    async with lake(store, tmp_path) as m:
+        await m.names()
+        pages = [f"{directory}/" for directory in directories]
+        store.hook = pause = Pause(lambda request: request.what == "list" and request.key in pages)
+        for directory in directories:
+            for number in (1, 2):
+                await m.found(f"{directory}/name{number}")
+        assert m.fs.namespace.statistics()["listings_under_way"] == 2
+        for directory in directories[2:]:
+            m.fs.namespace.list_soon((await m.found(directory)).inode)
+        assert m.fs.namespace.statistics()["listings_under_way"] == 2 + BACKGROUND_LISTINGS_MAX
+        pause.resume()
+        await nothing_under_way(m)
+        assert m.metrics.namespace.listings == 1 + 2 + BACKGROUND_LISTINGS_MAX
 
 
 @pytest.mark.parametrize("how", ["listing", "reading", "many questions"])
@@ -374,7 +398,7 @@ async def test_who_needs_all_names_gets_more_than_the_first_page(tmp_path: Path,
 
 
 async def test_many_questions_list_the_directory_in_the_background(tmp_path: Path) -> None:
-    store, clock = store_of(*(f"name{number}" for number in range(100))), Clock()
+    store, clock = store_of(*(f"name{number}" for number in range(100)), page_keys_max=30), Clock()
     async with lake(store, tmp_path, clock=clock) as m:
         for number in range(40):
             await m.found(f"name{number}")
@@ -383,7 +407,7 @@ async def test_many_questions_list_the_directory_in_the_background(tmp_path: Pat
             while not m.metrics.namespace.listings:
                 await trio.sleep(0.001)
         before = len(store.requests)
-        assert before <= 15
+        assert before <= 20
         assert await m.lookup("absent") is None
         assert len(await m.names()) == 100
         assert len(store.requests) == before
@@ -889,6 +913,7 @@ async def test_an_absent_name_is_asked_for_once(tmp_path: Path) -> None:
         for _ in range(20):
             for name in (b"a", b"b", b"c"):
                 assert await absent(m, inode, name) == TTL_S
+        await nothing_under_way(m)
         assert store.count("list") - before == 3 + 1
         clock.advance(TTL_S + 1)
         assert await absent(m, inode, b"a") == TTL_S
