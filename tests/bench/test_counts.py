@@ -21,6 +21,8 @@ from tests.bench.conftest import TINY
 FILES = TINY.files
 PAGE = 1
 """LIST with which the second name of a directory is asked for, besides its own, where nobody has listed it."""
+SMALL_READS = 16
+"""READs of less than 1 MiB, at the ends of what the kernel reads at once."""
 FIRST_EPOCH, SECOND_EPOCH = workloads.first_epoch(TINY.readers[0]), workloads.second_epoch(TINY.readers[0])
 
 
@@ -125,7 +127,8 @@ def test_a_checkpoint(found: Results) -> None:
     assert transferred(saved.sample) < 1.01 * size
     loaded = Cost(found, workloads.LOAD)
     loaded.asks_at_most(list=1)
-    loaded.calls_at_most(getattr=1, open=1, flush=1, release=1, read=size // MIB // 8)  # as in the second epoch
+    # The kernel may drop what it likes; what it has not dropped is not read: `tests/mount/test_torch.py`.
+    loaded.calls_at_most(getattr=1, open=1, flush=1, release=1, read=size // MIB + SMALL_READS)
     elsewhere = Cost(found, workloads.LOAD_COLD)
     elsewhere.asks_at_most(get=size // MIB // 2, list=1)
     assert transferred(elsewhere.sample) < 1.02 * size
