@@ -371,13 +371,13 @@ class CacheFiles:
             if self.counted:
                 return
             self._counted_up_to = self._bytes_used = 0
-        for first in range(0, eviction.FAN_OUT, SCAN_DIRECTORIES):  # whether they are there or not: they may be soon
+        for first in range(0, eviction.FAN_OUT, SCAN_DIRECTORIES):
             with self._files_lock, self._lock:
                 if self.closed:
                     return
                 self._counted_up_to = first + SCAN_DIRECTORIES
-                for number in range(first, self._counted_up_to):
-                    for found in eviction.files(eviction.directory_path(self._root, number), number):
+                for number, path in eviction.directories_between(self._root, first, self._counted_up_to):
+                    for found in eviction.files(path, number):
                         self._bytes_used += found.allocated_bytes
                         self._presence.add(found.digest)
                         file = self._open.get(found.digest)

@@ -59,9 +59,17 @@ def file_path(root: str, digest: bytes) -> str:
 
 def directories(root: str, start: int = 0) -> Iterator[tuple[int, str]]:
     """Number and path of each directory there is, in order, beginning at number ``start`` and going around."""
-    numbers = sorted(number for name in os.listdir(root) if (number := _number(name)) is not None)
+    numbers = _numbers(root)
     first = bisect_left(numbers, start)
     for number in (*numbers[first:], *numbers[:first]):
+        yield number, directory_path(root, number)
+
+
+def directories_between(root: str, first: int, stop: int) -> Iterator[tuple[int, str]]:
+    """Number and path of each directory there is, from ``first`` up to but not including ``stop``. Asks the disk once,
+    however few there are."""
+    numbers = _numbers(root)
+    for number in numbers[bisect_left(numbers, first) : bisect_left(numbers, stop)]:
         yield number, directory_path(root, number)
 
 
@@ -122,6 +130,10 @@ def punch_range(candidate: Candidate, rng: random.Random) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def _numbers(root: str) -> list[int]:
+    return sorted(number for name in os.listdir(root) if (number := _number(name)) is not None)
 
 
 def _number(name: str) -> int | None:

@@ -2,7 +2,9 @@
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,6 +164,9 @@ def test_directories_go_around_once_from_anywhere(tmp_path: Path) -> None:
     for start in (0, 1, 0x122, 0x123, 0x124, 0x12F, 0x130, 0xFFF):
         found = [number for number, _ in eviction.directories(str(tmp_path), start)]
         assert found == [*(n for n in numbers if n >= start), *(n for n in numbers if n < start)]
+        for stop in (start, start + 16, 0x1000):
+            between = list(eviction.directories_between(str(tmp_path), start, stop))
+            assert between == [(n, f"{tmp_path}/{n:03x}") for n in numbers if start <= n < stop]
 
 
 def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
@@ -172,3 +177,22 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     assert cache.bytes_used == 0
     assert cache.evict(1) == 0
     assert foreign.read_text() == "mine"
+
+
+def test_an_empty_cache_is_counted_with_few_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each costs a thread its turn, and until it is counted nothing is fetched whole."""
+    calls = 0
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: object) -> Any:
+            nonlocal calls
+            calls += 1
+            return real(*given)
+
+        return call
+
+    cache = make_cache(tmp_path, scanned=False)
+    for name in ("listdir", "scandir", "stat"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    cache.scan()
+    assert calls <= 300

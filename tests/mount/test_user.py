@@ -41,6 +41,7 @@ def theirs(request: pytest.FixtureRequest, user: User, new_bucket: Callable[[Ser
 
 @pytest.mark.parametrize("theirs", ["file", "seaweedfs"], indirect=True)
 def test_an_ordinary_user_mounts_writes_reads_unmounts(theirs: Lake, user: User) -> None:
+    theirs.outside.replace("more/theirs", noise(50_000))
     theirs.mount()
     assert os.stat(f"/proc/{theirs.pid}").st_uid == user.uid
     script = """
@@ -52,7 +53,6 @@ def test_an_ordinary_user_mounts_writes_reads_unmounts(theirs: Lake, user: User)
     assert done.stdout.split("\n") == ["hello", str(user.uid), "it runs", ""]
     assert theirs.outside.read("d/f") == b"hello\n"
     assert theirs.outside.read("d/zeros") == bytes(100_000)
-    theirs.outside.replace("more/theirs", noise(50_000))
     again = user.sh("sha256sum d/f | cut -c -8; ls more; wc -c < more/theirs", theirs.path)
     assert again.stdout.split() == ["5891b5b5", "theirs", "50000"], again.stderr
     theirs.umount()
