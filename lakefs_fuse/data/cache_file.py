@@ -150,16 +150,6 @@ def punch(fd: int, layout: Layout, first: int, stop: int) -> bool:
     return disk.punch_hole(fd, start, min(stop * BLOCK_BYTES, layout.data_end) - start)
 
 
-def make_directory(path: str) -> None:
-    """A directory of cache files, and the one above it where that is missing. Raises OSError."""
-    try:
-        os.mkdir(path, 0o700)
-    except FileNotFoundError:
-        os.makedirs(path, 0o700, exist_ok=True)
-    except FileExistsError:
-        pass
-
-
 @contextmanager
 def _closed_on_error(fd: int) -> Iterator[None]:
     try:
@@ -207,7 +197,7 @@ class CacheFile:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileNotFoundError:
-            make_directory(os.path.dirname(path))
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         with _closed_on_error(fd):
             layout = Layout.for_size(version.size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import threading
@@ -11,13 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.data import eviction
 from lakefs_fuse.data.blocks import BlockCache, CacheState, Version
+from lakefs_fuse.data.cache_file import name_digest
+from lakefs_fuse.data.cache_files import SCAN_DIRECTORIES
 from lakefs_fuse.data.presence import BITS, Presence
 from tests.data.reading import MIB, cache_files, content, make_cache
 
 
 def small(number: int) -> Version:
     return Version(f"k{number}", "e", 100)
+
+
+def number_of(version: Version) -> int:
+    return eviction.directory_number(name_digest(version))
 
 
 def keep(cache: BlockCache, number: int) -> None:
@@ -147,21 +155,22 @@ def test_where_an_earlier_layout_had_files_nothing_is_left(tmp_path: Path) -> No
 
 
 def test_a_scan_that_failed_is_not_believed_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = make_cache(tmp_path)
-    for number in range(300):
-        keep(cache, number)
-    last = max(cache_files(tmp_path)).parent
+    """Not even one that failed at its very end."""
+    first = eviction.FAN_OUT - SCAN_DIRECTORIES
+    keep(make_cache(tmp_path), next(n for n in itertools.count() if number_of(small(n)) >= first))
+    (last,) = {path.parent for path in cache_files(tmp_path)}
     again = make_cache(tmp_path, scanned=False)
     scandir = os.scandir
 
     def fail(path: str) -> Iterator[os.DirEntry[str]]:
-        if str(path) >= str(last):
+        if path == str(last):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return scandir(path)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", fail)
         again.scan()
+    assert again.counted
     again.close()
     assert not make_cache(tmp_path, scanned=False).counted
 
