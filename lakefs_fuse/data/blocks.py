@@ -137,8 +137,25 @@ class BlockCache:
         """The block, verified; None where it is not here."""
         return self.read_blocks(version, index, index + 1)[0]
 
-    def read_blocks(self, version: Version, first: int, stop: int) -> list[bytes | None]:
-        """Blocks [first, stop), which must exist in the version, each verified or None."""
+    def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
+        """Bytes [start, end), which must exist in the version, verified; None where they are not here, or not to be had
+        but block by block."""
+        if not self.readable:
+            return None
+        try:
+            with self._files.reading(version) as file:
+                data = None if file is None else file.read_part(start, end)
+            self._health.read_worked()
+        except OSError as error:
+            self._health.failed(error)
+            return None
+        return data
+
+    def read_blocks(
+        self, version: Version, first: int, stop: int, *, parts_to_come: bool = False
+    ) -> list[bytes | None]:
+        """Blocks [first, stop), which must exist in the version, each verified or None. ``parts_to_come``: from now on
+        `read_part` is to have them."""
         answer: list[bytes | None] = [None] * (stop - first)
         if not self.readable:
             return answer
@@ -147,7 +164,9 @@ class BlockCache:
                 if file is not None:
                     for place, expected in enumerate(file.hashes(first, stop)):
                         if expected:
-                            answer[place] = self._read_block(file, first + place, expected)
+                            data = answer[place] = self._read_block(file, first + place, expected)
+                            if parts_to_come and data is not None:
+                                file.note_pieces(first + place, data)
             self._health.read_worked()
         except OSError as error:
             self._health.failed(error)

@@ -2,13 +2,15 @@
 
     0            blocks at their own offsets, sparse
     data_end     size rounded up to 4096: header (64 bytes), then one little-endian XXH3-64 per block, 0 = absent
+                 then, in the file of an object of several blocks (format 2), one for each 32 KiB of them, 0 = unknown
 
 What always holds:
 
 * the file is self-describing: nothing else needs to know of it, and its layout follows from its length alone;
 * a block is written before its hash, or with it, so a block with a matching hash is whole. After a crash, in which the
   kernel may have kept the hash and lost the block, the hash does not match and the block counts as damaged: fetched
-  again;
+  again. The same holds for a piece of 32 KiB, which is read where only a small part of a block is wanted; if its hash
+  is not known or does not match, the block's decides;
 * the header holds a BLAKE2 digest of key and ETag, so that a file never answers for another version.
 
 All calls block and are for worker threads. Reading and writing blocks at once from several threads is safe: two
@@ -23,7 +25,7 @@ import os
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import xxhash
@@ -34,7 +36,10 @@ from lakefs_fuse.store.protocol import Buffer
 
 ALIGN_BYTES = 4096
 HEADER_BYTES = 64
-FORMAT = 1
+PIECE_BYTES = 32 << 10
+_PIECES = BLOCK_BYTES // PIECE_BYTES
+BLOCKS_ONLY, WITH_PIECES = 1, 2
+"""Formats."""
 _MAGIC = b"LAKEBLK\0"
 _HEADER = struct.Struct("<8sIIQQ16s")
 """Magic, format, block bytes, object size, block count, digest of key and ETag; then XXH3-64 of these."""
@@ -48,6 +53,13 @@ class DamagedFile(Exception):
 def block_hash(data: Buffer) -> int:
     """Never 0, which means absent."""
     return xxhash.xxh3_64_intdigest(data) or 1
+
+
+def piece_hashes(data: Buffer) -> bytes:
+    """Of pieces one after another, as the file has them; the last may be short."""
+    view = memoryview(data)
+    hashes = [block_hash(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)]
+    return struct.pack(f"<{len(hashes)}Q", *hashes)
 
 
 def name_digest(version: Version) -> bytes:
@@ -70,41 +82,74 @@ class Layout:
     size: int
     blocks: int
     data_end: int
+    form: int
 
     @classmethod
-    def for_size(cls, size: int) -> Layout:
-        return cls(size, -(-size // BLOCK_BYTES), -(-size // ALIGN_BYTES) * ALIGN_BYTES)
+    def for_size(cls, size: int, form: int | None = None) -> Layout:
+        """In the format that new files of that size have, or in an earlier one."""
+        blocks = -(-size // BLOCK_BYTES)
+        form = form or (BLOCKS_ONLY if blocks <= 1 else WITH_PIECES)
+        return cls(size, blocks, -(-size // ALIGN_BYTES) * ALIGN_BYTES, form)
+
+    @property
+    def has_pieces(self) -> bool:
+        return self.form == WITH_PIECES
+
+    @property
+    def index_bytes(self) -> int:
+        """All hashes together."""
+        return self.blocks * _index_bytes(self.form)
 
     @property
     def file_bytes(self) -> int:
-        return self.data_end + HEADER_BYTES + self.blocks * _HASH_BYTES
+        return self.data_end + HEADER_BYTES + self.index_bytes
 
     def hash_at(self, index: int) -> int:
         return self.data_end + HEADER_BYTES + index * _HASH_BYTES
 
+    def piece_hash_at(self, piece: int) -> int:
+        """Where there are pieces; they are counted from the beginning of the object."""
+        return self.hash_at(self.blocks + piece)
+
+
+def _index_bytes(form: int) -> int:
+    """Hashes that belong to one block."""
+    return _HASH_BYTES * (1 + _PIECES) if form == WITH_PIECES else _HASH_BYTES
+
 
 def _header(layout: Layout, check: bytes) -> bytes:
-    head = _HEADER.pack(_MAGIC, FORMAT, BLOCK_BYTES, layout.size, layout.blocks, check)
+    head = _HEADER.pack(_MAGIC, layout.form, BLOCK_BYTES, layout.size, layout.blocks, check)
     return head + xxhash.xxh3_64_intdigest(head).to_bytes(_HASH_BYTES, "little")
 
 
 def read_layout(fd: int) -> tuple[Layout, bytes]:
     """Layout and version digest of a file of which only the descriptor is known. Raises DamagedFile, OSError."""
     length = os.fstat(fd).st_size
-    # A file with n blocks is longer than (n - 1) * (BLOCK_BYTES + 8) + 64 and at most n * (BLOCK_BYTES + 8) + 64.
-    blocks = -(-(length - HEADER_BYTES) // (BLOCK_BYTES + _HASH_BYTES))
-    data_end = length - HEADER_BYTES - blocks * _HASH_BYTES
+    small = length <= HEADER_BYTES + BLOCK_BYTES + _HASH_BYTES
+    for form in (BLOCKS_ONLY, WITH_PIECES) if small else (WITH_PIECES, BLOCKS_ONLY):
+        found = _read_layout(fd, length, form)
+        if found is not None:
+            return found
+    raise DamagedFile("no header at the place that its length says")
+
+
+def _read_layout(fd: int, length: int, form: int) -> tuple[Layout, bytes] | None:
+    """None where it is not of that format."""
+    # With n blocks, and i bytes of hashes for each, it is longer than (n - 1) * BLOCK_BYTES + n * i + 64, and at most
+    # n * (BLOCK_BYTES + i) + 64.
+    blocks = -(-(length - HEADER_BYTES) // (BLOCK_BYTES + _index_bytes(form)))
+    data_end = length - HEADER_BYTES - blocks * _index_bytes(form)
     if blocks < 1 or data_end < 1:
-        raise DamagedFile("too short")
+        return None
     head = os.pread(fd, HEADER_BYTES, data_end)
     body, tail = head[: _HEADER.size], head[_HEADER.size : _HEADER.size + _HASH_BYTES]
     if len(head) < HEADER_BYTES or xxhash.xxh3_64_intdigest(body).to_bytes(_HASH_BYTES, "little") != tail:
-        raise DamagedFile("no header at the place that its length says")
+        return None
     fields: tuple[bytes, int, int, int, int, bytes] = _HEADER.unpack(body)
-    magic, form, block_bytes, size, _, check = fields
-    layout = Layout.for_size(size)
-    if magic != _MAGIC or form != FORMAT or block_bytes != BLOCK_BYTES or layout.file_bytes != length:
-        raise DamagedFile("another format")
+    magic, named, block_bytes, size, _, check = fields
+    layout = Layout.for_size(size, form)
+    if magic != _MAGIC or named != form or block_bytes != BLOCK_BYTES or layout.file_bytes != length:
+        return None
     return layout, check
 
 
@@ -114,6 +159,8 @@ def seal(fd: int, version: Version, hashes: Sequence[int]) -> None:
     os.ftruncate(fd, version.size)
     os.ftruncate(fd, layout.file_bytes)
     disk.pwrite_all(fd, struct.pack(f"<{layout.blocks}Q", *hashes), layout.hash_at(0))
+    if layout.has_pieces:  # not known yet, but counted
+        os.posix_fallocate(fd, layout.piece_hash_at(0), layout.blocks * _PIECES * _HASH_BYTES)
     disk.pwrite_all(fd, _header(layout, _check(version)).ljust(HEADER_BYTES, b"\0"), layout.data_end)
 
 
@@ -141,6 +188,8 @@ def read_hashes(fd: int, layout: Layout, first: int, stop: int) -> tuple[int, ..
 def forget(fd: int, layout: Layout, first: int, stop: int) -> None:
     """Mark blocks [first, stop) absent. Raises OSError."""
     disk.pwrite_all(fd, bytes((stop - first) * _HASH_BYTES), layout.hash_at(first))
+    if layout.has_pieces:
+        disk.pwrite_all(fd, bytes((stop - first) * _PIECES * _HASH_BYTES), layout.piece_hash_at(first * _PIECES))
 
 
 def punch(fd: int, layout: Layout, first: int, stop: int) -> bool:
@@ -231,12 +280,35 @@ class CacheFile:
             self.forget(index, index + 1)
         return None, damaged
 
+    def read_part(self, start: int, end: int) -> memoryview | None:
+        """Bytes [start, end), which must exist, verified piece by piece; None where that cannot be: the blocks have to
+        be asked. Raises OSError."""
+        first, stop = start // PIECE_BYTES, -(-end // PIECE_BYTES)
+        if not self.layout.has_pieces or self.blank:
+            return None
+        expected = os.pread(self.fd, (stop - first) * _HASH_BYTES, self.layout.piece_hash_at(first))
+        begin = first * PIECE_BYTES
+        data = memoryview(os.pread(self.fd, min(stop * PIECE_BYTES, self.layout.size) - begin, begin))
+        whole = len(expected) == (stop - first) * _HASH_BYTES and len(data) >= end - begin
+        return data[start - begin : end - begin] if whole and piece_hashes(data) == expected else None
+
+    def note_pieces(self, index: int, data: Buffer) -> None:
+        """The block was read, and is what it should be: next time a part of it will do."""
+        if not self.layout.has_pieces:
+            return
+        at, length = self.layout.piece_hash_at(index * _PIECES), -(-len(data) // PIECE_BYTES) * _HASH_BYTES
+        with suppress(OSError):  # nothing is lost
+            if os.pread(self.fd, length, at) == bytes(length):
+                disk.pwrite_all(self.fd, piece_hashes(data), at)
+
     def write_block(self, index: int, data: Buffer) -> None:
         """Raises OSError, then the block is absent (or what it was)."""
         start = index * BLOCK_BYTES
         if len(data) != min(BLOCK_BYTES, self.layout.size - start):
             raise ValueError(f"block {index} of an object of {self.layout.size} bytes cannot have {len(data)}")
         disk.pwrite_all(self.fd, data, start)
+        if self.layout.has_pieces:
+            disk.pwrite_all(self.fd, piece_hashes(data), self.layout.piece_hash_at(index * _PIECES))
         disk.pwrite_all(self.fd, block_hash(data).to_bytes(_HASH_BYTES, "little"), self.layout.hash_at(index))
 
     def write_all(self, blocks: Sequence[Buffer]) -> None:
@@ -247,6 +319,8 @@ class CacheFile:
         if [len(data) for data in blocks] != sizes:
             raise ValueError(f"these are not all blocks of an object of {layout.size} bytes")
         hashes = struct.pack(f"<{layout.blocks}Q", *map(block_hash, blocks))
+        if layout.has_pieces:
+            hashes = (hashes + b"".join(map(piece_hashes, blocks))).ljust(layout.index_bytes, b"\0")
         header = _header(layout, _check(self.version)).ljust(HEADER_BYTES, b"\0")
         tail = bytes(layout.data_end - layout.size) + header + hashes
         if os.pwritev(self.fd, [*blocks, tail], 0) != layout.file_bytes:

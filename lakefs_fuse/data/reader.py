@@ -1,5 +1,7 @@
 """Any bytes of an object version: from memory, from the block cache, or from the store in as few GETs as pay off.
 
+What is read here and there of a large object is read from the cache disk as it is asked for, not by the block.
+
 What always holds:
 
 * a block is fetched once however many readers want it: fetches run in the nursery given, not in a reader's task, so a
@@ -29,7 +31,7 @@ from lakefs_fuse.data.blocks import BlockCache, CacheState
 from lakefs_fuse.data.budget import ByteBudget
 from lakefs_fuse.data.loads import Load, PendingBlock, runs
 from lakefs_fuse.data.readahead import WHOLE_BYTES_MAX, Readahead
-from lakefs_fuse.data.recent import RecentBlocks
+from lakefs_fuse.data.recent import RecentBlocks, RecentParts
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.data.whole import WholeObjects
 from lakefs_fuse.data.write_behind import WriteBehind
@@ -88,6 +90,7 @@ class BlockReader:
         self._blind_blocks_max = max(1, memory_blocks // 4)
         self._learned = learned
         self._recent = RecentBlocks(memory_blocks * BLOCK_BYTES)
+        self._parts = RecentParts()
         self._budget = ByteBudget(inflight_bytes_max)
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
         self._whole = WholeObjects(cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
@@ -105,10 +108,12 @@ class BlockReader:
         )
 
     async def read(
-        self, version: Version, offset: int, length: int, readahead: Readahead | None = None, *, jumps: bool = False
-    ) -> bytes | memoryview:
+        self, version: Version, offset: int, length: int, readahead: Readahead | None = None, *, jumps: bool = False,
+        around: bool = False,
+    ) -> bytes | memoryview:  # fmt: skip
         """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them. ``jumps``:
-        who reads is no more likely to read on from there than from anywhere else.
+        who reads is no more likely to read on from there than from anywhere else. ``around``: all of the block is about
+        to be read.
 
         Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error.
         """
@@ -124,6 +129,13 @@ class BlockReader:
                     self._ahead(version, readahead, offset, length)
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
         jumps = jumps or (readahead is not None and not readahead.reads_on)
+        if jumps and not around and self._in_parts(version, first, stop, end - offset, readahead):
+            part = await self._in_thread(partial(self._cache.read_part, version, offset, end))
+            if part is not None:
+                self._metrics.hits += stop - first
+                if readahead is not None:
+                    self._ahead(version, readahead, offset, length)
+                return part
         found = self._gather(version, first, stop, readahead, jumps)
         if readahead is not None:
             self._ahead(version, readahead, offset, length)
@@ -174,6 +186,15 @@ class BlockReader:
                 await block.wait()
 
     # -- what a reader asks for
+
+    def _in_parts(self, version: Version, first: int, stop: int, wanted: int, readahead: Readahead | None) -> bool:
+        """Whether bytes of blocks [first, stop) are to be looked for on the disk without the rest of these."""
+        if not self._cache.may_have(version) or version.size <= (0 if readahead is None else WHOLE_BYTES_MAX):
+            return False
+        keys = [(version, index) for index in range(first, stop)]
+        if any(key in self._pending or key in self._recent for key in keys):
+            return False
+        return self._parts.worth(version, first, wanted)
 
     def _gather(
         self, version: Version, first: int, stop: int, readahead: Readahead | None, scattered: bool
@@ -265,7 +286,8 @@ class BlockReader:
         """Answer what the cache has; tells which blocks it has not."""
         if not self._cache.may_have(load.version):
             return [True] * len(load.blocks)
-        blocks = await self._in_thread(partial(self._cache.read_blocks, load.version, load.first, load.stop))
+        read = partial(self._cache.read_blocks, load.version, load.first, load.stop, parts_to_come=load.scattered)
+        blocks = await self._in_thread(read)
         for index, (data, pending) in enumerate(zip(blocks, load.blocks, strict=True), load.first):
             if data is not None:
                 view = memoryview(data)

@@ -1,4 +1,5 @@
-"""The blocks read last, in memory: they serve the many small reads that the kernel makes of one block.
+"""The blocks read last, in memory: they serve the many small reads that the kernel makes of one block. And which of
+them were read in parts.
 
 Always true: the buffers that entries refer to take at most ``bytes_max``. A GET of several blocks is one buffer that
 lives until its last block is dropped, so buffers count, not blocks. Trio thread only; nothing survives a crash.
@@ -9,10 +10,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from lakefs_fuse.data.version import Version
+from lakefs_fuse.data.version import BLOCK_BYTES, Version
 
 ENTRY_BYTES = 1024
 """What an entry costs beside its bytes, so that a million tiny objects are bounded too."""
+
+
+PARTS_MAX = 64
+"""Blocks of which it is known how much of them was read in parts lately."""
+PARTS_BYTES_MAX = BLOCK_BYTES // 4
+"""Of a block that more than this is read of in parts, all is worth reading."""
 
 
 class _Slab:
@@ -70,3 +77,19 @@ class RecentBlocks:
             slab.entries -= 1
             if not slab.entries:
                 self.bytes_used -= slab.cost
+
+
+class RecentParts:
+    """Who reads here and there wants parts of blocks; who reads on within one, backwards or by strides, all of it."""
+
+    def __init__(self) -> None:
+        self._read: OrderedDict[tuple[Version, int], int] = OrderedDict()
+
+    def worth(self, version: Version, index: int, length: int) -> bool:
+        """A part of so many bytes is about to be read: not, if all of the block should be."""
+        key = (version, index)
+        read = self._read.pop(key, 0) + length
+        self._read[key] = read
+        if len(self._read) > PARTS_MAX:
+            self._read.popitem(last=False)
+        return read <= PARTS_BYTES_MAX or read == length

@@ -75,6 +75,8 @@ class ImmutableFilesystem:
         self._refreshing = trio.Lock()
         self.on_refresh: Callable[[ChangedNames], Awaitable[None]] = _tell_nobody
         """Told of names that changed with a refresh; the adapter above sets it."""
+        self.reads_around: Callable[[int], bool] = lambda _: False
+        """Whether all of the block that a file begins in is wanted, now that the file is read."""
         self.on_statistics: Callable[[], dict[str, object]] = dict
         """What the adapter above has to say of itself."""
 
@@ -179,7 +181,10 @@ class ImmutableFilesystem:
         ahead = reading.readahead if extent.is_whole else None
         try:
             begin = extent.offset + offset
-            return await self._reader.read(extent.version, begin, length, ahead, jumps=not extent.is_whole)
+            around = offset == 0 and self.reads_around(inode)
+            return await self._reader.read(
+                extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around
+            )
         except FileError as error:
             if error.errno == errno.ESTALE:
                 self._note_gone(extent)

@@ -44,6 +44,7 @@ class ImmutableOperations(pyfuse3.Operations):
         super().__init__()
         self.fs = fs
         self.pushing = Pushing(fs)
+        fs.reads_around = self.pushing.is_due
         self._rows = row_replies.RowReplies(fs)
         fs.on_statistics = lambda: {"kernel": kernel.describe(), "pushing": self.pushing.describe()}
         self.metrics = fs.metrics

@@ -78,17 +78,26 @@ class Pushing:
         if self.pays or not self._asked % PROBE_EACH:
             self._want(inode, block)
 
+    def is_due(self, inode: int) -> bool:
+        """A READ of the beginning of a file, which is about to be answered, will make its block be pushed."""
+        block = self._fs.block_of(inode)
+        return block is not None and self.pays and self._counted(block)[1] < PUSHES_MAX
+
     @property
     def pays(self) -> bool:
         """At least half of the files that were pushed lately were known to the kernel."""
         return 2 * self._judged_unknown <= self._judged
 
-    def _want(self, inode: int, block: tuple[int, int]) -> None:
+    def _counted(self, block: tuple[int, int]) -> tuple[float, int]:
+        """When this round of a block began, and how often it was pushed in it."""
         now = trio.current_time()
-        since, pushes = self._pushed.pop(block, (now, 0))
-        if now - since > ROUND_S:
-            since, pushes = now, 0
+        since, pushes = self._pushed.get(block, (now, 0))
+        return (since, pushes) if now - since <= ROUND_S else (now, 0)
+
+    def _want(self, inode: int, block: tuple[int, int]) -> None:
+        since, pushes = self._counted(block)
         self._pushed[block] = since, min(pushes + 1, PUSHES_MAX)
+        self._pushed.move_to_end(block)
         if len(self._pushed) > BLOCKS_MAX:
             self._pushed.popitem(last=False)
         if pushes < PUSHES_MAX:

@@ -47,7 +47,7 @@ def names(session: Session) -> None:
 
 
 def epochs(session: Session) -> None:
-    """First and second epoch, with each number of readers, each on a fresh mount."""
+    """First and second epoch, with each number of readers, each on a fresh mount; one more after a restart."""
     sizes, peer = session.stage.sizes, session.peer
     peer.provide("set", "set")
     order = session.stage.set_names()
@@ -57,7 +57,7 @@ def epochs(session: Session) -> None:
             def job(names: list[str], readers: int | None = readers, access: Access = access) -> Epoch | Loader:
                 if readers is None:
                     return Loader(access, names, sizes.loader_workers, sizes.limit_s)
-                return Epoch(access, names, readers, sizes.limit_s)
+                return Epoch(access, names, readers, sizes.epoch_limit_s(readers))
 
             first = session.measure(workloads.first_epoch(readers), job(order))
             if first is None or peer.kind == "client":
@@ -66,6 +66,9 @@ def epochs(session: Session) -> None:
             if seen:
                 random.Random(session.round).shuffle(seen)
                 session.measure(workloads.second_epoch(readers), job(seen))
+            if seen and sizes.is_long(readers):
+                random.Random(-session.round).shuffle(seen)
+                session.measure(workloads.epoch_after_restart(readers), job(seen, access=peer.restart()))
 
 
 def was_read(order: list[str], outcome: Outcome, readers: int) -> list[str]:

@@ -25,6 +25,11 @@ def second_epoch(readers: int | None) -> str:
     return f"second epoch, {_readers(readers)}"
 
 
+def epoch_after_restart(readers: int | None) -> str:
+    """From the local disk."""
+    return f"epoch after restart, {_readers(readers)}"
+
+
 def _readers(readers: int | None) -> str:
     return "DataLoader" if readers is None else f"{readers} reader{'s' if readers > 1 else ''}"
 
@@ -63,7 +68,8 @@ def _epochs(sizes: Sizes) -> list[WorkloadNote]:
     found = []
     for readers in sizes.loops():
         who = f"{sizes.loader_workers} workers of torch's DataLoader" if readers is None else f"{readers} processes"
-        limit = f"up to {sizes.limit_s:g} s; a peer that is not done by then has its rate taken from what it read"
+        limit_s = f"up to {sizes.epoch_limit_s(readers):g} s"
+        limit = f"{limit_s}; a peer that is not done by then has its rate taken from what it read"
         found += [
             WorkloadNote(
                 first_epoch(readers), "epochs", "files/s", CLIENT,
@@ -76,6 +82,15 @@ def _epochs(sizes: Sizes) -> list[WorkloadNote]:
                 f"The files that the first epoch read, in another order, by {who}, {limit}.",
             ),
         ]  # fmt: skip
+        if sizes.is_long(readers):
+            found.append(
+                WorkloadNote(
+                    epoch_after_restart(readers), "epochs", "files/s", DISK,
+                    "The job goes on after a restart, or the data set is larger than memory: files come from the disk.",
+                    "Unmounted, the kernel's caches dropped, mounted again with what the mount keeps on disk; then the "
+                    f"same files in another order, by {who}, {limit}.",
+                )
+            )  # fmt: skip
     return found
 
 

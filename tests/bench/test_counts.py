@@ -84,6 +84,14 @@ def test_second_epoch(found: Results, peer: str) -> None:
     cost.calls_at_most(open=FILES, flush=FILES, release=FILES, read=FILES // 50)  # the kernel may drop what it likes
 
 
+@pytest.mark.parametrize("peer", ["lakefs", "lakefs packed"])
+def test_an_epoch_after_a_restart(found: Results, peer: str) -> None:
+    cost = Cost(found, workloads.epoch_after_restart(TINY.readers[0]), peer)
+    assert cost.sample.operations == FILES
+    cost.asks_at_most()
+    cost.calls_at_most(lookup=FILES + DIRECTORIES, open=FILES, read=FILES, flush=FILES, release=FILES)
+
+
 def test_epochs_of_an_immutable_mount(found: Results) -> None:
     first = Cost(found, FIRST_EPOCH, "lakefs immutable")
     first.asks_at_most(get=FILES)

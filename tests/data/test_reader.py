@@ -44,8 +44,8 @@ class Lake:
             self.store, self.cache, self.metrics, self.nursery, learned=self.learned.append, **options
         )
 
-    async def read(self, offset: int, length: int, readahead: Readahead | None = None) -> bytes:
-        return bytes(await self.reader.read(self.version, offset, length, readahead))
+    async def read(self, offset: int, length: int, readahead: Readahead | None = None, **how: bool) -> bytes:
+        return bytes(await self.reader.read(self.version, offset, length, readahead, **how))
 
     async def idle(self) -> None:
         """Until nothing is in flight any more."""
@@ -329,12 +329,13 @@ async def test_nobody_looks_on_the_disk_for_what_is_not_there(tmp_path: Path, mo
     def watch(name: str) -> None:
         real = getattr(BlockCache, name)
 
-        def look(*asked: object) -> Any:
+        def look(*asked: object, **how: object) -> Any:
             looked.append(name)
-            return real(*asked)
+            return real(*asked, **how)
 
         monkeypatch.setattr(BlockCache, name, look)
 
+    watch("read_part")
     watch("read_blocks")
     watch("has_blocks")
     async with lake_at(tmp_path) as lake:
@@ -347,6 +348,79 @@ async def test_nobody_looks_on_the_disk_for_what_is_not_there(tmp_path: Path, mo
         lake.restart()
         assert await lake.read(0, 10) == DATA[:10]
         assert looked[1:] == ["read_blocks"]
+        assert lake.store.gets == []
+
+
+@pytest.fixture
+def disk_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How much each read of a cache file brought."""
+    found: list[int] = []
+    pread = os.pread
+
+    def counting(fd: int, length: int, offset: int) -> bytes:
+        data = pread(fd, length, offset)
+        found.append(len(data))
+        return data
+
+    monkeypatch.setattr(os, "pread", counting)
+    return found
+
+
+async def on_disk(lake: Lake) -> None:
+    """All of the file is in the cache of a daemon that was just started."""
+    assert await lake.reader.ensure(lake.version, 0, len(DATA))
+    await lake.idle()
+    lake.cache.close()
+    lake.restart()
+
+
+async def test_who_jumps_about_reads_from_the_disk_about_what_he_asks_for(
+    tmp_path: Path, disk_bytes: list[int]
+) -> None:
+    async with lake_at(tmp_path) as lake:
+        await on_disk(lake)
+        wanted = [(place * 700 * KIB % len(DATA), 50 * KIB) for place in range(1, 200, 7)]
+        for how in ({"jumps": True}, {"readahead": Readahead()}):
+            disk_bytes.clear()
+            for offset, length in wanted:
+                got = await lake.reader.read(lake.version, offset, length, **how)
+                assert got == DATA[offset : offset + length]
+            assert sum(disk_bytes) < len(wanted) * 120 * KIB
+        assert lake.metrics.hits >= 2 * len(wanted)
+        assert (lake.store.gets, lake.metrics.misses) == ([], 0)
+
+
+async def test_who_jumps_about_within_a_block_reads_it_once(tmp_path: Path, disk_bytes: list[int]) -> None:
+    async with lake_at(tmp_path) as lake:
+        await on_disk(lake)
+        disk_bytes.clear()
+        for offset in range(9 * MIB - 16 * KIB, 6 * MIB, -16 * KIB):  # backwards
+            assert await lake.read(offset, 16 * KIB, jumps=True) == DATA[offset : offset + 16 * KIB]
+        assert sum(disk_bytes) < 3 * (MIB + 600 * KIB)
+
+
+async def test_who_wants_what_is_around_gets_it_with_one_read(tmp_path: Path, disk_bytes: list[int]) -> None:
+    async with lake_at(tmp_path) as lake:
+        await on_disk(lake)
+        await lake.read(5 * MIB + 10, 100, jumps=True, around=True)
+        disk_bytes.clear()
+        assert await lake.read(5 * MIB, MIB) == DATA[5 * MIB : 6 * MIB]
+        assert disk_bytes == []
+
+
+async def test_a_damaged_part_is_fetched_again(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        await on_disk(lake)
+        (path,) = cache_files(tmp_path)
+        with path.open("r+b") as file:
+            file.seek(3 * MIB + 5)
+            file.write(b"\xff\x00\xff")
+        assert await lake.read(3 * MIB, 100, jumps=True) == DATA[3 * MIB : 3 * MIB + 100]
+        assert lake.store.gets == [("file", 3 * MIB, 4 * MIB)]
+        assert lake.metrics.damaged == 1
+        await lake.idle()
+        lake.restart()
+        assert await lake.read(3 * MIB, 100, jumps=True) == DATA[3 * MIB : 3 * MIB + 100]
         assert lake.store.gets == []
 
 

@@ -93,6 +93,20 @@ async def test_a_block_whose_files_are_asked_for_all_the_same_is_given_up_for_a_
         assert await blocks_tried(made, packs, epoch) == PUSHES_MAX * 10
 
 
+async def test_what_is_due_is_what_will_be_pushed(autojump_clock: MockClock) -> None:
+    packs = Packs()
+    async with pushing(packs) as made:
+        assert not made.is_due(10**6)
+        for epoch in range(PUSHES_MAX + 2):
+            assert made.is_due(0) == (epoch < PUSHES_MAX)
+            assert await blocks_tried(made, packs, [0]) == (epoch < PUSHES_MAX)
+        await trio.sleep(2 * ROUND_S)
+        assert made.is_due(0)
+        packs.known = False
+        await blocks_tried(made, packs, [FILES_EACH * i for i in range(1, 100)])
+        assert not made.is_due(0), "it does not pay, and those that are tried all the same come by surprise"
+
+
 async def test_what_cannot_be_read_ends_nothing() -> None:
     packs = Packs()
     async with pushing(packs) as made:
