@@ -151,6 +151,16 @@ class BlockCache:
             return None
         return data
 
+    def read_part_now(self, version: Version, start: int, end: int) -> memoryview | None:
+        """As `read_part`, for the trio thread: None as well where it would have to wait for the disk."""
+        if not self.readable:
+            return None
+        try:
+            with self._files.reading_now(version) as file:
+                return None if file is None else file.read_part(start, end, wait=False)
+        except OSError:
+            return None
+
     def read_blocks(
         self, version: Version, first: int, stop: int, *, parts_to_come: bool = False
     ) -> list[bytes | None]:

@@ -280,15 +280,17 @@ class CacheFile:
             self.forget(index, index + 1)
         return None, damaged
 
-    def read_part(self, start: int, end: int) -> memoryview | None:
+    def read_part(self, start: int, end: int, *, wait: bool = True) -> memoryview | None:
         """Bytes [start, end), which must exist, verified piece by piece; None where that cannot be: the blocks have to
-        be asked. Raises OSError."""
+        be asked. Raises OSError; unless it is to ``wait``, BlockingIOError where the disk would have to be waited for.
+        """
         first, stop = start // PIECE_BYTES, -(-end // PIECE_BYTES)
         if not self.layout.has_pieces or self.blank:
             return None
-        expected = os.pread(self.fd, (stop - first) * _HASH_BYTES, self.layout.piece_hash_at(first))
+        pread = os.pread if wait else disk.pread_now
+        expected = pread(self.fd, (stop - first) * _HASH_BYTES, self.layout.piece_hash_at(first))
         begin = first * PIECE_BYTES
-        data = memoryview(os.pread(self.fd, min(stop * PIECE_BYTES, self.layout.size) - begin, begin))
+        data = memoryview(pread(self.fd, min(stop * PIECE_BYTES, self.layout.size) - begin, begin))
         whole = len(expected) == (stop - first) * _HASH_BYTES and len(data) >= end - begin
         return data[start - begin : end - begin] if whole and piece_hashes(data) == expected else None
 

@@ -155,6 +155,26 @@ class CacheFiles:
                 self._release(file)
 
     @contextmanager
+    def reading_now(self, version: Version) -> Iterator[CacheFile | None]:
+        """As `reading`, for the trio thread: None as well where that would have to wait for a lock or the disk."""
+        file = None
+        if self._lock.acquire(blocking=False):
+            try:
+                file = self._open.get(name_digest(version))
+                if file is None or file.version != version or abs(self._clock() - file.touched_s) >= TOUCH_S:
+                    file = None
+                else:
+                    file.users += 1
+                    self._open.move_to_end(file.digest)
+            finally:
+                self._lock.release()
+        try:
+            yield file
+        finally:
+            if file is not None:
+                self._release(file)
+
+    @contextmanager
     def writing(self, version: Version, *, whole: bool) -> Iterator[CacheFile]:
         """The version's file, made where there is none: ``blank`` if all of it is about to be written. Its size is
         counted again at the end; one that is blank then is removed."""

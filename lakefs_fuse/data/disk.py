@@ -69,6 +69,20 @@ def stat_allocated_bytes(stat: os.stat_result) -> int:
     return stat.st_blocks * _SECTOR_BYTES
 
 
+def pread_now(fd: int, length: int, offset: int) -> bytearray:
+    """As `os.pread`, of what the kernel has in memory. Raises OSError: BlockingIOError where that is not all of it."""
+    data = bytearray(length)
+    try:
+        found = os.preadv(fd, [data], offset, os.RWF_NOWAIT)
+    except OSError as error:
+        if error.errno in _CANNOT:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
+        raise
+    if found < length:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return data
+
+
 def pwrite_all(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
     """pwrite until everything is written. Raises OSError, then an unknown part of the range was written."""
     written = os.pwrite(fd, data, offset)

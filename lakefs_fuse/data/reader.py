@@ -130,7 +130,9 @@ class BlockReader:
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
         jumps = jumps or (readahead is not None and not readahead.reads_on)
         if jumps and not around and self._in_parts(version, first, stop, end - offset, readahead):
-            part = await self._in_thread(partial(self._cache.read_part, version, offset, end))
+            part = self._cache.read_part_now(version, offset, end)
+            if part is None:
+                part = await self._in_thread(partial(self._cache.read_part, version, offset, end))
             if part is not None:
                 self._metrics.hits += stop - first
                 if readahead is not None:
