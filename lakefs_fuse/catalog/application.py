@@ -205,7 +205,7 @@ class Application:
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = any(value != UNSET for value in (operation.mode, operation.uid, operation.gid))
         self._set_file(
-            operation.path, place, operation.hides, KNOWN if said else Flag(0),
+            operation.path, place, operation.hides, KNOWN if said else 0,
             size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
         )  # fmt: skip
@@ -223,7 +223,7 @@ class Application:
         path: str,
         place: Place,
         hides: str,
-        flags: Flag,
+        flags: int,
         *,
         size: int,
         mode: int,
@@ -251,7 +251,7 @@ class Application:
         if stamp is None:  # else it still hides what was removed: only this version may come into sight
             self._tree.tombstones.delete(batch, raw)
         entry = Entry(
-            parent, current.cookie if current else 0, name, current.inode if current else 0, int(flags), mode, uid, gid,
+            parent, current.cookie if current else 0, name, current.inode if current else 0, flags, mode, uid, gid,
             size, mtime_ns, self._time, place.etag, self._stamp if stamp is None else stamp, place.number, place.offset,
         )  # fmt: skip
         if current is None:
@@ -269,7 +269,7 @@ class Application:
 
     def _insert(self, batch: Batch, entry: Entry) -> Entry:
         return self._tree.insert(
-            batch, entry.parent, entry.name, Flag(entry.flags), mode=entry.mode, uid=entry.uid, gid=entry.gid,
+            batch, entry.parent, entry.name, entry.flags, mode=entry.mode, uid=entry.uid, gid=entry.gid,
             size=entry.size, mtime_ns=entry.mtime_ns, ctime_ns=entry.ctime_ns, etag=entry.etag, stamp=entry.stamp,
             place=entry.place, offset=entry.offset,
         )  # fmt: skip
@@ -312,7 +312,7 @@ class Application:
     def _remove_directory(self, batch: Batch, current: Entry) -> None:
         if self._tree.has_children(current.inode):  # it stays for as long as they do
             bare = msgspec.structs.replace(
-                current, stamp=0, flags=int(Flag.DIRECTORY), mode=UNSET, uid=UNSET, gid=UNSET, ctime_ns=self._time
+                current, stamp=0, flags=Flag.DIRECTORY, mode=UNSET, uid=UNSET, gid=UNSET, ctime_ns=self._time
             )
             self._tree.update(batch, bare)
             self._tree.set_xattrs(batch, current.inode, {})
@@ -332,7 +332,7 @@ class Application:
             return
         if parent is None:
             parent = self._applier.ensure_directory(above, self._time)
-        flags = Flag.DIRECTORY | KNOWN | (Flag.XATTRS if operation.xattrs else Flag(0))
+        flags = Flag.DIRECTORY | KNOWN | (Flag.XATTRS if operation.xattrs else 0)
         attributes = {
             "mode": operation.mode, "uid": operation.uid, "gid": operation.gid, "mtime_ns": operation.mtime_ns,
             "ctime_ns": self._time, "stamp": self._stamp,
@@ -342,8 +342,8 @@ class Application:
         if current is None:
             entry = self._applier.insert_directory(parent, operation.path, name, flags, self._time, **attributes)
         else:
-            flags |= Flag(current.flags & (Flag.MARKER | Flag.LISTED))
-            entry = msgspec.structs.replace(current, flags=int(flags), **attributes)
+            flags |= current.flags & (Flag.MARKER | Flag.LISTED)
+            entry = msgspec.structs.replace(current, flags=flags, **attributes)
             self._tree.update(batch, entry)
             if _shown(current) != _shown(entry):
                 self._applier.tell(parent, name)
@@ -394,7 +394,7 @@ class Application:
             return
         flags = (current.flags & ~Flag.XATTRS) | KNOWN | Flag.ATTRIBUTED | (Flag.XATTRS if operation.xattrs else 0)
         entry = msgspec.structs.replace(
-            current, flags=int(flags), mode=operation.mode, uid=operation.uid, gid=operation.gid,
+            current, flags=flags, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, ctime_ns=self._time,
         )  # fmt: skip
         batch = Batch()

@@ -221,7 +221,7 @@ class Applier:
         parent = self.ensure_directory(above, time)
         return self.insert_directory(parent, path, name.encode(), Flag.DIRECTORY, time).inode
 
-    def insert_directory(self, parent: int, path: str, name: bytes, flags: Flag, time: int, **attributes: int) -> Entry:
+    def insert_directory(self, parent: int, path: str, name: bytes, flags: int, time: int, **attributes: int) -> Entry:
         batch = Batch()
         file = self._tree.named(parent, name)
         if file is not None and (file.stamp or self._watcher.keeps(file)):

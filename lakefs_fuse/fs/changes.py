@@ -387,7 +387,7 @@ class Changes:
 
     def _set_local_xattrs(self, inode: int, xattrs: dict[str, bytes]) -> None:
         """Of a file that is in no commit yet: they go with it when it is. The row may be that of an earlier version."""
-        held = Flag.XATTRS if xattrs else Flag(0)
+        held = Flag.XATTRS if xattrs else 0
         batch = Batch()
         self._ns.tree.set_xattrs(batch, inode, xattrs)
         row, file = self._ns.tree.entry(inode), self._files.get(inode)

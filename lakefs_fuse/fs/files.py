@@ -479,8 +479,8 @@ class FileTable:
         if meta.metadata is None:
             return
         for file in self._files.values():
-            known = file.entry.flags & Flag.ATTRIBUTES_KNOWN or file.entry.etag != meta.etag
-            if not known and file.draft is None and file.extent is not None and file.extent.version.key == meta.key:
+            wanted = file.entry.etag == meta.etag and not file.entry.flags & Flag.ATTRIBUTES_KNOWN
+            if wanted and file.draft is None and file.extent is not None and file.extent.version.key == meta.key:
                 self.learn(file.entry, meta)
 
     def learn(self, entry: Entry, meta: ObjectMeta) -> Entry:

@@ -37,7 +37,6 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
-_SHADOWED = int(Flag.SHADOWED)
 LATE_TIMES_NS = 60_000_000_000
 """An mtime set alone and this close to now is the kernel reporting its own writes, not a user choosing a time."""
 
@@ -180,7 +179,7 @@ class Filesystem:
     def readdir(self, inode: int, after: int) -> Iterator[Entry]:
         """Entries with cookies beyond ``after``, in cookie order, attributes of files being written included."""
         for entry in self._ns.tree.children(inode, after):
-            if entry.flags & _SHADOWED:
+            if entry.flags & Flag.SHADOWED:
                 continue
             file = self._files.get(entry.inode)
             yield entry if file is None else file.current

@@ -96,7 +96,7 @@ class ImmutableFilesystem:
         number = self._inode(inode)
         if number == ROOT_INODE:
             at_ns = self._state.note.at_ns
-            flags = int(Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN)
+            flags = Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN
             return Entry(ROOT_INODE, 0, b"", ROOT_INODE, flags, mtime_ns=at_ns, ctime_ns=at_ns)
         entry = self._state.tree.entry(number)
         if entry is None:

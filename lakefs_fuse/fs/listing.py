@@ -32,7 +32,6 @@ from lakefs_fuse.meta.tree import HERE_BYTES, Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
-_ATTRIBUTED = int(Flag.ATTRIBUTED)
 EARLIER_MAX = 1000
 """Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
 
@@ -325,7 +324,7 @@ class DirectoryMerge:
             self._merge_directory(batch, entry, found.name)
         elif entry is None:
             self._merge_new_file(batch, found.name, found.meta)
-        elif entry.flags & _ATTRIBUTED and not entry.stamp and self._is_removed(found.name, found.meta):
+        elif entry.flags & Flag.ATTRIBUTED and not entry.stamp and self._is_removed(found.name, found.meta):
             self._attributed_in_vain(batch, entry)
         elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_ours(entry, found.meta)):
             self._replaced(batch, entry, found.meta)
@@ -380,7 +379,7 @@ class DirectoryMerge:
             self._shadowed[name] = meta
             return
         entry = self._tree.insert(
-            batch, self._directory, name, Flag(0),
+            batch, self._directory, name, 0,
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
         self._added(entry)

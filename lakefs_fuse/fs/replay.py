@@ -119,7 +119,7 @@ class Replay:
         batch = Batch()
         if there is not None and there.is_symlink:
             self._ns.tree.remove(batch, there)
-        flags = Flag.LOCAL | Flag.ATTRIBUTES_KNOWN | (Flag.SHADOWED if there is not None and there.is_dir else Flag(0))
+        flags = Flag.LOCAL | Flag.ATTRIBUTES_KNOWN | (Flag.SHADOWED if there is not None and there.is_dir else 0)
         entry = self._ns.tree.insert(batch, parent, name.encode("utf-8", "surrogatepass"), flags)
         self._db.commit(batch)
         return entry

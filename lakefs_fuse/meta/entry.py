@@ -7,7 +7,6 @@ one is a single ``unpack_from``. The layout is part of the schema version in `da
 from __future__ import annotations
 
 import stat
-from enum import IntFlag
 from struct import Struct
 
 import msgspec
@@ -22,8 +21,9 @@ UNSET = 0xFFFF_FFFF
 """A mode, uid or gid nobody has said: the mount's default is shown."""
 
 
-class Flag(IntFlag):
-    """What is known of an entry."""
+class Flag:
+    """Bits of an entry's ``flags``: what is known of it. Plain integers, because an operation on an enum costs a
+    microsecond and every request takes many."""
 
     DIRECTORY = 1
     LOCAL = 2
@@ -46,9 +46,7 @@ class Flag(IntFlag):
     """A commit changed the attributes of this version, at ``ctime_ns``."""
 
 
-_DIRECTORY, _LOCAL, _SYMLINK = int(Flag.DIRECTORY), int(Flag.LOCAL), int(Flag.SYMLINK)
-"""Plain integers: an operation on an enum costs a microsecond, and there are many for every request."""
-_NO_OBJECT = _DIRECTORY | _LOCAL | _SYMLINK
+_NO_OBJECT = Flag.DIRECTORY | Flag.LOCAL | Flag.SYMLINK
 
 PENDING = 1 << 63
 """Stamps from here on are sequence numbers of changes made here and not committed yet: newer than any commit."""
@@ -83,20 +81,20 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_dir(self) -> bool:
-        return bool(self.flags & _DIRECTORY)
+        return bool(self.flags & Flag.DIRECTORY)
 
     @property
     def is_local(self) -> bool:
-        return bool(self.flags & _LOCAL)
+        return bool(self.flags & Flag.LOCAL)
 
     @property
     def sort_name(self) -> bytes:
         """The name as the store lists it: directories end in a slash, which is also their place in the order."""
-        return self.name + b"/" if self.flags & _DIRECTORY else self.name
+        return self.name + b"/" if self.flags & Flag.DIRECTORY else self.name
 
     @property
     def is_symlink(self) -> bool:
-        return bool(self.flags & _SYMLINK)
+        return bool(self.flags & Flag.SYMLINK)
 
     @property
     def is_plain(self) -> bool:
@@ -105,9 +103,9 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def file_type(self) -> int:
-        if self.flags & _DIRECTORY:
+        if self.flags & Flag.DIRECTORY:
             return stat.S_IFDIR
-        return stat.S_IFLNK if self.flags & _SYMLINK else stat.S_IFREG
+        return stat.S_IFLNK if self.flags & Flag.SYMLINK else stat.S_IFREG
 
     def pack(self) -> bytes:
         etag = self.etag.encode()

@@ -35,7 +35,6 @@ ROWS_BETWEEN_LOOKS = 1000
 HASH_BYTES = 1 << 20
 
 _ENTRY = ord("D")
-_DIRECTORY, _LOCAL = int(Flag.DIRECTORY), int(Flag.LOCAL)
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,10 +109,10 @@ class Dump:
 
     def _count(self, row: bytes) -> None:
         flags: int = HEAD.unpack_from(row)[1]
-        if flags & _LOCAL:
+        if flags & Flag.LOCAL:
             raise CacheError("this cache directory has files that are in no store yet: mount it and let them go up")
         self.names += 1
-        self.directories += flags & _DIRECTORY
+        self.directories += flags & Flag.DIRECTORY
 
     def next_file(self) -> DumpedFile | None:
         """The next rows in a file of their own, or None where there are no more. Raises CacheError."""

@@ -24,7 +24,7 @@ HERE_BYTES = 1 << 20
 """A filter for names: with 500,000 of them it cannot tell 6 in 100 others from those."""
 ROWS_AT_ONCE = 20_000
 """Rows read in one go: about 10 ms."""
-_KINDS = int(Flag.DIRECTORY | Flag.LOCAL)
+_KINDS = Flag.DIRECTORY | Flag.LOCAL
 COOKIE_MAX = (1 << 64) - 1
 DEPTH_MAX = 1024
 """Longest chain of parents that is followed; S3 keys of 1024 bytes cannot be deeper."""
@@ -146,12 +146,12 @@ class Tree:
     # -- changing
 
     def insert(
-        self, batch: Batch, parent: int, name: bytes, flags: Flag, *, cookie: int = 0, **attributes: int | str
+        self, batch: Batch, parent: int, name: bytes, flags: int, *, cookie: int = 0, **attributes: int | str
     ) -> Entry:
         """A new name; the caller knows that there is none of that sort name. ``cookie`` is that of a name which the
         same batch removed."""
         inode = self._db.new_inode()
-        entry = Entry(parent, cookie or inode, name, inode, int(flags), **attributes)  # type: ignore[arg-type]
+        entry = Entry(parent, cookie or inode, name, inode, flags, **attributes)  # type: ignore[arg-type]
         self._attach(batch, entry)
         if entry.place:
             batch.share(entry.place, 1, entry.size)

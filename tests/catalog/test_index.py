@@ -60,7 +60,7 @@ def fill(database: Database, names: int = NAMES, newest: int = START_NS) -> Tree
     tree.set_xattrs(batch, link.inode, {"user.note": b"x"})
     tree.set_listing(batch, ROOT_INODE, Listing(START_NS, 2, hidden_nul=3))
     for each in range(names):
-        tree.insert(batch, directory.inode, b"%06d" % each, Flag(0), size=10, place=number, offset=10 * each, stamp=7)
+        tree.insert(batch, directory.inode, b"%06d" % each, 0, size=10, place=number, offset=10 * each, stamp=7)
     database.commit(batch)
     batch = Batch()
     batch.put(b"T" + b"gone", (9).to_bytes(8, "big"))
@@ -141,7 +141,7 @@ async def test_rows_that_came_with_an_index_can_be_changed(opener: Opener, tmp_p
     batch = Batch()
     tree.remove(batch, data)
     tree.update(batch, msgspec.structs.replace(link, size=77))
-    made = tree.insert(batch, ROOT_INODE, b"new", Flag(0))
+    made = tree.insert(batch, ROOT_INODE, b"new", 0)
     target.commit(batch)
     assert made.inode > max(inodes)
     assert tree.objects.number("another", "etag", 1) == 2
@@ -429,7 +429,7 @@ async def test_a_dump_is_of_one_moment(opener: Opener, tmp_path: Path) -> None:
     assert data is not None
     batch = Batch()
     tree.remove(batch, data)
-    tree.insert(batch, ROOT_INODE, b"late", Flag(0))
+    tree.insert(batch, ROOT_INODE, b"late", 0)
     source.commit(batch)
     while (made := dump.next_file()) is not None:
         files.append(made)

@@ -20,6 +20,28 @@ def test_a_hole_frees_space_reads_as_zeros_and_keeps_the_length(tmp_path: Path) 
     assert path.read_bytes() == b"x" * 64 * KIB + bytes(128 * KIB) + b"x" * 64 * KIB
 
 
+def test_what_is_in_memory_is_read_now(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 256 * KIB)
+    with path.open("rb") as file:
+        assert disk.pread_now(file.fileno(), 5 * KIB, 100) == b"x" * 5 * KIB
+        with pytest.raises(BlockingIOError):
+            disk.pread_now(file.fileno(), 5 * KIB, 255 * KIB)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with pytest.raises(BlockingIOError):
+            disk.pread_now(file.fileno(), 256 * KIB, 0)
+
+
+def test_where_nothing_can_be_read_now_that_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    with open(__file__, "rb") as file, pytest.raises(BlockingIOError):
+        disk.pread_now(file.fileno(), 10, 0)
+
+
 def test_a_hole_of_no_length_is_no_error(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")

@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import trio
 import trio.testing
 
 from lakefs_fuse.data.blocks import BlockCache, CacheState
+from lakefs_fuse.data.cache_files import TOUCH_S
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.version import Version
@@ -388,6 +390,37 @@ async def test_who_jumps_about_reads_from_the_disk_about_what_he_asks_for(
             assert sum(disk_bytes) < len(wanted) * 120 * KIB
         assert lake.metrics.hits >= 2 * len(wanted)
         assert (lake.store.gets, lake.metrics.misses) == ([], 0)
+
+
+async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[object] = []
+    run_sync = trio.to_thread.run_sync
+
+    async def counting(call: Callable[[], object], **how: Any) -> object:
+        threads.append(call)
+        return await run_sync(call, **how)
+
+    async with lake_at(tmp_path) as lake:
+        await on_disk(lake)
+        await lake.read(0, 10, jumps=True)  # opens the file
+        monkeypatch.setattr(trio.to_thread, "run_sync", counting)
+
+        async def threads_for(offset: int) -> int:
+            threads.clear()
+            assert await lake.read(offset, 50 * KIB, jumps=True) == DATA[offset : offset + 50 * KIB]
+            return len(threads)
+
+        assert await threads_for(2 * MIB) == 0
+        with lake.cache._files._lock:
+            assert lake.cache.read_part_now(lake.version, 3 * MIB, 3 * MIB + 10) is None, "somebody counts"
+        (path,) = cache_files(tmp_path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert await threads_for(4 * MIB) == 1
+        assert await threads_for(4 * MIB + 10) == 0
+        lake.cache._files._clock = lambda: time.time() + 2 * TOUCH_S
+        assert await threads_for(4 * MIB + 20) == 1, "which notes that it is in use"
 
 
 async def test_who_jumps_about_within_a_block_reads_it_once(tmp_path: Path, disk_bytes: list[int]) -> None:

@@ -33,7 +33,9 @@ def test_a_lookup_among_a_million_rows_reads_a_block(tmp_path: Path) -> None:
         writer[b"N" + number.to_bytes(8, "big") + b"name"] = b"v" * 8
     writer.finish()
     database = Database(tmp_path / "meta", "lake")
+    assert database.get(b"N" + bytes(8) + b"name") is None
     tables.ingest(database, [path], Marks(inode=5, object=0, newest=1), tmp_path)
+    assert database.get(b"N" + bytes(8) + b"name") == b"v" * 8, "although it was not there a moment ago"
     rng = random.Random(1)
     before = bytes_read()
     for _ in range(LOOKUPS):

@@ -71,7 +71,7 @@ class TreeMachine(RuleBasedStateMachine):
         if sort_name in self.model[parent]:
             return
         batch = Batch()
-        entry = self.tree.insert(batch, parent, name, Flag.DIRECTORY if directory else Flag(0), size=which)
+        entry = self.tree.insert(batch, parent, name, Flag.DIRECTORY if directory else 0, size=which)
         self.database.commit(batch)
         assert entry.inode not in self.inodes
         self.inodes.add(entry.inode)
@@ -184,7 +184,7 @@ def test_paths(database: Database) -> None:
 
 def test_reading_on_after_a_cookie(database: Database) -> None:
     tree, batch = Tree(database), Batch()
-    made = [tree.insert(batch, ROOT_INODE, b"n%d" % number, Flag(0)) for number in range(10)]
+    made = [tree.insert(batch, ROOT_INODE, b"n%d" % number, 0) for number in range(10)]
     database.commit(batch)
     first = list(itertools.islice(tree.children(ROOT_INODE), 4))
     assert first == made[:4]
