@@ -151,15 +151,28 @@ class BlockCache:
             return None
         return data
 
-    def read_part_now(self, version: Version, start: int, end: int) -> memoryview | None:
-        """As `read_part`, for the trio thread: None as well where it would have to wait for the disk."""
+    def read_part_now(self, version: Version, start: int, end: int, *, prompt: bool) -> memoryview | None:
+        """As `read_part`, for the trio thread: None as well where it would have to wait, for another thread or for a
+        disk that is not ``prompt``."""
         if not self.readable:
             return None
         try:
-            with self._files.reading_now(version) as file:
-                return None if file is None else file.read_part(start, end, wait=False)
+            with self._files.reading_now(version, prompt=prompt) as file:
+                return None if file is None else file.read_part(start, end, wait=prompt)
         except OSError:
+            return None  # a thread will meet it, and say so
+
+    def read_all_now(self, version: Version) -> bytes | None:
+        """All of a version of one block, for the trio thread and a prompt disk: None where it is not here, or would
+        have to wait for another thread."""
+        if not self.readable:
             return None
+        try:
+            with self._files.reading_now(version, prompt=True) as file:
+                expected = 0 if file is None else file.hashes(0, 1)[0]
+                return self._read_block(file, 0, expected) if file is not None and expected else None
+        except OSError:
+            return None  # a thread will meet it, and say so
 
     def read_blocks(
         self, version: Version, first: int, stop: int, *, parts_to_come: bool = False

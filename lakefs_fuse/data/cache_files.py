@@ -155,24 +155,39 @@ class CacheFiles:
                 self._release(file)
 
     @contextmanager
-    def reading_now(self, version: Version) -> Iterator[CacheFile | None]:
-        """As `reading`, for the trio thread: None as well where that would have to wait for a lock or the disk."""
-        file = None
-        if self._lock.acquire(blocking=False):
-            try:
-                file = self._open.get(name_digest(version))
-                if file is None or file.version != version or abs(self._clock() - file.touched_s) >= TOUCH_S:
-                    file = None
-                else:
-                    file.users += 1
-                    self._open.move_to_end(file.digest)
-            finally:
-                self._lock.release()
+    def reading_now(self, version: Version, *, prompt: bool) -> Iterator[CacheFile | None]:
+        """As `reading`, for the trio thread: None as well where that would have to wait for a lock, or for the disk
+        although that is not ``prompt``."""
+        file = self._ready(version, prompt)
         try:
             yield file
         finally:
             if file is not None:
                 self._release(file)
+
+    def _ready(self, version: Version, prompt: bool) -> CacheFile | None:
+        digest = name_digest(version)
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            file = self._open.get(digest)
+            if file is not None and file.version == version:
+                file.users += 1
+                self._open.move_to_end(digest)
+        finally:
+            self._lock.release()
+        if file is None and prompt and self._files_lock.acquire(blocking=False):
+            try:
+                file = self._open_file(version)
+            finally:
+                self._files_lock.release()
+        if file is None or file.version != version:
+            return None
+        if prompt or not self._is_due(file):
+            self._touch(file)
+            return file
+        self._release(file)
+        return None
 
     @contextmanager
     def writing(self, version: Version, *, whole: bool) -> Iterator[CacheFile]:
@@ -332,10 +347,12 @@ class CacheFiles:
         if close:
             file.close()
 
+    def _is_due(self, file: CacheFile) -> bool:
+        return abs(self._clock() - file.touched_s) >= TOUCH_S
+
     def _touch(self, file: CacheFile) -> None:
-        now = self._clock()
-        if abs(now - file.touched_s) >= TOUCH_S:
-            file.touched_s = now
+        if self._is_due(file):
+            now = file.touched_s = self._clock()
             os.utime(file.fd, (now, now))
 
     def _remove(self, digest: bytes) -> int:

@@ -13,7 +13,7 @@ What always holds:
 * the cache disk's troubles are never a reader's.
 
 `BlockReader` is for tasks on the trio thread; code between two awaits is atomic. It hops to a worker thread for the
-disk only. Nothing here survives a crash, or has to.
+disk only, and for small reads only where that is slow (`promptness`). Nothing here survives a crash, or has to.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import trio
 from lakefs_fuse.data.blocks import BlockCache, CacheState
 from lakefs_fuse.data.budget import ByteBudget
 from lakefs_fuse.data.loads import Load, PendingBlock, runs
+from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.readahead import WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.data.recent import RecentBlocks, RecentParts
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
@@ -49,6 +50,8 @@ INFLIGHT_BYTES_MAX = 64 << 20
 READING_THREADS_MAX = 8
 """Apart from those that write, so that a reader never queues behind them."""
 ENSURE_SPAN_BYTES = 32 << 20
+SMALL_BYTES_MAX = 256 << 10
+"""So much at most is read from the disk without a thread."""
 
 
 class Getter(Protocol):
@@ -91,6 +94,7 @@ class BlockReader:
         self._learned = learned
         self._recent = RecentBlocks(memory_blocks * BLOCK_BYTES)
         self._parts = RecentParts()
+        self._disk = Promptness()
         self._budget = ByteBudget(inflight_bytes_max)
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
         self._whole = WholeObjects(cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
@@ -130,7 +134,7 @@ class BlockReader:
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
         jumps = jumps or (readahead is not None and not readahead.reads_on)
         if jumps and not around and self._in_parts(version, first, stop, end - offset, readahead):
-            part = self._cache.read_part_now(version, offset, end)
+            part = self._part_now(version, offset, end)
             if part is None:
                 part = await self._in_thread(partial(self._cache.read_part, version, offset, end))
             if part is not None:
@@ -284,12 +288,29 @@ class BlockReader:
                 del self._pending[load.version, index]
             load.done.set()
 
+    def _part_now(self, version: Version, start: int, end: int) -> memoryview | None:
+        """None where a thread has to look for it."""
+        if end - start > SMALL_BYTES_MAX:
+            return None
+        with self._disk.timed():
+            return self._cache.read_part_now(version, start, end, prompt=self._disk.is_prompt)
+
+    def _small_now(self, version: Version) -> list[bytes | None] | None:
+        """All blocks of a small object; None where a thread has to look for them."""
+        if version.size > SMALL_BYTES_MAX or not self._disk.is_prompt:
+            return None
+        with self._disk.timed():
+            data = self._cache.read_all_now(version)
+        return None if data is None else [data]
+
     async def _from_disk(self, load: Load) -> list[bool]:
         """Answer what the cache has; tells which blocks it has not."""
         if not self._cache.may_have(load.version):
             return [True] * len(load.blocks)
-        read = partial(self._cache.read_blocks, load.version, load.first, load.stop, parts_to_come=load.scattered)
-        blocks = await self._in_thread(read)
+        blocks = self._small_now(load.version)
+        if blocks is None:
+            read = partial(self._cache.read_blocks, load.version, load.first, load.stop, parts_to_come=load.scattered)
+            blocks = await self._in_thread(read)
         for index, (data, pending) in enumerate(zip(blocks, load.blocks, strict=True), load.first):
             if data is not None:
                 view = memoryview(data)

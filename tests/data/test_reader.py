@@ -1,6 +1,7 @@
 """The reader over a counting store and real cache files: bytes, GET counts, sharing, errors, bounds."""
 
 import errno
+import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,8 +13,10 @@ import pytest
 import trio
 import trio.testing
 
+from lakefs_fuse.data import disk
 from lakefs_fuse.data.blocks import BlockCache, CacheState
-from lakefs_fuse.data.cache_files import TOUCH_S
+from lakefs_fuse.data.cache_files import FILES_OPEN_MAX, TOUCH_S
+from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.version import Version
@@ -393,6 +396,9 @@ async def test_who_jumps_about_reads_from_the_disk_about_what_he_asks_for(
 
 
 async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def would_block(*_: object) -> bytearray:
+        raise BlockingIOError
+
     threads: list[object] = []
     run_sync = trio.to_thread.run_sync
 
@@ -404,6 +410,7 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
         await on_disk(lake)
         await lake.read(0, 10, jumps=True)  # opens the file
         monkeypatch.setattr(trio.to_thread, "run_sync", counting)
+        lake.reader._disk._slow_until_s = math.inf
 
         async def threads_for(offset: int) -> int:
             threads.clear()
@@ -412,15 +419,50 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
 
         assert await threads_for(2 * MIB) == 0
         with lake.cache._files._lock:
-            assert lake.cache.read_part_now(lake.version, 3 * MIB, 3 * MIB + 10) is None, "somebody counts"
-        (path,) = cache_files(tmp_path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        assert await threads_for(4 * MIB) == 1
+            for prompt in (True, False):
+                assert lake.cache.read_part_now(lake.version, 3 * MIB, 3 * MIB + 10, prompt=prompt) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "pread_now", would_block)
+            assert await threads_for(4 * MIB) == 1
         assert await threads_for(4 * MIB + 10) == 0
         lake.cache._files._clock = lambda: time.time() + 2 * TOUCH_S
         assert await threads_for(4 * MIB + 20) == 1, "which notes that it is in use"
+
+
+async def test_a_prompt_disk_is_read_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: object, **_: object) -> None:
+        raise AssertionError(f"{call} in a thread")
+
+    async with lake_at(tmp_path) as lake:
+        small = [lake.store.put(f"small{number}", content(number, 50 * KIB)) for number in range(300)]
+        for version in small:
+            assert await lake.reader.ensure(version, 0, 1)
+        await on_disk(lake)
+        lake.reader._disk = Promptness(clock=lambda: 0.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(trio.to_thread, "run_sync", refuse)
+            for number, version in enumerate(small):
+                assert await lake.reader.read(version, 0, 1 << 20) == content(number, 50 * KIB)
+            assert await lake.read(7 * MIB, 50 * KIB, jumps=True) == DATA[7 * MIB : 7 * MIB + 50 * KIB]
+        assert lake.cache.statistics().files_open == FILES_OPEN_MAX
+        with lake.cache._files._files_lock:
+            assert lake.cache.read_all_now(small[0]) is None, "somebody creates or removes files"
+            assert lake.cache.read_all_now(small[-1]) is not None, "which is nothing to files that are open"
+        assert (lake.store.gets, lake.metrics.misses) == ([], 0)
+
+
+async def test_what_is_damaged_is_no_better_without_a_thread(tmp_path: Path) -> None:
+    async with lake_at(tmp_path) as lake:
+        small = lake.store.put("small", content("small", 50 * KIB))
+        assert await lake.reader.ensure(small, 0, 1)
+        await lake.idle()
+        lake.cache.close()
+        (path,) = cache_files(tmp_path)
+        with path.open("r+b") as file:
+            file.write(b"\xff\x00\xff")
+        lake.restart()
+        assert await lake.reader.read(small, 0, 100) == content("small", 50 * KIB)[:100]
+        assert (len(lake.store.gets), lake.metrics.damaged) == (1, 1)
 
 
 async def test_who_jumps_about_within_a_block_reads_it_once(tmp_path: Path, disk_bytes: list[int]) -> None:

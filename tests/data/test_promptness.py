@@ -1,0 +1,65 @@
+"""When a disk counts as prompt, on a clock that is turned by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lakefs_fuse.data.promptness import PAUSE_S, PROMPT_S, SLOW_S, Promptness
+
+
+class Disk:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.promptness = Promptness(lambda: self.now)
+
+    def read(self, seconds: float, times: int = 1) -> bool:
+        """Whether it is prompt after so many reads."""
+        for _ in range(times):
+            with self.promptness.timed():
+                self.now += seconds
+        return self.is_prompt()
+
+    def is_prompt(self) -> bool:
+        return self.promptness.is_prompt
+
+
+def test_a_prompt_disk_stays_prompt() -> None:
+    disk = Disk()
+    assert disk.is_prompt()
+    assert disk.read(PROMPT_S * 0.5, 1000)
+    for _ in range(100):
+        assert disk.read(PROMPT_S * 5)
+        assert disk.read(PROMPT_S * 0.1, 50), "one that takes longer now and then is no matter"
+
+
+def test_a_disk_that_is_slow_on_the_average_is_left_alone_for_a_while() -> None:
+    disk = Disk()
+    assert disk.read(PROMPT_S * 2, 5)
+    assert not disk.read(PROMPT_S * 2, 20)
+    disk.now += PAUSE_S
+    assert disk.is_prompt(), "tried again"
+    assert disk.read(PROMPT_S / 2, 100)
+
+
+def test_one_read_that_hangs_is_enough() -> None:
+    disk = Disk()
+    disk.read(PROMPT_S / 10, 1000)
+    assert not disk.read(SLOW_S * 1.01)
+    disk.now += PAUSE_S / 2
+    assert not disk.is_prompt()
+    disk.now += PAUSE_S
+    assert disk.is_prompt()
+    assert not disk.read(1.0)
+
+
+def test_an_error_is_timed_as_well() -> None:
+    disk = Disk()
+
+    def fail() -> None:
+        with disk.promptness.timed():
+            disk.now += 1
+            raise OSError("bad sector")
+
+    with pytest.raises(OSError, match="bad sector"):
+        fail()
+    assert not disk.is_prompt()
