@@ -2,12 +2,13 @@
 
 What always holds:
 
-* a block is answered only if its hash matches, so nothing that happens to the files can put wrong bytes into a read;
+* a block, or a piece of one, is answered only if its hash matches, so nothing that happens to the files can put wrong
+  bytes into a read;
 * an error of the cache disk never leaves this module: reads answer "not here", writes do nothing, `statistics` tells;
 * the bounds of `cache_files`: disk space, free space, descriptors, memory; pinned versions are not evicted.
 
-Calls block and are for worker threads, many at once; `pin`, `unpin`, the properties and `statistics` are quick enough
-for the trio thread. This class has no lock of its own (see `cache_files` for the locks).
+Calls block and are for worker threads, many at once; `pin`, `unpin`, the properties, `statistics` and what reads "now"
+are for the trio thread. This class has no lock of its own (see `cache_files` for the locks).
 
 A crash leaves the files as they are; torn blocks are found by their hashes and fetched again.
 """
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from lakefs_fuse.data import disk
 from lakefs_fuse.data.cache_file import ALIGN_BYTES, CacheFile, block_hash
@@ -31,6 +33,12 @@ from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Buffer
 
 __all__ = ["BLOCK_BYTES", "BlockCache", "CacheState", "CacheStatistics", "Version", "block_hash"]
+
+
+T = TypeVar("T")
+
+INDEX_BYTES = 4 * ALIGN_BYTES
+"""Room for what a write adds to a large file's header and hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,27 +160,33 @@ class BlockCache:
         return data
 
     def read_part_now(self, version: Version, start: int, end: int, *, prompt: bool) -> memoryview | None:
-        """As `read_part`, for the trio thread: None as well where it would have to wait, for another thread or for a
-        disk that is not ``prompt``."""
+        """As `read_part`, for the trio thread. Raises BlockingIOError where it would have to wait, for another thread
+        or for a disk that is not ``prompt``."""
+        return self._read_now(version, lambda file: file.read_part(start, end, wait=prompt), prompt)
+
+    def read_all_now(self, version: Version) -> bytes | None:
+        """All of a version of one block, for the trio thread and a prompt disk; None where it is not here. Raises
+        BlockingIOError where it would have to wait for another thread."""
+
+        def read(file: CacheFile) -> bytes | None:
+            expected = file.hashes(0, 1)[0]
+            return self._read_block(file, 0, expected) if expected else None
+
+        return self._read_now(version, read, prompt=True)
+
+    def _read_now(self, version: Version, read: Callable[[CacheFile], T | None], prompt: bool) -> T | None:
         if not self.readable:
             return None
         try:
             with self._files.reading_now(version, prompt=prompt) as file:
-                return None if file is None else file.read_part(start, end, wait=prompt)
-        except OSError:
-            return None  # a thread will meet it, and say so
-
-    def read_all_now(self, version: Version) -> bytes | None:
-        """All of a version of one block, for the trio thread and a prompt disk: None where it is not here, or would
-        have to wait for another thread."""
-        if not self.readable:
+                data = None if file is None else read(file)
+            self._health.read_worked()
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            self._health.failed(error)
             return None
-        try:
-            with self._files.reading_now(version, prompt=True) as file:
-                expected = 0 if file is None else file.hashes(0, 1)[0]
-                return self._read_block(file, 0, expected) if file is not None and expected else None
-        except OSError:
-            return None  # a thread will meet it, and say so
+        return data
 
     def read_blocks(
         self, version: Version, first: int, stop: int, *, parts_to_come: bool = False
@@ -229,7 +243,9 @@ class BlockCache:
         if not self.writable:
             return
         wanted = sum(
-            sum(-(-len(data) // ALIGN_BYTES) * ALIGN_BYTES for data in blocks) + ALIGN_BYTES for _, _, blocks in runs
+            sum(-(-len(data) // ALIGN_BYTES) * ALIGN_BYTES for data in blocks)
+            + (ALIGN_BYTES if version.blocks == 1 else INDEX_BYTES)
+            for version, _, blocks in runs
         )
         try:
             if not self._files.reserve(wanted):

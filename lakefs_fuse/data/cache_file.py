@@ -13,9 +13,9 @@ What always holds:
   is not known or does not match, the block's decides;
 * the header holds a BLAKE2 digest of key and ETag, so that a file never answers for another version.
 
-All calls block and are for worker threads. Reading and writing blocks at once from several threads is safe: two
-writers of one block write the same bytes. ``users``, ``dead`` and ``accounted_bytes`` belong to
-`cache_files.CacheFiles` and its lock.
+All calls block and are for worker threads, but for what `BlockCache` reads "now". Reading and writing blocks at once
+from several threads is safe: two writers of one block write the same bytes. ``users``, ``dead`` and
+``accounted_bytes`` belong to `cache_files.CacheFiles` and its lock.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _MAGIC = b"LAKEBLK\0"
 _HEADER = struct.Struct("<8sIIQQ16s")
 """Magic, format, block bytes, object size, block count, digest of key and ETag; then XXH3-64 of these."""
 _HASH_BYTES = 8
+_UNKNOWN = bytes(_HASH_BYTES)
 
 
 class DamagedFile(Exception):
@@ -188,15 +189,23 @@ def read_hashes(fd: int, layout: Layout, first: int, stop: int) -> tuple[int, ..
 def forget(fd: int, layout: Layout, first: int, stop: int) -> None:
     """Mark blocks [first, stop) absent. Raises OSError."""
     disk.pwrite_all(fd, bytes((stop - first) * _HASH_BYTES), layout.hash_at(first))
+    _forget_pieces(fd, layout, first, stop)
+
+
+def _forget_pieces(fd: int, layout: Layout, first: int, stop: int) -> None:
+    """It is no matter if that cannot be: a hash that stays does not match, or the bytes are what they should be."""
     if layout.has_pieces:
-        disk.pwrite_all(fd, bytes((stop - first) * _PIECES * _HASH_BYTES), layout.piece_hash_at(first * _PIECES))
+        with suppress(OSError):
+            disk.pwrite_all(fd, bytes((stop - first) * _PIECES * _HASH_BYTES), layout.piece_hash_at(first * _PIECES))
 
 
 def punch(fd: int, layout: Layout, first: int, stop: int) -> bool:
     """Forget blocks [first, stop) and give their space back; False where the filesystem cannot. Raises OSError."""
-    forget(fd, layout, first, stop)
+    disk.pwrite_all(fd, bytes((stop - first) * _HASH_BYTES), layout.hash_at(first))
     start = first * BLOCK_BYTES
-    return disk.punch_hole(fd, start, min(stop * BLOCK_BYTES, layout.data_end) - start)
+    punched = disk.punch_hole(fd, start, min(stop * BLOCK_BYTES, layout.data_end) - start)
+    _forget_pieces(fd, layout, first, stop)  # the last: of blocks that were never here it may take room
+    return punched
 
 
 @contextmanager
@@ -289,6 +298,8 @@ class CacheFile:
             return None
         pread = os.pread if wait else disk.pread_now
         expected = pread(self.fd, (stop - first) * _HASH_BYTES, self.layout.piece_hash_at(first))
+        if any(expected[at : at + _HASH_BYTES] == _UNKNOWN for at in range(0, len(expected), _HASH_BYTES)):
+            return None
         begin = first * PIECE_BYTES
         data = memoryview(pread(self.fd, min(stop * PIECE_BYTES, self.layout.size) - begin, begin))
         whole = len(expected) == (stop - first) * _HASH_BYTES and len(data) >= end - begin
@@ -298,10 +309,10 @@ class CacheFile:
         """The block was read, and is what it should be: next time a part of it will do."""
         if not self.layout.has_pieces:
             return
-        at, length = self.layout.piece_hash_at(index * _PIECES), -(-len(data) // PIECE_BYTES) * _HASH_BYTES
+        hashes, at = piece_hashes(data), self.layout.piece_hash_at(index * _PIECES)
         with suppress(OSError):  # nothing is lost
-            if os.pread(self.fd, length, at) == bytes(length):
-                disk.pwrite_all(self.fd, piece_hashes(data), at)
+            if os.pread(self.fd, len(hashes), at) != hashes:
+                disk.pwrite_all(self.fd, hashes, at)
 
     def write_block(self, index: int, data: Buffer) -> None:
         """Raises OSError, then the block is absent (or what it was)."""

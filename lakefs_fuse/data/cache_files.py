@@ -7,9 +7,9 @@ What always holds:
 * a file counts with the disk space it takes up, from the moment its directory was scanned;
 * files of pinned (open) versions are not evicted.
 
-Calls block and are for worker threads, many at once; `pin`, `unpin` and the gauges are quick enough for the trio
-thread. Two locks, always taken in this order: ``_files_lock`` (creating, replacing, removing files; held during such
-disk operations), then ``_lock`` (what is in memory; held for a stat, by `scan` for the stats of 1/256 of
+Calls block and are for worker threads, many at once; `pin`, `unpin`, `reading_now` and the gauges are quick enough for
+the trio thread. Two locks, always taken in this order: ``_files_lock`` (creating, replacing, removing files; held
+during such disk operations), then ``_lock`` (what is in memory; held for a stat, by `scan` for the stats of 1/256 of
 the files). Block data moves under neither.
 Errors of the disk are raised as OSError.
 
@@ -34,6 +34,7 @@ import msgspec
 from lakefs_fuse.data import disk, eviction
 from lakefs_fuse.data.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
 from lakefs_fuse.data.presence import Presence
+from lakefs_fuse.data.promptness import at_once
 from lakefs_fuse.data.version import Version
 from lakefs_fuse.metrics import CacheMetrics
 
@@ -156,10 +157,12 @@ class CacheFiles:
 
     @contextmanager
     def reading_now(self, version: Version, *, prompt: bool) -> Iterator[CacheFile | None]:
-        """As `reading`, for the trio thread: None as well where that would have to wait for a lock, or for the disk
-        although that is not ``prompt``."""
+        """As `reading`, for the trio thread. Raises BlockingIOError where that would have to wait, for a lock or for a
+        disk that is not ``prompt``."""
         file = self._ready(version, prompt)
         try:
+            if file is not None:
+                self._touch(file)
             yield file
         finally:
             if file is not None:
@@ -167,27 +170,18 @@ class CacheFiles:
 
     def _ready(self, version: Version, prompt: bool) -> CacheFile | None:
         digest = name_digest(version)
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
+        with at_once(self._lock):
             file = self._open.get(digest)
-            if file is not None and file.version == version:
+            if file is not None:
+                if file.version != version or not (prompt or not self._is_due(file)):
+                    raise BlockingIOError
                 file.users += 1
                 self._open.move_to_end(digest)
-        finally:
-            self._lock.release()
-        if file is None and prompt and self._files_lock.acquire(blocking=False):
-            try:
-                file = self._open_file(version)
-            finally:
-                self._files_lock.release()
-        if file is None or file.version != version:
-            return None
-        if prompt or not self._is_due(file):
-            self._touch(file)
-            return file
-        self._release(file)
-        return None
+                return file
+        if not prompt:
+            raise BlockingIOError
+        with at_once(self._files_lock):
+            return self._open_file(version)
 
     @contextmanager
     def writing(self, version: Version, *, whole: bool) -> Iterator[CacheFile]:

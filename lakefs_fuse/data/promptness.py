@@ -7,6 +7,7 @@ what RocksDB has of the same disk as well; one that was slow is left to the thre
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,17 @@ SLOW_S = 0.1
 """One read of so long is enough to go by."""
 PAUSE_S = 5.0
 """For so long a slow disk is not tried again."""
+
+
+@contextmanager
+def at_once(lock: threading.Lock) -> Iterator[None]:
+    """With the lock. Raises BlockingIOError where somebody else has it."""
+    if not lock.acquire(blocking=False):
+        raise BlockingIOError
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class Promptness:

@@ -115,9 +115,9 @@ class BlockReader:
         self, version: Version, offset: int, length: int, readahead: Readahead | None = None, *, jumps: bool = False,
         around: bool = False,
     ) -> bytes | memoryview:  # fmt: skip
-        """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them. ``jumps``:
-        who reads is no more likely to read on from there than from anywhere else. ``around``: all of the block is about
-        to be read.
+        """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them, or the
+        disk has them at once. ``jumps``: who reads is no more likely to read on from there than from anywhere else.
+        ``around``: all of the block is about to be read.
 
         Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error.
         """
@@ -134,8 +134,9 @@ class BlockReader:
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
         jumps = jumps or (readahead is not None and not readahead.reads_on)
         if jumps and not around and self._in_parts(version, first, stop, end - offset, readahead):
-            part = self._part_now(version, offset, end)
-            if part is None:
+            try:
+                part = self._part_now(version, offset, end)
+            except BlockingIOError:
                 part = await self._in_thread(partial(self._cache.read_part, version, offset, end))
             if part is not None:
                 self._metrics.hits += stop - first
@@ -195,7 +196,7 @@ class BlockReader:
 
     def _in_parts(self, version: Version, first: int, stop: int, wanted: int, readahead: Readahead | None) -> bool:
         """Whether bytes of blocks [first, stop) are to be looked for on the disk without the rest of these."""
-        if not self._cache.may_have(version) or version.size <= (0 if readahead is None else WHOLE_BYTES_MAX):
+        if not self._cache.may_have(version) or version.size <= (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX):
             return False
         keys = [(version, index) for index in range(first, stop)]
         if any(key in self._pending or key in self._recent for key in keys):
@@ -289,26 +290,26 @@ class BlockReader:
             load.done.set()
 
     def _part_now(self, version: Version, start: int, end: int) -> memoryview | None:
-        """None where a thread has to look for it."""
+        """Raises BlockingIOError where a thread has to look for it."""
         if end - start > SMALL_BYTES_MAX:
-            return None
+            raise BlockingIOError
         with self._disk.timed():
             return self._cache.read_part_now(version, start, end, prompt=self._disk.is_prompt)
 
-    def _small_now(self, version: Version) -> list[bytes | None] | None:
-        """All blocks of a small object; None where a thread has to look for them."""
+    def _all_now(self, version: Version) -> bytes | None:
+        """The block that a small object is. Raises BlockingIOError where a thread has to look for it."""
         if version.size > SMALL_BYTES_MAX or not self._disk.is_prompt:
-            return None
+            raise BlockingIOError
         with self._disk.timed():
-            data = self._cache.read_all_now(version)
-        return None if data is None else [data]
+            return self._cache.read_all_now(version)
 
     async def _from_disk(self, load: Load) -> list[bool]:
         """Answer what the cache has; tells which blocks it has not."""
         if not self._cache.may_have(load.version):
             return [True] * len(load.blocks)
-        blocks = self._small_now(load.version)
-        if blocks is None:
+        try:
+            blocks: list[bytes | None] = [self._all_now(load.version)]
+        except BlockingIOError:
             read = partial(self._cache.read_blocks, load.version, load.first, load.stop, parts_to_come=load.scattered)
             blocks = await self._in_thread(read)
         for index, (data, pending) in enumerate(zip(blocks, load.blocks, strict=True), load.first):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import trio
 
 from lakefs_fuse.data.blocks import BlockCache
@@ -81,3 +82,16 @@ def make_cache(
 def cache_files(directory: Path) -> list[Path]:
     """Files of cached versions; what is deleted meanwhile may be among them or not."""
     return sorted(Path(top, name) for top, _, names in os.walk(directory) if len(Path(top).name) == 3 for name in names)
+
+
+def reads_now(directory: Path) -> None:
+    """Skips the test where the filesystem cannot tell whether it would have to wait."""
+    path = directory / "now"
+    path.write_bytes(b"x")
+    try:
+        with path.open("rb") as file:
+            os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+    except OSError as error:
+        pytest.skip(f"{directory} is on a filesystem that does not read without waiting: {error.strerror}")
+    finally:
+        path.unlink()

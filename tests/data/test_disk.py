@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.data import disk
+from tests.data.reading import reads_now
 
 KIB = 1024
 
@@ -21,6 +22,7 @@ def test_a_hole_frees_space_reads_as_zeros_and_keeps_the_length(tmp_path: Path) 
 
 
 def test_what_is_in_memory_is_read_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads_now(tmp_path)
     path = tmp_path / "file"
     path.write_bytes(b"x" * 256 * KIB)
     preadv = os.preadv

@@ -1,10 +1,8 @@
 """The reader over a counting store and real cache files: bytes, GET counts, sharing, errors, bounds."""
 
 import errno
-import math
 import os
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.data import disk
 from lakefs_fuse.data.blocks import BlockCache, CacheState
-from lakefs_fuse.data.cache_files import FILES_OPEN_MAX, TOUCH_S
-from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.version import Version
@@ -353,149 +348,6 @@ async def test_nobody_looks_on_the_disk_for_what_is_not_there(tmp_path: Path, mo
         lake.restart()
         assert await lake.read(0, 10) == DATA[:10]
         assert looked[1:] == ["read_blocks"]
-        assert lake.store.gets == []
-
-
-@pytest.fixture
-def disk_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How much each read of a cache file brought."""
-    found: list[int] = []
-    pread = os.pread
-
-    def counting(fd: int, length: int, offset: int) -> bytes:
-        data = pread(fd, length, offset)
-        found.append(len(data))
-        return data
-
-    monkeypatch.setattr(os, "pread", counting)
-    return found
-
-
-async def on_disk(lake: Lake) -> None:
-    """All of the file is in the cache of a daemon that was just started."""
-    assert await lake.reader.ensure(lake.version, 0, len(DATA))
-    await lake.idle()
-    lake.cache.close()
-    lake.restart()
-
-
-async def test_who_jumps_about_reads_from_the_disk_about_what_he_asks_for(
-    tmp_path: Path, disk_bytes: list[int]
-) -> None:
-    async with lake_at(tmp_path) as lake:
-        await on_disk(lake)
-        wanted = [(place * 700 * KIB % len(DATA), 50 * KIB) for place in range(1, 200, 7)]
-        for how in ({"jumps": True}, {"readahead": Readahead()}):
-            disk_bytes.clear()
-            for offset, length in wanted:
-                got = await lake.reader.read(lake.version, offset, length, **how)
-                assert got == DATA[offset : offset + length]
-            assert sum(disk_bytes) < len(wanted) * 120 * KIB
-        assert lake.metrics.hits >= 2 * len(wanted)
-        assert (lake.store.gets, lake.metrics.misses) == ([], 0)
-
-
-async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def would_block(*_: object) -> bytearray:
-        raise BlockingIOError
-
-    threads: list[object] = []
-    run_sync = trio.to_thread.run_sync
-
-    async def counting(call: Callable[[], object], **how: Any) -> object:
-        threads.append(call)
-        return await run_sync(call, **how)
-
-    async with lake_at(tmp_path) as lake:
-        await on_disk(lake)
-        await lake.read(0, 10, jumps=True)  # opens the file
-        monkeypatch.setattr(trio.to_thread, "run_sync", counting)
-        lake.reader._disk._slow_until_s = math.inf
-
-        async def threads_for(offset: int) -> int:
-            threads.clear()
-            assert await lake.read(offset, 50 * KIB, jumps=True) == DATA[offset : offset + 50 * KIB]
-            return len(threads)
-
-        assert await threads_for(2 * MIB) == 0
-        with lake.cache._files._lock:
-            for prompt in (True, False):
-                assert lake.cache.read_part_now(lake.version, 3 * MIB, 3 * MIB + 10, prompt=prompt) is None
-        with monkeypatch.context() as patch:
-            patch.setattr(disk, "pread_now", would_block)
-            assert await threads_for(4 * MIB) == 1
-        assert await threads_for(4 * MIB + 10) == 0
-        lake.cache._files._clock = lambda: time.time() + 2 * TOUCH_S
-        assert await threads_for(4 * MIB + 20) == 1, "which notes that it is in use"
-
-
-async def test_a_prompt_disk_is_read_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(call: object, **_: object) -> None:
-        raise AssertionError(f"{call} in a thread")
-
-    async with lake_at(tmp_path) as lake:
-        small = [lake.store.put(f"small{number}", content(number, 50 * KIB)) for number in range(300)]
-        for version in small:
-            assert await lake.reader.ensure(version, 0, 1)
-        await on_disk(lake)
-        lake.reader._disk = Promptness(clock=lambda: 0.0)
-        with monkeypatch.context() as patch:
-            patch.setattr(trio.to_thread, "run_sync", refuse)
-            for number, version in enumerate(small):
-                assert await lake.reader.read(version, 0, 1 << 20) == content(number, 50 * KIB)
-            assert await lake.read(7 * MIB, 50 * KIB, jumps=True) == DATA[7 * MIB : 7 * MIB + 50 * KIB]
-        assert lake.cache.statistics().files_open == FILES_OPEN_MAX
-        with lake.cache._files._files_lock:
-            assert lake.cache.read_all_now(small[0]) is None, "somebody creates or removes files"
-            assert lake.cache.read_all_now(small[-1]) is not None, "which is nothing to files that are open"
-        assert (lake.store.gets, lake.metrics.misses) == ([], 0)
-
-
-async def test_what_is_damaged_is_no_better_without_a_thread(tmp_path: Path) -> None:
-    async with lake_at(tmp_path) as lake:
-        small = lake.store.put("small", content("small", 50 * KIB))
-        assert await lake.reader.ensure(small, 0, 1)
-        await lake.idle()
-        lake.cache.close()
-        (path,) = cache_files(tmp_path)
-        with path.open("r+b") as file:
-            file.write(b"\xff\x00\xff")
-        lake.restart()
-        assert await lake.reader.read(small, 0, 100) == content("small", 50 * KIB)[:100]
-        assert (len(lake.store.gets), lake.metrics.damaged) == (1, 1)
-
-
-async def test_who_jumps_about_within_a_block_reads_it_once(tmp_path: Path, disk_bytes: list[int]) -> None:
-    async with lake_at(tmp_path) as lake:
-        await on_disk(lake)
-        disk_bytes.clear()
-        for offset in range(9 * MIB - 16 * KIB, 6 * MIB, -16 * KIB):  # backwards
-            assert await lake.read(offset, 16 * KIB, jumps=True) == DATA[offset : offset + 16 * KIB]
-        assert sum(disk_bytes) < 3 * (MIB + 600 * KIB)
-
-
-async def test_who_wants_what_is_around_gets_it_with_one_read(tmp_path: Path, disk_bytes: list[int]) -> None:
-    async with lake_at(tmp_path) as lake:
-        await on_disk(lake)
-        await lake.read(5 * MIB + 10, 100, jumps=True, around=True)
-        disk_bytes.clear()
-        assert await lake.read(5 * MIB, MIB) == DATA[5 * MIB : 6 * MIB]
-        assert disk_bytes == []
-
-
-async def test_a_damaged_part_is_fetched_again(tmp_path: Path) -> None:
-    async with lake_at(tmp_path) as lake:
-        await on_disk(lake)
-        (path,) = cache_files(tmp_path)
-        with path.open("r+b") as file:
-            file.seek(3 * MIB + 5)
-            file.write(b"\xff\x00\xff")
-        assert await lake.read(3 * MIB, 100, jumps=True) == DATA[3 * MIB : 3 * MIB + 100]
-        assert lake.store.gets == [("file", 3 * MIB, 4 * MIB)]
-        assert lake.metrics.damaged == 1
-        await lake.idle()
-        lake.restart()
-        assert await lake.read(3 * MIB, 100, jumps=True) == DATA[3 * MIB : 3 * MIB + 100]
         assert lake.store.gets == []
 
 
