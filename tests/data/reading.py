@@ -19,6 +19,8 @@ from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
 
 MIB = 1 << 20
+CACHES_MADE: list[BlockCache] = []
+"""Closed when the test is over: each may hold hundreds of descriptors."""
 
 
 def content(seed: object, size: int) -> bytes:
@@ -74,6 +76,7 @@ def make_cache(
     directory: Path, metrics: CacheMetrics | None = None, bytes_max: int = 1 << 30, scanned: bool = True
 ) -> BlockCache:
     cache = BlockCache(directory, bytes_max=bytes_max, free_bytes_min=0, metrics=metrics or CacheMetrics())
+    CACHES_MADE.append(cache)
     if scanned:
         cache.scan()
     return cache
