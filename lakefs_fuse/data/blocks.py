@@ -19,7 +19,9 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -148,21 +150,13 @@ class BlockCache:
     def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
         """Bytes [start, end), which must exist in the version, verified; None where they are not here, or not to be had
         but block by block."""
-        if not self.readable:
-            return None
-        try:
-            with self._files.reading(version) as file:
-                data = None if file is None else file.read_part(start, end)
-            self._health.read_worked()
-        except OSError as error:
-            self._health.failed(error)
-            return None
-        return data
+        return self._read(partial(self._files.reading, version), lambda file: file.read_part(start, end))
 
     def read_part_now(self, version: Version, start: int, end: int, *, prompt: bool) -> memoryview | None:
         """As `read_part`, for the trio thread. Raises BlockingIOError where it would have to wait, for another thread
         or for a disk that is not ``prompt``."""
-        return self._read_now(version, lambda file: file.read_part(start, end, wait=prompt), prompt)
+        opened = partial(self._files.reading_now, version, prompt=prompt)
+        return self._read(opened, lambda file: file.read_part(start, end, wait=prompt))
 
     def read_all_now(self, version: Version) -> bytes | None:
         """All of a version of one block, for the trio thread and a prompt disk; None where it is not here. Raises
@@ -172,13 +166,17 @@ class BlockCache:
             expected = file.hashes(0, 1)[0]
             return self._read_block(file, 0, expected) if expected else None
 
-        return self._read_now(version, read, prompt=True)
+        return self._read(partial(self._files.reading_now, version, prompt=True), read)
 
-    def _read_now(self, version: Version, read: Callable[[CacheFile], T | None], prompt: bool) -> T | None:
+    def _read(
+        self,
+        opened: Callable[[], AbstractContextManager[CacheFile | None]],
+        read: Callable[[CacheFile], T | None],
+    ) -> T | None:
         if not self.readable:
             return None
         try:
-            with self._files.reading_now(version, prompt=prompt) as file:
+            with opened() as file:
                 data = None if file is None else read(file)
             self._health.read_worked()
         except BlockingIOError:

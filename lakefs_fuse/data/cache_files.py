@@ -25,7 +25,7 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -140,26 +140,21 @@ class CacheFiles:
 
     # -- files
 
-    @contextmanager
-    def reading(self, version: Version) -> Iterator[CacheFile | None]:
+    def reading(self, version: Version) -> AbstractContextManager[CacheFile | None]:
         """The version's file, kept open meanwhile; None where there is none (or a damaged one: removed)."""
         file = self._acquire_open(version, name_digest(version))
         if file is None:
             with self._files_lock:
                 file = self._open_file(version)
-        try:
-            if file is not None:
-                self._touch(file)
-            yield file
-        finally:
-            if file is not None:
-                self._release(file)
+        return self._in_use(file)
 
-    @contextmanager
-    def reading_now(self, version: Version, *, prompt: bool) -> Iterator[CacheFile | None]:
+    def reading_now(self, version: Version, *, prompt: bool) -> AbstractContextManager[CacheFile | None]:
         """As `reading`, for the trio thread. Raises BlockingIOError where that would have to wait, for a lock or for a
         disk that is not ``prompt``."""
-        file = self._ready(version, prompt)
+        return self._in_use(self._ready(version, prompt))
+
+    @contextmanager
+    def _in_use(self, file: CacheFile | None) -> Iterator[CacheFile | None]:
         try:
             if file is not None:
                 self._touch(file)
@@ -173,7 +168,7 @@ class CacheFiles:
         with at_once(self._lock):
             file = self._open.get(digest)
             if file is not None:
-                if file.version != version or not (prompt or not self._is_due(file)):
+                if file.version != version or (not prompt and self._is_due(file)):
                     raise BlockingIOError
                 file.users += 1
                 self._open.move_to_end(digest)

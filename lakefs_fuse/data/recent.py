@@ -1,5 +1,5 @@
-"""The blocks read last, in memory: they serve the many small reads that the kernel makes of one block. And which of
-them were read in parts.
+"""The blocks read last, in memory: they serve the many small reads that the kernel makes of one block. And of which
+others parts were read from the disk lately.
 
 Always true: the buffers that entries refer to take at most ``bytes_max``. A GET of several blocks is one buffer that
 lives until its last block is dropped, so buffers count, not blocks. Trio thread only; nothing survives a crash.
