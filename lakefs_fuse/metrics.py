@@ -98,6 +98,11 @@ class CommitMetrics:
     objects_deleted: int = 0
     relocated: int = 0
 
+    def note_written(self, operations: int) -> None:
+        self.written += 1
+        self.operations_written += operations
+        self.operations_batch_max = max(self.operations_batch_max, operations)
+
 
 @dataclass(slots=True)
 class WriteBackMetrics:

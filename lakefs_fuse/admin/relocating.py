@@ -21,6 +21,7 @@ import trio
 from lakefs_fuse.admin.extents import ExtentReader, Moving, chunks
 from lakefs_fuse.admin.headless import Headless
 from lakefs_fuse.catalog.archive import ArchiveBuilder, Member, build, fd_sink
+from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.catalog.record import COMMITS, OWN, THIS, ObjectRef, Record, Relocate, encode
 from lakefs_fuse.config import MIB
 from lakefs_fuse.data.version import Extent
@@ -30,8 +31,7 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.store.protocol import FileSlice
 
 PACK_BYTES = 64 * MIB
-PACK_FILES_MAX = 10_000
-"""Whoever applies a commit does so in one go."""
+PACK_FILES_MAX = OPERATIONS_AT_ONCE
 SLOW_S = 60.0
 
 

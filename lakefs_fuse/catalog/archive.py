@@ -158,7 +158,7 @@ class ArchiveBuilder:
         self.size += len(record)
         self._finished = True
         end = _end(self.members, len(self._directory), self.size, b"lakefs1 %d %d %08x" % (offset, len(record), crc))
-        self._sink(self._directory)
+        self._sink(bytes(self._directory))  # joining what can change would keep every other thread waiting
         self._sink(end)
         self.size += len(self._directory) + len(end)
         return self.size

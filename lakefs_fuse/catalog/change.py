@@ -5,12 +5,17 @@ Values only, which the journal keeps as they are: a field is added with a defaul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
+
+Told = Callable[[str], Awaitable[None]]
+"""Told of a commit's key before anything of it is sent."""
+OPERATIONS_AT_ONCE = 2048
+"""As many files as one commit packs: it is applied at one go, here and on every other node, and all wait for that."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.archive import Member, build, commit_key, fetch_record
-from lakefs_fuse.catalog.change import Change, Committed, Sending, Unsure, is_of_directory, merged, paths_of
+from lakefs_fuse.catalog.change import Change, Committed, Sending, Told, Unsure, is_of_directory, merged, paths_of
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.leaving import Leaving
@@ -274,7 +274,7 @@ class Committer:
         change: Change | Callable[[], Change],
         members: Sequence[Member] = (),
         *,
-        sending: Callable[[str], None] = lambda _: None,
+        sending: Told | None = None,
     ) -> Committed:
         """Make a change everywhere, with the bytes of ``members`` in the same object. A function is called when its
         turn has come, and what it raises is raised; ``sending`` is told the commit's key before anything is sent.
@@ -286,7 +286,7 @@ class Committer:
         self,
         change: Change | Callable[[], Change] | None,
         members: Sequence[Member],
-        sending: Callable[[str], None] = lambda _: None,
+        sending: Told | None = None,
     ) -> Committed:
         async with self._lock:
             try:
@@ -299,7 +299,7 @@ class Committer:
                 self.error = error
                 raise
 
-    async def _send(self, change: Change | None, members: Sequence[Member], told: Callable[[str], None]) -> Committed:
+    async def _send(self, change: Change | None, members: Sequence[Member], told: Told | None) -> Committed:
         journaled = self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
         if not any(each.operations for each in changes):
@@ -308,7 +308,8 @@ class Committer:
             return Committed(ObjectRef(), b"")
         time = self._clock.now()
         key = commit_key(time, self.writer)
-        told(key)
+        if told is not None:
+            await told(key)
         records: list[Record] = []
 
         def make_record(offsets: Sequence[int]) -> bytes:
@@ -319,7 +320,7 @@ class Committer:
             body = build(members, make_record)
         else:
             body = await trio.to_thread.run_sync(build, members, make_record)
-        own = change.operations if change is not None else []
+        own, doomed = (change.operations, change.doomed) if change is not None else ([], [])
         passed = [each for each in self._pending if own and each not in journaled]
         sending = Sending(
             time, key, list(journaled), passed, sorted(paths_of(own)) if passed else [],
@@ -329,13 +330,11 @@ class Committer:
         if journaled or passed:
             self._note_sending(sending)
         reached("commit.noted")
-        meta = await self._put(key, body, Unsure(records[0], change.doomed if change is not None else []))
+        meta = await self._put(key, body, Unsure(records[0], doomed))
         reached("commit.sent")
-        self._metrics.written += 1
-        self._metrics.operations_written += len(records[0].operations)
-        self._metrics.operations_batch_max = max(self._metrics.operations_batch_max, len(records[0].operations))
+        self._metrics.note_written(len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
-        self._settle(sending, journaled, change.doomed if change is not None else [], records[0], this)
+        self._settle(sending, journaled, doomed, records[0], this)
         if self._clock.wall_ns() - time > LATE_NS:
             await self._say_again(records[0], this)
         return Committed(this, body)

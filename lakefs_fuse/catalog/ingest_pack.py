@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from lakefs_fuse.catalog.archive import ArchiveBuilder, Member, fd_sink
+from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.catalog.ingest_source import (
     Attributes,
     Changed,
@@ -37,8 +38,7 @@ PACK_BYTES = 64 * MIB
 """A pack is sealed before it grows beyond this; larger files become plain objects."""
 MEMBER_BYTES_EXTRA = 512
 """About what a member takes besides its bytes and its name, directory and record included."""
-OPERATIONS_MAX = 10_000
-"""In one commit: whoever applies it does so in one go."""
+OPERATIONS_MAX = OPERATIONS_AT_ONCE
 LARGE = -1
 """In place of a pack's number: a plain object."""
 

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import xxhash
 
 from lakefs_fuse.data import disk
+from lakefs_fuse.data.freeing import close_removed
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.store.protocol import Buffer
 
@@ -272,6 +273,10 @@ class CacheFile:
     def close(self) -> None:
         """The last use of the object."""
         os.close(self.fd)
+
+    def close_removed(self) -> None:
+        """As `close`, of a file that is in the cache no more, from a thread that must not wait for the disk."""
+        close_removed(self.fd)
 
     def hashes(self, first: int, stop: int) -> tuple[int, ...]:
         """Of blocks [first, stop), which must exist; 0 = absent. Raises OSError."""

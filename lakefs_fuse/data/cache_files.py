@@ -334,7 +334,7 @@ class CacheFiles:
             file.users -= 1
             close = file.dead and not file.users
         if close:
-            file.close()
+            file.close_removed()
 
     def _is_due(self, file: CacheFile) -> bool:
         return abs(self._clock() - file.touched_s) >= TOUCH_S

@@ -16,6 +16,7 @@ from pathlib import Path
 from struct import Struct
 
 from lakefs_fuse.data.disk import pwrite_all
+from lakefs_fuse.data.freeing import close_removed
 
 PREFIX = "segment-"
 MAGIC = b"LFS1"
@@ -83,8 +84,8 @@ class Segments:
 
     def _delete(self, segment: str) -> None:
         del self._wanted[segment]
-        os.close(self._descriptors.pop(segment))
         (self._directory / segment).unlink(missing_ok=True)
+        close_removed(self._descriptors.pop(segment))
 
     def close(self) -> None:
         """What nobody wants goes; the rest is for the next mount."""

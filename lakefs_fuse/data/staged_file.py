@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import trio
 
 from lakefs_fuse.data.disk import punch_hole, pwrite_all, start_writeout
+from lakefs_fuse.data.freeing import close_removed
 from lakefs_fuse.data.segments import Spot
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.store.protocol import Buffer
@@ -47,7 +48,7 @@ class StagedFile:
         self._parked = False
         self._holders = 0
         self._closing = False
-        self._leave = False
+        self._leave = self._removed = False
         self._reading_threads: trio.CapacityLimiter | None = None
 
     @contextmanager
@@ -128,9 +129,9 @@ class StagedFile:
     def close(self, *, unlink: bool, leave: bool = False) -> None:
         """``unlink`` is false where the file became cache; ``leave`` leaves everything to the next mount."""
         self._closing, self._leave = True, leave
-        self._parked = False
         if unlink and self._has_file and not leave:
-            self._staging.path(self._draft_id).unlink(missing_ok=True)
+            self._remove()
+        self._parked = False
         if not self._holders:
             self._close()
 
@@ -141,8 +142,16 @@ class StagedFile:
                 self._staging.segments.release(self._spot)
             self._spot = None
         if self._fd >= 0:
-            os.close(self._fd)
+            close_removed(self._fd) if self._removed else os.close(self._fd)
             self._fd = NO_FILE
+
+    def _remove(self) -> None:
+        """A parked file is opened once more: whoever closes a removed one decides when the disk is kept busy."""
+        path, self._removed = self._staging.path(self._draft_id), True
+        if self._parked:
+            with suppress(OSError):
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        path.unlink(missing_ok=True)
 
     async def sync(self) -> None:
         """The bytes survive a crash of the machine when this returns."""

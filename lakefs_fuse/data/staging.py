@@ -18,6 +18,7 @@ from typing import Protocol
 import trio
 
 from lakefs_fuse.data.disk import free_bytes
+from lakefs_fuse.data.freeing import is_under_way
 from lakefs_fuse.data.segments import Segments
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
@@ -161,7 +162,7 @@ class Staging:
             if self._drop(keep_recent=True):
                 continue
             self.state = StagingState.FULL
-            if not any(stager.making_room for stager in self._stagers):
+            if not is_under_way() and not any(stager.making_room for stager in self._stagers):
                 if self._drop(keep_recent=False):
                     continue
                 raise StagingFull(

@@ -40,6 +40,8 @@ WAIT_DURABLE_S = 1.0
 DISCARD_S_FIRST, DISCARD_S_MAX = 1.0, 60.0
 """Between attempts to end the upload of a version that nobody wants."""
 COPY_STEP_BYTES = 4 << 20
+NOTED_TOGETHER = 32
+"""Files of a pack that are noted between two turns of everybody else."""
 STAGE_WHOLE_S_MAX = 2.0
 """So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
 log = logging.getLogger(__name__)
@@ -164,26 +166,30 @@ class Newest:
             if not taken:
                 return []
             await self._publish_taken(list(taken.values()), passed)
-        for item, _ in taken.values():
+        for number, (item, _) in enumerate(taken.values(), 1):
             self._files.forget_if_idle(item.file)
+            if not number % NOTED_TOGETHER:
+                await trio.lowlevel.checkpoint()
         return [item for item, _ in taken.values()]
 
     async def _publish_taken(
         self, taken: list[tuple[Accepted, OpenFile]], passed: list[tuple[Accepted, OpenFile]]
     ) -> None:
-        """In one pack, which has newer versions of what is ``passed``."""
+        """In one pack, which has newer versions of what is ``passed``. Noted for a few at a time: readers wait."""
         files = [(owner, item.draft) for item, owner in taken]
-        together = await self._storing.store_together(files, [item.draft for item, _ in passed])
+        stored = await self._storing.store_together(files, [item.draft for item, _ in passed])
+        for at in range(0, len(taken), NOTED_TOGETHER):
+            self._note([(item, owner, stored(owner, item.draft)) for item, owner in taken[at : at + NOTED_TOGETHER]])
+            await trio.lowlevel.checkpoint()
+
+    def _note(self, published: list[tuple[Accepted, OpenFile, Stored]]) -> None:
         batch = Batch()
-        older = [each for item, _ in taken for each in self._pass(item.file, item.draft, batch)]
-        late = [
-            self._accept(item.file, item.draft, stored, batch)
-            for (item, _), stored in zip(taken, together, strict=True)
-        ]
+        older = [each for item, *_ in published for each in self._pass(item.file, item.draft, batch)]
+        late = [self._accept(item.file, item.draft, stored, batch) for item, _, stored in published]
         self._commit(batch, late)
         for each in older:
             self._writeback.was_superseded(each)
-        for (item, owner), stored in zip(taken, together, strict=True):
+        for item, owner, stored in published:
             self._end(item.draft, stored)
             if not item.file.unlinked:
                 self._files.keeper.published(owner.key, stored.extent)

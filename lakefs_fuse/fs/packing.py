@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from lakefs_fuse.catalog.archive import Member
-from lakefs_fuse.catalog.change import Change
+from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE, Change
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import THIS, Operation, Put
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 GATHER_S_MAX = 0.05
 """No close is held back longer than this for others to join."""
 PACK_BYTES_MAX = 64 * MIB
-PACK_FILES_MAX = 8192
+PACK_FILES_MAX = OPERATIONS_AT_ONCE
 FILES_BETWEEN_PAUSES = 32
 log = logging.getLogger(__name__)
 
@@ -208,7 +208,6 @@ class Packer:
         self._metrics.bytes_packed += sum(len(waiting.data) for waiting in batch)
         self._metrics.batch_files_max = max(self._metrics.batch_files_max, len(batch))
         for waiting in batch:
-            waiting.draft.state = DraftState.PUBLISHED
             waiting.packed = True
             waiting.done.set()
         version = Version(made.ref.key, made.ref.etag, made.ref.size)
@@ -216,13 +215,15 @@ class Packer:
         blocks = [view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES)]
         self._nursery.start_soon(trio.to_thread.run_sync, partial(self._cache.write_blocks, version, 0, blocks))
 
-    def _note(self, drafts: list[Draft], key: str) -> None:
+    async def _note(self, drafts: list[Draft], key: str) -> None:
         """So that they are recognised in the commit, should this daemon die. Raises CacheError."""
-        batch = Batch()
-        for draft in drafts:
-            draft.commit = key
-            self._journal.put(batch, draft.id, encode(draft.noted()))
-        self._db.commit(batch)
+        for at in range(0, len(drafts), FILES_BETWEEN_PAUSES):
+            batch = Batch()
+            for draft in drafts[at : at + FILES_BETWEEN_PAUSES]:
+                draft.commit = key
+                self._journal.put(batch, draft.id, encode(draft.noted()))
+            self._db.commit(batch)
+            await trio.lowlevel.checkpoint()
 
     @staticmethod
     def _failed(waiting: Waiting, error: BaseException) -> None:

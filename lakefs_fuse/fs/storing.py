@@ -92,28 +92,35 @@ class Storing:
         async with self._copies.kept_off(file.key, draft.target.key):
             before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
             if not alone and self.packer is not None and await self.packer.submit(file, draft):
-                stored = self._packed(file)
+                stored = self._packed(file, draft)
             else:
                 stored = await self._plain(file, draft)
             self._retire(before, stored.entry)
         return stored
 
-    async def store_together(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> list[Stored]:
-        """As `store`, of small files, in one pack. ``passed`` are earlier versions of some, which stay out of it."""
+    async def store_together(
+        self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
+    ) -> Callable[[OpenFile, Draft], Stored]:
+        """As `store`, of small files, in one pack; what is returned answers for each what became of it. ``passed`` are
+        earlier versions of some, which stay out of it."""
         assert self.packer is not None
         await self._committer.settle()
         objects = self._ns.tree.objects
         async with self._copies.kept_off(*(file.key for file, _ in files)):
-            before = [objects.get(file.entry.place) if file.entry.place else None for file, _ in files]
+            before = {draft.id: objects.get(file.entry.place) if file.entry.place else None for file, draft in files}
             await self.packer.commit_together(files, passed)
-        stored = [self._packed(file) for file, _ in files]
-        for row, now in zip(before, stored, strict=True):
-            self._retire(row, now.entry)
+
+        def stored(file: OpenFile, draft: Draft) -> Stored:
+            now = self._packed(file, draft)
+            self._retire(before[draft.id], now.entry)
+            return now
+
         return stored
 
     # -- in a pack
 
-    def _packed(self, file: OpenFile) -> Stored:
+    def _packed(self, file: OpenFile, draft: Draft) -> Stored:
+        draft.state = DraftState.PUBLISHED
         entry = self._ns.tree.entry(file.entry.inode)
         extent = self._ns.extent(entry) if entry is not None else None
         if entry is None or extent is None:  # the name went meanwhile; who has it open reads nothing any more

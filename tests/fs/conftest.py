@@ -7,13 +7,22 @@ from collections.abc import Iterator
 import pytest
 
 from lakefs_fuse.data import publishing
-from lakefs_fuse.fs import writeback
+from lakefs_fuse.fs import newest, packing, writeback
 
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write-back tries again at once."""
     monkeypatch.setattr(writeback, "PAUSE_S_FIRST", 0.01)
+
+
+@pytest.fixture(scope="module")
+def noted_one_by_one() -> Iterator[None]:
+    """Others have their turn between any two files of a pack, not only between many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(newest, "NOTED_TOGETHER", 1)
+        patch.setattr(packing, "FILES_BETWEEN_PAUSES", 1)
+        yield
 
 
 @pytest.fixture(scope="module")

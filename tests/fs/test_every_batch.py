@@ -22,6 +22,8 @@ from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, writing_b
 from tests.killed.users import Model, differences, seen
 from tests.memory_store import MemoryStore
 
+pytestmark = pytest.mark.usefixtures("noted_one_by_one")
+
 TOP = "top"
 AGAIN = range(int(os.environ.get("LAKEFS_TEST_AGAIN", "0")))
 """Of the first deaths, those after which there is another."""

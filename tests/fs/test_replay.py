@@ -31,7 +31,7 @@ from tests.fs.writing_back import LARGE, NEVER_S, PART, Outage, die, rewrite, st
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.write.drafting import noise, reached
 
-pytestmark = pytest.mark.usefixtures("short_pauses")
+pytestmark = pytest.mark.usefixtures("short_pauses", "noted_one_by_one")
 
 NS = 1_000_000_000
 Shown = dict[str, bytes]

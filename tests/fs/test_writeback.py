@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from operator import methodcaller
 from pathlib import Path
 
@@ -271,6 +272,27 @@ async def test_small_files_share_packs(tmp_path: Path) -> None:
     async with lake(store, tmp_path / "other") as other:
         assert await other.read("77") == noise(77, 500)
         assert len(await other.names()) == 200
+
+
+async def test_others_have_their_turn_while_a_pack_is_noted(tmp_path: Path) -> None:
+    store = MemoryStore()
+    waiting: list[int] = []
+
+    async def look(m: Lake) -> None:
+        while count := len(m.fs._writeback):
+            waiting.append(count)
+            await trio.lowlevel.checkpoint()
+
+    async with writing_back(store, tmp_path, pack="auto", delay_s=NEVER_S) as m:
+        async with trio.open_nursery() as nursery:
+            for number in range(200):
+                nursery.start_soon(m.write, f"{number}", noise(number, 500))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look, m)
+            await m.fs.make_durable()
+    assert waiting[0] == 200
+    assert store.count("put") <= 2
+    assert max(before - after for before, after in pairwise([*waiting, 0])) <= 2 * newest.NOTED_TOGETHER
 
 
 async def test_what_came_within_the_delay_goes_together(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ happenings = st.one_of(
 sequences = st.lists(st.one_of(operations, operations, operations, happenings), min_size=15, max_size=60)
 
 
-@pytest.mark.usefixtures("small_parts_may_be_copied")
+@pytest.mark.usefixtures("small_parts_may_be_copied", "noted_one_by_one")
 @searched(60)
 @given(
     preludes,

@@ -18,6 +18,8 @@ from tests.fs.writing_back import LARGE, NEVER_S, Outage, die, made_visible, rew
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.write.drafting import noise, reached
 
+pytestmark = pytest.mark.usefixtures("noted_one_by_one")
+
 
 @pytest.mark.parametrize("pack", ["never", "always"])
 async def test_a_version_that_others_wait_for_is_not_skipped(tmp_path: Path, pack: str) -> None:
