@@ -108,7 +108,7 @@ def checkpoint(session: Session) -> None:
     sizes, peer = session.stage.sizes, session.peer
     if not peer.writes:
         return
-    prefix, patience_s = f"{area_of(session)}/ckpt", 5 * sizes.limit_s
+    prefix, patience_s = f"{area_of(session)}/ckpt", 7 * sizes.limit_s
     peer.area(prefix)
     with attached(session, prefix) as access:
         size = sizes.checkpoint_bytes
@@ -150,7 +150,7 @@ def ingest(session: Session) -> None:
     if command is None:
         return
     machine.drop_caches()
-    wanted, limit_s = session.stage.small_sizes(sizes.loaded_files), 5 * sizes.limit_s
+    wanted, limit_s = session.stage.small_sizes(sizes.loaded_files), 7 * sizes.limit_s
     job = Command(tuple(command[0]), command[1], len(wanted), sum(wanted), limit_s)
     session.measure(workloads.LOAD_SET, job)
 
