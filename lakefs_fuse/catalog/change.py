@@ -14,7 +14,7 @@ from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, ObjectRef, Operation, P
 
 Told = Callable[[str], Awaitable[None]]
 """Told of a commit's key before anything of it is sent."""
-OPERATIONS_AT_ONCE = 1024
+OPERATIONS_AT_ONCE = 1536
 """As many files as one commit packs: it is applied at one go, here and on every other node, and all wait for that."""
 
 
