@@ -244,9 +244,9 @@ class Committer:
         """Send what is journaled, once in ``delay_s``, for as long as the mount lives."""
         pause_s = PAUSE_S_FIRST
         while True:
-            if not self._sendable():
+            while not self._sendable():
+                self._kick = trio.Event()
                 await self._kick.wait()
-            self._kick = trio.Event()
             await trio.sleep(self._delay_s)
             try:
                 await self.flush()

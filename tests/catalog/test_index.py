@@ -357,11 +357,11 @@ async def test_an_index_that_is_removed_while_it_is_read(opener: Opener, tmp_pat
     def replace(request: Request, when: str) -> None:
         if when == "before" and request.what == "get" and request.key == old.prefix + "0000.sst":
             for key, content in data.items():
-                store.take(key)
-                new = key.replace(f"{old.time:016x}", f"{old.time + 1:016x}")
-                store.give(new, content)
+                store.give(key.replace(f"{old.time:016x}", f"{old.time + 1:016x}"), content)
             manifest = msgspec.structs.replace(old, time=old.time + 1)
             store.give(manifest.prefix + "manifest", msgspec.msgpack.encode(manifest))
+            for key in data:  # last: the other files are read at the same time
+                store.take(key)
 
     store.hook = replace
     taken = await bring_in(target, client_of(store), tmp_path / "in")
