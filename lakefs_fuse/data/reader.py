@@ -181,8 +181,10 @@ class BlockReader:
         return True
 
     async def _fill(self, version: Version, first: int, stop: int) -> None:
-        """What is missing of blocks [first, stop) is brought to the cache disk. Raises LakeError."""
+        """What is missing of blocks [first, stop) is brought to the cache disk, or was tried to be, by whoever brings
+        it. Raises LakeError."""
         present = await self._present(version, first, stop)
+        others = [self._pending.get((version, index)) for index in range(first, stop)]
         absent = [not here and (version, index) not in self._pending for index, here in enumerate(present, first)]
         loads = [Load(version, *run, range(0), for_memory=False) for run in runs(first, absent, FETCH_BLOCKS_MAX)]
         for load in loads:
@@ -191,6 +193,9 @@ class BlockReader:
             await load.done.wait()
             for block in load.blocks:
                 await block.wait()
+        for other in others:
+            if other is not None:
+                await other.done.wait()
 
     # -- what a reader asks for
 

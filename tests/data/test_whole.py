@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -133,6 +134,30 @@ async def test_objects_have_their_turn_one_after_the_other(tmp_path: Path) -> No
         await lake.settled()
         assert lake.metrics.fetched_whole == 2, "there is no room for the third"
         assert lake.metrics.evicted_bytes == 0
+
+
+async def test_it_is_over_when_what_readers_brought_is_on_the_disk_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the next object would be fetched into room that these blocks take."""
+    async with lake_at(tmp_path) as lake:
+        write_runs, released = lake.cache.write_runs, threading.Event()
+
+        def held_back(runs: Sequence[tuple[Version, int, Sequence[memoryview]]]) -> None:
+            if any(first in FAR for _, first, _ in runs):
+                assert released.wait(20)
+            write_runs(runs)
+
+        monkeypatch.setattr(lake.cache, "write_runs", held_back)
+        lake.reader._write_behind._threads.total_tokens += ENOUGH
+        await lake.jump(FAR)
+        while len(lake.reader._pending) > ENOUGH:
+            await trio.sleep(0.002)
+        await trio.sleep(0.05)
+        assert lake.metrics.fetched_whole == 0
+        released.set()
+        await lake.settled()
+        assert lake.metrics.fetched_whole == 1
 
 
 async def test_nothing_is_known_to_be_free_before_all_is_counted(tmp_path: Path) -> None:
