@@ -1,7 +1,8 @@
 """Builds the optional C libraries; everything else is in pyproject.toml.
 
-`lakefs_fuse/fuse/hooks.c`, `receiving.c` and `remembered.c` become `lakefs_fuse/fuse/_hooks*.so`, `direntries.c`
-becomes `_direntries*.so`: plain shared objects that the program loads with ctypes (they are not Python modules).
+`lakefs_fuse/fuse/hooks.c`, `receiving.c`, `remembered.c` and `creating.c` become `lakefs_fuse/fuse/_hooks*.so`,
+`direntries.c` becomes `_direntries*.so`: plain shared objects that the program loads with ctypes (they are not Python
+modules).
 Without a compiler or libfuse's headers the install goes on without them, and the mount works, slower.
 """
 
@@ -15,6 +16,7 @@ from setuptools import Extension, setup
 
 HOOKS = "lakefs_fuse/fuse/hooks.c"
 RECEIVING = "lakefs_fuse/fuse/receiving.c"
+CREATING = "lakefs_fuse/fuse/creating.c"
 REMEMBERED = "lakefs_fuse/fuse/remembered.c"
 DIRENTRIES = "lakefs_fuse/fuse/direntries.c"
 
@@ -35,8 +37,8 @@ def hooks() -> list[Extension]:
     return [
         Extension(
             "lakefs_fuse.fuse._hooks",
-            sources=[HOOKS, RECEIVING, REMEMBERED],
-            depends=[f"lakefs_fuse/fuse/{name}.h" for name in ("receiving", "remembered", "slots")],
+            sources=[HOOKS, RECEIVING, REMEMBERED, CREATING],
+            depends=[f"lakefs_fuse/fuse/{name}.h" for name in ("receiving", "remembered", "creating", "slots")],
             define_macros=[("FUSE_USE_VERSION", "312"), ("_GNU_SOURCE", None)],
             extra_compile_args=["-O2", "-fvisibility=default", *fuse_flags("--cflags", "-I/usr/include/fuse3")],
             # ctypes binds every symbol at once, and libfuse is not there yet when the hooks are loaded.

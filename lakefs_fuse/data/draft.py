@@ -87,7 +87,7 @@ class Draft:
         """Why parts wait to be sent again."""
         self._hurry = trio.Event()
         self.uploading = 0
-        self._gate = Gate()
+        self.gate = Gate()
         self._idle = trio.Event()
         self._staged_bytes = 0
         self._busy_parts: Counter[int] = Counter()
@@ -172,23 +172,20 @@ class Draft:
         pieces: list[Buffer] = []
         for start, stop, local in list(self.pages.runs(offset, end)):
             if local:
-                pieces.append(await self.read_staged(start, stop - start))
+                pieces.append(await self.file.read(start, stop - start))
                 continue
             self._refuse_dropped(start, stop)
             known = min(stop, self.base_limit)
             if start < known and self.base is not None:
-                pieces.append(await self.read_base(self.base, start, known - start))
+                pieces.append(await self._read_base(self.base, start, known - start))
                 start = known
             if start < stop:
                 pieces.append(bytes(stop - start))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def read_base(self, base: Extent, offset: int, length: int) -> Buffer:
+    async def _read_base(self, base: Extent, offset: int, length: int) -> Buffer:
         """Bytes of the version that this draft was opened on."""
         return await self.services.reader.read(base.version, base.offset + offset, length)
-
-    async def read_staged(self, offset: int, length: int) -> bytes:
-        return await self.file.read(offset, length)
 
     async def write(self, offset: int, data: Buffer) -> None:
         """Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises."""
@@ -204,7 +201,7 @@ class Draft:
             await self.services.staging.reserve(reserved)
         try:
             await self._fill_edges(offset, end)
-            async with self._gate.shared():
+            async with self.gate.shared():
                 self._begin_change()
                 self._refuse_dropped(offset, end)
                 with self._using(offset, end):
@@ -216,6 +213,16 @@ class Draft:
                 self._touch(offset, end)
         finally:
             self.services.staging.release(reserved)
+
+    def begin_with(self, data: bytes) -> None:
+        """A draft that was just made has these few bytes, even where there is no room. Raises as `write`."""
+        if not data:
+            return
+        self.file.begin_with(data)
+        self._staged_bytes = self.pages.mark(0, len(data)) * PAGE_BYTES
+        self.services.staging.take(self._staged_bytes)
+        self.size = len(data)
+        self._touch(0, self.size)
 
     async def _write_staged(self, offset: int, data: Buffer) -> None:
         try:
@@ -235,7 +242,7 @@ class Draft:
         for at in {offset - offset % PAGE_BYTES, end - end % PAGE_BYTES}:
             whole = offset <= at and min(at + PAGE_BYTES, self.base_limit) <= end
             if at < self.base_limit and at < end and not whole and not self.pages.covers(at, at + 1):
-                async with self._gate.exclusive():
+                async with self.gate.exclusive():
                     self._check_alive()
                     await self.fill(at, at + PAGE_BYTES)
 
@@ -262,7 +269,7 @@ class Draft:
             self._refuse_dropped(begin, upto)
             while begin < upto:
                 step = min(upto, begin + FILL_BYTES_MAX)
-                data = await self.read_base(self.base, begin, step - begin)
+                data = await self._read_base(self.base, begin, step - begin)
                 await self._write_staged(begin, data)
                 added = self.pages.mark(begin, step) * PAGE_BYTES
                 self._staged_bytes += added
@@ -319,7 +326,7 @@ class Draft:
         """Cut or extend (with zeros). Raises StagingFull where the cut goes through a part that was let go."""
         if size > self.services.layout.file_bytes_max:
             raise FileError(27, f"a file holds at most {self.services.layout.file_bytes_max} bytes on this mount")
-        async with self._gate.exclusive():
+        async with self.gate.exclusive():
             self._begin_change()
             if size < self.size:
                 await self._cut(size)
@@ -378,11 +385,6 @@ class Draft:
         """Of a draft that was brought back: its bytes take room. Once."""
         self._staged_bytes = self.pages.pages * PAGE_BYTES
         self.services.staging.bytes_used += self._staged_bytes
-
-    def park(self) -> None:
-        """Give the descriptor back until somebody reads or uploads."""
-        if not self.uploading:
-            self.file.park()
 
     async def wait_idle(self) -> None:
         """Until no upload of a part is under way."""
@@ -451,7 +453,7 @@ class Draft:
 
     def exclusive(self) -> AbstractAsyncContextManager[None]:
         """Keep writers and truncation out, for `publishing`."""
-        return self._gate.exclusive()
+        return self.gate.exclusive()
 
     # -- the journal
 

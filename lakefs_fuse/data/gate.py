@@ -46,6 +46,13 @@ class Gate:
             if not self._exclusive:
                 self._wake()  # those whom this one kept out
 
+    def try_exclusive(self) -> bool:
+        """Enter alone, if that can be had at once; `leave_exclusive` ends it."""
+        if self._exclusive or self._shared:
+            return False
+        self._exclusive = True
+        return True
+
     def leave_exclusive(self) -> None:
         self._exclusive = False
         self._wake()

@@ -111,7 +111,7 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
     client, target = draft.services.client, draft.target
     body: Body = FileSlice(draft.fd, 0, draft.size)
     if draft.size <= BODY_BYTES_MAX:
-        body = await draft.read_staged(0, draft.size)
+        body = await draft.file.read(0, draft.size)
     draft.services.slots.ready()
     async with draft.services.slots.slot():
         described = dict(target.describe(False))

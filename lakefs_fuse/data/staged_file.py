@@ -179,6 +179,16 @@ class StagedFile:
             self._reading_threads = trio.CapacityLimiter(READS_MAX)
         return await trio.to_thread.run_sync(os.pread, self.fd, length, offset, limiter=self._reading_threads)
 
+    def begin_with(self, data: bytes) -> None:
+        """The first bytes, no more than `MEMORY_BYTES_MAX`."""
+        if self._memory is not None:
+            self._memory += data
+            return
+        try:
+            pwrite_all(self.fd, data, 0)
+        except OSError as error:
+            raise self._staging.translate(error) from error
+
     async def write(self, offset: int, data: Buffer) -> None:
         """Where it fails, an unknown part of the range was written."""
         if self._memory is not None and offset + len(data) <= MEMORY_BYTES_MAX:

@@ -191,6 +191,11 @@ class Staging:
     def _drop(self, *, keep_recent: bool) -> int:
         return sum(stager.drop_uploaded(keep_recent=keep_recent) for stager in list(self._stagers))
 
+    @property
+    def fits(self) -> bool:
+        """What there is keeps within the bound."""
+        return self._fits(0)
+
     def _fits(self, count: int) -> bool:
         return self.bytes_used + count <= self.bytes_max
 

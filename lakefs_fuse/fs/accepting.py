@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import trio
@@ -30,16 +30,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Closing:
-    """A file whose `close()` waits."""
+    """A file whose `close()` waits. ``told`` is called when it waits no more."""
 
     file: OpenFile
     draft: Draft
+    told: Callable[[], None]
     number: int = 0
     spot: Spot | None = None
     raw: bytes = b""
     saves: int = 0
     error: LakeError | None = None
-    done: trio.Event = field(default_factory=trio.Event)
+    done: bool = False
+
+    def end(self) -> None:
+        if not self.done:
+            self.done = True
+            try:
+                self.told()
+            except Exception:
+                log.exception("%s was closed", self.file.key)
 
 
 class Acceptor:
@@ -67,14 +76,23 @@ class Acceptor:
         """The caller holds the draft alone. Raises LakeError; then the draft is as it was."""
         if not draft.file.is_in_memory:
             await draft.file.sync()
-        closing = Closing(file, draft)
+        done = trio.Event()
+        closing = Closing(file, draft, done.set)
+        self._add(closing)
+        await done.wait()
+        if closing.error is not None:
+            raise closing.error
+
+    def accept_new(self, file: OpenFile, draft: Draft, told: Callable[[LakeError | None], None]) -> None:
+        """As `accept`, of a draft in memory; ``told`` is called with the error, if there is one."""
+        closing = Closing(file, draft, lambda: told(closing.error))
+        self._add(closing)
+
+    def _add(self, closing: Closing) -> None:
         self._closing.append(closing)
         if not self._working:
             self._working = True
             self._nursery.start_soon(self._work)
-        await closing.done.wait()
-        if closing.error is not None:
-            raise closing.error
 
     async def _work(self) -> None:
         group: list[Closing] = []
@@ -83,13 +101,13 @@ class Acceptor:
                 group, self._closing = self._closing, []
                 await self._accept_group([closing for closing in group if not closing.file.unlinked])
                 for closing in group:
-                    closing.done.set()
+                    closing.end()
         finally:
             self._working = False
             for closing in (*group, *self._closing):
-                if not closing.done.is_set():
+                if not closing.done:
                     closing.error = closing.error or LakeError("the mount is ending")
-                    closing.done.set()
+                    closing.end()
             self._closing.clear()
 
     async def _accept_group(self, group: list[Closing]) -> None:

@@ -97,9 +97,14 @@ class Changes:
             change = msgspec.structs.replace(change, after=self._writeback.sequence)
         self._committer.enqueue(change, batch)
 
-    def touch(self, parent: int, batch: Batch | None = None) -> None:
+    @property
+    def takes_plain_names(self) -> bool:
+        """Printable ASCII but the backslash: every such name can be kept in this store."""
+        return not any(" " <= each <= "~" and each not in "\\/" for each in self._capabilities.characters_refused)
+
+    def touch(self, parent: int, batch: Batch | None = None, at_ns: int = 0) -> None:
         """A directory's own times change with its names; at once, or with ``batch``."""
-        now = self._clock_ns()
+        now = at_ns or self._clock_ns()
         if parent == ROOT_INODE:
             self._touched_root()
             return

@@ -141,7 +141,7 @@ class FileTable:
         file.writers += writer
         return file
 
-    def adopt_new(self, batch: Batch, entry: Entry, key: str, *, if_absent: bool) -> OpenFile:
+    def adopt_new(self, batch: Batch, entry: Entry, key: str, *, if_absent: bool = False) -> OpenFile:
         """A file that was just created, with its first handle. The journal hears of it with its name."""
         file = OpenFile(entry, key, None, if_absent=if_absent)
         self.draft(file, batch=batch)

@@ -17,7 +17,7 @@ from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.errors import CacheError, ConfigError, FileError, LakeError, NotFound, Unavailable
+from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.asking import ask_all, is_unasked
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.changes import Changes
@@ -25,13 +25,14 @@ from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.keys import PLACEHOLDER
 from lakefs_fuse.fs.lending import LENT, Lending
 from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.new_files import NewFiles
 from lakefs_fuse.fs.open_file import READING, Handle, OpenFile
 from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.status import Status
 from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.fs.writeback import WriteBack
-from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
@@ -85,6 +86,9 @@ class Filesystem:
         )  # fmt: skip
         self.on_statistics: Callable[[], dict[str, object]] = dict
         """Called before counters are read: the adapter above adds what it counts elsewhere, and says more."""
+        self.new_files = NewFiles(config, database, namespace, files, self._changes, writeback, clock_ns=clock_ns)
+        self.settle: Callable[[], None] = lambda: None
+        """Takes what the adapter above has received of new files, for somebody who asks for all that is not durable."""
         self.lending = lending
         lending.entry = self.entry
         self._handles: dict[int, Handle] = {}
@@ -382,24 +386,16 @@ class Filesystem:
             return await self.open(known.inode, flags, opener), self.entry(known.inode)
         if self._writeback.is_for(key) and self._ns.tree.listing(parent) is None:
             self._ns.list_soon(parent)  # so that names can be made while the store is away
-        now = self._clock_ns()
-        batch = Batch()
-        self._ns.changing(parent, name)
-        entry = self._ns.tree.insert(
-            batch, parent, name, Flag.LOCAL | Flag.ATTRIBUTES_KNOWN,
-            mode=mode & PERMISSIONS, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now,
-        )  # fmt: skip
-        self._changes.touch(parent, batch)
-        file = self._files.adopt_new(
-            batch, entry, key, if_absent=exclusive and self._client.capabilities.put_if_absent
-        )  # fmt: skip
-        try:
-            self._db.commit(batch)
-        except CacheError:
-            file.unlinked = True
-            await self._files.release(file, writer=True)
-            raise
-        return self._new_handle(file, True, opener), entry
+        if_absent = exclusive and self._client.capabilities.put_if_absent
+        file = self.new_files.make(parent, name, key, mode, uid, gid, if_absent=if_absent)
+        return self._new_handle(file, True, opener), file.entry
+
+    def hold(self, file: OpenFile, number: int, opener: int, *, closed_by_opener: bool = False) -> None:
+        """Whoever has this handle, which was given out elsewhere and is counted, is a writer of the file."""
+        self._handles[number] = Handle(file, True, Readahead(), opener, closed_by_opener)
+
+    def is_handle(self, number: int) -> bool:
+        return number in self._handles
 
     async def read(self, number: int, offset: int, length: int) -> Buffer:
         if number & LENT:
@@ -447,15 +443,18 @@ class Filesystem:
     # -- what the control socket asks
 
     def statistics(self) -> dict[str, object]:
+        self.settle()
         adapter = self.on_statistics()
         return {**self._status.statistics(), **adapter}
 
     def unfinished(self) -> list[Unfinished]:
+        self.settle()
         return self._status.unfinished()
 
     async def make_durable(self, path: str = "") -> None:
         """Publish every file at or below ``path`` (relative to the root) that is not durable. Raises LakeError for
         the first that cannot be; the others are published all the same."""
+        self.settle()
         failed: LakeError | None = None
         below = path.strip("/")
         try:

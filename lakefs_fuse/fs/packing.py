@@ -106,7 +106,7 @@ class Packer:
         if plain and not others and not self._others_write(policy.threshold_bytes):
             return False
         await draft.fill(0, draft.size)
-        waiting = Waiting(file, draft, await draft.read_staged(0, draft.size), plain)
+        waiting = Waiting(file, draft, await draft.file.read(0, draft.size), plain)
         self._waiting.append(waiting)
         self._at_once = max(self._at_once, others + 1)
         self._arrived.set()
@@ -125,7 +125,7 @@ class Packer:
         for file, draft in files:
             if draft.base is not None:
                 await draft.fill(0, draft.size)
-            batch.append(Waiting(file, draft, await draft.read_staged(0, draft.size), False))
+            batch.append(Waiting(file, draft, await draft.file.read(0, draft.size), False))
             if not len(batch) % FILES_BETWEEN_PAUSES:
                 await trio.lowlevel.checkpoint()
         await self._commit(batch, passed)

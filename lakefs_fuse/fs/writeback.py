@@ -40,6 +40,7 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.fs.accepted import Accepted, Drain, Publisher
 from lakefs_fuse.fs.accepting import Acceptor
+from lakefs_fuse.fs.bursts import PATIENCE, WINDOW_S, Bursts
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.packing import PACK_BYTES_MAX, PACK_FILES_MAX
 from lakefs_fuse.meta.database import Database
@@ -94,6 +95,7 @@ class WriteBack:
         self._resume_s = 0.0
         self._pause_s = PAUSE_S_FIRST
         self._small_bytes = self._small_files = 0
+        self._bursts = Bursts()
         self.error: LakeError | None = None
         """Why everything waits."""
 
@@ -124,8 +126,6 @@ class WriteBack:
 
     async def wait_room(self, timeout_s: float) -> None:
         """Until there may be one more file. Raises StagingFull."""
-        if len(self._items) < FILES_MAX:
-            return
         with trio.move_on_after(timeout_s):
             while len(self._items) >= FILES_MAX:
                 self._kick.set()
@@ -154,6 +154,22 @@ class WriteBack:
                         start_uploads(item.draft)
             self._kick.set()
             raise
+
+    def accept_new(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> bool:
+        """As `accept`, of a file that was just made and is in memory; ``told`` is called with the error, if there is
+        one. False where somebody has to wait for room first, or is busy with it; then nothing was done."""
+        draft = file.draft
+        if draft is None or not draft.file.is_in_memory or file.behind or len(self._items) >= FILES_MAX:
+            return False
+        if not draft.services.staging.fits or not draft.gate.try_exclusive():
+            return False
+
+        def done(error: LakeError | None) -> None:
+            draft.gate.leave_exclusive()
+            told(error)
+
+        self._acceptor.accept_new(file, draft, done)
+        return True
 
     @staticmethod
     def _note(draft: Draft) -> None:
@@ -223,11 +239,13 @@ class WriteBack:
         if item.place < item.sequence:
             self._standing_in[draft.accepted] = item
         if self.is_packable(item):
-            draft.park()
+            draft.file.park()
             self._small_bytes += draft.size
             self._small_files += 1
+            if not replayed:
+                self._bursts.came(item.since_s)
             full = self._small_bytes >= PACK_BYTES_MAX or self._small_files >= PACK_FILES_MAX
-            if full or self._small_files == 1 or self._is_pressed():
+            if self._small_files == 1 or self._is_pressed() or (full and not self._bursts.lasts(item.since_s)):
                 self._kick.set()
         else:
             if not replayed:
@@ -334,8 +352,19 @@ class WriteBack:
         while True:
             self._kick = trio.Event()
             wait_s = self._start_what_can()
-            with trio.move_on_after(wait_s):
+            with trio.move_on_after(wait_s) as waiting:
                 await self._kick.wait()
+            while waiting.cancelled_caught and self._is_deferring():
+                with trio.move_on_after(WINDOW_S) as waiting:
+                    await self._kick.wait()
+
+    def _is_deferring(self) -> bool:
+        """Packs wait until a burst is over, or they have waited long enough."""
+        now, full = trio.current_time(), len(self._items) > FILES_MAX // 2
+        if full or not self._bursts.lasts(now) or self._drains or self._is_held() or self._is_pressed():
+            return False
+        oldest = next(iter(self._items.values()), None)
+        return oldest is not None and oldest.since_s + PATIENCE * self._delay_s > now
 
     def _start_what_can(self) -> float:
         """Start what may become visible now; answers after how many seconds more may."""
@@ -374,6 +403,8 @@ class WriteBack:
         return self._start_pack(pack, full) if pack and not self._gathering else math.inf
 
     def _start_pack(self, pack: list[Accepted], full: bool) -> float:
+        if self._is_deferring():
+            return WINDOW_S
         due_s = pack[0].since_s + self._delay_s - trio.current_time()
         if not (full or due_s <= 0 or pack[0].urgent or self._is_pressed()):
             return due_s

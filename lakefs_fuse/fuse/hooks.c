@@ -22,6 +22,7 @@
 #include <string.h>
 #include <time.h>
 
+#include "creating.h"
 #include "receiving.h"
 #include "remembered.h"
 #include "slots.h"
@@ -97,6 +98,7 @@ static void init(void *userdata, struct fuse_conn_info *connection)
 {
 	next.init(userdata, connection);
 	connection->want &= ~FUSE_CAP_ATOMIC_O_TRUNC;
+	connection->want &= ~FUSE_CAP_SPLICE_READ; /* what is written is looked at here */
 	granted = wanted & NOFLUSH;
 	if (wanted & EXPLICIT_INVAL_DATA && connection->capable & FUSE_CAP_EXPLICIT_INVAL_DATA) {
 		/* AUTO_INVAL_DATA would take precedence. */
@@ -126,7 +128,7 @@ static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *i
 
 int lakefs_hooks_answers_flush(uint64_t handle)
 {
-	return operations.flush == flush && handle & READING;
+	return session_hooked && handle & READING;
 }
 
 static void flush(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
@@ -220,7 +222,7 @@ int lakefs_hooks_answers_open(uint64_t inode, uint32_t flags)
 {
 	struct lent *lent = (flags & (O_ACCMODE | O_TRUNC)) == O_RDONLY ? find_lent(inode) : NULL;
 
-	return operations.open == open_file && lent && lent->until_ns > lakefs_now_ns();
+	return operations.open == open_file && lent && lent->until_ns > lakefs_request_ns();
 }
 
 int lakefs_hooks_answers_release(uint64_t inode, uint64_t handle)
@@ -328,6 +330,7 @@ struct fuse_session *fuse_session_new(struct fuse_args *args, const struct fuse_
 	memcpy(&operations, table, size < sizeof(operations) ? size : sizeof(operations));
 	next = operations;
 	hook();
+	lakefs_creating_wrap(&operations, libfuse);
 	made = make(args, &operations, size < sizeof(operations) ? size : sizeof(operations), userdata);
 	lakefs_receiving_session(made, libfuse);
 	return made;

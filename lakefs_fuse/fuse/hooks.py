@@ -30,6 +30,10 @@ class Feature(IntFlag):
     CACHE_SYMLINKS = 16
 
 
+CREATING_OPCODES = {
+    "lookup": 1, "getattr": 3, "setattr": 4, "write": 16, "release": 18, "flush": 25, "create": 35,
+}  # fmt: skip
+"""Requests that creating.c answers, by the kernel's numbers."""
 LENT_S_MAX = 1e6
 """Longer than anything is lent; in ns it fits 64 bits."""
 
@@ -52,6 +56,8 @@ def _declare(library: ctypes.CDLL) -> None:
     id_, time_ns = ctypes.c_uint32, ctypes.c_int64
     library.lakefs_remember.argtypes = [ctypes.c_uint64, id_, id_, id_, time_ns, time_ns, ctypes.c_uint32, time_ns]
     library.lakefs_remember.restype = None
+    library.lakefs_creating_answered.argtypes = [ctypes.c_uint32]
+    library.lakefs_creating_answered.restype = time_ns
     library.lakefs_hooks_want.argtypes = [ctypes.c_uint32, ctypes.c_uint32]
 
 
@@ -138,7 +144,7 @@ def answered() -> dict[str, int]:
     """Requests that were answered without entering Python, by name."""
     if _library is None:
         return {}
-    return {
+    found = {
         "getattr": int(_library.lakefs_remembered_answered()),
         "getxattr": int(_library.lakefs_hooks_xattrs_answered()),
         "flush": int(_library.lakefs_hooks_flushes_answered()),
@@ -146,6 +152,9 @@ def answered() -> dict[str, int]:
         "release": int(_library.lakefs_hooks_releases_answered()),
         "forget": int(_library.lakefs_hooks_forgets_taken()),
     }
+    for name, opcode in CREATING_OPCODES.items():
+        found[name] = found.get(name, 0) + int(_library.lakefs_creating_answered(opcode))
+    return found
 
 
 def library() -> ctypes.CDLL | None:

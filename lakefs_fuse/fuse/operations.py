@@ -27,6 +27,7 @@ from lakefs_fuse.fuse.answers import (
     size_of_lake,
     upcall,
 )  # fmt: skip
+from lakefs_fuse.fuse.creating import Creating
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.invalidating import Invalidations
 from lakefs_fuse.fuse.kernel import Kernel
@@ -56,6 +57,7 @@ class Operations(pyfuse3.Operations):
         self._answered: dict[str, int] = {}
         self._lent = fs.lending.lender = Lent(fs)
         self._rows = row_replies.RowReplies(fs)
+        self.creating = Creating(fs)
 
     def _told(self, count: int) -> None:
         self._metrics.invalidations += count
@@ -216,6 +218,7 @@ class Operations(pyfuse3.Operations):
         self, parent: int, name: bytes, mode: int, flags: int, ctx: Any
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         handle, entry = await self.fs.create(parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid)
+        self.creating.created(self.fs.handle(handle).file)
         info = pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
         return info, self._attributes(entry, self.config.metadata_ttl_s)
 

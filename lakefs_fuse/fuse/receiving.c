@@ -23,7 +23,9 @@
 #include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
+#include "creating.h"
 #include "receiving.h"
 #include "remembered.h"
 
@@ -35,7 +37,8 @@ static void (*process)(struct fuse_session *, const struct fuse_buf *);
 static int (*session_exited)(struct fuse_session *);
 static int (*session_fd)(struct fuse_session *);
 static struct fuse_session *session;
-static int begun;
+static int64_t request_ns, request_realtime_ns;
+static int begun, without_python;
 static int drained = 1;
 static void *(*release_gil)(void);
 static void (*acquire_gil)(void *);
@@ -60,20 +63,50 @@ static int needs_no_python(const struct fuse_buf *buf)
 	switch (head->opcode) {
 	case FUSE_FORGET:
 	case FUSE_BATCH_FORGET:
+	case FUSE_IOCTL: /* Some languages ask whether what they open is a terminal; libfuse says that there are none. */
 		return 1;
 	case FUSE_GETATTR:
-		return lakefs_remembered_answers(head->nodeid);
+		if (lakefs_remembered_answers(head->nodeid))
+			return 1;
+		break;
 	case FUSE_GETXATTR:
 		return lakefs_hooks_answers_getxattr((const char *)body + sizeof(struct fuse_getxattr_in));
 	case FUSE_OPEN:
 		return lakefs_hooks_answers_open(head->nodeid, ((const struct fuse_open_in *)body)->flags);
 	case FUSE_FLUSH:
-		return lakefs_hooks_answers_flush(((const struct fuse_flush_in *)body)->fh);
+		if (lakefs_hooks_answers_flush(((const struct fuse_flush_in *)body)->fh))
+			return 1;
+		break;
 	case FUSE_RELEASE:
-		return lakefs_hooks_answers_release(head->nodeid, ((const struct fuse_release_in *)body)->fh);
-	default:
-		return 0;
+		if (lakefs_hooks_answers_release(head->nodeid, ((const struct fuse_release_in *)body)->fh))
+			return 1;
+		break;
 	}
+	return lakefs_creating_answers(head, body, buf->size - sizeof(*head));
+}
+
+int64_t lakefs_request_ns(void)
+{
+	return request_ns;
+}
+
+int64_t lakefs_request_realtime_ns(void)
+{
+	return request_realtime_ns;
+}
+
+/* As libfuse does it, and what time it is. */
+static int receive(struct fuse_session *se, struct fuse_buf *buf)
+{
+	int size = next_receive(se, buf);
+	struct timespec now;
+
+	if (size > 0) {
+		clock_gettime(CLOCK_REALTIME, &now);
+		request_realtime_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+		request_ns = lakefs_now_ns();
+	}
+	return size;
 }
 
 /* Who waits for an answer is likely to go on when it comes; nobody waits for that of FORGET. */
@@ -95,7 +128,7 @@ static int answer_and_look(struct fuse_session *se, struct fuse_buf *buf)
 		until = followed_within_ns(buf);
 		process(se, buf);
 		until += lakefs_now_ns();
-		while ((size = next_receive(se, buf)) == -EAGAIN && lakefs_now_ns() < until)
+		while ((size = receive(se, buf)) == -EAGAIN && lakefs_now_ns() < until)
 			sched_yield();
 	} while (size > 0 && needs_no_python(buf) && until - begin < AWAY_NS);
 	return size;
@@ -111,15 +144,26 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		*(void **)&next_receive = dlsym(dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL), "fuse_session_receive_buf");
 	if (!begun || se != session)
 		return next_receive(se, buf);
-	size = next_receive(se, buf);
+	size = receive(se, buf);
 	if (size > 0 && needs_no_python(buf)) {
 		void *python = release_gil();
 
+		without_python = 1;
 		size = answer_and_look(se, buf);
+		without_python = 0;
 		acquire_gil(python);
 	}
+	if (size > 0 && !needs_no_python(buf))
+		lakefs_creating_before(buf->flags & FUSE_BUF_IS_FD ? NULL : buf->mem);
+	else
+		lakefs_creating_after();
 	drained = size == -EAGAIN;
 	return drained ? -EINTR : size;
+}
+
+int lakefs_receiving_without_python(void)
+{
+	return without_python;
 }
 
 /* From here on reading does not wait. Answers 0 where that cannot be had: then nothing is different. */

@@ -18,4 +18,12 @@ void lakefs_receiving_session(struct fuse_session *made, void *libfuse);
 /* On the clock that goes on whatever anybody sets. */
 int64_t lakefs_now_ns(void);
 
+/* When the request that is being looked at was read, on that clock and since 1970: whether it can be answered without
+ * Python is asked twice, and has to be the same. */
+int64_t lakefs_request_ns(void);
+int64_t lakefs_request_realtime_ns(void);
+
+/* Requests are being answered without the GIL: who has something for Python says so when that is over. */
+int lakefs_receiving_without_python(void);
+
 #endif

@@ -11,6 +11,7 @@
 
 #include <string.h>
 
+#include "creating.h"
 #include "receiving.h"
 #include "slots.h"
 
@@ -49,7 +50,7 @@ int lakefs_remembered_answers(uint64_t inode)
 {
 	struct remembered *slot = reply_attr ? find(inode) : NULL;
 
-	return slot && slot->until_ns > lakefs_now_ns();
+	return slot && slot->until_ns > lakefs_request_ns();
 }
 
 void lakefs_remembered_answer(fuse_req_t request, uint64_t inode)
@@ -74,6 +75,14 @@ static struct timespec time_of(int64_t ns)
 	int64_t rest_ns = (ns % NS + NS) % NS;
 
 	return (struct timespec){(ns - rest_ns) / NS, rest_ns};
+}
+
+void lakefs_remembered_touch(uint64_t inode, int64_t now_ns)
+{
+	struct remembered *slot = find(inode);
+
+	if (slot)
+		slot->attributes.st_mtim = slot->attributes.st_atim = slot->attributes.st_ctim = time_of(now_ns);
 }
 
 /*
@@ -103,6 +112,8 @@ void lakefs_remember(uint64_t inode, uint32_t mode, uint32_t uid, uint32_t gid, 
 		.st_atim = time_of(mtime_ns),
 		.st_ctim = time_of(ctime_ns),
 	};
+	if (lakefs_creating_newest(inode) > mtime_ns)
+		lakefs_remembered_touch(inode, lakefs_creating_newest(inode));
 }
 
 /* GETATTRs that were answered here. */

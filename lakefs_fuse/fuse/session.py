@@ -106,11 +106,14 @@ async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, re
             nursery.start_soon(background.run)
             nursery.start_soon(_announce, config.mountpoint, kernel, answers)
             nursery.start_soon(_unmount_when_asked, config.mountpoint)
-            receiving.begin()
+            if receiving.begin() and isinstance(operations, Operations):
+                operations.creating.begin()
             await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
             unmount = False
             nursery.cancel_scope.cancel()
     finally:
+        if isinstance(operations, Operations):
+            operations.creating.end()
         _Session.unmount_asked = None
         pyfuse3.close(unmount=unmount)
 

@@ -317,6 +317,13 @@ class Database:
         self._inode_next += 1
         return self._inode_next - 1
 
+    def new_inodes(self, count: int) -> int:
+        """So many numbers in a row that were never used; answers the first."""
+        first = self.new_inode()
+        for _ in range(count - 1):
+            self.new_inode()
+        return first
+
     @property
     def changes(self) -> int:
         """Grows with every change."""

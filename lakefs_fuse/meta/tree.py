@@ -63,6 +63,14 @@ class Tree:
         """Told of inodes that no name will lead to any more, while their rows are still there."""
         self.updating: Callable[[Entry], object] = lambda _: None
         """Told of the attributes that a directory has from now on."""
+        self.lent: set[int] = set()
+        """Directories whose names somebody else keeps too, who is told …"""
+        self.naming: Callable[[int, bytes], object] = lambda _directory, _name: None
+        """… of each name that comes to one of them, and …"""
+        self.unnaming: Callable[[int], object] = lambda _directory: None
+        """… of those whose names are not certain any more. …"""
+        self.settling: Callable[[], object] = lambda: None
+        """… Before a directory counts as empty, names that are known there only come to be known here."""
         for listing in self.listings():
             self._count_hidden(listing, 1)
 
@@ -130,6 +138,7 @@ class Tree:
         yield some
 
     def has_children(self, directory: int) -> bool:
+        self.settling()
         return next(self.children(directory), None) is not None
 
     def path(self, inode: int) -> list[bytes] | None:
@@ -146,11 +155,12 @@ class Tree:
     # -- changing
 
     def insert(
-        self, batch: Batch, parent: int, name: bytes, flags: int, *, cookie: int = 0, **attributes: int | str
-    ) -> Entry:
+        self, batch: Batch, parent: int, name: bytes, flags: int, *, cookie: int = 0, inode: int = 0,
+        **attributes: int | str,
+    ) -> Entry:  # fmt: skip
         """A new name; the caller knows that there is none of that sort name. ``cookie`` is that of a name which the
-        same batch removed."""
-        inode = self._db.new_inode()
+        same batch removed, ``inode`` one that was set aside for it."""
+        inode = inode or self._db.new_inode()
         entry = Entry(parent, cookie or inode, name, inode, flags, **attributes)  # type: ignore[arg-type]
         self._attach(batch, entry)
         if entry.place:
@@ -166,6 +176,7 @@ class Tree:
         ``here``, `HERE_BYTES` of zeros in the beginning, has a bit for each name that the directory has; names that it
         cannot tell from those are looked up. Without it all are."""
         get, put, new_inode, pack = self._db.get, batch.put, self._db.new_inode, HEAD.pack
+        self.take_back(parent)
         number = parent.to_bytes(8, "big")
         names, rows = b"N" + number, b"D" + number
         added = 0
@@ -194,6 +205,14 @@ class Tree:
         batch.put(_inode_key(b"N", entry.parent) + entry.sort_name, entry.cookie.to_bytes(8, "big"))
         batch.put(_inode_key(b"I", entry.inode), place)
         batch.put(b"D" + place, entry.pack())
+        if entry.parent in self.lent:
+            self.naming(entry.parent, entry.name)
+
+    def take_back(self, directory: int) -> None:
+        """The names of a directory are not certain any more, or are not kept elsewhere."""
+        if directory in self.lent:
+            self.lent.discard(directory)
+            self.unnaming(directory)
 
     def _detach(self, batch: Batch, entry: Entry) -> None:
         batch.delete(_inode_key(b"N", entry.parent) + entry.sort_name)
@@ -214,10 +233,11 @@ class Tree:
         if after is not None and after.place:
             batch.share(after.place, 1, after.size)
 
-    def renew_inode(self, batch: Batch, entry: Entry) -> Entry:
-        """Somebody else put another version under the name: it gets an inode of its own, and handles keep the old."""
+    def renew_inode(self, batch: Batch, entry: Entry, inode: int = 0) -> Entry:
+        """Somebody else put another version under the name: it gets an inode of its own, and handles keep the old.
+        ``inode`` is one that was set aside for it."""
         self.leaving(entry.inode)
-        renewed = msgspec.structs.replace(entry, inode=self._db.new_inode())
+        renewed = msgspec.structs.replace(entry, inode=inode or self._db.new_inode())
         batch.delete(_inode_key(b"I", entry.inode))
         self._forget_rows(batch, entry)
         batch.put(_inode_key(b"I", renewed.inode), _PAIR.pack(entry.parent, entry.cookie))
@@ -297,11 +317,14 @@ class Tree:
         batch.put(_inode_key(b"L", directory), _LISTING.pack(*msgspec.structs.astuple(listing)))
 
     def forget_listing(self, batch: Batch, directory: int) -> None:
+        self.take_back(directory)
         self._count_hidden(self.listing(directory), -1)
         batch.delete(_inode_key(b"L", directory))
 
     def forget_listings(self) -> None:
         """Every directory has to be listed again by whoever wants to know what is in it."""
+        for directory in list(self.lent):
+            self.take_back(directory)
         batch = Batch()
         batch.delete_range(b"L", b"M")
         self._db.commit(batch)

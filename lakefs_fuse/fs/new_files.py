@@ -1,0 +1,228 @@
+"""Files that are new: their rows, and those that were received whole before anybody here heard of them.
+
+A new file is in the tree and in the journal from the moment it is made, in one batch. What was received (`Received`)
+is taken as if it had been created, and its bytes written, just then; until it is taken, nobody was promised anything of
+it. The kernel knows it by an inode that was set aside for that, and which is its row's. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.errors import CacheError, FileError, LakeError
+from lakefs_fuse.fs.attributes import PERMISSIONS
+from lakefs_fuse.fs.changes import Changes
+from lakefs_fuse.fs.files import FileTable
+from lakefs_fuse.fs.keys import KEY_BYTES_MAX, checked_key
+from lakefs_fuse.fs.namespace import Namespace
+from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.fs.writeback import WriteBack
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry, Flag
+
+NAMES_MAX = 8192
+"""A directory with more is not lent: telling all of them takes too long."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A new file, and everything that was written to it. Times in ns since 1970; ``opener`` is a thread."""
+
+    inode: int
+    parent: int
+    name: bytes
+    mode: int
+    uid: int
+    gid: int
+    opener: int
+    created_ns: int
+    written_ns: int
+    data: bytes
+
+
+class NewFiles:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        config: MountConfig,
+        database: Database,
+        namespace: Namespace,
+        files: FileTable,
+        changes: Changes,
+        writeback: WriteBack,
+        *,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._config, self._db, self._ns, self._files = config, database, namespace, files
+        self._changes, self._writeback, self._clock_ns = changes, writeback, clock_ns
+
+    def make(
+        self, parent: int, name: bytes, key: str, mode: int, uid: int, gid: int, *, if_absent: bool = False
+    ) -> OpenFile:
+        """A file that was not there, with its first handle. Raises CacheError; then there is nothing of it."""
+        now = self._clock_ns()
+        batch = Batch()
+        entry = self._insert(batch, parent, name, mode, uid, gid, now)
+        self._changes.touch(parent, batch, now)
+        file = self._files.adopt_new(batch, entry, key, if_absent=if_absent)
+        try:
+            self._db.commit(batch)
+        except CacheError:
+            self._drop(file)
+            raise
+        return file
+
+    def _insert(
+        self, batch: Batch, parent: int, name: bytes, mode: int, uid: int, gid: int, now: int, inode: int = 0
+    ) -> Entry:
+        self._ns.changing(parent, name)
+        return self._ns.tree.insert(
+            batch, parent, name, Flag.LOCAL | Flag.ATTRIBUTES_KNOWN, inode=inode,
+            mode=mode & PERMISSIONS, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now,
+        )  # fmt: skip
+
+    def _drop(self, file: OpenFile) -> None:
+        """Of a file with one handle there shall be nothing."""
+        file.unlinked = True
+        self._files.services.nursery.start_soon(partial(self._files.release, file, writer=True))
+
+    # -- what was received
+
+    def take(self, received: Sequence[Received]) -> list[OpenFile | LakeError]:
+        """Each of the files, with one handle for who created it, or why it cannot be: ESTALE where its directory is
+        gone, ENAMETOOLONG where it has a longer path by now."""
+        batch, prefixes, touched = Batch(), dict[int, str](), dict[int, int]()
+        taken: list[OpenFile | LakeError] = []
+        for each in received:
+            try:
+                taken.append(self._take(batch, each, prefixes))
+                touched[each.parent] = max(each.created_ns, touched.get(each.parent, 0))
+            except LakeError as error:
+                taken.append(error)
+        try:
+            for directory, at_ns in touched.items():
+                self._changes.touch(directory, batch, at_ns)
+            self._db.commit(batch)
+        except CacheError as error:
+            for file in taken:
+                if isinstance(file, OpenFile):
+                    self._drop(file)
+            return [error for _ in taken]
+        return taken
+
+    def _take(self, batch: Batch, received: Received, prefixes: dict[int, str]) -> OpenFile:
+        directory = received.parent
+        prefix = prefixes.get(directory)
+        if prefix is None:
+            prefix = prefixes[directory] = self._ns.prefix(directory)
+        key = checked_key(prefix, received.name.decode(), len(self._config.store.source.prefix.encode()))
+        known = self._ns.tree.child(directory, received.name)
+        if known is not None:
+            file = self._take_over(known, key, received)
+        elif self._writeback.is_for(key):
+            file = self._take_new(batch, key, received)
+        else:  # its bytes go into a file, which may fail
+            alone = Batch()
+            file = self._take_new(alone, key, received)
+            try:
+                self._db.commit(alone)
+            except CacheError:
+                self._drop(file)
+                raise
+        file.written(received.written_ns)
+        return file
+
+    def _take_new(self, batch: Batch, key: str, received: Received) -> OpenFile:
+        entry = self._insert(
+            batch, received.parent, received.name, received.mode, received.uid, received.gid, received.created_ns,
+            received.inode,
+        )  # fmt: skip
+        file: OpenFile | None = None
+        try:
+            file = self._files.adopt_new(batch, entry, key)
+            self._files.draft(file).begin_with(received.data)
+        except BaseException:
+            self._ns.tree.detach(batch, entry)
+            if file is not None:
+                self._drop(file)
+            raise
+        return file
+
+    def _take_over(self, known: Entry, key: str, received: Received) -> OpenFile:
+        """Somebody else made a file of the name meanwhile: this is its next version."""
+        if known.is_dir or known.is_symlink or self._files.is_dirty(known):
+            raise FileError(errno.ESTALE, f"{key} is something else by now")
+        batch = Batch()
+        entry = self._ns.tree.renew_inode(batch, known, received.inode)
+        self._db.commit(batch)
+        file = self._files.acquire(entry, writer=True)
+        try:
+            self._files.draft(file, anew=True).begin_with(received.data)
+        except LakeError:
+            self._drop(file)
+            raise
+        return file
+
+    def again(self, inode: int) -> OpenFile:
+        """One more handle on a file that was taken. Raises FileError(ESTALE) where it is gone."""
+        file = self._files.get(inode)
+        entry = file.entry if file is not None else self._ns.tree.entry(inode)
+        if entry is None:
+            raise FileError(errno.ESTALE)
+        return self._files.acquire(entry, writer=True)
+
+    def close(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> None:
+        """Who created it has closed it, and needs no handle any more. ``told`` is called when what `close()` waits for
+        has come, with the error if there is one."""
+        file.handles -= 1
+        file.writers -= 1
+        if not self._writeback.is_for(file.key) or not self._writeback.accept_new(file, told):
+            self._files.services.nursery.start_soon(self._close, file, told)
+
+    async def _close(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> None:
+        """Where that takes waiting."""
+        error: LakeError | None = LakeError("the mount is ending")
+        try:
+            if self._writeback.is_for(file.key):
+                await self._writeback.wait_room(self._config.staging_timeout_s)
+            await self._files.services.staging.reserve(0)
+            await self._files.close_file(file)
+            self._files.forget_if_idle(file)
+            error = None
+        except LakeError as failed:
+            error = failed
+        except Exception as failed:
+            log.exception("closing %s", file.key)
+            error = LakeError(f"closing failed: {failed!r}")
+        finally:
+            told(error)
+
+    # -- directories whose names are known elsewhere too
+
+    def lendable_s(self, file: OpenFile) -> float:
+        """For how many seconds names that the directory of this file lacks can be told absent, and created, without
+        asking; 0 where that is not so."""
+        if not self._writeback.is_for(file.key) or not self._changes.takes_plain_names:
+            return 0.0
+        return self._ns.fresh_s(file.entry.parent)
+
+    def names(self, directory: int) -> list[bytes] | None:
+        """All that a directory has, those that are not shown included; None where they are too many."""
+        names = []
+        for entry in self._ns.tree.children(directory):
+            names.append(entry.name)
+            if len(names) > NAMES_MAX:
+                return None
+        return names
+
+    def name_bytes_max(self, directory: int) -> int:
+        """Of a name in it, so that its key is none too long."""
+        above = len(self._ns.prefix(directory).encode()) + len(self._config.store.source.prefix.encode())
+        return max(0, KEY_BYTES_MAX - above)

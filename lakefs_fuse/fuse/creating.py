@@ -1,0 +1,213 @@
+"""New small files that the hooks receive whole: they are taken here when they are closed, or when anybody asks.
+
+See creating.c, which calls `Creating._serve` while no other request is looked at. Of a directory in which files are
+created one after another the hooks are lent all names, for as long as those are known anyway. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+from enum import IntEnum
+from functools import partial
+
+from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
+
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.new_files import Received
+from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.fuse.answers import attributes_of
+
+CREATED = 1 << 60
+"""In the handles that the hooks give out; the rest of them is the inode."""
+CREATED_BEFORE = 2
+"""So many files are created in a directory before it is lent."""
+CREATED_IN_MAX = 1024
+"""Directories whose new files are counted."""
+INODES = 512
+"""Set aside at a time."""
+log = logging.getLogger(__name__)
+
+
+class Wanted(IntEnum):
+    """What is to be done with a file, as creating.c numbers it."""
+
+    OPEN = 1
+    """Take it, and the handle."""
+    CLOSE = 2
+    """Take it, close it, and say when that is done."""
+    HANDLE = 3
+    """Take the handle of one that was taken before."""
+
+
+class _Taken(ctypes.Structure):
+    """`struct taken`."""
+
+    _fields_ = (
+        ("inode", ctypes.c_uint64), ("parent", ctypes.c_uint64),
+        ("created_ns", ctypes.c_int64), ("written_ns", ctypes.c_int64),
+        ("mode", ctypes.c_uint32), ("uid", ctypes.c_uint32), ("gid", ctypes.c_uint32), ("pid", ctypes.c_uint32),
+        ("size", ctypes.c_uint32), ("wanted", ctypes.c_uint32),
+        ("data", ctypes.c_void_p), ("name", ctypes.c_char_p),
+    )  # fmt: skip
+
+
+class Creating:
+    """See the module's head. Without the hooks, or on a mount that is read only, nothing is ever lent."""
+
+    def __init__(self, fs: Filesystem) -> None:
+        self._fs, self._new_files, self._tree = fs, fs.new_files, fs.namespace.tree
+        self._created: dict[int, int] = {}
+        self._taken = _Taken()
+        self._callback = ctypes.CFUNCTYPE(None)(self._serve)
+        self._quick: ctypes.PyDLL | None = None
+        """Calls that are over before anybody else could do anything with the interpreter."""
+
+    def begin(self) -> None:
+        """The session's requests are about to be read."""
+        library = hooks.library()
+        if library is None or not hooks.active() or self._fs.config.read_only:
+            return
+        self._quick = quick = ctypes.PyDLL(library._name)
+        quick.lakefs_creating_next.argtypes = [ctypes.POINTER(_Taken)]
+        quick.lakefs_creating_inodes.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+        quick.lakefs_creating_inodes_left.restype = ctypes.c_uint64
+        quick.lakefs_creating_lend.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32]
+        quick.lakefs_creating_names.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
+        quick.lakefs_creating_take.argtypes = [ctypes.c_uint64]
+        library.lakefs_creating_closed.argtypes = [ctypes.c_uint64, ctypes.c_int]
+        self._reply = library.lakefs_creating_closed
+        quick.lakefs_creating_serve(self._callback)
+        self._set_inodes_aside()
+        self._tree.naming, self._tree.unnaming = self._named, quick.lakefs_creating_take
+        self._fs.settle = self._tree.settling = self._settle
+
+    def end(self) -> None:
+        """No request is answered any more. What nobody closed is taken as it is."""
+        if self._quick is not None:
+            self._settle()
+            self._quick.lakefs_creating_lend_none()
+            self._quick.lakefs_creating_serve(None)
+            self._tree.lent.clear()
+            self._quick = None
+
+    def _settle(self) -> None:
+        """What was received is taken now, whoever still writes to it."""
+        if self._quick is not None:
+            self._quick.lakefs_creating_want_all()
+            self._serve()
+
+    def _set_inodes_aside(self) -> None:
+        assert self._quick is not None
+        if self._quick.lakefs_creating_inodes_left() < INODES // 4:
+            self._quick.lakefs_creating_inodes(self._fs.database.new_inodes(INODES), INODES)
+
+    # -- what was received
+
+    def _serve(self) -> None:
+        """Nothing raised here would be seen by anybody."""
+        try:
+            self._take_what_came()
+            self._set_inodes_aside()
+        except Exception:
+            log.exception("taking new files")
+
+    def _take_what_came(self) -> None:
+        assert self._quick is not None
+        came: list[Received] = []
+        closing: set[int] = set()
+        again: list[tuple[int, int]] = []
+        taken = self._taken
+        while self._quick.lakefs_creating_next(ctypes.byref(taken)):
+            if taken.wanted == Wanted.HANDLE:
+                again.append((taken.inode, taken.pid))
+                continue
+            data = ctypes.string_at(taken.data, taken.size) if taken.size else b""
+            came.append(
+                Received(
+                    taken.inode, taken.parent, taken.name, taken.mode, taken.uid, taken.gid, taken.pid,
+                    taken.created_ns, taken.written_ns, data,
+                )
+            )  # fmt: skip
+            if taken.wanted == Wanted.CLOSE:
+                closing.add(taken.inode)
+        try:
+            for received, file in zip(came, self._new_files.take(came), strict=True):
+                if isinstance(file, LakeError):
+                    log.warning("what was written to a new file is lost, its writer is told: %s", file)
+                    closing.discard(received.inode)
+                    self._answer(received.inode, file.errno)
+                    continue
+                if received.inode in closing:
+                    self._new_files.close(file, partial(self._closed, received))
+                    closing.remove(received.inode)
+                else:
+                    self._fs.hold(file, CREATED | received.inode, received.opener)
+            for inode, opener in again:
+                self._hold_again(inode, opener)
+        finally:
+            for inode in closing:
+                self._answer(inode, errno.EIO)
+
+    def _closed(self, received: Received, error: LakeError | None) -> None:
+        if error is not None:
+            log.warning("flush: %s", error)
+            self._hold_again(received.inode, received.opener)  # tried again on release, as with any file
+        self._answer(received.inode, 0 if error is None else error.errno)
+
+    def _hold_again(self, inode: int, opener: int) -> None:
+        number = CREATED | inode
+        if self._fs.is_handle(number):
+            return
+        try:
+            self._fs.hold(self._new_files.again(inode), number, opener, closed_by_opener=True)
+        except LakeError as error:
+            log.info("somebody still has a file open that is gone: %s", error)
+
+    def _answer(self, inode: int, code: int) -> None:
+        if self._quick is not None:
+            self._reply(inode, code)
+
+    # -- directories
+
+    def created(self, file: OpenFile) -> None:
+        """Somebody created a file, and the hooks did not do it."""
+        parent = file.entry.parent
+        count = self._created.pop(parent, 0) + 1
+        self._created[parent] = count
+        if len(self._created) > CREATED_IN_MAX:
+            del self._created[next(iter(self._created))]
+        if self._quick is None or count < CREATED_BEFORE:
+            return
+        for_s = self._new_files.lendable_s(file)
+        if for_s > 0 and not self._lend(parent, for_s):
+            self._created[parent] = 0  # not so soon again
+
+    def _lend(self, directory: int, for_s: float) -> bool:
+        assert self._quick is not None
+        is_new = directory not in self._tree.lent
+        names = self._new_files.names(directory) if is_new else []
+        if names is None:
+            return False
+        for_ns = int(min(for_s, hooks.LENT_S_MAX) * 1e9)
+        remembered_ns = int(min(self._fs.config.metadata_ttl_s, hooks.LENT_S_MAX) * 1e9)
+        told = b"".join(name + b"\0" for name in names)
+        lend, names_bytes_max = self._quick.lakefs_creating_lend, self._new_files.name_bytes_max(directory)
+        if not lend(directory, for_ns, remembered_ns, names_bytes_max):
+            self._quick.lakefs_creating_lend_none()
+            self._tree.lent.clear()
+            return False
+        if is_new and not self._quick.lakefs_creating_names(directory, told, len(told)):
+            self._quick.lakefs_creating_take(directory)
+            return False
+        self._tree.lent.add(directory)
+        # The kernel asks for them after each name that is made.
+        hooks.remember(attributes_of(self._fs.entry(directory), self._fs, 0.0), for_s)
+        return True
+
+    def _named(self, directory: int, name: bytes) -> None:
+        assert self._quick is not None
+        if not self._quick.lakefs_creating_names(directory, name + b"\0", len(name) + 1):
+            self._tree.take_back(directory)

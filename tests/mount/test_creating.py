@@ -1,0 +1,412 @@
+"""New small files under write-back, which the hooks receive whole: nobody can tell, but by what it costs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import LakeMaker
+from tests.mount.counting import upcalls
+from tests.mount.lakes import Lake, eventually, noise
+from tests.mount.test_commits import another
+from tests.mount.test_kernel_caches import answered
+from tests.mount.written_back import flush, state
+
+pytestmark = pytest.mark.usefixtures("with_hooks")
+OPTIONS = ("--durability", "writeback", "--writeback-delay", "0.2", "--metadata-ttl", "1h", "--refresh", "1h")
+KINDS = ("lookup", "getattr", "create", "write", "setattr", "flush", "release")
+FILES = 200
+FILE_BYTES_MAX = 256 << 10
+SOON_S = 10.0
+
+
+@pytest.fixture
+def lake(make_lake: LakeMaker) -> Lake:
+    """A mounted lake with a directory `d` whose names the hooks know."""
+    lake = make_lake("file", *OPTIONS).mount()
+    lend(lake, "d")
+    return lake
+
+
+def lend(lake: Lake, directory: str) -> None:
+    """Files are created in it until that needs no Python."""
+    (lake.path / directory).mkdir()
+
+    def is_lent() -> bool:
+        before = answered(lake)["create"]
+        (lake.path / directory / f"first-{before}-{time.monotonic_ns()}").write_bytes(b"")
+        return answered(lake)["create"] > before
+
+    eventually(is_lent, "creating files in a directory needs no Python", SOON_S)
+
+
+def begin(path: Path, data: bytes, flags: int = 0) -> int:
+    """A new file, written to and not closed; its bytes are with the daemon, and Python has not heard of it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | flags, 0o640)
+    os.write(fd, data)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    assert libc.sync_file_range(fd, 0, 0, 7) == 0, "the kernel sends what was written, and asks for no more"
+    return fd
+
+
+def test_what_it_spares(lake: Lake) -> None:
+    """Every request of every file."""
+    before, asked = answered(lake), upcalls(lake)
+    for number in range(FILES):
+        (lake.path / "d" / f"f{number}").write_bytes(noise(20_000, number))
+    after = answered(lake)
+    assert {kind: after[kind] - before[kind] for kind in KINDS} == dict.fromkeys(KINDS, FILES)
+    asked_now = {kind: count - asked[kind] for kind, count in upcalls(lake).items() if kind in KINDS}
+    assert asked_now == dict.fromkeys(KINDS, FILES), "and none besides"
+    for number in range(FILES):
+        assert (lake.path / "d" / f"f{number}").read_bytes() == noise(20_000, number)
+    flush(lake)
+    lake.remount()
+    assert len([name for name in os.listdir(lake.path / "d") if name.startswith("f")]) >= FILES
+    for number in range(FILES):
+        assert (lake.path / "d" / f"f{number}").read_bytes() == noise(20_000, number)
+
+
+def test_many_writers_and_readers_at_once(lake: Lake) -> None:
+    def write(writer: int) -> None:
+        for number in range(FILES // 4):
+            path = lake.path / "d" / f"w{writer}-{number}"
+            path.write_bytes(noise(3000 + number, writer))
+            assert path.read_bytes() == noise(3000 + number, writer)
+            assert path.stat().st_size == 3000 + number
+            if number % 7 == 0:
+                path.rename(path.with_suffix(".renamed"))
+            elif number % 11 == 1:
+                path.unlink()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    expected = {}
+    for writer in range(8):
+        for number in range(FILES // 4):
+            if number % 7 == 0:
+                expected[f"w{writer}-{number}.renamed"] = noise(3000 + number, writer)
+            elif number % 11 != 1:
+                expected[f"w{writer}-{number}"] = noise(3000 + number, writer)
+    found = {path.name: path.read_bytes() for path in (lake.path / "d").glob("w*")}
+    assert found == expected
+
+
+def test_attributes_are_those_of_who_created_it(lake: Lake) -> None:
+    path = lake.path / "d" / "mine"
+    began_ns = time.time_ns() - 10_000_000  # as exact as the kernel's clock
+    created = answered(lake)["create"]
+    os.close(begin(path, b"mine"))
+    assert answered(lake)["create"] == created + 1
+    found = path.stat()
+    assert stat.S_IMODE(found.st_mode) == 0o640
+    assert (found.st_size, found.st_nlink) == (4, 1)
+    assert (found.st_uid, found.st_gid) == (os.getuid(), os.getgid())
+    assert began_ns <= found.st_mtime_ns <= time.time_ns()
+    flush(lake)
+    lake.remount()
+    again = path.stat()
+    assert (again.st_mode, again.st_uid, again.st_gid, again.st_size) == (
+        found.st_mode, found.st_uid, found.st_gid, found.st_size,
+    )  # fmt: skip
+    assert abs(again.st_mtime_ns - found.st_mtime_ns) < 1_000_000
+
+
+def test_it_is_seen_while_it_is_written(lake: Lake) -> None:
+    path = lake.path / "d" / "growing"
+    fd = begin(path, b"some bytes")
+    try:
+        assert os.fstat(fd).st_size == 10
+        names = subprocess.run(["ls", "-l", lake.path / "d"], capture_output=True, text=True, check=True).stdout
+        assert "growing" in names
+        assert path.read_bytes() == b"some bytes"
+        os.write(fd, b", and more")
+        assert path.stat().st_size == 20
+        assert os.pread(fd, 100, 5) == b"bytes, and more"
+    finally:
+        os.close(fd)
+    assert path.read_bytes() == b"some bytes, and more"
+
+
+def test_who_asks_what_is_not_durable_is_told_of_it(lake: Lake) -> None:
+    fd = begin(lake.path / "d" / "open", b"some bytes")
+    told = {str(file["path"]): file["bytes"] for file in lake.unfinished()}
+    assert told["d/open"] == 10
+    other = begin(lake.path / "d" / "other", b"other bytes")
+    flush(lake)
+    for name in ("open", "other"):
+        assert state(lake.path / "d" / name) == "durable"
+    for each in (fd, other):
+        os.write(each, b", and more")
+        os.close(each)
+    assert (lake.path / "d" / "open").read_bytes() == b"some bytes, and more"
+    assert (lake.path / "d" / "other").read_bytes() == b"other bytes, and more"
+
+
+@pytest.mark.parametrize("what", ["truncated", "in the middle", "far beyond", "large", "in the end"])
+def test_written_to_in_other_ways(lake: Lake, what: str) -> None:
+    """What is not simply more of a small file is nothing new, either."""
+    path = lake.path / "d" / "odd"
+    data = bytearray(noise(50_000, 1))
+    fd = begin(path, bytes(data))
+    try:
+        if what == "truncated":
+            os.ftruncate(fd, 1234)
+            del data[1234:]
+        elif what == "in the middle":
+            os.pwrite(fd, b"here", 100)
+            data[100:104] = b"here"
+        elif what == "far beyond":
+            os.pwrite(fd, b"there", 1 << 20)
+            data += bytes((1 << 20) - len(data)) + b"there"
+        elif what == "large":
+            more = noise(FILE_BYTES_MAX, 2)
+            os.pwrite(fd, more, len(data))
+            data += more
+        else:
+            os.pwrite(fd, b"the end", len(data))
+            data += b"the end"
+    finally:
+        os.close(fd)
+    assert path.read_bytes() == data
+    flush(lake)
+    lake.remount()
+    assert path.read_bytes() == data
+
+
+def test_who_goes_on_writing_after_a_close(lake: Lake) -> None:
+    """Descriptors that were duplicated; what each close says is true."""
+    path = lake.path / "d" / "twice"
+    first = begin(path, b"one")
+    second = os.dup(first)
+    os.close(first)
+    assert state(path) != "failed"
+    os.write(second, b" two")
+    third = os.dup(second)
+    os.close(second)
+    assert path.read_bytes() == b"one two"
+    os.write(third, b" three")
+    os.fsync(third)
+    assert state(path) == "durable"
+    os.close(third)
+    assert path.read_bytes() == b"one two three"
+
+
+def test_a_child_that_inherited_it_closes_it(lake: Lake) -> None:
+    """Its close is not the one that the writer means: nothing is published of it."""
+    path = lake.path / "d" / "inherited"
+    fd = begin(path, b"half")
+    os.set_inheritable(fd, True)
+    subprocess.run([sys.executable, "-c", f"import os; os.close({fd})"], check=True, close_fds=False)
+    time.sleep(0.5)
+    assert state(path) == "dirty"
+    os.write(fd, b" and half")
+    os.close(fd)
+    flush(lake)
+    assert path.read_bytes() == b"half and half"
+
+
+def test_removed_and_renamed_while_it_is_open(lake: Lake) -> None:
+    directory = lake.path / "d"
+    gone, moved, over = (begin(directory / name, name.encode()) for name in ("gone", "moved", "over"))
+    (directory / "gone").unlink()
+    (directory / "moved").rename(lake.path / "elsewhere")
+    (directory / "over").rename(lake.path / "elsewhere")
+    for fd in (gone, moved, over):
+        os.write(fd, b" still")
+    assert os.pread(gone, 100, 0) == b"gone still"
+    for fd in (gone, moved, over):
+        os.close(fd)
+    assert not {"gone", "moved", "over"} & set(os.listdir(directory))
+    assert (lake.path / "elsewhere").read_bytes() == b"over still"
+    flush(lake)
+    lake.remount()
+    assert (lake.path / "elsewhere").read_bytes() == b"over still"
+    assert not {"gone", "moved", "over"} & set(os.listdir(directory))
+
+
+def test_its_directory_is_not_empty(lake: Lake) -> None:
+    lend(lake, "e")
+    for path in (lake.path / "e").iterdir():
+        path.unlink()
+    fd = begin(lake.path / "e" / "open", b"here")
+    with pytest.raises(OSError, match="not empty"):
+        (lake.path / "e").rmdir()
+    (lake.path / "e").rename(lake.path / "other")
+    os.close(fd)
+    assert (lake.path / "other" / "open").read_bytes() == b"here"
+    assert not (lake.path / "e").exists()
+    (lake.path / "other" / "next").write_bytes(b"next")
+    flush(lake)
+    lake.remount()
+    assert (lake.path / "other" / "open").read_bytes() == b"here"
+    assert (lake.path / "other" / "next").read_bytes() == b"next"
+
+
+def test_a_name_that_is_taken(lake: Lake) -> None:
+    """By a file that was created without Python, by one that was not, by a directory."""
+    directory = lake.path / "d"
+    (directory / "plain").write_bytes(b"1")
+    os.close(os.open(directory / "exclusive", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    (directory / "directory").mkdir()
+    (directory / ".hidden").write_bytes(b"1")
+    for name in ("plain", "exclusive", ".hidden"):
+        with pytest.raises(FileExistsError):
+            os.open(directory / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        (directory / name).write_bytes(b"2")
+        assert (directory / name).read_bytes() == b"2"
+    with pytest.raises(IsADirectoryError):
+        (directory / "directory").write_bytes(b"2")
+    (directory / "plain").unlink()
+    assert not (directory / "plain").exists()
+    (directory / "plain").write_bytes(b"3")
+    assert (directory / "plain").read_bytes() == b"3"
+
+
+def test_names_that_need_a_second_look(lake: Lake) -> None:
+    directory = lake.path / "d"
+    names = ["ünï", ".dot", "a" * 255, "back\\slash", "with space", "line\nbreak", "x" * 201]
+    for name in names:
+        (directory / name).write_bytes(name.encode())
+    for path, code in ((directory / ("x" * 256), errno.ENAMETOOLONG), (directory / ".lakefs-directory", errno.EPERM)):
+        with pytest.raises(OSError, match=os.strerror(code)):
+            path.write_bytes(b"")
+    flush(lake)
+    lake.remount()
+    for name in names:
+        assert (directory / name).read_bytes() == name.encode()
+
+
+def test_times_that_somebody_chose(lake: Lake) -> None:
+    path = lake.path / "d" / "dated"
+    fd = begin(path, b"old")
+    os.utime(fd, ns=(10**18, 10**18))
+    os.fchmod(fd, 0o600)
+    os.close(fd)
+    assert path.stat().st_mtime_ns == 10**18
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    flush(lake)
+    lake.remount()
+    assert path.stat().st_mtime_ns == 10**18
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_its_directory_has_the_time_of_the_newest_name(lake: Lake) -> None:
+    before_ns = (lake.path / "d").stat().st_mtime_ns
+    fd = begin(lake.path / "d" / "new", b"new")
+    during_ns = (lake.path / "d").stat().st_mtime_ns
+    os.close(fd)
+    assert before_ns < during_ns
+    assert os.listdir(lake.path / "d")
+    assert (lake.path / "d").stat().st_mtime_ns == during_ns
+
+
+def test_what_was_closed_survives_the_daemon(lake: Lake) -> None:
+    for number in range(20):
+        (lake.path / "d" / f"kept{number}").write_bytes(noise(10_000, number))
+    open_one = begin(lake.path / "d" / "open", b"never closed")
+    lake.kill()
+    with pytest.raises(OSError, match=r"endpoint|connect"):
+        os.write(open_one, b"x")
+        os.fsync(open_one)
+    try:
+        os.close(open_one)
+    except OSError:
+        pass
+    lake.mount()
+    for number in range(20):
+        assert (lake.path / "d" / f"kept{number}").read_bytes() == noise(10_000, number)
+    assert not (lake.path / "d" / "open").exists() or (lake.path / "d" / "open").read_bytes() in (b"", b"never closed")
+
+
+def test_another_node_made_the_same_name_meanwhile(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """Who closes last has the name."""
+    lake = make_lake("seaweedfs", *OPTIONS[:-1], "0.3").mount()
+    lend(lake, "d")
+    flush(lake)
+    fd = begin(lake.path / "d" / "both", b"from here")
+    with another(lake, tmp_path) as other:
+        eventually((other.path / "d").is_dir, "the other node has the directory", SOON_S)
+        (other.path / "d" / "both").write_bytes(b"from there")
+        flush(other)
+        time.sleep(1.5)
+        os.close(fd)
+        assert (lake.path / "d" / "both").read_bytes() == b"from here"
+        flush(lake)
+        eventually(
+            lambda: (other.path / "d" / "both").read_bytes() == b"from here",
+            "the last close is seen there",
+            SOON_S,
+        )
+
+
+def test_another_node_removes_its_directory_meanwhile(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """It is not empty here."""
+    lake = make_lake("seaweedfs", *OPTIONS[:-1], "0.3").mount()
+    lend(lake, "e")
+    for path in (lake.path / "e").iterdir():
+        path.unlink()
+    flush(lake)
+    with another(lake, tmp_path) as other:
+        eventually(
+            lambda: (other.path / "e").is_dir() and not os.listdir(other.path / "e"), "it is empty there", SOON_S
+        )
+        fd = begin(lake.path / "e" / "open", b"from here")
+        (other.path / "e").rmdir()
+        flush(other)
+        time.sleep(1.5)
+        os.write(fd, b", all of it")
+        os.close(fd)
+        assert (lake.path / "e" / "open").read_bytes() == b"from here, all of it"
+        flush(lake)
+        eventually((other.path / "e" / "open").exists, "it is seen there", SOON_S)
+        assert (other.path / "e" / "open").read_bytes() == b"from here, all of it"
+
+
+def test_unmounting_waits_for_it(lake: Lake) -> None:
+    """A lazy unmount leaves who has it open alone, and stores what comes."""
+    path = lake.path / "d" / "late"
+    fd = begin(path, b"early")
+    subprocess.run(["fusermount3", "-u", "-z", lake.path], check=True)
+    os.write(fd, b" and late")
+    os.close(fd)
+    eventually(lambda: not lake.serving(), "the daemon has ended", SOON_S)
+    lake.mount()
+    assert path.read_bytes() == b"early and late"
+
+
+def test_a_daemon_that_is_told_to_end_while_one_is_open(lake: Lake) -> None:
+    fd = begin(lake.path / "d" / "open", b"early")
+    os.kill(lake.pid, signal.SIGTERM)
+    time.sleep(1.0)
+    os.write(fd, b" and late")
+    os.close(fd)
+    eventually(lambda: not lake.serving(), "the daemon has ended", SOON_S)
+    lake.mount()
+    assert (lake.path / "d" / "open").read_bytes() == b"early and late"
+
+
+def test_more_open_files_than_are_received_at_once(lake: Lake) -> None:
+    paths = [lake.path / "d" / f"many{number}" for number in range(300)]
+    descriptors = [begin(path, path.name.encode()) for path in paths]
+    for fd in descriptors:
+        os.write(fd, b"!")
+    threads = [threading.Thread(target=os.close, args=(fd,)) for fd in descriptors]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for path in paths:
+        assert path.read_bytes() == path.name.encode() + b"!"
