@@ -475,7 +475,7 @@ void lakefs_creating_wrap(struct fuse_lowlevel_ops *operations, void *libfuse)
 
 int64_t lakefs_creating_newest(uint64_t parent)
 {
-	int64_t newest_ns = 0;
+	int64_t newest_ns = INT64_MIN;
 
 	for (unsigned at = 0; at < used && receiving; at++)
 		if (files[at].state == RECEIVING && files[at].parent == parent && files[at].created_ns > newest_ns)

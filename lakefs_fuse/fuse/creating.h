@@ -16,7 +16,7 @@ int lakefs_creating_answers(const struct fuse_in_header *head, const void *body,
 /* The request is one for Python, which is told before of what it might see; NULL where nobody knows what it is. */
 void lakefs_creating_before(const struct fuse_in_header *head);
 
-/* When the newest name was made in a directory that Python does not know of; 0 where it knows all. */
+/* When the newest name was made in a directory that Python does not know of; INT64_MIN where it knows all. */
 int64_t lakefs_creating_newest(uint64_t parent);
 
 /* Python is told of the files that were closed, if any were. */
