@@ -23,6 +23,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 
 import trio
 
+from lakefs_fuse.data.bell import Bell
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_record import record_of
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
@@ -74,7 +75,7 @@ class Draft:
         self.upload_intent_ns = 0
         self.upload_metadata: dict[str, str] = {}
         self.upload_failed = False
-        self.upload_lock = trio.Lock()
+        self._asking = Gate()
         self.token = draft_id
         self.commit = ""
         self.changes = 0
@@ -85,10 +86,10 @@ class Draft:
         """Parts are sent when the draft is accepted, or staging is half full, and not before."""
         self.delayed: Unavailable | None = None
         """Why parts wait to be sent again."""
-        self._hurry = trio.Event()
+        self._hurry = Bell()
         self.uploading = 0
         self.gate = Gate()
-        self._idle = trio.Event()
+        self._idle = Bell()
         self._staged_bytes = 0
         self._busy_parts: Counter[int] = Counter()
         self._closing = False
@@ -356,8 +357,7 @@ class Draft:
         self.parts[index].announced = False
         self.uploading -= 1
         if not self.uploading:
-            self._idle.set()
-            self._idle = trio.Event()
+            self._idle.ring()
         self.services.staging.notify()
 
     async def wait_hurry(self, pause_s: float) -> None:
@@ -367,8 +367,7 @@ class Draft:
 
     def hurry(self) -> None:
         """Parts that wait to be sent again do not."""
-        self._hurry.set()
-        self._hurry = trio.Event()
+        self._hurry.ring()
 
     # -- write-back
 
@@ -432,7 +431,7 @@ class Draft:
 
     async def begin_upload(self) -> str:
         """The multipart upload's id; the intent is in the journal before the store is asked."""
-        async with self.upload_lock:
+        async with self._asking.exclusive():
             if not self.upload_id:
                 await self.abort_strays()
                 self.upload_intent_ns = self.services.clock_ns()

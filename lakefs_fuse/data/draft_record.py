@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.record import BaseExtent, DraftRecord, DraftState, UploadedPart
 from lakefs_fuse.data.segments import Spot
@@ -14,12 +12,14 @@ if TYPE_CHECKING:
     from lakefs_fuse.data.draft import Draft
 
 
-def record_of(draft: Draft) -> DraftRecord:
-    target, spot = draft.target, draft.file.spot
+def record_of(draft: Draft, *, accepted: int = 0, spot: Spot | None = None) -> DraftRecord:
+    """What it is; with a number in ``accepted``, what it will be once it is accepted under that, with its bytes in a
+    segment where ``spot`` says so."""
+    target, spot = draft.target, spot or draft.file.spot
     return DraftRecord(
         id=draft.id,
         key=target.key,
-        state=draft.state,
+        state=DraftState.ACCEPTED if accepted else draft.state,
         created_ns=draft.created_ns,
         size=draft.size,
         base=_base_extent(draft),
@@ -35,7 +35,7 @@ def record_of(draft: Draft) -> DraftRecord:
         unlinked=draft.unlinked,
         metadata=dict(target.describe(False)),
         metadata_multipart=dict(target.describe(True)),
-        accepted=draft.accepted,
+        accepted=accepted or draft.accepted,
         began=draft.began,
         stands_for=draft.stands_for,
         commit=draft.commit,
@@ -50,14 +50,6 @@ def record_of(draft: Draft) -> DraftRecord:
         pages=draft.pages.dump(),
         error=str(draft.error) if draft.error else "",
     )
-
-
-def accepted_record(draft: Draft, number: int, spot: Spot | None) -> DraftRecord:
-    """What it will be once it is accepted under a number, with its bytes in a segment where ``spot`` says so."""
-    record = msgspec.structs.replace(record_of(draft), state=DraftState.ACCEPTED, accepted=number)
-    if spot is None:
-        return record
-    return msgspec.structs.replace(record, segment=spot.segment, segment_offset=spot.offset, segment_bytes=spot.length)
 
 
 def _base_extent(draft: Draft) -> BaseExtent | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-import trio
+from lakefs_fuse.data.bell import Bell
 
 
 class Gate:
@@ -18,7 +18,7 @@ class Gate:
         self._shared = 0
         self._exclusive = False
         self._exclusive_waiting = 0
-        self._changed: trio.Event | None = None
+        self._changed = Bell()
 
     def shared(self) -> AbstractAsyncContextManager[None]:
         return _Shared(self)
@@ -28,23 +28,23 @@ class Gate:
 
     async def enter_shared(self) -> None:
         while self._exclusive or self._exclusive_waiting:
-            await self._wait()
+            await self._changed.wait()
         self._shared += 1
 
     def leave_shared(self) -> None:
         self._shared -= 1
-        self._wake()
+        self._changed.ring()
 
     async def enter_exclusive(self) -> None:
         self._exclusive_waiting += 1
         try:
             while self._exclusive or self._shared:
-                await self._wait()
+                await self._changed.wait()
             self._exclusive = True
         finally:
             self._exclusive_waiting -= 1
             if not self._exclusive:
-                self._wake()  # those whom this one kept out
+                self._changed.ring()  # those whom this one kept out
 
     def try_exclusive(self) -> bool:
         """Enter alone, if that can be had at once; `leave_exclusive` ends it."""
@@ -55,17 +55,7 @@ class Gate:
 
     def leave_exclusive(self) -> None:
         self._exclusive = False
-        self._wake()
-
-    async def _wait(self) -> None:
-        if self._changed is None:
-            self._changed = trio.Event()
-        await self._changed.wait()
-
-    def _wake(self) -> None:
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = None
+        self._changed.ring()
 
 
 class _Shared(AbstractAsyncContextManager[None]):

@@ -1,8 +1,9 @@
-"""Whether the cache disk answers so quickly that handing a read to a thread, and taking the answer back, takes longer.
+"""Whether the cache disk answers so quickly that handing it to a thread, and taking the answer back, takes longer.
 
 That takes about a millisecond of CPU, because each of the two threads has to be woken and to get hold of the
 interpreter. So small reads are made on the trio thread while they take no more than twice that on the average, which is
-what RocksDB has of the same disk as well; one that was slow is left to the threads for a while. Trio thread only.
+what RocksDB has of the same disk as well; a disk that was slow is left to the threads for a while. The same goes for
+syncs of what is small, which may take somewhat longer. Trio thread only.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PROMPT_S = 0.002
-"""On the average of the last reads, about `WEIGHT` of them."""
+"""On the average of the last ones, about `WEIGHT` of them."""
 WEIGHT = 16
 SLOW_S = 0.1
-"""One read of so long is enough to go by."""
-PAUSE_S = 5.0
-"""For so long a slow disk is not tried again."""
+"""One of so long is enough to go by."""
+PAUSE_S_FIRST, PAUSE_S_MAX = 0.25, 5.0
+"""For so long a slow disk is not tried again: twice as long each time, until `WEIGHT` in turn were prompt."""
 
 
 @contextmanager
@@ -35,25 +36,34 @@ def at_once(lock: threading.Lock) -> Iterator[None]:
 class Promptness:
     """See the module's head. ``clock`` gives seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, prompt_s: float = PROMPT_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._prompt_s, self._clock = prompt_s, clock
         self._average_s = 0.0
         self._slow_until_s = 0.0
+        self._pause_s = PAUSE_S_FIRST
+        self._in_turn = 0
 
     @property
     def is_prompt(self) -> bool:
-        """A read is worth trying without a thread."""
+        """It is worth trying without a thread."""
         return self._clock() >= self._slow_until_s
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """One such read."""
+        """One read, or sync."""
         began_s = self._clock()
         try:
             yield
         finally:
             ended_s = self._clock()
-            took_s = ended_s - began_s
-            self._average_s += (took_s - self._average_s) / WEIGHT
-            if took_s > SLOW_S or self._average_s > PROMPT_S:
-                self._average_s, self._slow_until_s = 0.0, ended_s + PAUSE_S
+            self._took(ended_s - began_s, ended_s)
+
+    def _took(self, took_s: float, ended_s: float) -> None:
+        self._average_s += (took_s - self._average_s) / WEIGHT
+        self._in_turn += 1
+        if took_s > SLOW_S or self._average_s > self._prompt_s:
+            self._slow_until_s = ended_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+            self._average_s, self._in_turn = 0.0, 0
+        elif self._in_turn >= WEIGHT:
+            self._pause_s = PAUSE_S_FIRST

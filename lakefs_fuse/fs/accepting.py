@@ -2,21 +2,23 @@
 
 What always holds: a file is accepted (its `close()` answers 0) only after its staged bytes and then its journal record
 survive a crash of the machine. Syncing a new file makes its name in the staging directory durable too on ext4, XFS and
-Btrfs. While one group is being synced the next gathers. A crash before the record is there leaves an orphan, after it
-an accepted file, whoever was told of it. Trio thread only, but for the syncing.
+Btrfs. A group of no more than `AT_ONCE_BYTES_MAX` is synced on the trio thread while the disk is prompt, which takes
+less than waking a thread for it; while another is being synced in a thread the next gathers. A crash before the record
+is there leaves an orphan, after it an accepted file, whoever was told of it. Trio thread only, but for such syncing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import trio
 
 from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_record import accepted_record
+from lakefs_fuse.data.draft_record import record_of
+from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.record import encode
 from lakefs_fuse.data.segments import Group, Spot
 from lakefs_fuse.errors import CacheError, LakeError
@@ -25,6 +27,9 @@ from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.journal import Journal
 
+AT_ONCE_BYTES_MAX = 4 << 20
+PROMPT_S = 0.004
+"""A sync on the average; a thread makes a group wait longer than this where there is much to do."""
 log = logging.getLogger(__name__)
 
 
@@ -71,6 +76,7 @@ class Acceptor:
         self._number, self._replaced, self._accepted = number, replaced, accepted
         self._closing: list[Closing] = []
         self._working = False
+        self._disk = Promptness(PROMPT_S)
 
     async def accept(self, file: OpenFile, draft: Draft) -> None:
         """The caller holds the draft alone. Raises LakeError; then the draft is as it was."""
@@ -83,54 +89,111 @@ class Acceptor:
         if closing.error is not None:
             raise closing.error
 
-    def accept_new(self, file: OpenFile, draft: Draft, told: Callable[[LakeError | None], None]) -> None:
-        """As `accept`, of a draft in memory; ``told`` is called with the error, if there is one."""
+    def gather(self, file: OpenFile, draft: Draft, told: Callable[[LakeError | None], None]) -> None:
+        """As `accept`, of a draft in memory, with others; ``told`` is called with the error, if there is one."""
         closing = Closing(file, draft, lambda: told(closing.error))
         self._add(closing)
 
     def _add(self, closing: Closing) -> None:
         self._closing.append(closing)
-        if not self._working:
+        if not self._working:  # others come before it runs
             self._working = True
             self._nursery.start_soon(self._work)
 
     async def _work(self) -> None:
-        group: list[Closing] = []
         try:
             while self._closing:
                 group, self._closing = self._closing, []
-                await self._accept_group([closing for closing in group if not closing.file.unlinked])
-                for closing in group:
-                    closing.end()
+                await self._accept_group(group)
         finally:
             self._working = False
-            for closing in (*group, *self._closing):
-                if not closing.done:
-                    closing.error = closing.error or LakeError("the mount is ending")
-                    closing.end()
+            for closing in self._closing:
+                closing.error = LakeError("the mount is ending")
+                closing.end()
             self._closing.clear()
 
     async def _accept_group(self, group: list[Closing]) -> None:
-        if not group:
-            return
-        staging = group[0].draft.services.staging
+        wanted = [closing for closing in group if not closing.file.unlinked]
+        failure: LakeError | None = LakeError("the mount is ending")
         try:
-            segment = staging.segments.group()
-            for closing in group:
-                self._describe(closing, segment)
-            await trio.to_thread.run_sync(segment.write)
-            reached("accept.synced")
-            batch = Batch()
-            for index, closing in enumerate(group):
-                self._note(closing, [other.draft for other in group[:index]], batch)
-            self._db.commit(batch)
-            await trio.to_thread.run_sync(self._db.sync)
-        except (OSError, CacheError) as error:
-            failure = staging.translate(error) if isinstance(error, OSError) else error
-            for closing in group:
+            if wanted:
+                await self._accept_wanted(wanted)
+            failure = None
+        except OSError as error:
+            failure = wanted[0].draft.services.staging.translate(error)
+        except CacheError as error:
+            failure = error
+        finally:
+            for closing in wanted:
                 closing.error = failure
+            for closing in group:
+                closing.end()
+
+    async def _accept_wanted(self, group: list[Closing]) -> None:
+        segment, batch = self._describe_all(group), Batch()
+        await self._soon(group, segment.write)
+        self._note_all(group, batch)
+        self._db.commit(batch)
+        segment.keep()  # whether or not the records are safe, they name it
+        await self._soon(group, self._db.sync)
+        self._end_all(group)
+
+    async def _soon(self, group: list[Closing], write: Callable[[], None]) -> None:
+        """Writing something of the group to the disk, in a thread where that may take long."""
+        if not self._takes_a_moment([closing.draft for closing in group]):
+            await trio.to_thread.run_sync(write)
             return
+        with self._disk.timed():
+            write()
+
+    def _takes_a_moment(self, drafts: Iterable[Draft]) -> bool:
+        return self._disk.is_prompt and sum(draft.size for draft in drafts) <= AT_ONCE_BYTES_MAX
+
+    # -- new ones, at once
+
+    def can_now(self, drafts: Sequence[Draft]) -> bool:
+        """`accept_now` is worth it. All are in memory, and nobody else has them."""
+        return bool(drafts) and not self._working and self._takes_a_moment(drafts)
+
+    def accept_now(self, files: Sequence[tuple[OpenFile, Draft]], batch: Batch) -> LakeError | None:
+        """As `accept`, of files whose rows are in ``batch``, and of which the journal has not heard. Answers the error,
+        if there is one: then the files are there, and their drafts as they were. Raises CacheError: nothing is there.
+        """
+        group = [Closing(file, draft, lambda: None) for file, draft in files]
+        try:
+            segment = self._describe_all(group)
+            with self._disk.timed():
+                segment.write()
+        except OSError as error:
+            for _, draft in files:
+                self._journal.put(batch, draft.id, encode(draft.noted()))
+            self._db.commit(batch)
+            return group[0].draft.services.staging.translate(error)
+        self._note_all(group, batch)
+        self._db.commit(batch)
         segment.keep()
+        try:
+            with self._disk.timed():
+                self._db.sync()
+        except CacheError as error:
+            return error
+        self._end_all(group)
+        return None
+
+    # -- what is done to all of a group
+
+    def _describe_all(self, group: list[Closing]) -> Group:
+        segment = group[0].draft.services.staging.segments.group()
+        for closing in group:
+            self._describe(closing, segment)
+        return segment
+
+    def _note_all(self, group: list[Closing], batch: Batch) -> None:
+        reached("accept.synced")
+        for index, closing in enumerate(group):
+            self._note(closing, group[:index], batch)
+
+    def _end_all(self, group: list[Closing]) -> None:
         reached("accept.recorded")
         for closing in group:
             self._end(closing)
@@ -138,7 +201,8 @@ class Acceptor:
     @staticmethod
     def _encode(closing: Closing) -> None:
         draft = closing.draft
-        closing.raw, closing.saves = encode(accepted_record(draft, closing.number, closing.spot)), draft.saves
+        closing.raw = encode(record_of(draft, accepted=closing.number, spot=closing.spot))
+        closing.saves = draft.saves
 
     def _describe(self, closing: Closing, segment: Group) -> None:
         """Where the bytes will be; the record beside them is for the day when all others are lost."""
@@ -150,10 +214,10 @@ class Acceptor:
         if data is not None:
             segment.add(data, closing.raw)
 
-    def _note(self, closing: Closing, before: list[Draft], batch: Batch) -> None:
+    def _note(self, closing: Closing, before: list[Closing], batch: Batch) -> None:
         """The record as things are now: while the bytes were written, a version before may have been stored, or the
         file renamed. ``before`` are of the same group, with lower numbers."""
-        gone_now = self._replaced(closing.file, before)
+        gone_now = self._replaced(closing.file, [other.draft for other in before]) if closing.file.behind else []
         if gone_now or closing.draft.saves != closing.saves:
             self._encode(closing)
         self._journal.put(batch, closing.draft.id, closing.raw)

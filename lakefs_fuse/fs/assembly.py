@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +144,7 @@ class Assembly:
         storing = Storing(namespace, committer, deletions, copies, shown=ground.shown)
         self.files = files = FileTable(
             database, namespace, ground.cache, reader, lambda save: ground.services(reader, save), storing,
-            new_id=lambda: uuid.UUID(int=ground.ids.getrandbits(128), version=4).hex,
+            new_id=lambda: f"{ground.ids.getrandbits(128):032x}",
             look_again=commits.poller.poll,
         )  # fmt: skip
         self._relocator = relocator = Relocator(

@@ -141,10 +141,10 @@ class FileTable:
         file.writers += writer
         return file
 
-    def adopt_new(self, batch: Batch, entry: Entry, key: str, *, if_absent: bool = False) -> OpenFile:
-        """A file that was just created, with its first handle. The journal hears of it with its name."""
+    def adopt_new(self, entry: Entry, key: str, *, if_absent: bool = False) -> OpenFile:
+        """A file that was just created, with its first handle. The journal does not hear of it here."""
         file = OpenFile(entry, key, None, if_absent=if_absent)
-        self.draft(file, batch=batch)
+        self._begin(file, self._new_draft(file, anew=True))
         file.handles = file.writers = 1
         self._files[entry.inode] = file
         return file
@@ -255,26 +255,30 @@ class FileTable:
         async with file.publishing:
             pass
 
-    def draft(self, file: OpenFile, *, anew: bool = False, batch: Batch | None = None) -> Draft:
+    def draft(self, file: OpenFile, *, anew: bool = False) -> Draft:
         """The file's draft, begun now where it has none; ``anew`` where nothing of the old version counts."""
         if file.draft is None:
-            replaces = file.replaces
-            if_absent = file.if_absent and not file.behind
-            target = DraftTarget(file.key, file.describe, replaces=replaces, if_absent=if_absent)
-            base = None if anew or file.behind else file.extent
-            draft_id = self.new_id()
-            small = StagedFile(self.services.staging, draft_id, file.key) if self.writeback.is_for(file.key) else None
-            self.begin(file, Draft(self.services, draft_id, target, base=base, file=small), batch)
+            self.begin(file, self._new_draft(file, anew=anew))
         assert file.draft is not None
         return file.draft
 
-    def begin(self, file: OpenFile, draft: Draft, batch: Batch | None = None) -> None:
-        """The draft is the file's newest version; the journal hears of it now, or with ``batch``."""
+    def _new_draft(self, file: OpenFile, *, anew: bool) -> Draft:
+        draft_id, if_absent = self.new_id(), file.if_absent and not file.behind
+        target = DraftTarget(file.key, file.describe, replaces=file.replaces, if_absent=if_absent)
+        base = None if anew or file.behind else file.extent
+        small = StagedFile(self.services.staging, draft_id, file.key) if self.writeback.is_for(file.key) else None
+        return Draft(self.services, draft_id, target, base=base, file=small)
+
+    def begin(self, file: OpenFile, draft: Draft) -> None:
+        """The draft is the file's newest version, and the journal hears of it."""
+        self._begin(file, draft)
+        draft.save()
+
+    def _begin(self, file: OpenFile, draft: Draft) -> None:
         self.aim(file, draft.id, draft.target)
         draft.began, draft.deferred = self.writeback.sequence, self.writeback.is_for(file.key)
         draft.unlinked = file.unlinked and self._ns.tree.entry(file.entry.inode) is None  # else `unlink` says so
         file.draft = draft
-        draft.save() if batch is None else self._journal.put(batch, draft.id, encode(draft.noted()))
 
     def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
         """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,

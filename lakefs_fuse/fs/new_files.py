@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.record import encode
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.changes import Changes
@@ -24,10 +26,14 @@ from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.journal import Journal
 
 NAMES_MAX = 8192
 """A directory with more is not lent: telling all of them takes too long."""
+PREFIXES_MAX = 1024
 log = logging.getLogger(__name__)
+
+Told = Callable[[LakeError | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,10 @@ class NewFiles:
     ) -> None:
         self._config, self._db, self._ns, self._files = config, database, namespace, files
         self._changes, self._writeback, self._clock_ns = changes, writeback, clock_ns
+        self._journal = Journal(database)
+        self._prefixes: dict[int, str] = {}
+        """Of directories, while `_prefixes_of` is what the tree says."""
+        self._prefixes_of = 0
 
     def make(
         self, parent: int, name: bytes, key: str, mode: int, uid: int, gid: int, *, if_absent: bool = False
@@ -71,8 +81,9 @@ class NewFiles:
         batch = Batch()
         entry = self._insert(batch, parent, name, mode, uid, gid, now)
         self._changes.touch(parent, batch, now)
-        file = self._files.adopt_new(batch, entry, key, if_absent=if_absent)
+        file = self._files.adopt_new(entry, key, if_absent=if_absent)
         try:
+            self._note(batch, file)
             self._db.commit(batch)
         except CacheError:
             self._drop(file)
@@ -88,6 +99,11 @@ class NewFiles:
             mode=mode & PERMISSIONS, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now,
         )  # fmt: skip
 
+    def _note(self, batch: Batch, file: OpenFile) -> None:
+        """With the batch the journal hears of the file's draft. Raises CacheError."""
+        if file.draft is not None:
+            self._journal.put(batch, file.draft.id, encode(file.draft.noted()))
+
     def _drop(self, file: OpenFile) -> None:
         """Of a file with one handle there shall be nothing."""
         file.unlinked = True
@@ -95,47 +111,80 @@ class NewFiles:
 
     # -- what was received
 
-    def take(self, received: Sequence[Received]) -> list[OpenFile | LakeError]:
+    def take(self, received: Sequence[Received], told: Mapping[int, Told]) -> list[OpenFile | LakeError]:
         """Each of the files, with one handle for who created it, or why it cannot be: ESTALE where its directory is
-        gone, ENAMETOOLONG where it has a longer path by now."""
-        batch, prefixes, touched = Batch(), dict[int, str](), dict[int, int]()
-        taken: list[OpenFile | LakeError] = []
-        for each in received:
-            try:
-                taken.append(self._take(batch, each, prefixes))
-                touched[each.parent] = max(each.created_ns, touched.get(each.parent, 0))
-            except LakeError as error:
-                taken.append(error)
+        gone, ENAMETOOLONG where it has a longer path by now.
+
+        ``told`` has those, by their inodes, whose creators have closed them, and need no handle any more. It is called
+        when what `close()` waits for has come, with the error if there is one, but not for those that cannot be taken.
+        """
+        batch = Batch()
+        taken = [self._try_to_take(batch, each) for each in received]
+        closed = {
+            id(file): (file, told[each.inode])
+            for each, file in zip(received, taken, strict=True)
+            if isinstance(file, OpenFile) and each.inode in told
+        }
+        now = [(file, file.draft) for file, _ in closed.values() if file.draft and self._writeback.may_accept(file)]
+        if not self._writeback.acceptor.can_now([draft for _, draft in now]):
+            now = []
         try:
-            for directory, at_ns in touched.items():
-                self._changes.touch(directory, batch, at_ns)
-            self._db.commit(batch)
-        except CacheError as error:
+            error = self._commit(batch, received, taken, now)
+        except CacheError as failed:
             for file in taken:
                 if isinstance(file, OpenFile):
                     self._drop(file)
-            return [error for _ in taken]
+            return [failed for _ in taken]
+        for file, _ in now:
+            told_of = closed.pop(id(file))[1]
+            self._let_go(file)
+            told_of(error)
+        for file, told_of in closed.values():
+            self._close(file, told_of)
         return taken
 
-    def _take(self, batch: Batch, received: Received, prefixes: dict[int, str]) -> OpenFile:
-        directory = received.parent
-        prefix = prefixes.get(directory)
+    def _commit(
+        self,
+        batch: Batch,
+        received: Sequence[Received],
+        taken: Sequence[OpenFile | LakeError],
+        now: Sequence[tuple[OpenFile, Draft]],
+    ) -> LakeError | None:
+        """The rows, and what the journal has to know; those of ``now`` are accepted, or have the error."""
+        touched, at_once = dict[int, int](), {id(file) for file, _ in now}
+        for each, file in zip(received, taken, strict=True):
+            if isinstance(file, LakeError):
+                continue
+            touched[each.parent] = max(each.created_ns, touched.get(each.parent, 0))
+            if id(file) not in at_once:
+                self._note(batch, file)
+        for directory, at_ns in touched.items():
+            self._changes.touch(directory, batch, at_ns)
+        if now:
+            return self._writeback.acceptor.accept_now(now, batch)
+        self._db.commit(batch)
+        return None
+
+    def _try_to_take(self, batch: Batch, received: Received) -> OpenFile | LakeError:
+        try:
+            return self._take(batch, received)
+        except LakeError as error:
+            return error
+
+    def _prefix(self, directory: int) -> str:
+        """Of the keys in it. Raises FileError(ESTALE)."""
+        if self._prefixes_of != self._ns.tree.directories_moved or len(self._prefixes) > PREFIXES_MAX:
+            self._prefixes, self._prefixes_of = {}, self._ns.tree.directories_moved
+        prefix = self._prefixes.get(directory)
         if prefix is None:
-            prefix = prefixes[directory] = self._ns.prefix(directory)
+            prefix = self._prefixes[directory] = self._ns.prefix(directory)
+        return prefix
+
+    def _take(self, batch: Batch, received: Received) -> OpenFile:
+        prefix = self._prefix(received.parent)
         key = checked_key(prefix, received.name.decode(), len(self._config.store.source.prefix.encode()))
-        known = self._ns.tree.child(directory, received.name)
-        if known is not None:
-            file = self._take_over(known, key, received)
-        elif self._writeback.is_for(key):
-            file = self._take_new(batch, key, received)
-        else:  # its bytes go into a file, which may fail
-            alone = Batch()
-            file = self._take_new(alone, key, received)
-            try:
-                self._db.commit(alone)
-            except CacheError:
-                self._drop(file)
-                raise
+        known = self._ns.tree.child(received.parent, received.name)
+        file = self._take_new(batch, key, received) if known is None else self._take_over(known, key, received)
         file.written(received.written_ns)
         return file
 
@@ -146,7 +195,7 @@ class NewFiles:
         )  # fmt: skip
         file: OpenFile | None = None
         try:
-            file = self._files.adopt_new(batch, entry, key)
+            file = self._files.adopt_new(entry, key)
             self._files.draft(file).begin_with(received.data)
         except BaseException:
             self._ns.tree.detach(batch, entry)
@@ -178,15 +227,25 @@ class NewFiles:
             raise FileError(errno.ESTALE)
         return self._files.acquire(entry, writer=True)
 
-    def close(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> None:
-        """Who created it has closed it, and needs no handle any more. ``told`` is called when what `close()` waits for
-        has come, with the error if there is one."""
+    @staticmethod
+    def _let_go(file: OpenFile) -> None:
         file.handles -= 1
         file.writers -= 1
-        if not self._writeback.is_for(file.key) or not self._writeback.accept_new(file, told):
-            self._files.services.nursery.start_soon(self._close, file, told)
 
-    async def _close(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> None:
+    def _close(self, file: OpenFile, told: Told) -> None:
+        self._let_go(file)
+        draft = file.draft
+        if draft is None or not self._writeback.may_accept(file) or not draft.gate.try_exclusive():
+            self._files.services.nursery.start_soon(self._close_patiently, file, told)
+            return
+
+        def done(error: LakeError | None) -> None:
+            draft.gate.leave_exclusive()
+            told(error)
+
+        self._writeback.acceptor.gather(file, draft, done)
+
+    async def _close_patiently(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> None:
         """Where that takes waiting."""
         error: LakeError | None = LakeError("the mount is ending")
         try:

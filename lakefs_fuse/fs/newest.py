@@ -284,6 +284,7 @@ class Newest:
     async def begin_anew(self, file: OpenFile, accepted: Draft) -> None:
         """A file is changed that was accepted and is not in the store yet: the next version begins as a copy of it, or
         where it is large, after it was published. Of many writers at once the first does it. Raises LakeError."""
+        file.beginning = file.beginning or trio.Lock()
         async with file.beginning:
             if file.draft is accepted:
                 await self._begin_anew(file, accepted)

@@ -53,8 +53,8 @@ class OpenFile:
     late_xattrs: dict[str, bytes] | None = None
     """Set while a version was being stored, which may not tell them."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
-    beginning: trio.Lock = field(default_factory=trio.Lock)
-    """Held by the one who makes the copy that the next version begins with."""
+    beginning: trio.Lock | None = None
+    """Made, and held, by the one who makes the copy that the next version begins with."""
 
     @property
     def current(self) -> Entry:

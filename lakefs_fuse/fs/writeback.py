@@ -79,7 +79,7 @@ class WriteBack:
         names wait for what was accepted before them."""
         self._nursery, self._rules, self._metrics = nursery, rules, metrics
         self._delay_s, self._is_pressed, self._progress, self._is_held = delay_s, is_pressed, progress, is_held
-        self._acceptor = Acceptor(
+        self.acceptor = Acceptor(
             database, nursery, number=self._next, replaced=self._replaced, accepted=self._was_accepted
         )
         self.publisher: Publisher
@@ -142,7 +142,7 @@ class WriteBack:
     async def accept(self, file: OpenFile, draft: Draft) -> None:
         """The draft's bytes are safe here when this returns. The caller holds it alone. Raises LakeError."""
         try:
-            await self._acceptor.accept(file, draft)
+            await self.acceptor.accept(file, draft)
         except LakeError:
             draft.stands_for = 0
             for earlier in file.behind:
@@ -155,21 +155,12 @@ class WriteBack:
             self._kick.set()
             raise
 
-    def accept_new(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> bool:
-        """As `accept`, of a file that was just made and is in memory; ``told`` is called with the error, if there is
-        one. False where somebody has to wait for room first, or is busy with it; then nothing was done."""
+    def may_accept(self, file: OpenFile) -> bool:
+        """A file that was just made and is in memory, without waiting for anything."""
         draft = file.draft
-        if draft is None or not draft.file.is_in_memory or file.behind or len(self._items) >= FILES_MAX:
+        if draft is None or not draft.file.is_in_memory or file.behind or not self.is_for(file.key):
             return False
-        if not draft.services.staging.fits or not draft.gate.try_exclusive():
-            return False
-
-        def done(error: LakeError | None) -> None:
-            draft.gate.leave_exclusive()
-            told(error)
-
-        self._acceptor.accept_new(file, draft, done)
-        return True
+        return len(self._items) < FILES_MAX and draft.services.staging.fits
 
     @staticmethod
     def _note(draft: Draft) -> None:

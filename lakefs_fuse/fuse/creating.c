@@ -483,6 +483,11 @@ int64_t lakefs_creating_newest(uint64_t parent)
 	return newest_ns;
 }
 
+int lakefs_creating_some(void)
+{
+	return receiving || waiting;
+}
+
 /* -- handing over */
 
 /* A file, those in a directory that nobody has closed yet, or all. */

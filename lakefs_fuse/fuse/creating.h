@@ -19,6 +19,9 @@ void lakefs_creating_before(const struct fuse_in_header *head);
 /* When the newest name was made in a directory that Python does not know of; INT64_MIN where it knows all. */
 int64_t lakefs_creating_newest(uint64_t parent);
 
+/* There are files that Python does not know of. */
+int lakefs_creating_some(void);
+
 /* Python is told of the files that were closed, if any were. */
 void lakefs_creating_after(void);
 

@@ -16,7 +16,7 @@ from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.filesystem import Filesystem
-from lakefs_fuse.fs.new_files import Received
+from lakefs_fuse.fs.new_files import Received, Told
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fuse.answers import attributes_of
 
@@ -77,8 +77,7 @@ class Creating:
         quick.lakefs_creating_lend.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32]
         quick.lakefs_creating_names.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
         quick.lakefs_creating_take.argtypes = [ctypes.c_uint64]
-        library.lakefs_creating_closed.argtypes = [ctypes.c_uint64, ctypes.c_int]
-        self._reply = library.lakefs_creating_closed
+        quick.lakefs_creating_closed.argtypes = [ctypes.c_uint64, ctypes.c_int]
         quick.lakefs_creating_serve(self._callback)
         self._set_inodes_aside()
         self._tree.naming, self._tree.unnaming = self._named, quick.lakefs_creating_take
@@ -117,7 +116,7 @@ class Creating:
     def _take_what_came(self) -> None:
         assert self._quick is not None
         came: list[Received] = []
-        closing: set[int] = set()
+        closed: dict[int, Told] = {}
         again: list[tuple[int, int]] = []
         taken = self._taken
         while self._quick.lakefs_creating_next(ctypes.byref(taken)):
@@ -125,30 +124,26 @@ class Creating:
                 again.append((taken.inode, taken.pid))
                 continue
             data = ctypes.string_at(taken.data, taken.size) if taken.size else b""
-            came.append(
-                Received(
-                    taken.inode, taken.parent, taken.name, taken.mode, taken.uid, taken.gid, taken.pid,
-                    taken.created_ns, taken.written_ns, data,
-                )
+            received = Received(
+                taken.inode, taken.parent, taken.name, taken.mode, taken.uid, taken.gid, taken.pid,
+                taken.created_ns, taken.written_ns, data,
             )  # fmt: skip
+            came.append(received)
             if taken.wanted == Wanted.CLOSE:
-                closing.add(taken.inode)
+                closed[received.inode] = partial(self._closed, received)
+        waiting = set(closed)
         try:
-            for received, file in zip(came, self._new_files.take(came), strict=True):
+            for received, file in zip(came, self._new_files.take(came, closed), strict=True):
                 if isinstance(file, LakeError):
                     log.warning("what was written to a new file is lost, its writer is told: %s", file)
-                    closing.discard(received.inode)
                     self._answer(received.inode, file.errno)
-                    continue
-                if received.inode in closing:
-                    self._new_files.close(file, partial(self._closed, received))
-                    closing.remove(received.inode)
-                else:
+                elif received.inode not in closed:
                     self._fs.hold(file, CREATED | received.inode, received.opener)
+                waiting.discard(received.inode)
             for inode, opener in again:
                 self._hold_again(inode, opener)
         finally:
-            for inode in closing:
+            for inode in waiting:
                 self._answer(inode, errno.EIO)
 
     def _closed(self, received: Received, error: LakeError | None) -> None:
@@ -168,7 +163,7 @@ class Creating:
 
     def _answer(self, inode: int, code: int) -> None:
         if self._quick is not None:
-            self._reply(inode, code)
+            self._quick.lakefs_creating_closed(inode, code)
 
     # -- directories
 

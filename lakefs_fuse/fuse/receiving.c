@@ -3,7 +3,8 @@
  *
  * Once `lakefs_receiving_begin` was called, a read never waits: where there is no request it answers EINTR, which
  * pyfuse3 takes for "wait until there is one", and `lakefs_receiving_drained` says so. Requests that need no Python
- * (those that hooks.c answers) are answered right here, and the next one is read. Before that, and in a process without hooks, libfuse's own function does what it always did.
+ * (those that hooks.c answers) are answered right here, and the next one is read. Before that, and in a process without
+ * hooks, libfuse's own function does what it always did.
  *
  * Whoever sends such requests often sends the next at once, and waking this thread costs more than answering: after
  * one it looks for the next for AWAIT_NS, without the GIL, and altogether no longer than AWAY_NS, for the loop that
@@ -31,6 +32,8 @@
 
 #define AWAIT_NS 150000
 #define AWAY_NS 1000000
+/* Or no longer than this while new files come: the more of them are closed together, the less each costs. */
+#define AWAY_CREATING_NS 3000000
 
 static int (*next_receive)(struct fuse_session *, struct fuse_buf *);
 static void (*process)(struct fuse_session *, const struct fuse_buf *);
@@ -130,7 +133,8 @@ static int answer_and_look(struct fuse_session *se, struct fuse_buf *buf)
 		until += lakefs_now_ns();
 		while ((size = receive(se, buf)) == -EAGAIN && lakefs_now_ns() < until)
 			sched_yield();
-	} while (size > 0 && needs_no_python(buf) && until - begin < AWAY_NS);
+	} while (size > 0 && needs_no_python(buf) &&
+		 until - begin < (lakefs_creating_some() ? AWAY_CREATING_NS : AWAY_NS));
 	return size;
 }
 

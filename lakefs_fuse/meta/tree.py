@@ -71,6 +71,8 @@ class Tree:
         """… of those whose names are not certain any more. …"""
         self.settling: Callable[[], object] = lambda: None
         """… Before a directory counts as empty, names that are known there only come to be known here."""
+        self.directories_moved = 0
+        """Goes up before a directory loses its name, or gets another one."""
         for listing in self.listings():
             self._count_hidden(listing, 1)
 
@@ -215,15 +217,17 @@ class Tree:
             self.unnaming(directory)
 
     def _detach(self, batch: Batch, entry: Entry) -> None:
+        self.directories_moved += entry.is_dir
         batch.delete(_inode_key(b"N", entry.parent) + entry.sort_name)
         batch.delete(b"D" + _PAIR.pack(entry.parent, entry.cookie))
         batch.delete(_inode_key(b"I", entry.inode))
 
     def update(self, batch: Batch, entry: Entry) -> None:
         """Write an entry's attributes; name, parent, cookie and inode are those it was read with."""
-        self._share(batch, self._at(entry.parent, entry.cookie), entry)
         if entry.is_dir:
             self.updating(entry)
+        else:
+            self._share(batch, self._at(entry.parent, entry.cookie), entry)
         batch.put(b"D" + _PAIR.pack(entry.parent, entry.cookie), entry.pack())
 
     @staticmethod

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lakefs_fuse.data.promptness import PAUSE_S, PROMPT_S, SLOW_S, Promptness
+from lakefs_fuse.data.promptness import PAUSE_S_FIRST, PAUSE_S_MAX, PROMPT_S, SLOW_S, WEIGHT, Promptness
 
 
 class Disk:
     def __init__(self) -> None:
         self.now = 1000.0
-        self.promptness = Promptness(lambda: self.now)
+        self.promptness = Promptness(clock=lambda: self.now)
 
     def read(self, seconds: float, times: int = 1) -> bool:
         """Whether it is prompt after so many reads."""
@@ -35,8 +35,8 @@ def test_a_prompt_disk_stays_prompt() -> None:
 def test_a_disk_that_is_slow_on_the_average_is_left_alone_for_a_while() -> None:
     disk = Disk()
     assert disk.read(PROMPT_S * 2, 5)
-    assert not disk.read(PROMPT_S * 2, 20)
-    disk.now += PAUSE_S
+    assert not disk.read(PROMPT_S * 2, 6)
+    disk.now += PAUSE_S_FIRST
     assert disk.is_prompt(), "tried again"
     assert disk.read(PROMPT_S / 2, 100)
 
@@ -45,11 +45,33 @@ def test_one_read_that_hangs_is_enough() -> None:
     disk = Disk()
     disk.read(PROMPT_S / 10, 1000)
     assert not disk.read(SLOW_S * 1.01)
-    disk.now += PAUSE_S / 2
+    disk.now += PAUSE_S_FIRST / 2
     assert not disk.is_prompt()
-    disk.now += PAUSE_S
+    disk.now += PAUSE_S_FIRST
     assert disk.is_prompt()
     assert not disk.read(1.0)
+
+
+def pause_s(disk: Disk) -> float:
+    """After one that hangs."""
+    assert not disk.read(SLOW_S * 2)
+    began = disk.now
+    while not disk.is_prompt():
+        disk.now += 0.01
+    return disk.now - began
+
+
+def test_a_disk_that_stays_slow_is_tried_less_and_less_often() -> None:
+    disk = Disk()
+    pauses = [pause_s(disk) for _ in range(10)]
+    assert pauses[0] == pytest.approx(PAUSE_S_FIRST, abs=0.02)
+    assert pauses[1] == pytest.approx(2 * PAUSE_S_FIRST, abs=0.02)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == pytest.approx(PAUSE_S_MAX, abs=0.02)
+    disk.read(PROMPT_S / 2, WEIGHT - 1)
+    assert pause_s(disk) == pytest.approx(PAUSE_S_MAX, abs=0.02)
+    disk.read(PROMPT_S / 2, WEIGHT)
+    assert pause_s(disk) == pytest.approx(PAUSE_S_FIRST, abs=0.02), "it was prompt for a while"
 
 
 def test_an_error_is_timed_as_well() -> None:

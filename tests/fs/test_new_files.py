@@ -12,6 +12,7 @@ import trio.testing
 
 from lakefs_fuse.config import Rule
 from lakefs_fuse.data import segments, staged_file
+from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import bursts, writeback
 from lakefs_fuse.fs.new_files import Received
@@ -24,6 +25,7 @@ from tests.memory_store import START_NS, MemoryStore
 
 WAIT_S_MAX = 20.0
 NEVER_S = 1000.0
+HANDLE = 1 << 60
 
 
 async def received(m: Lake, path: str, data: bytes) -> Received:
@@ -33,8 +35,17 @@ async def received(m: Lake, path: str, data: bytes) -> Received:
     )
 
 
+@pytest.fixture(params=[True, False], ids=["prompt", "slow"], autouse=True)
+def is_prompt(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Files are accepted at once, or by a task that waits for threads."""
+    is_prompt = bool(request.param)
+    monkeypatch.setattr(Promptness, "is_prompt", is_prompt)
+    return is_prompt
+
+
 async def taken(m: Lake, *files: tuple[str, bytes]) -> list[OpenFile]:
-    found = m.fs.new_files.take([await received(m, path, data) for path, data in files])
+    """And not closed."""
+    found = m.fs.new_files.take([await received(m, path, data) for path, data in files], {})
     assert all(isinstance(file, OpenFile) for file in found), found
     return [file for file in found if isinstance(file, OpenFile)]
 
@@ -58,11 +69,22 @@ class Closed:
         return self.errors
 
 
-async def close(m: Lake, *files: OpenFile) -> list[LakeError | None]:
+def take_closed(m: Lake, wanted: list[Received], said: Closed) -> list[OpenFile | LakeError]:
+    return m.fs.new_files.take(wanted, {each.inode: said for each in wanted})
+
+
+async def closed(m: Lake, *files: tuple[str, bytes]) -> list[LakeError | None]:
+    """Taken, and what was said of them then."""
     said = Closed()
-    for file in files:
-        m.fs.new_files.close(file, said)
+    found = take_closed(m, [await received(m, path, data) for path, data in files], said)
+    assert all(isinstance(file, OpenFile) for file in found), found
     return await said.wait(len(files))
+
+
+async def release(m: Lake, file: OpenFile) -> None:
+    """Whoever holds it closes it."""
+    m.fs.hold(file, HANDLE, 0)
+    await m.close(HANDLE)
 
 
 async def test_it_is_there_at_once_with_all_that_was_said_of_it(tmp_path: Path) -> None:
@@ -75,10 +97,11 @@ async def test_it_is_there_at_once_with_all_that_was_said_of_it(tmp_path: Path) 
         assert (entry.mode, entry.uid, entry.gid, entry.mtime_ns) == (0o640, 12, 34, START_NS + 7)
         assert (await m.found("d")).mtime_ns == START_NS + 5
         assert await m.read("d/a") == b"first"
-        assert await close(m, *files) == [None, None, None]
+        for file in files:
+            await release(m, file)
+        await m.fs.sync_directory(ROOT_INODE)
         assert told(m)["accepted"] == 3
         assert [file.handles for file in files] == [0, 0, 0]
-        await m.fs.sync_directory(ROOT_INODE)
         assert (await m.read("d/a"), await m.read("d/b"), await m.read("c")) == (b"first", b"", b"third")
 
 
@@ -86,8 +109,13 @@ async def test_what_was_closed_is_there_after_a_death(tmp_path: Path) -> None:
     store = MemoryStore()
     Outage(store)
     async with writing_back(store, tmp_path / "cache", pack="always", delay_s=NEVER_S) as m:
-        closed, never_closed = await taken(m, ("closed", b"safe"), ("open", b"not safe"))
-        assert await close(m, closed) == [None]
+        wanted = [await received(m, "closed", b"safe"), await received(m, "open", b"not safe")]
+        said = Closed()
+        safe, never_closed = m.fs.new_files.take(wanted, {wanted[0].inode: said})
+        assert await said.wait(1) == [None]
+        assert isinstance(safe, OpenFile)
+        assert isinstance(never_closed, OpenFile)
+        assert (safe.handles, never_closed.handles) == (0, 1)
         assert never_closed.draft is not None
     async with writing_back(MemoryStore(), tmp_path / "cache", pack="always", delay_s=NEVER_S) as m:
         assert await m.read("closed") == b"safe"
@@ -96,8 +124,7 @@ async def test_what_was_closed_is_there_after_a_death(tmp_path: Path) -> None:
 async def test_without_write_back_it_is_in_the_store(tmp_path: Path) -> None:
     store = MemoryStore()
     async with lake(store, tmp_path / "cache", pack="never") as m:
-        (file,) = await taken(m, ("plain", b"bytes"))
-        assert await close(m, file) == [None]
+        assert await closed(m, ("plain", b"bytes")) == [None]
         assert store.data("plain") == b"bytes"
         assert m.fs.statistics()["files"] == {"in_use": 0}
 
@@ -107,7 +134,9 @@ async def test_its_directory_is_gone(tmp_path: Path) -> None:
         await m.mkdir("gone")
         lost, kept = await received(m, "gone/a", b"lost"), await received(m, "kept", b"kept")
         await m.rmdir("gone")
-        error, file = m.fs.new_files.take([lost, kept])
+        said = Closed()
+        error, file = take_closed(m, [lost, kept], said)
+        assert await said.wait(1) == [None]
         assert isinstance(error, FileError)
         assert error.errno == errno.ESTALE
         assert isinstance(file, OpenFile)
@@ -121,7 +150,7 @@ async def test_its_directory_has_a_longer_path_by_now(tmp_path: Path) -> None:
         await m.mkdir("d")
         lost = await received(m, "d/" + "y" * 200, b"lost")
         await m.rename("d", "/".join(["x" * 200] * 4 + ["d" * 100]))
-        (error,) = m.fs.new_files.take([lost])
+        (error,) = take_closed(m, [lost], Closed())
         assert isinstance(error, FileError)
         assert error.errno == errno.ENAMETOOLONG
 
@@ -133,13 +162,13 @@ async def test_somebody_else_made_a_file_of_that_name(tmp_path: Path) -> None:
         ours = await received(m, "name", b"ours")
         store.give("name", b"theirs")
         reading = await m.open("name")
-        (file,) = m.fs.new_files.take([ours])
+        (file,) = m.fs.new_files.take([ours], {})
         assert isinstance(file, OpenFile)
         assert (await m.found("name")).inode == ours.inode
         assert await m.read("name") == b"ours"
         assert await m.read_handle(reading) == b"theirs"
         await m.close(reading)
-        assert await close(m, file) == [None]
+        await release(m, file)
         await m.fs.sync_directory(ROOT_INODE)
         assert store.data("name") == b"ours"
         assert await m.read("name") == b"ours"
@@ -155,7 +184,7 @@ async def test_somebody_else_made_something_else_of_that_name(tmp_path: Path) ->
                 await m.symlink(name, "anywhere")
             else:
                 handle = await m.create(name)
-            (error,) = m.fs.new_files.take([ours])
+            (error,) = take_closed(m, [ours], Closed())
             assert isinstance(error, FileError)
             assert error.errno == errno.ESTALE
         await m.close(handle)
@@ -174,7 +203,7 @@ async def test_the_journal_cannot_be_written(tmp_path: Path, monkeypatch: pytest
         for where, what in failing:
             with monkeypatch.context() as patch:
                 patch.setattr(where, what, fails)
-                errors = m.fs.new_files.take(wanted)
+                errors = take_closed(m, wanted, Closed())
             assert [type(error) for error in errors] == [CacheError, CacheError]
         await trio.testing.wait_all_tasks_blocked()
         assert await m.names() == []
@@ -182,8 +211,7 @@ async def test_the_journal_cannot_be_written(tmp_path: Path, monkeypatch: pytest
         assert isinstance(staging, dict)
         assert staging["bytes"] == 0
         assert m.fs.statistics()["files"] == {"in_use": 0}
-        (file,) = await taken(m, ("a", b"again"))
-        assert await close(m, file) == [None]
+        assert await closed(m, ("a", b"again")) == [None]
         assert await m.read("a") == b"again"
 
 
@@ -199,16 +227,16 @@ async def test_there_is_no_room_for_a_file_of_its_own(tmp_path: Path, monkeypatc
 
         with monkeypatch.context() as patch:
             patch.setattr(staged_file, "pwrite_all", fails)
-            first, error, last = m.fs.new_files.take(wanted)
+            said = Closed()
+            first, error, last = take_closed(m, wanted, said)
+        assert await said.wait(2) == [None, None]
         assert isinstance(first, OpenFile)
         assert isinstance(last, OpenFile)
         assert isinstance(error, LakeError)
         assert error.errno == errno.ENOSPC
         await trio.testing.wait_all_tasks_blocked()
         assert await m.names() == ["a", "c"]
-        assert await close(m, first, last) == [None, None]
-        (file,) = await taken(m, ("b.close", b"again"))
-        assert await close(m, file) == [None]
+        assert await closed(m, ("b.close", b"again")) == [None]
         assert store.data("b.close") == b"again"
         await m.fs.sync_directory(ROOT_INODE)
         assert list((tmp_path / "cache" / "staging").glob("[!s]*")) == []
@@ -219,21 +247,22 @@ async def test_there_is_no_room_for_a_file_of_its_own(tmp_path: Path, monkeypatc
 
 async def test_the_disk_is_full_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with writing_back(MemoryStore(), tmp_path / "cache") as m:
-        (file,) = await taken(m, ("full", b"bytes"))
+        wanted, said = await received(m, "full", b"bytes"), Closed()
 
         def fails(_: segments.Group) -> None:
             raise OSError(errno.ENOSPC, "no space left")
 
         with monkeypatch.context() as patch:
             patch.setattr(segments.Group, "write", fails)
-            (error,) = await close(m, file)
+            (file,) = take_closed(m, [wanted], said)
+            (error,) = await said.wait(1)
+        assert isinstance(file, OpenFile)
         assert error is not None
         assert error.errno == errno.ENOSPC
         again = m.fs.new_files.again(file.entry.inode)
         assert again is file
-        m.fs.hold(file, 1 << 60, 0)
         assert await m.read("full") == b"bytes"
-        await m.fs.release(1 << 60)
+        await release(m, again)
         await m.fs.sync_directory(ROOT_INODE)
         assert await m.read("full") == b"bytes"
 
@@ -243,11 +272,10 @@ async def test_it_waits_until_there_is_room(tmp_path: Path, monkeypatch: pytest.
     store = MemoryStore()
     outage = Outage(store)
     async with writing_back(store, tmp_path / "cache", retry_timeout_s=0.0) as m:
-        first, second = await taken(m, ("first", b"1"), ("second", b"2"))
         said = Closed()
-        m.fs.new_files.close(first, said)
+        take_closed(m, [await received(m, "first", b"1")], said)
         await said.wait(1)
-        m.fs.new_files.close(second, said)
+        take_closed(m, [await received(m, "second", b"2")], said)
         with trio.move_on_after(0.1):
             await said.wait(2)
         assert said.errors == [None]
@@ -260,7 +288,7 @@ async def test_removed_before_it_was_closed(tmp_path: Path) -> None:
     async with writing_back(store, tmp_path / "cache") as m:
         (file,) = await taken(m, ("gone", b"bytes"))
         await m.unlink("gone")
-        assert await close(m, file) == [None]
+        await release(m, file)
         await m.fs.sync_directory(ROOT_INODE)
         assert await m.names() == []
         assert [key for key in store.objects if not key.startswith(".lakefs/")] == []
@@ -319,14 +347,14 @@ async def test_packs_wait_while_files_are_accepted_one_after_the_other(
     store = MemoryStore()
     async with writing_back(store, tmp_path / "cache", pack="always", delay_s=0.1) as m:
         for number in range(30):
-            assert await close(m, *await taken(m, (f"f{number}", b"x"))) == [None]
+            assert await closed(m, (f"f{number}", b"x")) == [None]
             await trio.sleep(0.02 if number > bursts.FILES_MIN else 0)
         assert told(m)["files"] == 30
         with trio.fail_after(WAIT_S_MAX):
             while told(m)["files"]:
                 await trio.sleep(0.05)
         for number in range(10):
-            assert await close(m, *await taken(m, (f"g{number}", b"x"))) == [None]
+            assert await closed(m, (f"g{number}", b"x")) == [None]
         began = trio.current_time()
         await m.fs.sync_directory(ROOT_INODE)
         assert trio.current_time() - began < bursts.WINDOW_S
@@ -339,7 +367,7 @@ async def test_they_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Mon
         with trio.fail_after(WAIT_S_MAX):
             number = 0
             while number == told(m)["files"]:
-                assert await close(m, *await taken(m, (f"f{number}", b"x"))) == [None]
+                assert await closed(m, (f"f{number}", b"x")) == [None]
                 number += 1
                 await trio.sleep(0.01)
 

@@ -19,6 +19,7 @@ import pytest
 import trio
 
 from lakefs_fuse.catalog import committer
+from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.failpoints import NAMES
 from lakefs_fuse.fs import accepting, newest, renaming, replay
@@ -703,6 +704,7 @@ async def test_a_replaced_version_does_not_come_back_when_the_name_is_removed(
         await reached(parts.reached)
         done = m.fs.unfinished()[0].parts_done
         monkeypatch.setattr(Database, "sync", slow)
+        monkeypatch.setattr(Promptness, "is_prompt", False)  # then it is a thread that waits
         async with trio.open_nursery() as nursery:
             nursery.start_soon(rewrite, m, "file", b"small")
             await trio.sleep(0.1)

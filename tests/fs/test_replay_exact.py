@@ -11,6 +11,7 @@ import trio.testing
 
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.data.draft import Draft
+from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.segments import Group
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.errors import Unavailable
@@ -67,6 +68,7 @@ async def test_a_version_that_is_stored_while_the_next_is_being_recorded(
 
         await m.write("file", b"one")
         monkeypatch.setattr(Group, "write", write)
+        monkeypatch.setattr(Promptness, "is_prompt", False)  # in a thread
         monkeypatch.setattr(accepting, "reached", recorded)
         await rewrite(m, "file", b"two")
         monkeypatch.setattr(Group, "write", written)
