@@ -21,17 +21,14 @@
 #include <string.h>
 #include <sys/stat.h>
 
+#include "lent_names.h"
 #include "receiving.h"
 #include "remembered.h"
-#include "slots.h"
 
 /* In the numbers of handles that are given out here; the rest is the inode. */
 #define CREATED (1ULL << 60)
 #define FILES 128
 #define FILE_BYTES_MAX (256U << 10)
-#define NAME_BYTES_MAX 200
-#define DIRECTORIES 64
-#define NAMES (1U << 18)
 #define NS 1000000000LL
 /* An mtime this far from now was chosen by somebody: operations for Python. */
 #define CHOSEN_S 60
@@ -80,21 +77,9 @@ struct taken {
 	const char *name;
 };
 
-struct directory {
-	uint64_t inode;
-	uint64_t seed; /* of its names' hashes */
-	int64_t until_ns;
-	int64_t remembered_ns; /* how long the kernel may remember what is answered */
-	uint32_t name_bytes_max;
-};
-
 static struct created files[FILES];
 static unsigned used; /* slots from here on are free */
 static unsigned receiving, waiting;
-static struct directory directories[DIRECTORIES];
-static uint64_t names[NAMES];
-static uint32_t names_used;
-static uint64_t seeds;
 static uint64_t inode_next, inode_end;
 static void (*serve)(void);
 static int64_t answered[FUSE_CREATE + 1]; /* by opcode */
@@ -106,73 +91,6 @@ static int (*reply_entry)(fuse_req_t, const struct fuse_entry_param *);
 static int (*reply_create)(fuse_req_t, const struct fuse_entry_param *, const struct fuse_file_info *);
 static int (*reply_attr)(fuse_req_t, const struct stat *, double);
 static int (*reply_write)(fuse_req_t, size_t);
-
-/* -- names */
-
-static uint64_t hash_of(uint64_t seed, const char *name, size_t bytes)
-{
-	uint64_t hash = seed ^ 0xCBF29CE484222325ULL;
-
-	for (size_t at = 0; at < bytes; at++)
-		hash = (hash ^ (uint8_t)name[at]) * 0x100000001B3ULL;
-	hash ^= hash >> 32;
-	hash *= 0x9E3779B97F4A7C15ULL;
-	return hash ? hash : 1; /* 0 is a free slot */
-}
-
-static uint64_t *place_of(uint64_t hash)
-{
-	uint32_t at = (uint32_t)(hash >> 40) % NAMES;
-
-	while (names[at] && names[at] != hash)
-		at = (at + 1) % NAMES;
-	return &names[at];
-}
-
-static void add_name(const struct directory *directory, const char *name, size_t bytes)
-{
-	uint64_t hash = hash_of(directory->seed, name, bytes), *place = place_of(hash);
-
-	names_used += !*place;
-	*place = hash;
-}
-
-static int is_full(void)
-{
-	return names_used >= NAMES / 2;
-}
-
-static struct directory *find_directory(uint64_t inode)
-{
-	for (unsigned at = 0; at < DIRECTORIES; at++)
-		if (directories[at].inode == inode)
-			return &directories[at];
-	return NULL;
-}
-
-/* Names that need no second look: every store takes them, and none is reserved. */
-static int is_plain(const char *name, size_t bytes_max)
-{
-	size_t bytes;
-
-	if (*name == '.')
-		return 0;
-	for (bytes = 0; name[bytes]; bytes++)
-		if (name[bytes] < ' ' || name[bytes] > '~' || name[bytes] == '\\' || bytes >= bytes_max)
-			return 0;
-	return bytes > 0;
-}
-
-/* The directory, where it is lent and has no such name. */
-static struct directory *lacking(uint64_t parent, const char *name)
-{
-	struct directory *directory = reply_create ? find_directory(parent) : NULL;
-
-	if (!directory || is_full() || directory->until_ns <= lakefs_request_ns() ||
-	    !is_plain(name, directory->name_bytes_max))
-		return NULL;
-	return *place_of(hash_of(directory->seed, name, strlen(name))) ? NULL : directory;
-}
 
 /* -- files */
 
@@ -247,7 +165,7 @@ static double seconds_left(const struct directory *directory)
 static int may_create(uint64_t parent, const char *name, uint32_t flags)
 {
 	return (flags & O_TRUNC) && !(flags & (O_EXCL | O_APPEND)) && (flags & O_ACCMODE) != O_RDONLY &&
-	       inode_next < inode_end && used < FILES && !is_full() && lacking(parent, name);
+	       inode_next < inode_end && used < FILES && !lakefs_lent_full() && lakefs_lent_lacking(parent, name);
 }
 
 static int may_write(uint64_t inode, uint64_t offset, uint64_t bytes)
@@ -286,9 +204,11 @@ int lakefs_creating_answers(const struct fuse_in_header *head, const void *body,
 	const struct fuse_setattr_in *setting = body;
 	const struct fuse_create_in *creating = body;
 
+	if (!reply_create)
+		return 0;
 	switch (head->opcode) {
 	case FUSE_LOOKUP:
-		return !!lacking(head->nodeid, body);
+		return !!lakefs_lent_lacking(head->nodeid, body);
 	case FUSE_CREATE:
 		return may_create(head->nodeid, (const char *)(creating + 1), creating->flags);
 	case FUSE_WRITE:
@@ -309,7 +229,7 @@ int lakefs_creating_answers(const struct fuse_in_header *head, const void *body,
 
 static void lookup(fuse_req_t request, fuse_ino_t parent, const char *name)
 {
-	struct directory *directory = lacking(parent, name);
+	struct directory *directory = lakefs_lent_lacking(parent, name);
 	struct fuse_entry_param absent = {0};
 
 	if (!directory) {
@@ -332,7 +252,7 @@ static void create(fuse_req_t request, fuse_ino_t parent, const char *name, mode
 		next.create(request, parent, name, mode, info);
 		return;
 	}
-	directory = find_directory(parent);
+	directory = lakefs_lent_directory(parent);
 	file->state = RECEIVING;
 	receiving++;
 	file->inode = inode_next++;
@@ -343,7 +263,7 @@ static void create(fuse_req_t request, fuse_ino_t parent, const char *name, mode
 	file->gid = context->gid;
 	file->pid = context->pid;
 	strcpy(file->name, name);
-	add_name(directory, name, strlen(name));
+	lakefs_lent_add(directory, name, strlen(name));
 	lakefs_remembered_touch(parent, file->created_ns);
 	info->fh = CREATED | file->inode;
 	info->keep_cache = 1;
@@ -400,7 +320,7 @@ static void setattr(fuse_req_t request, fuse_ino_t inode, struct stat *attribute
 	}
 	file->written_ns = (int64_t)attributes->st_mtim.tv_sec * NS + attributes->st_mtim.tv_nsec;
 	now = attributes_of(file);
-	directory = find_directory(file->parent);
+	directory = lakefs_lent_directory(file->parent);
 	answered[FUSE_SETATTR]++;
 	reply_attr(request, &now, directory ? (double)directory->remembered_ns / NS : 0);
 }
@@ -408,7 +328,7 @@ static void setattr(fuse_req_t request, fuse_ino_t inode, struct stat *attribute
 static void getattr(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info *info)
 {
 	struct created *file = received(inode);
-	struct directory *directory = file ? find_directory(file->parent) : NULL;
+	struct directory *directory = file ? lakefs_lent_directory(file->parent) : NULL;
 	struct stat now;
 
 	if (!file) {
@@ -461,7 +381,7 @@ void lakefs_creating_wrap(struct fuse_lowlevel_ops *operations, void *libfuse)
 	next = *operations;
 	if (!context_of || !reply_error || !reply_entry || !reply_attr || !reply_write || !next.lookup || !next.create ||
 	    !next.write_buf || !next.setattr || !next.getattr || !next.flush || !next.release)
-		reply_create = NULL; /* nothing is ever lent */
+		reply_create = NULL; /* nothing is ever created here */
 	if (!reply_create)
 		return;
 	operations->lookup = lookup;
@@ -614,54 +534,6 @@ void lakefs_creating_inodes(uint64_t first, uint64_t count)
 uint64_t lakefs_creating_inodes_left(void)
 {
 	return inode_end - inode_next;
-}
-
-/* -- lending directories */
-
-/* Names of a directory that is lent: so many bytes, each ended by a zero. Answers 0 where it is not, or has too many. */
-int lakefs_creating_names(uint64_t inode, const char *more, size_t bytes)
-{
-	struct directory *directory = find_directory(inode);
-	const char *end = more + bytes;
-
-	for (; directory && more < end && !is_full(); more += strlen(more) + 1)
-		add_name(directory, more, strlen(more));
-	return directory && !is_full();
-}
-
-/* The directory is lent so long, without names at first; or, where it is lent already, from now on so long. Answers 0
- * where there is no room. */
-int lakefs_creating_lend(uint64_t inode, int64_t for_ns, int64_t remembered_ns, uint32_t name_bytes_max)
-{
-	struct directory *directory = find_directory(inode);
-
-	if (!directory && (directory = find_directory(0)))
-		directory->seed = ++seeds * 0x9E3779B97F4A7C15ULL;
-	if (!directory || is_full() || !reply_create)
-		return 0;
-	directory->inode = inode;
-	directory->until_ns = lakefs_now_ns() + for_ns;
-	directory->remembered_ns = remembered_ns;
-	directory->name_bytes_max = name_bytes_max < NAME_BYTES_MAX ? name_bytes_max : NAME_BYTES_MAX;
-	return 1;
-}
-
-/* No directory is lent any more. What was created in them stays as it is. */
-void lakefs_creating_lend_none(void)
-{
-	memset(directories, 0, sizeof(directories));
-	if (names_used)
-		memset(names, 0, sizeof(names));
-	names_used = 0;
-}
-
-/* This one is not, if it was. Its names are forgotten with all others. */
-void lakefs_creating_take(uint64_t inode)
-{
-	struct directory *directory = find_directory(inode);
-
-	if (directory)
-		memset(directory, 0, sizeof(*directory));
 }
 
 /* Requests of a kind that were answered here. */

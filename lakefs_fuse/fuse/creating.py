@@ -74,20 +74,20 @@ class Creating:
         quick.lakefs_creating_next.argtypes = [ctypes.POINTER(_Taken)]
         quick.lakefs_creating_inodes.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
         quick.lakefs_creating_inodes_left.restype = ctypes.c_uint64
-        quick.lakefs_creating_lend.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32]
-        quick.lakefs_creating_names.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
-        quick.lakefs_creating_take.argtypes = [ctypes.c_uint64]
+        quick.lakefs_lent_lend.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32]
+        quick.lakefs_lent_names.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
+        quick.lakefs_lent_take.argtypes = [ctypes.c_uint64]
         quick.lakefs_creating_closed.argtypes = [ctypes.c_uint64, ctypes.c_int]
         quick.lakefs_creating_serve(self._callback)
         self._set_inodes_aside()
-        self._tree.naming, self._tree.unnaming = self._named, quick.lakefs_creating_take
+        self._tree.naming, self._tree.unnaming = self._named, quick.lakefs_lent_take
         self._fs.settle = self._tree.settling = self._settle
 
     def end(self) -> None:
         """No request is answered any more. What nobody closed is taken as it is."""
         if self._quick is not None:
             self._settle()
-            self._quick.lakefs_creating_lend_none()
+            self._quick.lakefs_lent_none()
             self._quick.lakefs_creating_serve(None)
             self._tree.lent.clear()
             self._quick = None
@@ -189,13 +189,13 @@ class Creating:
         for_ns = int(min(for_s, hooks.LENT_S_MAX) * 1e9)
         remembered_ns = int(min(self._fs.config.metadata_ttl_s, hooks.LENT_S_MAX) * 1e9)
         told = b"".join(name + b"\0" for name in names)
-        lend, names_bytes_max = self._quick.lakefs_creating_lend, self._new_files.name_bytes_max(directory)
+        lend, names_bytes_max = self._quick.lakefs_lent_lend, self._new_files.name_bytes_max(directory)
         if not lend(directory, for_ns, remembered_ns, names_bytes_max):
-            self._quick.lakefs_creating_lend_none()
+            self._quick.lakefs_lent_none()
             self._tree.lent.clear()
             return False
-        if is_new and not self._quick.lakefs_creating_names(directory, told, len(told)):
-            self._quick.lakefs_creating_take(directory)
+        if is_new and not self._quick.lakefs_lent_names(directory, told, len(told)):
+            self._quick.lakefs_lent_take(directory)
             return False
         self._tree.lent.add(directory)
         # The kernel asks for them after each name that is made.
@@ -204,5 +204,5 @@ class Creating:
 
     def _named(self, directory: int, name: bytes) -> None:
         assert self._quick is not None
-        if not self._quick.lakefs_creating_names(directory, name + b"\0", len(name) + 1):
+        if not self._quick.lakefs_lent_names(directory, name + b"\0", len(name) + 1):
             self._tree.take_back(directory)
