@@ -17,10 +17,10 @@ from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import bursts, writeback
 from lakefs_fuse.fs.new_files import Received
 from lakefs_fuse.fs.open_file import OpenFile
-from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.fs.lakes import Lake, lake
-from tests.fs.writing_back import Outage, told, writing_back
+from tests.fs.writing_back import Outage, die, told, writing_back
 from tests.memory_store import START_NS, MemoryStore
 
 WAIT_S_MAX = 20.0
@@ -265,6 +265,51 @@ async def test_the_disk_is_full_when_it_is_closed(tmp_path: Path, monkeypatch: p
         await release(m, again)
         await m.fs.sync_directory(ROOT_INODE)
         assert await m.read("full") == b"bytes"
+
+
+async def test_the_journal_cannot_be_synced_when_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record is there, and may survive or not: the bytes that it names are not written over."""
+    store = MemoryStore()
+    Outage(store)
+    async with writing_back(store, tmp_path / "cache", pack="always", delay_s=NEVER_S) as m:
+        wanted, said = await received(m, "unsure", b"bytes"), Closed()
+
+        def fails(_: Database) -> None:
+            raise CacheError("the disk is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Database, "sync", fails)
+            (file,) = take_closed(m, [wanted], said)
+            (error,) = await said.wait(1)
+        assert isinstance(file, OpenFile)
+        assert isinstance(error, CacheError)
+        assert await closed(m, ("other", b"OTHER")) == [None]
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        again = m.fs.new_files.again(file.entry.inode)
+        assert await m.read("unsure") == b"bytes"
+        await release(m, again)
+        assert await m.read("unsure") == b"bytes"
+    async with writing_back(MemoryStore(), dead) as m:
+        await m.fs.sync_directory(ROOT_INODE)
+        assert (await m.read("other"), await m.read("unsure")) == (b"OTHER", b"bytes")
+
+
+async def test_its_directory_has_another_name_by_now(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.mkdir("above")
+        await m.mkdir("above/d")
+        assert await closed(m, ("above/d/a", b"a")) == [None]
+        for old, new in (("above/d", "above/e"), ("above", "over"), ("over/e", "f")):
+            late, said = await received(m, f"{old}/late" if old != "above" else "above/e/late", b"late"), Closed()
+            await m.rename(old, new)
+            (file,) = take_closed(m, [late], said)
+            assert await said.wait(1) == [None]
+            assert isinstance(file, OpenFile)
+            where = "over/e" if new == "over" else new
+            assert file.key == f"{where}/late"
+            assert await m.read(f"{where}/late") == b"late"
+            await m.unlink(f"{where}/late")
 
 
 async def test_it_waits_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
