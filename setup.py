@@ -1,8 +1,8 @@
 """Builds the optional C libraries; everything else is in pyproject.toml.
 
 `lakefs_fuse/fuse/hooks.c`, `receiving.c`, `remembered.c`, `creating.c` and `lent_names.c` become
-`lakefs_fuse/fuse/_hooks*.so`, `direntries.c` becomes `_direntries*.so`: plain shared objects that the program loads with
-ctypes (they are not Python modules).
+`lakefs_fuse/fuse/_hooks*.so`, `direntries.c` becomes `_direntries*.so`: plain shared objects that the program loads
+with ctypes (they are not Python modules).
 Without a compiler or libfuse's headers the install goes on without them, and the mount works, slower.
 """
 
