@@ -56,8 +56,8 @@ def epochs(session: Session) -> None:
 
             def job(names: list[str], readers: int | None = readers, access: Access = access) -> Epoch | Loader:
                 if readers is None:
-                    return Loader(access, names, sizes.loader_workers, sizes.epoch_limit_s)
-                return Epoch(access, names, readers, sizes.epoch_limit_s)
+                    return Loader(access, names, sizes.loader_workers, sizes.limit_s)
+                return Epoch(access, names, readers, sizes.epoch_limit_s(readers))
 
             first = session.measure(workloads.first_epoch(readers), job(order))
             if first is None or peer.kind == "client":
@@ -66,7 +66,7 @@ def epochs(session: Session) -> None:
             if seen:
                 random.Random(session.round).shuffle(seen)
                 session.measure(workloads.second_epoch(readers), job(seen))
-            if seen and sizes.is_read_again(readers):
+            if seen and sizes.is_long(readers):
                 random.Random(-session.round).shuffle(seen)
                 session.measure(workloads.epoch_after_restart(readers), job(seen, access=peer.restart()))
 

@@ -35,8 +35,8 @@ class Sizes(msgspec.Struct, frozen=True):
     repeats: int
     limit_s: float
     """Of most workloads; what is reached until then counts."""
-    epoch_limit_s: float
-    """Long enough for what is fetched behind the first files of a first epoch to come."""
+    long_limit_s: float
+    """Of epochs with the most readers: what is fetched behind the first of them has come meanwhile."""
     listing_limit_s: float
     drain_limit_s: float
     warm_bytes: int
@@ -51,9 +51,12 @@ class Sizes(msgspec.Struct, frozen=True):
         """How an epoch is read, one after the other: so many readers; None is torch's DataLoader."""
         return (*self.readers, None) if self.loader_workers else self.readers
 
-    def is_read_again(self, readers: int | None) -> bool:
-        """Whether the files of that loop are read once more after a restart."""
+    def is_long(self, readers: int | None) -> bool:
+        """Whether that is the loop that is given the most time, and is read once more after a restart."""
         return readers is not None and readers == max(self.readers)
+
+    def epoch_limit_s(self, readers: int | None) -> float:
+        return self.long_limit_s if self.is_long(readers) else self.limit_s
 
 
 FULL = Sizes(
@@ -76,7 +79,7 @@ FULL = Sizes(
     delay_ms=15,
     repeats=3,
     limit_s=4.0,
-    epoch_limit_s=12.0,
+    long_limit_s=12.0,
     listing_limit_s=15.0,
     drain_limit_s=15.0,
     warm_bytes=2048 * MIB,
@@ -105,7 +108,7 @@ QUICK = Sizes(
     delay_ms=2,
     repeats=1,
     limit_s=0.7,
-    epoch_limit_s=0.7,
+    long_limit_s=0.7,
     listing_limit_s=3.0,
     drain_limit_s=8.0,
     warm_bytes=64 * MIB,

@@ -68,7 +68,8 @@ def _epochs(sizes: Sizes) -> list[WorkloadNote]:
     found = []
     for readers in sizes.loops():
         who = f"{sizes.loader_workers} workers of torch's DataLoader" if readers is None else f"{readers} processes"
-        limit = f"up to {sizes.epoch_limit_s:g} s; a peer that is not done by then has its rate taken from what it read"
+        limit_s = f"up to {sizes.epoch_limit_s(readers):g} s"
+        limit = f"{limit_s}; a peer that is not done by then has its rate taken from what it read"
         found += [
             WorkloadNote(
                 first_epoch(readers), "epochs", "files/s", CLIENT,
@@ -81,7 +82,7 @@ def _epochs(sizes: Sizes) -> list[WorkloadNote]:
                 f"The files that the first epoch read, in another order, by {who}, {limit}.",
             ),
         ]  # fmt: skip
-        if sizes.is_read_again(readers):
+        if sizes.is_long(readers):
             found.append(
                 WorkloadNote(
                     epoch_after_restart(readers), "epochs", "files/s", DISK,

@@ -29,7 +29,7 @@ TINY: Sizes = msgspec.structs.replace(
     tree_files=40,
     delay_ms=0,
     limit_s=60.0,
-    epoch_limit_s=60.0,
+    long_limit_s=60.0,
     listing_limit_s=60.0,
     drain_limit_s=30.0,
 )
