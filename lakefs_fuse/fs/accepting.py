@@ -125,7 +125,7 @@ class Acceptor:
             failure = error
         finally:
             for closing in wanted:
-                closing.error = failure
+                closing.error = closing.error or failure
             for closing in group:
                 closing.end()
 
@@ -235,6 +235,9 @@ class Acceptor:
             draft.file.keep_in(closing.spot)
         draft.accept(closing.number)
         if draft.saves != closing.saves:  # it was renamed meanwhile, or its attributes changed
-            draft.save(sync=True)
+            try:
+                draft.save(sync=True)
+            except CacheError as error:  # on its way all the same, but not safe from a crash
+                closing.error = error
         if not closing.file.unlinked:
             self._accepted(closing.file, draft)

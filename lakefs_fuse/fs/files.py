@@ -167,14 +167,15 @@ class FileTable:
         """One handle less. The last one takes the file out of the table, unless it still has bytes to publish."""
         file.handles -= 1
         file.writers -= writer
-        if file.handles:
-            return
-        if file.draft is not None and file.unlinked:
+        if not file.handles and file.draft is not None and file.unlinked:
             await self._discard(file)
-        elif file.draft is not None and file.draft.state is DraftState.WRITING:
+        self._left(file)
+
+    def _left(self, file: OpenFile) -> None:
+        if not file.handles and file.draft is not None and file.draft.state is DraftState.WRITING:
             self.services.nursery.start_soon(self._close_late, file)
-            return
-        self.forget_if_idle(file)
+        else:
+            self.forget_if_idle(file)
 
     def forget_if_idle(self, file: OpenFile) -> None:
         if file.handles or file.draft is not None or self._files.get(file.entry.inode) is not file:
@@ -257,10 +258,7 @@ class FileTable:
 
     def draft(self, file: OpenFile, *, anew: bool = False) -> Draft:
         """The file's draft, begun now where it has none; ``anew`` where nothing of the old version counts."""
-        if file.draft is None:
-            self.begin(file, self._new_draft(file, anew=anew))
-        assert file.draft is not None
-        return file.draft
+        return file.draft or self.begin(file, self._new_draft(file, anew=anew))
 
     def _new_draft(self, file: OpenFile, *, anew: bool) -> Draft:
         draft_id, if_absent = self.new_id(), file.if_absent and not file.behind
@@ -269,10 +267,11 @@ class FileTable:
         small = StagedFile(self.services.staging, draft_id, file.key) if self.writeback.is_for(file.key) else None
         return Draft(self.services, draft_id, target, base=base, file=small)
 
-    def begin(self, file: OpenFile, draft: Draft) -> None:
+    def begin(self, file: OpenFile, draft: Draft) -> Draft:
         """The draft is the file's newest version, and the journal hears of it."""
         self._begin(file, draft)
         draft.save()
+        return draft
 
     def _begin(self, file: OpenFile, draft: Draft) -> None:
         self.aim(file, draft.id, draft.target)
@@ -394,6 +393,7 @@ class FileTable:
                 await delete(late)
         except BaseException:
             file.unlinked = False
+            self._left(file)  # its close may have ended for a file that is not wanted
             raise
         await self._drop_accepted(file, newest)
         if file.draft is not None:

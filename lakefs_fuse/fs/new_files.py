@@ -11,7 +11,6 @@ import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.draft import Draft
@@ -107,7 +106,14 @@ class NewFiles:
     def _drop(self, file: OpenFile) -> None:
         """Of a file with one handle there shall be nothing."""
         file.unlinked = True
-        self._files.services.nursery.start_soon(partial(self._files.release, file, writer=True))
+        self._files.services.nursery.start_soon(self._release, file)
+
+    async def _release(self, file: OpenFile) -> None:
+        try:
+            await self._files.release(file, writer=True)
+        except LakeError as error:  # the journal: the next mount throws it away
+            log.warning("what is staged of %s could not be thrown away: %s", file.key, error)
+            self._files.forget_if_idle(file)
 
     # -- what was received
 

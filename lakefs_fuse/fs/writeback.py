@@ -144,6 +144,8 @@ class WriteBack:
         try:
             await self.acceptor.accept(file, draft)
         except LakeError:
+            if draft.accepted:
+                raise
             draft.stands_for = 0
             for earlier in file.behind:
                 item = self.item_of(earlier.draft) if earlier.draft is not None else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import trio.testing
 
 from lakefs_fuse.config import Rule
 from lakefs_fuse.data import segments, staged_file
+from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import bursts, writeback
@@ -204,6 +206,7 @@ async def test_the_journal_cannot_be_written(tmp_path: Path, monkeypatch: pytest
             with monkeypatch.context() as patch:
                 patch.setattr(where, what, fails)
                 errors = take_closed(m, wanted, Closed())
+                await trio.testing.wait_all_tasks_blocked()  # what throws them away fails too
             assert [type(error) for error in errors] == [CacheError, CacheError]
         await trio.testing.wait_all_tasks_blocked()
         assert await m.names() == []
@@ -326,6 +329,77 @@ async def test_it_waits_until_there_is_room(tmp_path: Path, monkeypatch: pytest.
         assert said.errors == [None]
         outage.away = False
         assert await said.wait(2) == [None, None]
+
+
+async def test_it_could_not_be_removed_while_its_close_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The close may have been answered for a file that nobody wants; then it is wanted again, and accepted late."""
+    going_on, written = threading.Event(), segments.Group.write
+
+    def slow(group: segments.Group) -> None:
+        going_on.wait(WAIT_S_MAX)
+        written(group)
+
+    async with writing_back(MemoryStore(), tmp_path / "cache", delay_s=NEVER_S) as m:
+        said = Closed()
+        monkeypatch.setattr(Promptness, "is_prompt", False)
+        monkeypatch.setattr(segments.Group, "write", slow)
+        take_closed(m, [await received(m, "first", b"1")], said)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        take_closed(m, [await received(m, "second", b"2")], said)
+
+        def fails(*_: object) -> None:
+            raise CacheError("no room")
+
+        async def remove() -> None:
+            with pytest.raises(CacheError):
+                await m.unlink("second")
+
+        monkeypatch.setattr(m.fs._changes, "_unlink_now", fails)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(remove)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            going_on.set()
+        assert await said.wait(2) == [None, None]
+        with trio.fail_after(WAIT_S_MAX):
+            while told(m)["accepted"] != 2:
+                await trio.sleep(0.01)
+        assert await m.read("second") == b"2"
+
+
+async def test_its_new_name_could_not_be_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was renamed while its record was being synced: its writer is told, and it goes to the store all the same."""
+    syncing, going_on = threading.Event(), threading.Event()
+    sync, save, store = Database.sync, Draft.save, MemoryStore()
+
+    def slow(database: Database) -> None:
+        syncing.set()
+        going_on.wait(WAIT_S_MAX)
+        sync(database)
+
+    def fails(draft: Draft, *, sync: bool = False) -> None:
+        if draft.accepted:
+            raise CacheError("no room")
+        save(draft, sync=sync)
+
+    async with writing_back(store, tmp_path / "cache", delay_s=NEVER_S) as m:
+        said = Closed()
+        with monkeypatch.context() as patch:
+            patch.setattr(Promptness, "is_prompt", False)
+            patch.setattr(Database, "sync", slow)
+            patch.setattr(Draft, "save", fails)
+            (file,) = take_closed(m, [await received(m, "old", b"bytes")], said)
+            assert isinstance(file, OpenFile)
+            assert await trio.to_thread.run_sync(syncing.wait, WAIT_S_MAX)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(m.rename, "old", "new")
+                await trio.testing.wait_all_tasks_blocked(0.05)
+                assert file.key == "new"
+                going_on.set()
+            (error,) = await said.wait(1)
+        assert isinstance(error, CacheError)
+        assert told(m)["accepted"] == 1
+        await m.fs.sync_directory(ROOT_INODE)
+        assert await m.tree() == {"new": b"bytes"}
 
 
 async def test_removed_before_it_was_closed(tmp_path: Path) -> None:
