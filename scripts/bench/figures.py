@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from scripts.bench.results import Latency, Sample, Series
 
@@ -58,7 +59,9 @@ def rates(series: Series, unit: str) -> Spread | None:
 
 
 def times(value: float) -> str:
-    """A ratio for people."""
+    """A ratio for people: three digits that matter, two of a small one."""
+    if 0 < value < 0.1:
+        return f"{Decimal(f'{value:.1e}'):f}×"
     return f"{value:.1f}×" if value >= 10 else f"{value:.2f}×"
 
 

@@ -18,6 +18,7 @@ from scripts.bench.results import Results, WorkloadNote
 mpl.use("svg")
 
 from matplotlib import pyplot as plt  # after the backend is chosen
+from matplotlib.axes import Axes
 
 COLOURS = {"ours": "#1f6f8b", "mount": "#c97b2b", "client": "#8a8a8a", "disk": "#b9b9b9"}
 LOGARITHMIC_FROM = 40.0
@@ -57,6 +58,11 @@ def _bars(found: Results, note: WorkloadNote) -> list[tuple[str, str, Spread | N
     return bars[::-1]
 
 
+def _write(axes: Axes, x: float, row: int, what: str, color: str = "black") -> None:
+    """To the right of a point, far enough from it that the end of a spread is not written over."""
+    axes.annotate(what, (x, row), xytext=(7, 0), textcoords="offset points", va="center", color=color)
+
+
 def _draw_one(found: Results, note: WorkloadNote, path: Path) -> None:
     bars = _bars(found, note)
     medians = [spread.median for _, _, spread, _ in bars if spread is not None]
@@ -70,11 +76,11 @@ def _draw_one(found: Results, note: WorkloadNote, path: Path) -> None:
             axes.set_xlim(0, max(spread.most for _, _, spread, _ in bars if spread is not None) * 1.2)
         for row, (_, kind, spread, missing) in enumerate(bars):
             if spread is None:
-                axes.text(axes.get_xlim()[0], row, f" {missing}", va="center", color="#a02020")
+                _write(axes, axes.get_xlim()[0], row, missing, color="#a02020")
                 continue
             axes.barh(row, spread.median, color=COLOURS[kind], height=0.68)
             axes.plot([spread.least, spread.most], [row, row], color="black", linewidth=1.4, marker="|", markersize=7)
-            axes.text(spread.most, row, f"  {figures.short(spread.median)}", va="center", ha="left")
+            _write(axes, spread.most, row, figures.short(spread.median))
         axes.set_yticks(range(len(bars)), [name for name, *_ in bars])
         axes.set_xlabel(note.unit + (", logarithmic" if logarithmic else "") + "; more is better")
         axes.set_title(verdict.title(found, note), loc="left", fontsize=11)

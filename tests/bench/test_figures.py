@@ -33,6 +33,14 @@ def test_spread() -> None:
     assert figures.spread([]) is None
 
 
+@pytest.mark.parametrize(
+    ("ratio", "told"),
+    [(20.68, "20.7×"), (4.276, "4.28×"), (0.98, "0.98×"), (0.0712, "0.071×"), (0.00449, "0.0045×"), (0.0, "0.00×")],
+)
+def test_ratios_for_people(ratio: float, told: str) -> None:
+    assert figures.times(ratio) == told
+
+
 def test_rates_are_of_what_was_done_until_it_was_stopped() -> None:
     series = Series("w", "p", [sample(10, seconds=2.0), sample(30, seconds=2.0, stopped=2.0), sample(40, seconds=8.0)])
     assert figures.rates(series, "files/s") == Spread(5.0, 5.0, 15.0)
