@@ -220,8 +220,9 @@ class Draft:
         if not data:
             return
         self.file.begin_with(data)
-        self._staged_bytes = self.pages.mark(0, len(data)) * PAGE_BYTES
-        self.services.staging.take(self._staged_bytes)
+        taken = self.pages.mark(0, len(data)) * PAGE_BYTES
+        self.services.staging.take(taken)
+        self._staged_bytes = taken
         self.size = len(data)
         self._touch(0, self.size)
 

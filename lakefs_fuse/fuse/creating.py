@@ -131,20 +131,25 @@ class Creating:
             came.append(received)
             if taken.wanted == Wanted.CLOSE:
                 closed[received.inode] = partial(self._closed, received)
-        waiting = set(closed)
+        waiting = {each.inode: each for each in came}
         try:
             for received, file in zip(came, self._new_files.take(came, closed), strict=True):
                 if isinstance(file, LakeError):
                     log.warning("what was written to a new file is lost, its writer is told: %s", file)
-                    self._answer(received.inode, file.errno)
+                    self._refuse(received, file.errno)
                 elif received.inode not in closed:
                     self._fs.hold(file, CREATED | received.inode, received.opener)
-                waiting.discard(received.inode)
+                del waiting[received.inode]
             for inode, opener in again:
                 self._hold_again(inode, opener)
         finally:
-            for inode in waiting:
-                self._answer(inode, errno.EIO)
+            for received in waiting.values():
+                self._refuse(received, errno.EIO)
+
+    def _refuse(self, received: Received, code: int) -> None:
+        """There is no such file, and the kernel, which was told its name and attributes, forgets them."""
+        self._answer(received.inode, code)
+        self._fs.on_change(received.parent, received.name)
 
     def _closed(self, received: Received, error: LakeError | None) -> None:
         if error is not None:

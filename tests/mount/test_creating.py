@@ -375,6 +375,25 @@ def test_another_node_removes_its_directory_meanwhile(make_lake: LakeMaker, tmp_
         assert (other.path / "e" / "open").read_bytes() == b"from here, all of it"
 
 
+def test_one_that_cannot_be_taken_is_not_there(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """Its writer has the error, and the kernel forgets the name that it was given before."""
+    rules = tmp_path / "rules.toml"
+    rules.write_text('[[rule]]\npath = "d/*.close"\ndurability = "close"\n')
+    lake = make_lake("file", *OPTIONS, "--rules", str(rules)).mount()
+    lend(lake, "d")
+    staging, gone = lake.cache_dir / "staging", lake.cache_dir / "gone"
+    staging.rename(gone)
+    fd = begin(lake.path / "d" / "f.close", b"bytes")
+    with pytest.raises(OSError) as raised:
+        os.close(fd)
+    assert raised.value.errno == errno.EIO
+    eventually(lambda: not (lake.path / "d" / "f.close").exists(), "there is no such file", SOON_S)
+    assert "f.close" not in os.listdir(lake.path / "d")
+    gone.rename(staging)
+    (lake.path / "d" / "f.close").write_bytes(b"again")
+    assert (lake.path / "d" / "f.close").read_bytes() == b"again"
+
+
 def test_unmounting_waits_for_it(lake: Lake) -> None:
     """A lazy unmount leaves who has it open alone, and stores what comes."""
     path = lake.path / "d" / "late"
