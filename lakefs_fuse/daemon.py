@@ -55,8 +55,9 @@ CONFIG_BYTES_MAX = 1 << 20
 FILES_OPEN_WANTED = 65_536
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of mallopt(3), as glibc's malloc.h numbers them."""
-MMAP_BYTES_MIN = 2 << 20
-"""Larger than a WRITE request, so that those reuse the heap; smaller than a GET, whose memory goes back at once."""
+MMAP_BYTES_MIN = 12 << 20
+"""Larger than a WRITE request, and than what a GET of a large file brings, so that those reuse the heap: to touch fresh
+memory is a quarter of what receiving them costs. Smaller than a part of an upload, whose memory goes back at once."""
 TRIM_BYTES_MIN = 32 << 20
 """Free memory at the end of the heap that is kept for the next requests."""
 ARENAS_MAX = 2

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from lakefs_fuse.data.version import BLOCK_BYTES
 
+PIECE_BYTES = 8 * BLOCK_BYTES
+"""What one GET brings at most, and where larger plans end: at a multiple of it, so that they are whole pieces."""
 WINDOW_BYTES_MAX = 32 << 20
 LOCAL_WINDOW_BYTES_MAX = 4 << 20
 """Where the cache disk has what comes, there is no latency to hide that would need more."""
@@ -63,7 +65,8 @@ class Readahead:
         if self._run < 2 or self._issued_to - end >= window // 2:
             return None
         start = max(self._issued_to, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
-        stop = min(max((end + window) // BLOCK_BYTES * BLOCK_BYTES, start + BLOCK_BYTES), size)
+        unit = PIECE_BYTES if window > PIECE_BYTES else BLOCK_BYTES
+        stop = min(max((end + window) // unit * unit, start + BLOCK_BYTES), size)
         if start >= stop:
             return None
         self._issued_to = stop

@@ -31,7 +31,7 @@ from lakefs_fuse.data.blocks import BlockCache, CacheState
 from lakefs_fuse.data.budget import ByteBudget
 from lakefs_fuse.data.loads import Load, PendingBlock, runs
 from lakefs_fuse.data.promptness import Promptness
-from lakefs_fuse.data.readahead import WHOLE_BYTES_MAX, Readahead
+from lakefs_fuse.data.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.data.recent import RecentBlocks, RecentParts
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.data.whole import WholeObjects
@@ -45,7 +45,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MEMORY_BLOCKS = 48
-FETCH_BLOCKS_MAX = 8
+FETCH_BLOCKS_MAX = PIECE_BYTES // BLOCK_BYTES
 INFLIGHT_BYTES_MAX = 64 << 20
 READING_THREADS_MAX = 8
 """Apart from those that write, so that a reader never queues behind them."""

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakefs_fuse.data.readahead import LOCAL_WINDOW_BYTES_MAX, SLACK_BYTES, WINDOW_BYTES_MAX, Readahead
+from lakefs_fuse.data.readahead import LOCAL_WINDOW_BYTES_MAX, PIECE_BYTES, SLACK_BYTES, WINDOW_BYTES_MAX, Readahead
 from lakefs_fuse.data.version import BLOCK_BYTES
 from tests.data.reading import MIB
 
@@ -38,6 +38,15 @@ def test_a_sequential_reader_gets_a_window_that_doubles_to_its_bound() -> None:
     assert readahead.window_bytes == WINDOW_BYTES_MAX
     assert found[-1][1] <= 256 * MIB + WINDOW_BYTES_MAX
     assert len(found) < 24
+
+
+def test_large_plans_are_whole_pieces_of_the_object() -> None:
+    """However much is read at a time: no piece is a remainder, for which the store would be asked all the same."""
+    for step in (128 * KIB, 256 * KIB, MIB):
+        found = plans(Readahead(), sequence(256 * MIB, step))
+        pieces = {(start % PIECE_BYTES, (stop - start) % PIECE_BYTES) for start, stop in found if start >= 16 * MIB}
+        assert pieces == {(0, 0)}
+        assert len(found) < 24
 
 
 def test_the_plan_ends_with_the_object() -> None:

@@ -54,7 +54,9 @@ class Lake:
         quiet = 0
         while quiet < 20:
             await trio.sleep(0.002)
-            quiet = 0 if self.reader.statistics().blocks_pending else quiet + 1
+            whole = self.reader._whole
+            busy = self.reader.statistics().blocks_pending or whole._waiting or whole._fetched is not None
+            quiet = 0 if busy else quiet + 1
 
     @property
     def bytes_asked(self) -> int:
