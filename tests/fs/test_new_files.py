@@ -201,7 +201,8 @@ async def test_the_journal_cannot_be_written(tmp_path: Path, monkeypatch: pytest
         def fails(*_: object, **__: object) -> None:
             raise CacheError("no room")
 
-        failing: tuple[tuple[object, str], ...] = (m.fs.database, "commit"), (m.fs._changes, "touch")
+        failing: list[tuple[object, str]] = [(m.fs.database, "commit"), (m.fs._changes, "touch")]
+        failing.append((m.fs._files.services.staging, "take"))  # which may have to note that others made room
         for where, what in failing:
             with monkeypatch.context() as patch:
                 patch.setattr(where, what, fails)
