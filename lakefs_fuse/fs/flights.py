@@ -28,6 +28,8 @@ class Flight:
     is_wanted: bool = True
     done: trio.Event = field(default_factory=trio.Event)
     touched: set[bytes] = field(default_factory=set)
+    is_stale: bool = False
+    """The directory is to be listed again since: of names that were changed here this LIST tells nothing."""
     error: LakeError | None = None
     merge: DirectoryMerge | None = None
     progress: SplitProgress = field(default_factory=SplitProgress)

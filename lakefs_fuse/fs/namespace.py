@@ -69,6 +69,7 @@ class Namespace:
         changed: Callable[[int, bytes], None],
     ) -> None:
         self.tree = Tree(database)
+        self.tree.forgetting = self._forgetting
         self.overridden: Callable[[Entry], None] = lambda _: None
         """Told of plain objects that took a name from bytes elsewhere."""
         self.strays: Callable[[], set[str]] = set
@@ -379,6 +380,10 @@ class Namespace:
         if self.tree.path(directory) is None:
             raise FileError(errno.ESTALE)
         await merge.finish()
+        if flight.is_stale:
+            batch = Batch()
+            self.tree.forget_listing(batch, directory)
+            self._db.commit(batch)
         self._asked.pop(directory, None)
 
     async def _look_below_ghosts(self, merge: DirectoryMerge, prefix: str) -> None:
@@ -429,6 +434,10 @@ class Namespace:
             flights.remove(flight)
             if not flights:
                 self._watched.pop(directory, None)
+
+    def _forgetting(self, directory: int) -> None:
+        for flight in self._watched.get(directory, ()):
+            flight.is_stale = True
 
     def changing(self, directory: int, name: bytes) -> None:
         """This node changes a name now: LISTs under way must not undo it."""

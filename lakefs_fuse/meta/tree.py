@@ -63,6 +63,8 @@ class Tree:
         """Told of inodes that no name will lead to any more, while their rows are still there."""
         self.updating: Callable[[Entry], object] = lambda _: None
         """Told of the attributes that a directory has from now on."""
+        self.forgetting: Callable[[int], object] = lambda _: None
+        """Told of directories that have to be listed again, before that is committed."""
         self.lent: set[int] = set()
         """Directories whose names somebody else keeps too, who is told …"""
         self.naming: Callable[[int, bytes], object] = lambda _directory, _name: None
@@ -322,6 +324,7 @@ class Tree:
 
     def forget_listing(self, batch: Batch, directory: int) -> None:
         self.take_back(directory)
+        self.forgetting(directory)
         self._count_hidden(self.listing(directory), -1)
         batch.delete(_inode_key(b"L", directory))
 

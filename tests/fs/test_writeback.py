@@ -19,7 +19,7 @@ from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, StagingFull, StoreError, Unavailable
 from lakefs_fuse.fs import newest, writeback
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import Flag
+from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake, permissions
 from tests.fs.writing_back import (
     LARGE,
@@ -984,6 +984,25 @@ async def test_a_name_that_somebody_else_took_is_kept_beside_it(tmp_path: Path) 
         assert len(beside) == 1
         assert await m.read(beside[0]) == b"ours"
         assert (store.data("file"), store.data(beside[0])) == (b"theirs", b"ours")
+        assert await m.read("file") == b"theirs"
+
+
+async def test_it_is_seen_though_it_was_being_listed_meanwhile(tmp_path: Path) -> None:
+    """The LIST leaves alone what was changed here, so it cannot tell what the name is now."""
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, delay_s=NEVER_S, pack="auto") as m:
+        handle = await m.create("file", os.O_RDWR | os.O_EXCL)
+        await m.fs.write(handle, 0, b"ours")
+        await m.close(handle)
+        store.give("file", b"theirs")
+        listed = Pause(lambda request: request.what == "list" and not request.key.startswith(".lakefs"), "after")
+        store.hook = listed
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.namespace.list_directory, ROOT_INODE)
+            await reached(listed.reached)
+            await m.fs.make_durable()
+            assert told(m)["conflicts"] == 1
+            listed.resume()
         assert await m.read("file") == b"theirs"
 
 
