@@ -490,7 +490,7 @@ async def test_a_change_in_place_begins_with_a_copy(tmp_path: Path, size: int) -
     store = MemoryStore()
     outage = Outage(store)
     data = bytearray(noise(1, size))
-    async with writing_back(store, tmp_path, pack="auto") as m:
+    async with writing_back(store, tmp_path, pack="never") as m:
         await m.write("file", bytes(data))
         handle = await m.open("file", os.O_RDWR)
         await m.fs.write(handle, 10, b"patched")
