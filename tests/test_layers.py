@@ -57,7 +57,7 @@ ONLY_IN = {
 
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
-MODULE_LINES_MAX = 500
+MODULE_LINES_MAX = 900
 FUNCTION_LINES_MAX = 60
 
 
