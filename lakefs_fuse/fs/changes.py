@@ -34,6 +34,7 @@ from lakefs_fuse.fs.open_file import FileState
 from lakefs_fuse.fs.promised import note_dropped
 from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE, Renaming
+from lakefs_fuse.fs.unlinked import UnlinkedInodes
 from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
@@ -69,6 +70,7 @@ class Changes:
         self._relocator, self._writeback = relocator, writeback
         self._committer, self._capabilities = committer, capabilities
         self._clock_ns, self._touched_root = clock_ns, touched_root
+        self.unlinked = UnlinkedInodes()
 
     # -- names
 
@@ -162,6 +164,7 @@ class Changes:
         # The marker even if it was not listed: some stores keep showing the prefix of what is gone.
         markers = [path + "/"] if self._capabilities.lists_markers else [path + "/", f"{path}/{PLACEHOLDER}"]
         self._enqueue(builder, [Doomed(key, "") for key in markers])
+        self._lost_name(entry)
         self.touch(parent)
 
     async def check_empty(self, entry: Entry) -> None:
@@ -188,7 +191,16 @@ class Changes:
         opened = self._files.get(entry.inode)
         if opened is not None:  # meanwhile
             opened.unlinked = True
+        self._lost_name(entry)
         self.touch(parent)
+
+    def _lost_name(self, entry: Entry) -> None:
+        """Losing the last name is a change of the inode."""
+        file, now = self._files.get(entry.inode), self._clock_ns()
+        if file is not None:
+            file.entry = msgspec.structs.replace(file.entry, ctime_ns=now)
+        last = entry if file is None else file.current
+        self.unlinked.put(msgspec.structs.replace(last, ctime_ns=now))
 
     async def _unlink(self, entry: Entry) -> None:
         if self._relocator.copies.are_begun:
@@ -244,10 +256,13 @@ class Changes:
         return self._made(parent, name)
 
     def readlink(self, entry: Entry) -> bytes:
-        """Raises FileError(EINVAL) for what is no symbolic link."""
+        """Raises FileError: EINVAL for what is no symbolic link, ESTALE for one that was removed."""
         if not entry.is_symlink:
             raise FileError(errno.EINVAL)
-        return self._ns.tree.target(entry.inode)
+        target = self._ns.tree.target(entry.inode)
+        if not target:
+            raise FileError(errno.ESTALE)
+        return target
 
     # -- renaming
 
@@ -278,6 +293,8 @@ class Changes:
             relocate_after_s=self._config.relocate_after_s, clock_ns=self._clock_ns,
         )  # fmt: skip
         await renaming.run(source, parent_new, name_new, target, exchange=exchange)
+        if target is not None and not exchange:
+            self._lost_name(target)
         self.touch(parent_old)
         self.touch(parent_new)
 

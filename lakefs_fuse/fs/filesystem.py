@@ -99,17 +99,27 @@ class Filesystem:
     # -- names and attributes
 
     def entry(self, inode: int) -> Entry:
-        """What is known of an inode. Raises FileError(ESTALE) where no name leads to it and it is not open."""
+        """What is known of an inode. Raises FileError(ESTALE) where no name leads to it, it is not open, and this node
+        did not unlink it a while ago."""
         file = self._files.get(inode)
         if file is not None:
             return file.current
         entry = self._root if inode == ROOT_INODE else self._ns.tree.entry(inode)
         if entry is None:
+            entry = self._changes.unlinked.get(inode)
+        if entry is None:
             raise FileError(errno.ESTALE)
         return entry
 
+    def is_unlinked(self, inode: int) -> bool:
+        """No name leads to the inode any more, because this node took it away."""
+        return inode in self._changes.unlinked
+
     def _directory(self, inode: int) -> Entry:
+        """Raises FileError(ENOENT) for a directory that was removed."""
         entry = self.entry(inode)
+        if self.is_unlinked(inode):
+            raise FileError(errno.ENOENT)
         if not entry.is_dir:
             raise FileError(errno.ENOTDIR)
         return entry
@@ -125,7 +135,8 @@ class Filesystem:
     async def getattr(self, inode: int) -> Entry:
         """As `entry`, but asks the store, once for each version, for attributes that LIST does not tell."""
         entry = self.entry(inode)
-        if is_unasked(entry) and not self._files.is_dirty(entry) and not self._has_no_marker(entry):
+        asks = is_unasked(entry) and not self.is_unlinked(inode)
+        if asks and not self._files.is_dirty(entry) and not self._has_no_marker(entry):
             await self._learn(inode, entry)
         return self.entry(inode)
 
@@ -159,7 +170,8 @@ class Filesystem:
 
     def attribute_fresh_s(self, entry: Entry) -> float:
         """For how many seconds the attributes of an entry may be remembered."""
-        if entry.inode == ROOT_INODE or self._files.get(entry.inode) is not None:
+        inode = entry.inode
+        if inode == ROOT_INODE or self._files.get(inode) is not None or self.is_unlinked(inode):
             return self.config.metadata_ttl_s
         return max(self._ns.listing_fresh_s(entry.parent), self._ns.answer_fresh_s(entry.parent, entry.name))
 
@@ -202,6 +214,8 @@ class Filesystem:
         self._refuse_read_only()
         entry = await self.getattr(inode)
         file = self._files.get(inode)
+        if change.size is None and self.is_unlinked(inode):
+            return self._set_unlinked(entry, change)
         if change.size is None and (file is None or (file.draft is None and not file.unlinked)):
             return self._set_attributes(entry, change)
         if entry.is_dir:
@@ -253,6 +267,15 @@ class Filesystem:
         if changed == entry:
             return entry
         return self._changes.set_attributes(msgspec.structs.replace(changed, ctime_ns=self._clock_ns()))
+
+    def _set_unlinked(self, entry: Entry, change: AttributeChange) -> Entry:
+        """Attributes of an inode without a name are seen by those who have it open, and stored nowhere."""
+        changed = msgspec.structs.replace(self._changed(entry, change), ctime_ns=self._clock_ns())
+        self._changes.unlinked.put(changed)
+        file = self._files.get(entry.inode)
+        if file is not None:
+            file.entry = changed
+        return changed
 
     @property
     def default_uid(self) -> int:
@@ -313,7 +336,8 @@ class Filesystem:
     async def sync_directory(self, inode: int) -> None:
         """Every change of a name made before is in the store when this returns, and so is every file that write-back
         accepted at or below the directory. Raises LakeError."""
-        await self._writeback.drain(self._writeback.below(self._ns.prefix(inode).removesuffix("/")))
+        if not self.is_unlinked(inode):
+            await self._writeback.drain(self._writeback.below(self._ns.prefix(inode).removesuffix("/")))
         await self.sync_names()
 
     async def sync_names(self) -> None:

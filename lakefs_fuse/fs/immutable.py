@@ -161,6 +161,9 @@ class ImmutableFilesystem:
             raise FileError(errno.ENODATA)
         return value
 
+    def is_unlinked(self, inode: int) -> bool:
+        return False
+
     @property
     def default_uid(self) -> int:
         return os.getuid() if self.config.uid is None else self.config.uid

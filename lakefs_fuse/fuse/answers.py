@@ -25,8 +25,8 @@ FILE_BLKSIZE = 128 << 10
 STATFS_BLOCK = 1 << 20
 STATFS_BLOCKS = 1 << 30
 """A lake has no size: 1 PiB is shown as free, so that nobody's free-space check refuses to write."""
-DOTS_COOKIE = 1
-"""Of the names . and .. in a listing; those of entries are larger."""
+DOT_COOKIE, DOTDOT_COOKIE = 1, (1 << 63) - 1
+"""d_off of the names ``.`` and ``..`` in a listing; those of entries begin with 2, and never get so large."""
 
 UNREMARKABLE = (
     errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP
@@ -46,6 +46,7 @@ class Owned(Protocol):
 
     config: MountConfig
 
+    def is_unlinked(self, inode: int) -> bool: ...
     @property
     def default_uid(self) -> int: ...
     @property
@@ -91,7 +92,7 @@ def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAtt
     attributes.st_ino = pyfuse3.InodeT(entry.inode)
     attributes.entry_timeout = attributes.attr_timeout = timeout_s
     attributes.st_mode = pyfuse3.ModeT(file_type_and_mode(entry, fs.config))
-    attributes.st_nlink = 1
+    attributes.st_nlink = 0 if fs.is_unlinked(entry.inode) else 1
     attributes.st_uid = fs.default_uid if entry.uid == UNSET else entry.uid
     attributes.st_gid = fs.default_gid if entry.gid == UNSET else entry.gid
     attributes.st_size = entry.size
@@ -110,14 +111,22 @@ def absent_for(timeout_s: float) -> pyfuse3.EntryAttributes:
     return absent
 
 
-def reply_dots(token: pyfuse3.ReaddirToken, inode: int, parent: int) -> None:
-    """The names . and .., first of all in a listing. Without them an empty directory's listing is nothing, and nothing
-    is what the kernel would keep for ever: it holds listings as pages, and drops them page by page."""
-    for name, number in ((b".", inode), (b"..", parent)):
+def reply_dots(token: pyfuse3.ReaddirToken, start: int, inode: int, parent: int) -> int:
+    """Reply ``.`` and ``..``, the first names of a listing, beyond ``start``; answer where its entries begin then.
+
+    Without them an empty directory's listing is nothing, and nothing is what the kernel would keep for ever: it holds
+    listings as pages, and drops them page by page.
+    """
+    dots = (b".", inode, DOT_COOKIE), (b"..", parent, DOTDOT_COOKIE)
+    before = (0, DOT_COOKIE, DOTDOT_COOKIE)
+    if start not in before:
+        return start
+    for name, number, cookie in dots[before.index(start) :]:
         attributes = pyfuse3.EntryAttributes()
         attributes.st_ino = pyfuse3.InodeT(number)
         attributes.st_mode = pyfuse3.ModeT(0o040755)
-        pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), attributes, DOTS_COOKIE)
+        pyfuse3.readdir_reply(token, pyfuse3.FileNameT(name), attributes, cookie)
+    return 0
 
 
 def size_of_lake() -> pyfuse3.StatvfsData:

@@ -21,7 +21,7 @@ import trio
 
 from lakefs_fuse.fs.changed_names import ChangedNames
 from lakefs_fuse.fs.immutable import ImmutableFilesystem
-from lakefs_fuse.fuse.answers import DOTS_COOKIE, absent_for, attributes_of, reply_dots, size_of_lake, upcall
+from lakefs_fuse.fuse.answers import absent_for, attributes_of, reply_dots, size_of_lake, upcall
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.invalidating import tell_kernel
 from lakefs_fuse.fuse.kernel import Kernel
@@ -105,12 +105,11 @@ class ImmutableOperations(pyfuse3.Operations):
 
     @upcall("readdir")
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        if start_id < DOTS_COOKIE:
-            reply_dots(token, fh, self.fs.parent(fh))
+        after = reply_dots(token, start_id, fh, self.fs.parent(fh))
         if self._rows.possible:
-            self._rows.reply(token, *self.fs.listed(fh), start_id, FOREVER_S)
+            self._rows.reply(token, *self.fs.listed(fh), after, FOREVER_S)
             return
-        for entry in self.fs.readdir(fh, start_id):
+        for entry in self.fs.readdir(fh, after):
             attributes = attributes_of(entry, self.fs, FOREVER_S)
             if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(entry.name), attributes, entry.cookie):
                 break

@@ -20,7 +20,7 @@ import pyfuse3
 from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem
 from lakefs_fuse.fs.open_file import Handle
 from lakefs_fuse.fuse.answers import (
-    DOTS_COOKIE,
+    DOTDOT_COOKIE,
     absent_for,
     attributes_of,
     reply_dots,
@@ -136,19 +136,18 @@ class Operations(pyfuse3.Operations):
 
     @upcall("readdir")
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        if start_id < DOTS_COOKIE:
+        if not start_id:
             await self.fs.opendir(fh)
-        await self.fs.more_names(fh, start_id)
+        await self.fs.more_names(fh, 0 if start_id == DOTDOT_COOKIE else start_id)
         fresh_s = self.fs.listing_fresh_s(fh)
-        if start_id < DOTS_COOKIE:
-            if Feature.STATELESS_OPENDIR in hooks.granted():
-                self.invalidations.listed(fh, fresh_s)
-            reply_dots(token, fh, self.fs.entry(fh).parent or fh)
+        if not start_id and Feature.STATELESS_OPENDIR in hooks.granted():
+            self.invalidations.listed(fh, fresh_s)
+        after = reply_dots(token, start_id, fh, self.fs.entry(fh).parent or fh)
         if self._rows.possible:
             tree = self.fs.namespace.tree
-            self._rows.reply(token, tree, fh, start_id, fresh_s, self.fs.files_in_use, self.fs.row_of)
+            self._rows.reply(token, tree, fh, after, fresh_s, self.fs.files_in_use, self.fs.row_of)
             return
-        for entry in self.fs.readdir(fh, start_id):
+        for entry in self.fs.readdir(fh, after):
             attributes = self._attributes(entry, fresh_s)
             if not pyfuse3.readdir_reply(token, pyfuse3.FileNameT(entry.name), attributes, entry.cookie):
                 break
