@@ -8,6 +8,11 @@ Problems are gathered by object. A name is hurt where the bytes that it has now 
 cannot be read has spoken of it last. A plain object that is at a file's own key may be deleted by anybody at any time,
 so one that is missing is no damage; how many those are is told. Nothing is changed here; see `fsck_repair`.
 
+The lake may be written meanwhile. So what is found is only a suspicion: the newest commits are applied and the store is
+asked about those very objects again, until two looks in a row find the same. Whoever deletes an object has committed
+before that no name has bytes in it; so a name that still refers to an object after it was found missing, and after the
+commits were polled again, is hurt.
+
 Memory: the commits' names, and one bit for each inode and object number. Tasks of one trio loop.
 """
 
@@ -37,6 +42,11 @@ from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 AUDITS_AT_ONCE = 4
 """Each holds a window of 8 MiB."""
 RECORDS_AT_ONCE = 16
+LOOKS_MAX = 10
+"""Looks at what was found. A lake that is written so fast that no two agree by then has to be checked again."""
+
+UNKNOWN = "?"
+"""In place of the key of an object that a name refers to by a number that this cache does not know."""
 
 Report = Callable[[str, int, int], None]
 """What is being done, commits or files and bytes done."""
@@ -92,6 +102,8 @@ class Checked:
     bytes_read: int = 0
     files: int = 0
     gone: int = 0
+    unsettled: int = 0
+    """Suspicions that were neither confirmed nor dispelled: the objects changed between any two looks."""
     problems: list[Problem] = field(default_factory=list)
 
     def summary(self) -> dict[str, object]:
@@ -101,6 +113,7 @@ class Checked:
             "bytes_read": self.bytes_read,
             "files": self.files,
             "deleted_outside": self.gone,
+            "unsettled": self.unsettled,
             "problems": [problem.summary() for problem in self.problems],
             "files_hurt": len({path for problem in self.problems for path in problem.paths}),
         }
@@ -120,6 +133,8 @@ class Checked:
         )
         if self.gone:
             lines.append(f"{self.gone:,} files are gone because others deleted their plain objects, which is no damage")
+        if self.unsettled:
+            lines.append(f"{self.unsettled:,} objects were written too fast to be checked: run fsck again")
         return "\n".join(lines)
 
 
@@ -145,6 +160,10 @@ class _Bits:
             self._bits += bytes(at + 4096 - len(self._bits))
         self._bits[at] |= 1 << (number & 7)
 
+    def discard(self, number: int) -> None:
+        if number in self:
+            self._bits[number >> 3] &= ~(1 << (number & 7))
+
     def __contains__(self, number: int) -> bool:
         at = number >> 3
         return at < len(self._bits) and bool(self._bits[at] & 1 << (number & 7))
@@ -165,25 +184,102 @@ class Checker:
         self._problems: dict[tuple[str, Kind], Problem] = {}
         self._found, self._intact = _Bits(), _Bits()
         """Inodes of files, and numbers of objects, whose plain object is in the store at their version."""
+        self._gone = _Bits()
+        """Inodes of files whose plain object is not in the store, as far as the first look told."""
 
     async def run(self) -> Checked:
         """Raises LakeError where the store does not answer."""
         async for page in self._lake.client.list_all(COMMITS):
             self.commits.update((meta.key, meta) for meta in page.objects if parse_commit_key(meta.key))
-        await self._lake.refresh()
-        self._applied = {row.key for row in self._lake.tree.objects.rows() if row.is_pack}
-        at_once = RECORDS_AT_ONCE if self._quick else AUDITS_AT_ONCE
-        await for_each(list(self.commits.values()), self._check_commit, at_once)
+        await self._refresh()
+        await for_each(list(self.commits.values()), self._check_listed, self._at_once)
         await self._list_plain()
         self._check_names()
         await self._check_indexes()
+        await self._confirm()
         self.done.problems = sorted(self._problems.values(), key=lambda problem: (problem.key, problem.kind))
         return self.done
+
+    async def _refresh(self) -> None:
+        await self._lake.refresh()
+        self._applied = {row.key for row in self._lake.tree.objects.rows() if row.is_pack}
+
+    @property
+    def _at_once(self) -> int:
+        return RECORDS_AT_ONCE if self._quick else AUDITS_AT_ONCE
+
+    # -- looking again
+
+    async def _confirm(self) -> None:
+        """Look again at what was found until two looks agree; what they do not agree on is no problem."""
+        if not self._problems and not self.done.gone:
+            return
+        for _ in range(LOOKS_MAX):
+            before = self._problems.keys()
+            await self._look_again()
+            if self._problems.keys() == before:
+                return
+        self.done.unsettled = len(self._problems.keys() - before)
+        self._problems = {found: problem for found, problem in self._problems.items() if found in before}
+        self.hurt = [hurt for hurt in self.hurt if any(hurt.path in each.paths for each in self._problems.values())]
+
+    async def _look_again(self) -> None:
+        """At the objects of the problems, at the names that have bytes in them, and at the names hurt."""
+        before, self._problems, self.hurt = self._problems, {}, []
+        await self._refresh()
+        paths = {path for problem in before.values() for path in problem.paths}
+        keys = {key for key, _ in before if key != UNKNOWN and not key.startswith(INDEX)}
+        numbers = {row.number for row in self._lake.tree.objects.rows() if row.key in keys}
+        numbers |= {entry.place for path in paths if (entry := self._lake.find(path)) is not None and entry.place}
+        rows = [row for number in numbers if (row := self._lake.tree.objects.get(number)) is not None]
+        await for_each(keys.union(row.key for row in rows), self._head, RECORDS_AT_ONCE)
+        for key in keys:
+            self._crcs.pop(key, None)
+        await for_each([meta for key in keys if (meta := self.commits.get(key))], self._check_commit, self._at_once)
+        self.done.gone = 0
+        for path, entry in self._lake.files():
+            if entry.flags & (Flag.SYMLINK | Flag.LOCAL):
+                continue
+            if not entry.place:
+                self.done.gone += entry.inode in self._gone
+            elif entry.place in numbers or path in paths:
+                self._check_file(path, entry)
+        if any(kind is Kind.INDEX for _, kind in before):
+            await self._check_indexes()
+
+    async def _head(self, key: str) -> None:
+        """Note what is at a key now, in place of what LIST said of it."""
+        found: ObjectMeta | None = None
+        try:
+            found = await self._lake.client.head(key)
+        except NotFound:
+            pass
+        except Unavailable:
+            raise
+        except StoreError:
+            return  # what LIST said is all there is
+        if parse_commit_key(key) is None:
+            self._note_version(key, found)
+        elif found is None:
+            self.commits.pop(key, None)
+        else:
+            self.commits[key] = found
+
+    def _note_version(self, key: str, found: ObjectMeta | None) -> None:
+        for row in self._lake.tree.objects.versions(key):
+            self._intact.discard(row.number)
+            if found is not None and (row.etag, row.size) == (found.etag, found.size):
+                self._intact.add(row.number)
 
     def _problem(self, key: str, kind: Kind, text: str) -> Problem:
         return self._problems.setdefault((key, kind), Problem(key, kind, text))
 
     # -- commits
+
+    async def _check_listed(self, meta: ObjectMeta) -> None:
+        await self._check_commit(meta)
+        self.done.commits += meta.key in self.commits
+        self._report("checking commits", self.done.commits, self.done.bytes_read)
 
     async def _check_commit(self, meta: ObjectMeta) -> None:
         try:
@@ -200,8 +296,6 @@ class Checker:
             self._problem(meta.key, Kind.UNREADABLE, f"the store cannot read it: {error}")
         if self._is_future(meta.key):
             self._problem(meta.key, Kind.FUTURE, "its time lies in the future: mounts leave it out until then")
-        self.done.commits += 1
-        self._report("checking commits", self.done.commits, self.done.bytes_read)
 
     async def _audit(self, meta: ObjectMeta) -> None:
         async def fetch(start: int, end: int) -> Buffer:
@@ -314,11 +408,12 @@ class Checker:
                 self._check_file(path, entry)
             elif entry.inode not in self._found:
                 self.done.gone += 1
+                self._gone.add(entry.inode)
 
     def _check_file(self, path: str, entry: Entry) -> None:
         row = self._lake.tree.objects.get(entry.place)
         if row is None:
-            self._problem("?", Kind.MISSING, "an object that this cache does not know").paths[path] = None
+            self._problem(UNKNOWN, Kind.MISSING, "an object that this cache does not know").paths[path] = None
             return
         kind, text, crc = self._what_is_wrong(entry, row)
         if kind is not None:

@@ -91,12 +91,15 @@ class Objects:
         """The version of the object with this key that some entry has its bytes in, though it is not its own key."""
         if self._others <= 0:
             return None
+        return next((row for row in self.versions(key) if row.entries > 0), None)
+
+    def versions(self, key: str) -> Iterator[ObjectRow]:
+        """Every version of the object with this key that has a number."""
         begin = _name_key(key, "")
         for _, number in self._db.scan(begin, begin[:-1] + b"\1"):
             row = self.get(int.from_bytes(number, "big"))
-            if row is not None and row.entries > 0:
-                return row
-        return None
+            if row is not None:
+                yield row
 
     def number(self, key: str, etag: str, size: int) -> int:
         """The number of an object, new where it has none; written at once, and counted when an entry shares it."""
