@@ -79,7 +79,8 @@ class NamespaceMetrics:
 class CommitMetrics:
     """Commits. ``files_packed`` and ``bytes_packed`` were closed here and went into a pack; ``batch_files_max`` is the
     largest number of files in one. ``lag_s`` is how long after its time the newest commit of another node was
-    applied."""
+    applied. ``future`` were left out for being dated too far ahead. ``clock_jumps`` of this machine's wall clock were
+    noticed, and the store's clock is ``clock_offset_s`` ahead of it."""
 
     written: int = 0
     operations_written: int = 0
@@ -97,6 +98,8 @@ class CommitMetrics:
     lag_s: float = 0.0
     objects_deleted: int = 0
     relocated: int = 0
+    clock_jumps: int = 0
+    clock_offset_s: float = 0.0
 
     def note_written(self, operations: int) -> None:
         self.written += 1

@@ -29,7 +29,6 @@ from lakefs_fuse.admin.at_once import for_each
 from lakefs_fuse.admin.headless import Headless
 from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
 from lakefs_fuse.catalog.audit import Audit, Fault, verify
-from lakefs_fuse.catalog.clock import FUTURE_NS_MAX
 from lakefs_fuse.catalog.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
 from lakefs_fuse.catalog.record import COMMITS, OBJECTS, THIS, Put, Record, Relocate, Remove
 from lakefs_fuse.config import RESERVED_NAME
@@ -344,7 +343,7 @@ class Checker:
 
     def _is_future(self, key: str) -> bool:
         named = parse_commit_key(key)
-        return named is not None and named[0] > self._lake.clock.wall_ns() + FUTURE_NS_MAX
+        return named is not None and named[0] > self._lake.clock.ahead_ns()
 
     def _not_superseded(self, key: str, paths: list[str] | tuple[str, ...]) -> list[str]:
         """Those of which no later commit has spoken."""

@@ -1,59 +1,146 @@
-"""The hybrid logical clock that names commits: the wall clock corrected by the store's, never behind what was seen.
+"""The hybrid logical clock that names commits: the store's time, carried on by a clock that nobody sets.
 
-Always true: `now` grows with every call and is later than every time that `seen` accepted, so what a daemon commits
-after it saw a commit sorts after it, whatever the two machines' clocks say. Times too far in the future are not
-followed: one machine with a wrong clock must not drag all others along.
+What always holds:
+
+* monotonic: `now` grows with every call, and is later than every time that `seen` accepted, so what a daemon commits
+  after it saw a commit sorts after it. The one exception: the store's clock was found far behind; then `now` goes back
+  to it (`went_back`);
+* bounded: `now` is never more than COMMIT_AHEAD_MAX_S ahead of the store's time as it is known here;
+* a jump of this machine's wall clock moves `now` nowhere: between two answers of the store the time since boot counts.
+  Another time that the store tells is followed when it was told twice, CONFIRM_S apart: the clock of a local directory
+  is the wall clock, and jumps with it.
 
 Called from one thread. Nothing is kept: a new daemon learns from the commits it reads before it writes any.
 """
 
 from __future__ import annotations
 
+import logging
 import random
+import time
 from collections.abc import Callable
 
-FUTURE_NS_MAX = 3600 * 1_000_000_000
-"""How far ahead of the corrected wall clock a commit's time is believed."""
-DIFFERENCE_NS_MAX = 2 * 1_000_000_000
-"""A difference from the store's clock that is left alone, as the store tells it to the second."""
+NS = 1_000_000_000
+COMMIT_AHEAD_MAX_S = 60
+"""How far ahead of the store's time a commit is believed, and written. Half of the window in which polls look for
+commits (`window`): a clock that followed one from farther ahead would hide others' commits from whoever polls."""
+AHEAD_NS_MAX = COMMIT_AHEAD_MAX_S * NS
+DIFFERENCE_NS_MAX = 2 * NS
+"""A difference from the store's clock that is left alone, as the store tells it to the second. A wall clock that moves
+by more beside the time since boot has jumped."""
+CONFIRM_S = 60
+"""A store's time that differs counts when a second answer, so much later, agrees."""
 STEP_NS_MAX = 1 << 20
-"""How far `now` steps ahead of what it saw where the wall clock is behind."""
+"""How far `now` steps ahead of what it saw where the store's time is behind."""
+log = logging.getLogger(__name__)
+
+
+def boottime_ns() -> int:
+    """Time since boot: suspends included, and nobody sets it."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class HybridClock:
-    """``clock_ns`` is this machine's clock; ``offset_ns`` is added to it. All times in ns since 1970. With ``rng`` two
-    machines whose clocks are behind the same commit do not both take the nanosecond after it."""
+    """``clock_ns`` is this machine's wall clock, ``steady_ns`` a clock that never jumps (the wall clock where none is
+    given). All times in ns since 1970. With ``rng`` two machines whose clocks are behind the same commit do not both
+    take the nanosecond after it."""
 
-    def __init__(self, clock_ns: Callable[[], int], offset_ns: int = 0, *, rng: random.Random | None = None) -> None:
-        self.offset_ns = offset_ns
-        self._rng = rng
-        self._clock_ns = clock_ns
+    def __init__(
+        self,
+        clock_ns: Callable[[], int],
+        *,
+        steady_ns: Callable[[], int] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._clock_ns, self._steady_ns, self._rng = clock_ns, steady_ns or clock_ns, rng
+        self._base_ns = clock_ns() - self._steady_ns()
         self._last = 0
+        self._has_store_time = False
+        self._told: tuple[int, int] | None = None
+        """A difference that the store told and that is not followed yet, and when (steady)."""
+        self.offset_ns = 0
+        """The store's time less this machine's wall clock; 0 where they agree."""
+        self.jumps = 0
+        """How often the wall clock was found to have jumped."""
+        self.went_back = False
+        """What was dated before is farther ahead than any commit may be; reset by who dates that anew."""
 
     def now(self) -> int:
-        """A time that is later than all before."""
+        """A time that is later than all before, but for the exception in the module's head."""
+        self._notice_jump()
         step_ns = 1 if self._rng is None else self._rng.randint(1, STEP_NS_MAX)
-        self._last = max(self._last + step_ns, self.wall_ns())
+        wall_ns = self.wall_ns()
+        self._go_back_to(wall_ns)
+        self._last = max(self._last + step_ns, wall_ns)
         return self._last
 
     def seen(self, time: int) -> bool:
-        """Somebody else's commit has this time: `now` will be later. False where it is too far in the future to be
+        """Somebody else's commit has this time: `now` will be later. False where it is too far ahead to be
         followed."""
-        if time > self.wall_ns() + FUTURE_NS_MAX:
+        if time > self.ahead_ns():
             return False
         self._last = max(self._last, time)
         return True
 
+    @property
+    def is_settled(self) -> bool:
+        """The store tells no other time than what is followed."""
+        return self._told is None
+
     def correct(self, store_time_ns: int, round_trip_ns: int = 0) -> bool:
-        """The store just said what time it is, in an answer to a question ``round_trip_ns`` ago. The offset is set
-        where the two clocks certainly differ by more than DIFFERENCE_NS_MAX; answers whether it was."""
-        local_ns = self._clock_ns() - round_trip_ns // 2
-        difference = store_time_ns - local_ns
-        if abs(difference - self.offset_ns) <= DIFFERENCE_NS_MAX + round_trip_ns // 2:
+        """The store just said what time it is, in an answer to a question ``round_trip_ns`` ago. Followed where the two
+        clocks certainly differ by more than DIFFERENCE_NS_MAX, and CONFIRM_S ago they did as well (the first answer: at
+        once). Answers whether the time is another now."""
+        self._notice_jump()
+        steady_ns = self._steady_ns()
+        difference = store_time_ns - (steady_ns + self._base_ns - round_trip_ns // 2)
+        tolerated = DIFFERENCE_NS_MAX + round_trip_ns // 2
+        is_first, self._has_store_time = not self._has_store_time, True
+        if abs(difference - self.offset_ns) <= tolerated:
+            self._told = None
             return False
+        if not is_first:
+            if self._told is None or abs(difference - self._told[0]) > tolerated:
+                self._told = difference, steady_ns
+                return False
+            if steady_ns - self._told[1] < CONFIRM_S * NS:
+                return False
+        self._told = None
+        before_ns = self.offset_ns
         self.offset_ns = difference if abs(difference) > DIFFERENCE_NS_MAX else 0
+        log.warning(
+            "commits are dated by the store's clock, %+.0f s from this machine's (%+.0f s before)",
+            self.offset_ns / NS, before_ns / NS,
+        )  # fmt: skip
+        self._go_back_to(self.wall_ns())
         return True
 
     def wall_ns(self) -> int:
-        """The corrected wall clock."""
-        return max(0, self._clock_ns() + self.offset_ns)
+        """The store's time, as far as it is known here."""
+        return max(0, self._steady_ns() + self._base_ns + self.offset_ns)
+
+    def machine_ns(self) -> int:
+        """This machine's wall clock, jumps included."""
+        return self._clock_ns()
+
+    def ahead_ns(self) -> int:
+        """The latest time that a commit may have now."""
+        return self.wall_ns() + AHEAD_NS_MAX
+
+    def _go_back_to(self, wall_ns: int) -> None:
+        if self._last > wall_ns + AHEAD_NS_MAX:
+            self._last, self.went_back = wall_ns, True
+
+    def _notice_jump(self) -> None:
+        """The offset changes with the wall clock, so that the store's time stays."""
+        jump_ns = self._clock_ns() - self._steady_ns() - self._base_ns
+        if abs(jump_ns) <= DIFFERENCE_NS_MAX:
+            return
+        self.jumps += 1
+        self._base_ns += jump_ns
+        self.offset_ns -= jump_ns
+        if self._told is not None:
+            self._told = self._told[0] - jump_ns, self._told[1]
+        if abs(self.offset_ns) <= DIFFERENCE_NS_MAX:
+            self._base_ns, self.offset_ns = self._base_ns + self.offset_ns, 0
+        log.warning("this machine's clock jumped by %+.0f s: commits go on being dated without it", jump_ns / NS)

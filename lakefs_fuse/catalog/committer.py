@@ -42,6 +42,7 @@ from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 
+NS = 1_000_000_000
 ASK_S_MAX = 5.0
 """So long the store is asked about a commit that it did not answer."""
 THREAD_BYTES_MIN = 1 << 20
@@ -307,6 +308,7 @@ class Committer:
             self._end_sending()
             return Committed(ObjectRef(), b"")
         time = self._clock.now()
+        self._metrics.clock_jumps, self._metrics.clock_offset_s = self._clock.jumps, self._clock.offset_ns / NS
         key = commit_key(time, self.writer)
         if told is not None:
             await told(key)

@@ -3,7 +3,8 @@
 A poll asks for names after the newest commit time seen less `WINDOW_NS`, and applies what was not applied yet. So a
 commit is found as long as its time is no more than that window behind the newest one when it becomes visible. Times
 come from clocks that are corrected by the store's, and a request takes at most a minute; two nodes' clocks may differ
-by the rest. What cannot be read is told, counted, and left out; it is never half applied.
+by the rest. What cannot be read is told, counted, and left out; it is never half applied. What is dated farther ahead
+of the store's time than COMMIT_AHEAD_MAX_S is told, counted, and left out until its time has come.
 
 A commit that names a path where a plain object lies which its writer did not know, put in the same second, waits up to
 `DOUBT_S_MAX`, and so do those behind it: if somebody who knew that object has replaced or removed it, that commit is
@@ -20,7 +21,7 @@ import trio
 from lakefs_fuse.catalog.application import Doubt
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
-from lakefs_fuse.catalog.clock import HybridClock
+from lakefs_fuse.catalog.clock import CONFIRM_S, HybridClock
 from lakefs_fuse.catalog.record import COMMITS, ObjectRef, Record
 from lakefs_fuse.catalog.window import WINDOW_NS
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, Unsupported
@@ -50,15 +51,22 @@ class Poller:
         self._client, self._applier, self._clock, self._metrics = client, applier, clock, metrics
         self._refresh_s = refresh_s
         self._refused: set[str] = set()
+        self._ahead: set[str] = set()
+        """Commits that were left out because of their time, on the first page of them."""
         self._lock = trio.Lock()
 
     async def run(self) -> None:
         """Poll for as long as the mount lives; trouble with the store is told once and tried again."""
-        checked_at, failing = trio.current_time(), False
+        checked_at, failing, jumps = trio.current_time(), False, self._clock.jumps
         while True:
             await trio.sleep(self._refresh_s)
             try:
-                if trio.current_time() - checked_at > CLOCK_CHECK_S:
+                if self._clock.jumps > jumps or not self._clock.is_settled:
+                    check_s: float = CONFIRM_S
+                else:
+                    check_s = CLOCK_CHECK_S
+                if trio.current_time() - checked_at > check_s:
+                    jumps = self._clock.jumps
                     checked_at = trio.current_time()
                     await self.correct_clock()
                 await self.poll()
@@ -71,13 +79,15 @@ class Poller:
                 log.exception("looking for commits of other nodes")
 
     async def correct_clock(self) -> None:
-        """Raises LakeError."""
+        """Ask the store for its time; one that tells none goes by this machine's clock. Raises LakeError."""
         asked = self._clock.wall_ns()
         try:
             store_ns = await self._client.time_ns()
         except Unsupported:
-            return  # then this machine's clock is what there is
+            store_ns = self._clock.machine_ns()
         self._clock.correct(store_ns, self._clock.wall_ns() - asked)
+        self._metrics.clock_jumps = self._clock.jumps
+        self._metrics.clock_offset_s = self._clock.offset_ns / NS
 
     async def poll(self) -> int:
         """Apply what is new; answers how many commits that were. Raises LakeError."""
@@ -98,19 +108,35 @@ class Poller:
 
     async def _find(self) -> list[tuple[int, str, ObjectMeta]]:
         """Commits that are not applied, the oldest first."""
-        since = max(0, self._applier.newest() - WINDOW_NS)
+        ahead_ns = self._clock.ahead_ns()
+        since = max(0, min(self._applier.newest(), ahead_ns) - WINDOW_NS)
         found: list[tuple[int, str, ObjectMeta]] = []
         token: str | None = None
         start = f"{COMMITS}{since:016x}" if since else ""
         while True:
             page = await self._client.list_page(COMMITS, start_after=start, token=token)
+            ahead: list[tuple[int, str, ObjectMeta]] = []
             for meta in page.objects:
                 named = parse_commit_key(meta.key)
                 if named is not None and meta.key not in self._refused and not self._applier.is_applied(*named):
-                    found.append((*named, meta))
-            token = page.next_token
+                    (found if named[0] <= ahead_ns else ahead).append((*named, meta))
+            self._leave_out([item for item in ahead if item[2].key not in self._ahead])
+            token = None if ahead else page.next_token  # all that follow are later still
             if token is None:
                 return sorted(found, key=lambda item: item[:2])
+
+    def _leave_out(self, ahead: Sequence[tuple[int, str, ObjectMeta]]) -> None:
+        """Commits that are dated too far ahead, until their time has come."""
+        for time, writer, meta in ahead:
+            self._ahead.add(meta.key)
+            self._applier.note_refused(time, writer)
+        self._metrics.future += len(ahead)
+        if ahead:
+            log.error(
+                "%d commits are left out until their time has come, as they are dated %.0f s and more ahead of the "
+                "store's clock, the first is %s: correct that node's clock, then run `lakefs-fuse fsck --repair`",
+                len(ahead), (ahead[0][0] - self._clock.wall_ns()) / NS, ahead[0][2].key,
+            )  # fmt: skip
 
     async def _apply_all(self, found: Sequence[tuple[int, str, ObjectMeta]], *, wait: bool) -> int:
         """Answers how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
@@ -141,10 +167,8 @@ class Poller:
             record = records.pop(meta.key, None)
             if record is None or self._applier.is_applied(record.time, record.writer):
                 continue
-            if not self._clock.seen(record.time):
-                self._metrics.future += 1
-                self._refuse(meta.key, "its time lies in the future: correct that node's clock, then run gc or fsck")
-                continue
+            self._clock.seen(record.time)
+            self._ahead.discard(meta.key)
             self._metrics.lag_s = max(0.0, (self._clock.wall_ns() - record.time) / NS)
             outdated, is_sure = await self._outdated(record)
             if wait and not is_sure and self._clock.wall_ns() - record.time < DOUBT_S_MAX * NS:

@@ -64,6 +64,8 @@ class Ground:
     clock_ns: Callable[[], int]
     ids: random.Random
     spans: tuple[tuple[int, int], ...]
+    steady_ns: Callable[[], int] | None = None
+    """A clock that nobody sets; None: ``clock_ns`` is one."""
 
     def services(self, reader: BlockReader, save: Callable[[DraftRecord, bool], None]) -> DraftServices:
         config = self.config
@@ -100,8 +102,8 @@ class Commits:
 
     def __init__(self, ground: Ground, namespace: Namespace, watcher: FilesWatcher) -> None:
         metrics, database, client = ground.metrics.commits, ground.database, ground.client
-        self.clock = HybridClock(ground.clock_ns, rng=ground.ids)
-        self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=ground.clock_ns)
+        self.clock = HybridClock(ground.clock_ns, steady_ns=ground.steady_ns, rng=ground.ids)
+        self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
         self.deletions = Deletions(database, client, namespace.tree, metrics, clock_ns=ground.clock_ns)
         writer = f"{ground.ids.getrandbits(32):08x}"
         self.committer = Committer(database, client, self.applier, self.deletions, self.clock, metrics, writer=writer)
@@ -113,9 +115,9 @@ class Commits:
 
     async def begin(self) -> None:
         """Settle what was loaded with the store, and apply what others did since. Raises LakeError."""
+        await self.poller.correct_clock()
         await self.committer.settle_journal()
         self.clock.seen(self.applier.newest())
-        await self.poller.correct_clock()
         await self.poller.poll()
         self.committer.set_attributes_again()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import trio
 
+from lakefs_fuse.catalog.clock import boottime_ns
 from lakefs_fuse.catalog.index import bring_in
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.data.blocks import BlockCache
@@ -110,14 +111,19 @@ async def open_filesystem(
     metrics: Metrics,
     *,
     clock_ns: Callable[[], int] = time.time_ns,
+    steady_ns: Callable[[], int] | None = None,
     rng: random.Random | None = None,
     spans: tuple[tuple[int, int], ...] = SPANS,
 ) -> AsyncIterator[Filesystem]:
     """A filesystem ready to serve, orphans dealt with as ``config.orphans`` says.
 
+    ``steady_ns`` is a clock that nobody sets; None: the time since boot beside the system's clock, else ``clock_ns``.
+
     Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk). On leaving, what is not
     durable stays in staging with its record.
     """
+    if steady_ns is None and clock_ns is time.time_ns:
+        steady_ns = boottime_ns
     directory = Path(config.cache_dir).absolute()
     async with opened_cache(config, metrics) as cache:
         database = Database(directory / "meta", identity(config))
@@ -127,7 +133,9 @@ async def open_filesystem(
                 # Before anything reads the database: what counts rows does so once.
                 await bring_in(database, client, directory / "index")
                 ids = rng or random.Random(secrets.randbits(SEED_BITS))
-                parts = Assembly(Ground(config, client, metrics, database, cache, nursery, clock_ns, ids, spans))
+                parts = Assembly(
+                    Ground(config, client, metrics, database, cache, nursery, clock_ns, ids, spans, steady_ns)
+                )
                 filesystem, files = parts.filesystem, parts.files
                 await parts.begin()
                 await _deal_with_orphans(config, filesystem, parts.recovery)

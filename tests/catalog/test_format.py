@@ -143,7 +143,8 @@ def test_the_numbers_in_the_text_are_those_of_the_code() -> None:
     assert rec.UNSET == 0xFFFF_FFFF
     assert f"The comment has {archive.COMMENT_BYTES_MAX} bytes at most" in said
     assert archive.TAIL_BYTES == 256 << 10
-    assert clock.FUTURE_NS_MAX == 3600 * S
+    assert clock.COMMIT_AHEAD_MAX_S == 60
+    assert f"{clock.COMMIT_AHEAD_MAX_S} seconds (`COMMIT_AHEAD_MAX_S`)" in said
     assert clock.DIFFERENCE_NS_MAX == 2 * S
     assert (archive.LOCAL.size, archive.CENTRAL.size, archive.END64.size, archive.LOCATOR64.size) == (30, 46, 56, 20)
 

@@ -10,14 +10,14 @@ import trio
 
 from lakefs_fuse.catalog import poller
 from lakefs_fuse.catalog.archive import commit_key
-from lakefs_fuse.catalog.clock import FUTURE_NS_MAX
+from lakefs_fuse.catalog.clock import COMMIT_AHEAD_MAX_S
 from lakefs_fuse.catalog.poller import FETCHED_MAX
 from lakefs_fuse.catalog.record import COMMITS, OWN, Operation, Record, Remove, SetAttr
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.database import Batch
 from tests.catalog.archives import commit_of
 from tests.catalog.committing import Daemon, Site, until
-from tests.catalog.nodes import NS, at, plain
+from tests.catalog.nodes import at, plain
 from tests.catalog.records import record_of
 from tests.memory_store import Failures, Request, When
 
@@ -202,19 +202,41 @@ async def test_a_damaged_one_is_told_once_and_left_out(
         caplog.clear()
 
 
-async def test_one_from_the_future_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A clock that is wrong by more than an hour must not decide what is newest for everybody."""
+async def test_poll_commit_from_the_future_is_left_out_until_its_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clock that is wrong must not decide what is newest for everybody, nor hide what others commit meanwhile."""
     site = Site(tmp_path)
     with site.daemon("a") as a:
         commit(site, 1, "f")
-        commit(site, FUTURE_NS_MAX / NS + 10, "f", size=9)
-        commit(site, FUTURE_NS_MAX / NS - 10, "ahead")
-        await a.poller.poll()
+        commit(site, COMMIT_AHEAD_MAX_S + 10, "f", size=9)
+        commit(site, 10**8, "f", size=10)
+        commit(site, COMMIT_AHEAD_MAX_S - 10, "ahead")
+        assert await a.poller.poll() == 2
         assert a.found("f").size == 3
         assert a.find("ahead") is not None
-        assert a.metrics.future == 1
-        assert a.clock.now() > at(FUTURE_NS_MAX / NS - 10)
-        assert a.clock.now() < at(FUTURE_NS_MAX / NS)
+        assert a.metrics.future == 2
+        assert at(COMMIT_AHEAD_MAX_S - 10) < a.clock.now() < at(COMMIT_AHEAD_MAX_S)
+        commit(site, 2, "g")
+        assert await a.poller.poll() == 1
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        site.clock.seconds = 10
+        assert await a.poller.poll() == 1
+        assert a.found("f").size == 9
+        caplog.clear()
+
+
+async def test_poll_many_commits_from_the_future_cost_one_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = Site(tmp_path)
+    site.store.page_keys_max = 7
+    with site.daemon("a") as a:
+        for number in range(30):
+            commit(site, 10**8 + number, f"f{number}")
+        assert await a.poller.poll() == 0
+        assert site.store.count("list") == 1
+        assert a.metrics.future == 7
         caplog.clear()
 
 
