@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Literal
@@ -56,6 +56,10 @@ class Faults:
         """Path and query of each PUT that the store made and whose answer went back, since the start or `clear`."""
         self.bytes_s_max = 0
         """All request bodies together go on to the store no faster; 0 is no limit. Stays as it is with `clear`."""
+        self.completes_blindly = False
+        """Conditions on completing an upload are left out. Stays as it is with `clear`."""
+        self.after_completion: Callable[[], object] = lambda: None
+        """Called when the store completed an upload, before that is answered. Stays as it is with `clear`."""
         self._free_at_s = 0.0
         self.released = threading.Event()
         self._upstream = urlsplit(server.url)
@@ -215,6 +219,8 @@ class _Relay(BaseHTTPRequestHandler):
         try:
             self._forward(upstream, length, corrupt=kind == "corrupt")
             answer = upstream.getresponse()
+            if self.command == "POST" and "uploadId=" in self.path:
+                self.controls.after_completion()
             if kind == "lose_answer":
                 answer.read()
                 self._reset()
@@ -229,8 +235,9 @@ class _Relay(BaseHTTPRequestHandler):
 
     def _forward(self, upstream: http.client.HTTPConnection, length: int, *, corrupt: bool) -> None:
         upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        blind = self.controls.completes_blindly and self.command == "POST" and "uploadId=" in self.path
         for name, value in self.headers.items():
-            if name.lower() not in _HOP:
+            if name.lower() not in _HOP and not (blind and name.lower() in ("if-match", "if-none-match")):
                 upstream.putheader(name, value)
         if length or "Content-Length" in self.headers:
             upstream.putheader("Content-Length", str(length))

@@ -50,6 +50,7 @@ _NOTES = {
     "partial_status": "ranges are answered 200, not 206: reads go through boto3, at about 500 requests a second",
     "get_if_match": "conditions on GET are ignored: versions are compared after each read",
     "put_if_absent": "conditions on PUT are ignored: exclusive creation is a HEAD before the PUT",
+    "complete_if_absent": "conditions on completing an upload are ignored: exclusive creation asks before and after",
     "part_copy": "parts cannot be copied: bytes of a changed file that stay are uploaded again",
     "parts_replaceable": "parts are final once uploaded: a file that changes behind the writer is uploaded anew",
     "complete_etag": "completing an upload does not tell the ETag: it is asked for",
@@ -144,6 +145,7 @@ class _Probe:
         found["sorted_listing"] = self._lists_in_order()
         found["lists_markers"] = self._lists_markers()
         found |= self._uploading(key)
+        found["complete_if_absent"] = self._completes_conditionally(self._base + "upload")
         self._find_refused_characters()
         self.seen |= found.keys() - {"md5_etags", "checks_crc32"}
         if isinstance(self._store, Observable):
@@ -171,6 +173,18 @@ class _Probe:
     def _refuses_existing(self, key: str) -> bool:
         try:
             self._ask(lambda: self._store.put(key, BODY, metadata={}, if_absent=True))
+        except PreconditionFailed:
+            return True
+        except Unsupported:
+            return False
+        return False
+
+    def _completes_conditionally(self, key: str) -> bool:
+        """Whether an upload over an existing object is refused. Some servers ignore the condition and say nothing."""
+        upload_id = self._begin_upload(key)
+        part = self._part(key, upload_id, 1, BODY)
+        try:
+            self._ask(lambda: self._store.complete_multipart(key, upload_id, [part], if_absent=True))
         except PreconditionFailed:
             return True
         except Unsupported:

@@ -114,6 +114,8 @@ class Capabilities:
     """… and with 206, which obstore insists on."""
     get_if_match: bool = True
     put_if_absent: bool = True
+    complete_if_absent: bool = True
+    """Completing an upload honours ``If-None-Match: *``; else the store client asks for the key before and after."""
     multipart: bool = True
     part_copy: bool = True
     parts_replaceable: bool = True

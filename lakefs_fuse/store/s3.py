@@ -260,18 +260,22 @@ class S3Store:
     def complete_multipart(
         self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
     ) -> ObjectMeta:
-        """See `ObjectStore.complete_multipart`. The answer may have no metadata."""
+        """See `ObjectStore.complete_multipart`. The answer may have no metadata. Where the store ignores preconditions,
+        ``if_absent`` is a HEAD before and one after, which tells of an object that came between."""
         listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
         parameters: dict[str, object] = {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
-        if if_absent:
-            if self.capabilities.put_if_absent:
-                parameters["IfNoneMatch"] = "*"
-            else:
-                self._refuse_existing(key)
+        looks = if_absent and not self.capabilities.complete_if_absent
+        if looks:
+            self._refuse_existing(key)
+        elif if_absent:
+            parameters["IfNoneMatch"] = "*"
         answer = self._call("complete_multipart_upload", f"complete {key!r}", key, **parameters)
         etag = _etag(answer)
-        if not etag or not self.capabilities.complete_etag:
-            return self.head(key)
+        if looks or not etag or not self.capabilities.complete_etag:
+            there = self.head(key)
+            if looks and etag and self.capabilities.complete_etag and there.etag != etag:
+                raise PreconditionFailed(f"{key!r} was created by somebody else at the same time")
+            return there
         return ObjectMeta(key, sum(part.size for part in parts), etag, time.time_ns())
 
     def abort_multipart(self, key: str, upload_id: str) -> None:

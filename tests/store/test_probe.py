@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.errors import ConfigError, KeyRefused, LakeError, Unavailable, Unsupported
+from lakefs_fuse.errors import ConfigError, KeyRefused, LakeError, PreconditionFailed, Unavailable, Unsupported
 from lakefs_fuse.store.local import LocalStore
 from lakefs_fuse.store.opening import open_store
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 from tests import servers
-from tests.faults import Faults
+from tests.faults import Faults, faulty
 from tests.memory_store import MemoryStore, Request, When
 from tests.servers import Server, s3_client
 from tests.store.lakes import NAMES, config_of, s3_config
@@ -27,6 +27,7 @@ CANNOT = {
         "partial_status",
         "get_if_match",
         "put_if_absent",
+        "complete_if_absent",
         "part_copy",
         "parts_replaceable",
         "complete_etag",
@@ -36,7 +37,7 @@ CANNOT = {
     },
 }
 REFUSED = {"seaweedfs": "\\", "moto": "\n"}
-REQUESTS_MAX = 40
+REQUESTS_MAX = 50
 FLAGS = {name for name in Capabilities.__slots__ if name not in ("name", "notes", "characters_refused")}
 
 
@@ -211,3 +212,49 @@ def test_reading_an_empty_bucket_assumes_the_least(seaweed: Server, new_bucket: 
         assert (found.partial_status, found.get_if_match) == (False, False)
     finally:
         store.close()
+
+
+def test_probe_server_ignoring_conditions_on_completion_finds_it_out(
+    moto: Server, new_bucket: Callable[[Server], str]
+) -> None:
+    """moto does not check signatures, in which the headers are that the proxy takes away."""
+    bucket = new_bucket(moto)
+    with faulty(moto) as (server, controls):
+        store = open_store(s3_config(server, bucket))
+        try:
+            controls.completes_blindly = True
+            found = probe(store, random.Random(1))
+            assert found.put_if_absent and not found.complete_if_absent
+            assert any("completing an upload" in note for note in found.notes)
+            assert keys_left(moto, bucket) == []
+        finally:
+            store.close()
+
+
+def upload_exclusively(store: ObjectStore, key: str, body: bytes) -> None:
+    upload_id = store.create_multipart(key)
+    part = store.upload_part(key, upload_id, 1, body)
+    store.complete_multipart(key, upload_id, [part], if_absent=True)
+
+
+def test_completion_without_conditions_looks_before_and_after(
+    moto: Server, new_bucket: Callable[[Server], str]
+) -> None:
+    bucket = new_bucket(moto)
+    with faulty(moto) as (server, controls):
+        store, other = open_store(s3_config(server, bucket)), open_store(s3_config(moto, bucket))
+        try:
+            controls.completes_blindly = True
+            probe(store, random.Random(1))
+            controls.clear()
+            upload_exclusively(store, "a", b"first")
+            assert controls.counts["HEAD"] == 2
+            with pytest.raises(PreconditionFailed):
+                upload_exclusively(store, "a", b"second")
+            assert bytes(other.get("a", 0, 9).data) == b"first"
+            controls.after_completion = lambda: other.put("b", b"theirs")
+            with pytest.raises(PreconditionFailed):
+                upload_exclusively(store, "b", b"ours")
+        finally:
+            other.close()
+            store.close()
