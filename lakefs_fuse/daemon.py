@@ -195,7 +195,7 @@ class Daemon(Generic[Fs]):
                 if await self._may_mount():
                     await self._parts.serve(fs, self._config, ready=on_ready)
                 self._stage = Stage.DRAINING
-                server.starting = False
+                server.starting, server.draining = False, True
                 self._readiness.serving = False
                 log.info("unmounted")
                 error = await self._drain(fs)

@@ -53,7 +53,7 @@ class Deletions:
     ) -> None:
         self._db, self._client, self._tree, self._metrics = database, client, tree, metrics
         self._clock_ns = clock_ns
-        self._kick, self._full = trio.Event(), trio.Event()
+        self._kick, self._full, self._passed = trio.Event(), trio.Event(), trio.Event()
         self._under_way: dict[str, trio.Event] = {}
         self._kept: Counter[str] = Counter()
         self.waive: Callable[[str], list[Doomed]] = lambda _: []
@@ -131,20 +131,40 @@ class Deletions:
             self._kick, self._full = trio.Event(), trio.Event()
             try:
                 while await self.delete_due() == DELETE_KEYS_MAX:
-                    pass
+                    self._end_pass()
                 pause_s = PAUSE_S_FIRST
             except LakeError as error:
                 log.warning("objects whose names are gone could not be deleted yet: %s", error)
-                await trio.sleep(pause_s)
+                self._end_pass()
+                with trio.move_on_after(pause_s):
+                    await self._full.wait()
                 pause_s = min(2 * pause_s, PAUSE_S_MAX)
                 continue
             except Exception:
                 log.exception("deleting objects whose names are gone")
                 await trio.sleep(PAUSE_S_MAX)
+            self._end_pass()
             if not self.waiting:
                 await self._kick.wait()
             with trio.move_on_after(GATHER_S):
                 await self._full.wait()
+
+    def _end_pass(self) -> None:
+        self._passed.set()
+        self._passed = trio.Event()
+
+    async def hasten(self, silence_s_max: float) -> None:
+        """Have `run` delete what is due. Returns when nothing is, when that fails, or after ``silence_s_max`` in which
+        no request was answered; a request that is under way then goes on, and what is left stays due."""
+        fruitless = 0  # The attempt under way may have begun before something became due: one is not enough.
+        while fruitless < 2 and next(self._due(self._clock_ns()), None) is not None:
+            waiting = self.waiting
+            self._full.set()
+            with trio.move_on_after(silence_s_max) as silence:
+                await self._passed.wait()
+            if silence.cancelled_caught:
+                return
+            fruitless += self.waiting == waiting
 
     async def drain(self) -> None:
         """Delete everything whose time has come. Raises LakeError."""

@@ -18,6 +18,7 @@ from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.mount_options import expand
 from lakefs_fuse.cli.offline import find_place, place_below
 from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE, default_text
+from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.store_options import StoreOptions, absolute, build_store, given, store_options
 from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
 from lakefs_fuse.control.runtime import real_mountpoint
@@ -146,7 +147,8 @@ def mount(source: str, mountpoint: str | None, **options: Unpack[Options]) -> No
     With --immutable SOURCE may also be a directory in a mount that is there; without MOUNTPOINT it is covered by its
     own state of now.
 
-    Returns when the mount answers. Credentials come from where boto3 finds them: AWS_ACCESS_KEY_ID and
+    Returns when the mount answers. Waits first for the daemon of a mount that was there before, while that stores what
+    is left. Credentials come from where boto3 finds them: AWS_ACCESS_KEY_ID and
     AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role; they are never arguments.
     """
     config = build_config(source, mountpoint, options)
@@ -157,6 +159,7 @@ def mount(source: str, mountpoint: str | None, **options: Unpack[Options]) -> No
         click.echo(systemd.unit(config, context, uid=os.geteuid(), program=systemd.this_program()), nl=False)
         return
     preflight.check(config, preflight.Host.this())
+    wait_for_predecessor(config)
     if config.foreground:
         spawn.run_in_foreground(config)
     else:

@@ -94,6 +94,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     log_file: str
     starting: bool = False
     """It is about to replace the mount of a daemon that died: what is there now is not its own."""
+    draining: bool = False
+    """Its mount is gone, and it stores what is left."""
 
 
 class StoreOf(msgspec.Struct, frozen=True, tag="store"):

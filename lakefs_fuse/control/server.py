@@ -95,6 +95,8 @@ class ControlServer:
         self._restarts = restarts
         self.starting = False
         """The mount is not there yet."""
+        self.draining = False
+        """The mount is gone."""
         self._started_s = clock()
         self._clients = 0
         self._allowed_uids = frozenset((0, os.geteuid())) if allowed_uids is None else allowed_uids
@@ -184,6 +186,7 @@ class ControlServer:
                     mountpoint=self._config.mountpoint,
                     log_file=self._config.log_file or "",
                     starting=self.starting,
+                    draining=self.draining,
                 )
         return protocol.Done()
 

@@ -1,4 +1,4 @@
-"""Which process supervises a mount, and what a daemon says to whoever started it.
+"""Which process supervises a mount or holds a cache directory, and what a daemon says to whoever started it.
 
 A supervisor holds a POSIX record lock on a file beside the mount's control socket. Whoever asks is told its pid by the
 kernel (F_GETLK), so the answer is never stale and there is no protocol: SIGTERM ends it. A crash leaves the file, which
@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import struct
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,11 @@ from lakefs_fuse.control.runtime import client_socket_paths, server_socket_path
 from lakefs_fuse.errors import EXIT_FAILURE, MountError
 
 ANSWER_BYTES_MAX = 64 * 1024
+
+CLAIM_S_MAX = 2.0
+"""A claim waits so long for a supervisor that is about to end."""
+CLAIM_CHECK_S = 0.05
+LOCKS = Path("/proc/locks")
 
 _FLOCK = "hhqqi"
 """l_type, l_whence, l_start, l_len and l_pid of struct flock, with a 64-bit off_t."""
@@ -41,30 +47,34 @@ class Claim:
     def __init__(self, mountpoint: str) -> None:
         """Raises MountError where another process has it."""
         self._path = _lock_path(server_socket_path(mountpoint))
+        deadline_s = time.monotonic() + CLAIM_S_MAX
         try:
-            while not self._take(mountpoint):
-                pass
+            while (holder := self._take()) is not None:
+                if holder and time.monotonic() > deadline_s:
+                    raise MountError(
+                        f"mountpoint {mountpoint} has a supervisor (pid {holder}) that is about to mount there again: "
+                        f"`lakefs-fuse umount {mountpoint}` ends it"
+                    )
+                if holder:
+                    time.sleep(CLAIM_CHECK_S)
         except OSError as error:
             raise MountError(f"lock file {self._path}: {error.strerror}") from error
 
-    def _take(self, mountpoint: str) -> bool:
-        """False where the file was taken away between opening and locking it."""
+    def _take(self) -> int | None:
+        """None where it is ours now; else the pid that has it, or 0 if the file was removed before it was locked."""
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(self._path).st_ino == os.fstat(self._descriptor).st_ino:
-                return True
-        except (BlockingIOError, PermissionError) as error:
+                return None
+        except (BlockingIOError, PermissionError):
             pid = _holder(self._descriptor)
             os.close(self._descriptor)
-            raise MountError(
-                f"mountpoint {mountpoint} has a supervisor (pid {pid}) that is about to mount there again: "
-                f"`lakefs-fuse umount {mountpoint}` ends it"
-            ) from error
+            return pid
         except FileNotFoundError:
             pass
         os.close(self._descriptor)
-        return False
+        return 0
 
     def release(self) -> None:
         """Another may have it now."""
@@ -113,6 +123,26 @@ def supervisor_of(mountpoint: str, owner: int) -> Supervisor | None:
             continue
         finally:
             os.close(descriptor)
+    return None
+
+
+def cache_lock_holder(directory: Path, locks: Path = LOCKS) -> tuple[int, str] | None:
+    """The pid of the daemon that holds a cache directory, and its mountpoint (empty where the lock does not tell).
+
+    The kernel's list is read, because trying the lock would hold it for a moment. It leaves out other PID namespaces.
+    """
+    path = directory / "lock"
+    try:
+        found = path.stat()
+        lines = locks.read_text().splitlines()
+        text = os.fsdecode(path.read_bytes()[:4096])
+    except OSError:
+        return None
+    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for line in lines:
+        fields = line.split()
+        if fields[1:2] == ["FLOCK"] and device in fields[5:6]:
+            return int(fields[4]), text.removesuffix("\n")
     return None
 
 

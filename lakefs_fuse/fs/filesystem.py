@@ -41,6 +41,9 @@ from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 LATE_TIMES_NS = 60_000_000_000
 """An mtime set alone and this close to now is the kernel reporting its own writes, not a user choosing a time."""
 
+DELETION_S_MAX = 5.0
+"""Making a lake durable waits so long for one request that deletes objects which no name means any more."""
+
 
 class AttributeChange(msgspec.Struct, frozen=True):
     """What setattr shall set; None is left alone. Sizes in bytes, times in ns since 1970."""
@@ -477,7 +480,8 @@ class Filesystem:
 
     async def make_durable(self, path: str = "") -> None:
         """Publish every file at or below ``path`` (relative to the root) that is not durable. Raises LakeError for
-        the first that cannot be; the others are published all the same."""
+        the first that cannot be; the others are published all the same. Of the whole lake, objects whose names are gone
+        are deleted if that does not take long: they are hidden, and the next mount goes on with them."""
         self.settle()
         failed: LakeError | None = None
         below = path.strip("/")
@@ -495,7 +499,7 @@ class Filesystem:
         if failed is None:
             await self.sync_names()
         if failed is None and not below and not self.config.read_only:
-            await self._deletions.drain()
+            await self._deletions.hasten(DELETION_S_MAX)
         if failed is not None:
             raise failed
 

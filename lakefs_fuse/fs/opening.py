@@ -42,8 +42,9 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the cache directory. Raises CacheError where another daemon does, or it cannot be made."""
+def locked(directory: Path, mountpoint: str) -> Iterator[None]:
+    """Hold the cache directory; its lock file names the mountpoint. Raises CacheError where another daemon holds it, or
+    it cannot be made."""
     try:
         for name in ("", "blocks", "staging"):
             (directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -57,6 +58,11 @@ def locked(directory: Path) -> Iterator[None]:
             raise CacheError(
                 f"the cache directory {directory} is in use by another mount: give --cache-dir another directory"
             ) from error
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, os.fsencode(mountpoint) + b"\n", 0)
+        except OSError as error:  # A full disk: only the next mount's message is poorer.
+            log.warning("lock of the cache directory %s: %s", directory, error.strerror)
         yield
     finally:
         os.close(fd)
@@ -77,7 +83,7 @@ async def opened_cache(config: MountConfig, metrics: Metrics) -> AsyncIterator[B
     """The cache directory is this daemon's; its blocks. Raises CacheError (locked, unusable), MountError (not enough
     disk)."""
     directory = Path(config.cache_dir).absolute()
-    with locked(directory):
+    with locked(directory, config.mountpoint):
         check_room(directory, config)
         cache = BlockCache(
             directory / "blocks",
@@ -144,6 +150,7 @@ async def open_filesystem(
                 try:
                     yield filesystem
                 finally:
+                    client.abandon_requests()
                     nursery.cancel_scope.cancel()
         finally:
             if files is not None:

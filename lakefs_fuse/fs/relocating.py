@@ -48,6 +48,8 @@ COPY_BYTES_MAX = 5 << 30
 """What S3 copies in one request."""
 COPY_PART_BYTES = 1 << 30
 """More is copied in parts, where the store can: a change of the name waits for the last request only."""
+ABORT_S_MAX = 5.0
+"""Giving up a copy in parts waits so long for the store; what stays there is an unfinished upload, which `gc` ends."""
 AT_ONCE = 4
 KEPT_NS = 120 * NS
 """The old object stays for so long: nodes that read it learn meanwhile where the bytes are now."""
@@ -328,7 +330,7 @@ class Relocator:
             yield complete
         finally:
             if not completed:
-                with trio.CancelScope(shield=True):
+                with trio.move_on_after(ABORT_S_MAX, shield=True):
                     await self._client.abort_multipart(path, upload_id)
 
     def _tell(self, path: str, copied: ObjectMeta, etag: str) -> Moved | None:

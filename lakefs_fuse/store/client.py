@@ -11,7 +11,8 @@ Always true:
   a limit makes slow;
 * a cancelled read returns at once and its thread ends by itself, still holding its place; a cancelled write returns
   when the attempt under way has ended, so that bodies and descriptors may be freed then: soon where a limit holds it
-  up (see `pace`), else when the store has answered.
+  up (see `pace`), else when the store has answered. After `abandon_requests` writes without a body, such as deletions
+  and copies, are cancelled as reads are.
 
 A write that is tried again may have succeeded the first time. `put` and `delete` do not mind; `put` or `complete` with
 ``if_absent`` may then say PreconditionFailed, and `complete_multipart` NotFound, about the caller's own success: the
@@ -83,6 +84,8 @@ class StoreClient:
         self._asked_s: dict[object, float] = {}
         self._parts = trio.CapacityLimiter(uploads_max)
         self._puts = trio.CapacityLimiter(uploads_max)
+        self._shields: set[trio.CancelScope] = set()
+        self._abandoning = False
 
     @property
     def is_away(self) -> bool:
@@ -206,6 +209,13 @@ class StoreClient:
         """See `ObjectStore.list_multipart`."""
         return await self._call("other", partial(self._store.list_multipart, prefix), abandon=True)
 
+    def abandon_requests(self) -> None:
+        """From now on cancelling ends the wait for writes without a body too; the store may still carry them out. For
+        the end of a process, which must not wait for a store that does not answer."""
+        self._abandoning = True
+        for scope in self._shields:
+            scope.shield = False
+
     def close(self) -> None:
         """Close the store."""
         self._store.close()
@@ -245,7 +255,10 @@ class StoreClient:
             return call()
 
         try:
-            answer = await trio.to_thread.run_sync(work, abandon_on_cancel=abandon, limiter=limiter)
+            if abandon or limiter is not self._requests:
+                answer = await trio.to_thread.run_sync(work, abandon_on_cancel=abandon, limiter=limiter)
+            else:
+                answer = await self._run_shielded(work)
             self._answered()
             return answer
         except Unavailable as error:
@@ -268,3 +281,14 @@ class StoreClient:
                 metrics.requests[kind] += 1
                 metrics.latency_s_sum[kind] += took
                 metrics.latency_s_max[kind] = max(metrics.latency_s_max[kind], took)
+
+    async def _run_shielded(self, work: Callable[[], T]) -> T:
+        """Run a write without a body; a cancellation counts when it has ended, or after `abandon_requests`."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with trio.CancelScope(shield=not self._abandoning) as scope:
+            self._shields.add(scope)
+            try:
+                return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._requests)
+            finally:
+                self._shields.discard(scope)
+        raise AssertionError("nobody cancels this scope itself")
