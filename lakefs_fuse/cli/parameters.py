@@ -6,6 +6,7 @@ A bare unit letter is binary (500M is 500 MiB), as in mount(8) and dd; KB, MB, G
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,8 +18,14 @@ _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 
 DURATION_S_MAX = 10 * 365 * 86400.0
 
+if TYPE_CHECKING:
+    _IntType = click.ParamType[int]
+    _FloatType = click.ParamType[float]
+else:  # click before 8.5 has no subscript
+    _IntType = _FloatType = click.ParamType
 
-class Size(click.ParamType[int]):
+
+class Size(_IntType):
     """Bytes."""
 
     name = "size"
@@ -41,7 +48,7 @@ class Rate(Size):
         return super().convert(value if isinstance(value, int) else str(value).strip().removesuffix("/s"), param, ctx)
 
 
-class Duration(click.ParamType[float]):
+class Duration(_FloatType):
     """Seconds."""
 
     name = "duration"
@@ -59,7 +66,7 @@ class Duration(click.ParamType[float]):
         return seconds
 
 
-class OctalMode(click.ParamType[int]):
+class OctalMode(_IntType):
     """Permission bits."""
 
     name = "octal mode"
