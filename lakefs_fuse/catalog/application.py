@@ -281,6 +281,8 @@ class Application:
         else:
             same = current.size == entry.size and self._is_at(current, place, path)
         if same or self._watcher.keeps(current):
+            if self._own and not entry.flags & Flag.ATTRIBUTED:
+                entry = msgspec.structs.replace(entry, ctime_ns=self._watcher.ctime_ns(current))
             self._tree.update(batch, entry)
             return entry
         return self._tree.renew_inode(batch, entry)
@@ -343,6 +345,8 @@ class Application:
             entry = self._applier.insert_directory(parent, operation.path, name, flags, self._time, **attributes)
         else:
             flags |= current.flags & (Flag.MARKER | Flag.LISTED)
+            if self._own:
+                attributes["ctime_ns"] = current.ctime_ns
             entry = msgspec.structs.replace(current, flags=flags, **attributes)
             self._tree.update(batch, entry)
             if _shown(current) != _shown(entry):

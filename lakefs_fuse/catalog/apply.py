@@ -49,6 +49,10 @@ class Watcher:
         """The file is being written here: its inode stays."""
         return False
 
+    def ctime_ns(self, entry: Entry) -> int:
+        """When an inode was changed here last: what this node's own commits say of it does not move that."""
+        return entry.ctime_ns
+
     def changing(self, parent: int, name: bytes) -> None:
         """A listing under way must not undo this."""
 
@@ -179,8 +183,7 @@ class Applier:
             path = operation.path.encode() + (b"/" if directory else b"")
             entry = self._named(operation.path, directory)
             if entry is not None and entry.stamp == pending:
-                ctime_ns = entry.ctime_ns if entry.flags & Flag.ATTRIBUTED else time
-                self._tree.update(batch, msgspec.structs.replace(entry, stamp=time, ctime_ns=ctime_ns))
+                self._tree.update(batch, msgspec.structs.replace(entry, stamp=time))
             tombstone = self._tree.tombstones.get(path)
             if tombstone is not None and tombstone.stamp == pending:
                 self._tree.tombstones.put(batch, path, Tombstone(time, tombstone.etag))

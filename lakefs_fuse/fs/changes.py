@@ -295,6 +295,9 @@ class Changes:
         await renaming.run(source, parent_new, name_new, target, exchange=exchange)
         if target is not None and not exchange:
             self._lost_name(target)
+        self.note_changed(source.inode)
+        if target is not None and exchange:
+            self.note_changed(target.inode)
         self.touch(parent_old)
         self.touch(parent_new)
 
@@ -313,7 +316,16 @@ class Changes:
         builder = ChangeBuilder(self._ns.tree)
         builder.set_attributes(self.path(entry), entry)
         self._enqueue(builder)
+        self.note_changed(entry.inode)
         return self._ns.tree.entry(entry.inode) or entry
+
+    def note_changed(self, inode: int) -> None:
+        """The ctime of a directory or symbolic link is now; of a file the kernel keeps it."""
+        entry = self._ns.tree.entry(inode)
+        if entry is not None and (entry.is_dir or entry.is_symlink):
+            batch = Batch()
+            self._ns.tree.update(batch, msgspec.structs.replace(entry, ctime_ns=self._clock_ns()))
+            self._db.commit(batch)
 
     def xattr(self, entry: Entry, name: str) -> bytes:
         """Raises FileError(ENODATA)."""
@@ -406,6 +418,7 @@ class Changes:
         builder = ChangeBuilder(self._ns.tree)
         builder.set_attributes(self.path(row), row, xattrs)
         self._enqueue(builder)
+        self.note_changed(entry.inode)
 
     def _set_local_xattrs(self, inode: int, xattrs: dict[str, bytes]) -> None:
         """Of a file that is in no commit yet: they go with it when it is. The row may be that of an earlier version."""

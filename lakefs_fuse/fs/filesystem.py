@@ -54,6 +54,8 @@ class AttributeChange(msgspec.Struct, frozen=True):
     gid: int | None = None
     mtime_ns: int | None = None
     atime_ns: int | None = None
+    ctime_ns: int | None = None
+    """When that was asked for, by the kernel's clock; None where it is not said."""
 
 
 class Filesystem:
@@ -232,7 +234,7 @@ class Filesystem:
             if changed != file.entry:
                 kept = file.draft is None or self._is_chosen(change)
                 flags = changed.flags | (Flag.MTIME_KEPT if kept else 0)
-                file.entry = msgspec.structs.replace(changed, flags=flags, ctime_ns=self._clock_ns())
+                file.entry = msgspec.structs.replace(changed, flags=flags, ctime_ns=self._ctime_ns(change))
                 draft = self._files.draft(file)
                 if draft.accepted:
                     draft.save(sync=True)
@@ -258,6 +260,9 @@ class Filesystem:
             now["mtime_ns"] = change.mtime_ns
         return msgspec.structs.replace(entry, **now)
 
+    def _ctime_ns(self, change: AttributeChange) -> int:
+        return self._clock_ns() if change.ctime_ns is None else change.ctime_ns
+
     def _is_chosen(self, change: AttributeChange) -> bool:
         if change.mtime_ns is None:
             return False
@@ -268,12 +273,13 @@ class Filesystem:
             raise FileError(errno.EPERM, "the root's attributes are options of the mount")
         changed = self._changed(entry, change)
         if changed == entry:
-            return entry
-        return self._changes.set_attributes(msgspec.structs.replace(changed, ctime_ns=self._clock_ns()))
+            self._changes.note_changed(entry.inode)
+            return self.entry(entry.inode)
+        return self._changes.set_attributes(changed)
 
     def _set_unlinked(self, entry: Entry, change: AttributeChange) -> Entry:
         """Attributes of an inode without a name are seen by those who have it open, and stored nowhere."""
-        changed = msgspec.structs.replace(self._changed(entry, change), ctime_ns=self._clock_ns())
+        changed = msgspec.structs.replace(self._changed(entry, change), ctime_ns=self._ctime_ns(change))
         self._changes.unlinked.put(changed)
         file = self._files.get(entry.inode)
         if file is not None:

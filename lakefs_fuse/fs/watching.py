@@ -28,6 +28,10 @@ class FilesWatcher(Watcher):
     def keeps(self, entry: Entry) -> bool:
         return self._files.is_dirty(entry)
 
+    def ctime_ns(self, entry: Entry) -> int:
+        file = self._files.get(entry.inode)
+        return entry.ctime_ns if file is None else file.entry.ctime_ns
+
     def changing(self, parent: int, name: bytes) -> None:
         self._namespace.changing(parent, name)
 

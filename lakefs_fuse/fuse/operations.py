@@ -105,6 +105,7 @@ class Operations(pyfuse3.Operations):
             gid=attr.st_gid if fields.update_gid else None,
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
         )
         entry = await self.fs.setattr(inode, change, fh)
         return self._attributes(entry, self.fs.attribute_fresh_s(entry))
