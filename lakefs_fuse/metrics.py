@@ -36,7 +36,8 @@ class StoreMetrics:
 @dataclass(slots=True)
 class CacheMetrics:
     """The block cache. A hit or miss is one block asked for by a reader; ``fetched_whole`` counts objects that were
-    fetched to their end because readers jumped about in them; bytes is what lies on disk now (a gauge)."""
+    fetched to their end because readers jumped about in them; ``wrong_sums`` answers of the store whose bytes did not
+    have their sum; bytes is what lies on disk now (a gauge)."""
 
     hits: int = 0
     misses: int = 0
@@ -44,6 +45,7 @@ class CacheMetrics:
     evicted_bytes: int = 0
     prefetched_blocks: int = 0
     fetched_whole: int = 0
+    wrong_sums: int = 0
 
 
 @dataclass(slots=True)

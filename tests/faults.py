@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from tests.servers import Server
 
 Kind = Literal[
-    "slow_down", "error_500", "reset", "truncate", "stall", "lose_answer", "corrupt", "refuse", "forbid", "hang"
+    "slow_down", "error_500", "reset", "truncate", "stall", "lose_answer", "corrupt", "flip", "refuse", "forbid", "hang"
 ]  # fmt: skip
 
 PIECE_BYTES = 1 << 18
@@ -110,6 +110,10 @@ class Faults:
     def corrupt(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
         """Flip a bit of the first byte of the request's body."""
         self._add("corrupt", n, method, containing)
+
+    def flip(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
+        """Flip a bit of the byte in the middle of the answer's body."""
+        self._add("flip", n, method, containing)
 
     def clear(self) -> None:
         """No faults from now on, stalled answers go on, counts start again."""
@@ -268,12 +272,17 @@ class _Relay(BaseHTTPRequestHandler):
             self.wfile.flush()
             return
         left = int(length or 0)
+        flip_at = left - left // 2 if kind == "flip" else 0
         stop_at = left - left // 2 if kind in ("truncate", "stall") else 0
         while left > stop_at:
             want = min(PIECE_BYTES, left - stop_at)
             piece = body[len(body) - left :][:want] if body is not None else answer.read(want)
             if not piece:
                 raise ConnectionError("the store went away")
+            if left - len(piece) < flip_at <= left:
+                changed = bytearray(piece)
+                changed[left - flip_at] ^= 1
+                piece = bytes(changed)
             self.wfile.write(piece)
             left -= len(piece)
         self.wfile.flush()

@@ -11,15 +11,17 @@ in the store: the object is put whole, when it is finished.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
 import struct
 import time as clock
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import trio
 
@@ -28,12 +30,16 @@ from lakefs_fuse.errors import DamagedCommit
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
 
+T = TypeVar("T")
+
 RECORD_NAME = ".lakefs/record"
 RECORD_BYTES_MAX = 1 << 30
 TAIL_BYTES = 256 << 10
 """What is read of a commit at first; the record and the directory of a pack of a thousand files fit in it."""
 THREAD_BYTES_MIN = 256 << 10
 """Records from this size on are decoded in a thread, so that the loop goes on."""
+ANSWERS_MAX = 3
+"""As often is something asked for that comes damaged, before it is taken to lie in the store like that."""
 SLICE_BYTES_MAX = 8 << 20
 """A longer slice of a file is read twice, for its CRC and to be written, in place of being held in memory."""
 
@@ -292,16 +298,30 @@ def _read_inside(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Rec
 
 async def fetch_record(client: StoreClient, meta: ObjectMeta, tail_bytes: int = TAIL_BYTES) -> Record:
     """The checked record of the commit that LIST showed as ``meta``: one GET of its tail, a second where the record
-    does not fit in it. Raises DamagedCommit that names the key, and StoreError kinds (NotFound, PreconditionFailed)."""
+    does not fit in it; all again where it came damaged. Raises DamagedCommit that names the key, and StoreError kinds
+    (NotFound, PreconditionFailed)."""
     named = parse_commit_key(meta.key)
     if named is None:
         raise DamagedCommit(f"{meta.key}: not the name of a commit")
-    try:
+
+    async def fetch() -> Record:
         where, raw = await _fetch_raw(client, meta, tail_bytes)
         read = partial(_read_inside, raw, where, *named)
         return read() if len(raw) < THREAD_BYTES_MIN else await trio.to_thread.run_sync(read)
+
+    try:
+        return await fetch_undamaged(fetch)
     except DamagedCommit as error:
         raise DamagedCommit(f"{meta.key}: {error}") from error
+
+
+async def fetch_undamaged(fetch: Callable[[], Awaitable[T]]) -> T:
+    """What ``fetch`` answers, which is called again where it raises DamagedCommit: a bit may have changed on the way.
+    Raises the last DamagedCommit after ANSWERS_MAX."""
+    for _ in range(ANSWERS_MAX - 1):
+        with contextlib.suppress(DamagedCommit):
+            return await fetch()
+    return await fetch()
 
 
 async def _fetch_raw(client: StoreClient, meta: ObjectMeta, tail_bytes: int) -> tuple[Whereabouts, Buffer]:

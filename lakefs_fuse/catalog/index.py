@@ -22,12 +22,14 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import trio
 import xxhash
 
+from lakefs_fuse.catalog.archive import fetch_undamaged
 from lakefs_fuse.catalog.record import SIZE_MAX, TIME_NS_MAX
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import tables
@@ -155,6 +157,10 @@ async def find(client: StoreClient) -> list[int]:
 
 async def fetch_manifest(client: StoreClient, time: int) -> Manifest:
     """Raises NotFound where the index does not exist, DamagedCommit where it cannot be used."""
+    return await fetch_undamaged(partial(_fetch_manifest, client, time))
+
+
+async def _fetch_manifest(client: StoreClient, time: int) -> Manifest:
     key = prefix_of(time) + MANIFEST
     fetched = await client.get(key, 0, MANIFEST_BYTES_MAX)
     if fetched.meta.size > MANIFEST_BYTES_MAX:
@@ -183,7 +189,8 @@ async def fetch_files(client: StoreClient, manifest: Manifest, directory: Path, 
 
     async def fetch(file: IndexFile) -> None:
         async with few:
-            await _fetch_file(client, (prefix or manifest.prefix) + file.name, file, directory / file.name)
+            key, path = (prefix or manifest.prefix) + file.name, directory / file.name
+            await fetch_undamaged(partial(_fetch_file, client, key, file, path))
 
     async with collecting() as nursery:
         for file in manifest.files:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import trio
 
 from lakefs_fuse.data.readahead import Readahead
+from lakefs_fuse.data.verified_get import Spans
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import FileError, LakeError
 
@@ -18,7 +19,7 @@ from lakefs_fuse.errors import FileError, LakeError
 class PendingBlock:
     """One block of a load. Has ``data`` or ``error`` once ``ready`` is set."""
 
-    __slots__ = ("asked", "data", "done", "error", "ready")
+    __slots__ = ("asked", "data", "done", "error", "ready", "wrong")
 
     def __init__(self, done: trio.Event, asked: bool) -> None:
         # Not the load itself: a cycle would keep the bytes until the collector comes by.
@@ -29,10 +30,12 @@ class PendingBlock:
         self.ready = trio.Event()
         self.data: memoryview | None = None
         self.error: BaseException | None = None
+        self.wrong: Spans = ()
+        """Ranges of the version whose bytes do not have their sum, in this block or in others."""
 
-    def resolve(self, data: memoryview) -> None:
+    def resolve(self, data: memoryview, wrong: Spans = ()) -> None:
         """Wake the waiters with the bytes."""
-        self.data = data
+        self.data, self.wrong = data, wrong
         self.ready.set()
 
     def fail(self, error: BaseException) -> None:

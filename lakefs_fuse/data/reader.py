@@ -7,6 +7,7 @@ What always holds:
 * a block is fetched once however many readers want it: fetches run in the nursery given, not in a reader's task, so a
   reader that is cancelled takes nobody along, and an error wakes everyone who waits for it;
 * every GET names the version's ETag, and an answer of another version is ESTALE, never mixed in;
+* bytes whose sum is known and wrong (`verified_get`) are EIO, and the answer that they are in is not kept;
 * memory is bounded: recent blocks (``memory_blocks``) plus what is in flight (``inflight_bytes_max``, which covers a
   block until it is written to the cache disk). Readers wait for room; fetching ahead never does, it is dropped. So a
   cache disk slower than the store slows readers down only once the flight is full of bytes to be written;
@@ -23,7 +24,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import trio
 
@@ -33,6 +34,7 @@ from lakefs_fuse.data.loads import Load, PendingBlock, runs
 from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.data.recent import RecentBlocks, RecentParts
+from lakefs_fuse.data.verified_get import Getter, Spans, VerifiedGet
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
 from lakefs_fuse.data.whole import WholeObjects
 from lakefs_fuse.data.write_behind import WriteBehind
@@ -54,13 +56,6 @@ SMALL_BYTES_MAX = 256 << 10
 """So much at most is read from the disk without a thread."""
 
 
-class Getter(Protocol):
-    """The part of the store client that reading needs; it retries and keeps off the loop."""
-
-    async def get(self, key: str, start: int, end: int, *, etag: str | None = None) -> Fetched:
-        """As `store.protocol.ObjectStore.get`."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReaderStatistics:
     """``bytes_inflight`` covers fetches and what they have still to write to the cache disk."""
@@ -73,7 +68,8 @@ class ReaderStatistics:
 
 
 class BlockReader:
-    """See the module's head. ``learned`` is told the metadata that came with a GET."""
+    """See the module's head. ``learned`` is told the metadata that came with a GET; ``verified``, where given, makes
+    the GETs."""
 
     def __init__(
         self,
@@ -85,8 +81,9 @@ class BlockReader:
         memory_blocks: int = MEMORY_BLOCKS,
         inflight_bytes_max: int = INFLIGHT_BYTES_MAX,
         learned: Callable[[ObjectMeta], None] | None = None,
+        verified: VerifiedGet | None = None,
     ) -> None:
-        self._client = client
+        self._client, self._verified = client, verified
         self._cache = cache
         self._metrics = metrics
         self._nursery = nursery
@@ -147,6 +144,9 @@ class BlockReader:
         if readahead is not None:
             self._ahead(version, readahead, offset, length)
         blocks = [await item.wait() if isinstance(item, PendingBlock) else item for item in found]
+        for item in found:
+            if isinstance(item, PendingBlock) and any(at < end and offset < stop_at for at, stop_at in item.wrong):
+                raise FileError(errno.EIO, f"{version.key}: bytes {offset} to {end} do not have their sum")
         blocks[-1] = blocks[-1][: end - (stop - 1) * BLOCK_BYTES]
         blocks[0] = blocks[0][offset - first * BLOCK_BYTES :]
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
@@ -338,7 +338,7 @@ class BlockReader:
         if load.scattered:
             self._whole.missed(version, asked)
         try:
-            fetched = await self._get(version, first * BLOCK_BYTES, min(stop * BLOCK_BYTES, version.size))
+            fetched, wrong = await self._get(version, first * BLOCK_BYTES, min(stop * BLOCK_BYTES, version.size))
         except LakeError as error:
             load.fail(first, stop, error)
             return
@@ -348,26 +348,30 @@ class BlockReader:
             return
         data = memoryview(fetched.data).toreadonly()
         views = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
-        if load.for_memory:
+        if load.for_memory and not wrong:
             self._recent.put(version, first, views)
         self._metrics.prefetched_blocks += sum(not block.asked for block in pending)
         for block, view in zip(pending, views, strict=True):
-            block.resolve(view)
+            block.resolve(view, wrong)
         if self._learned is not None and fetched.meta.metadata is not None:
             self._learned(fetched.meta)
-        if self._cache.writable:
+        if self._cache.writable and not wrong:
             await self._write_behind.write(version, first, views)
 
-    async def _get(self, version: Version, start: int, end: int) -> Fetched:
+    async def _get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
+        wrong: Spans = ()
         try:
-            fetched = await self._client.get(version.key, start, end, etag=version.etag)
+            if self._verified is not None:
+                fetched, wrong = await self._verified.get(version.key, start, end, version.etag)
+            else:
+                fetched = await self._client.get(version.key, start, end, etag=version.etag)
         except (NotFound, PreconditionFailed) as error:
             raise FileError(errno.ESTALE, f"{version.key} was replaced or removed while it was open") from error
         if fetched.meta.etag != version.etag:
             raise FileError(errno.ESTALE, f"{version.key} was replaced while it was open")
         if len(fetched.data) != end - start:
             raise StoreError(f"{version.key}: the store answered {len(fetched.data)} bytes of {end - start}")
-        return fetched
+        return fetched, wrong
 
     async def _present(self, version: Version, first: int, stop: int) -> list[bool]:
         if not self._cache.may_have(version):

@@ -38,12 +38,14 @@ from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.replay import Replay
 from lakefs_fuse.fs.status import Status
 from lakefs_fuse.fs.storing import Storing
+from lakefs_fuse.fs.verification import verification
 from lakefs_fuse.fs.watching import FilesWatcher
 from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.rules import Rules
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
 
 HEARD_S_MAX = 60.0
 """Nodes are expected to look for commits at least so often."""
@@ -66,6 +68,12 @@ class Ground:
     spans: tuple[tuple[int, int], ...]
     steady_ns: Callable[[], int] | None = None
     """A clock that nobody sets; None: ``clock_ns`` is one."""
+
+    def reader(self, learned: Callable[[ObjectMeta], None]) -> BlockReader:
+        verified = verification(self.client, self.metrics, read_only=self.config.read_only)
+        return BlockReader(
+            self.client, self.cache, self.metrics.cache, self.nursery, learned=learned, verified=verified
+        )
 
     def services(self, reader: BlockReader, save: Callable[[DraftRecord, bool], None]) -> DraftServices:
         config = self.config
@@ -141,7 +149,7 @@ class Assembly:
         )  # fmt: skip
         self._commits = commits = Commits(ground, namespace, watcher)
         committer, deletions = commits.committer, commits.deletions
-        reader = BlockReader(ground.client, ground.cache, metrics.cache, ground.nursery, learned=watcher.learned)
+        reader = ground.reader(watcher.learned)
         copies = BegunCopies(database)
         storing = Storing(namespace, committer, deletions, copies, shown=ground.shown)
         self.files = files = FileTable(

@@ -36,6 +36,7 @@ from lakefs_fuse.fs.keys import is_reserved
 from lakefs_fuse.fs.open_file import FileState
 from lakefs_fuse.fs.opening import begin_counting, identity, opened_cache
 from lakefs_fuse.fs.states import Lake, State, States
+from lakefs_fuse.fs.verification import verification
 from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
@@ -69,7 +70,8 @@ class ImmutableFilesystem:
     def __init__(self, lake: Lake, states: States, state: State, nursery: trio.Nursery) -> None:
         self.config, self.metrics = lake.config, lake.metrics
         self._lake, self._states, self._state = lake, states, state
-        self._reader = BlockReader(lake.client, lake.cache, lake.metrics.cache, nursery)
+        verified = verification(lake.client, lake.metrics, read_only=True)
+        self._reader = BlockReader(lake.client, lake.cache, lake.metrics.cache, nursery, verified=verified)
         self._readings: OrderedDict[int, Reading] = OrderedDict()
         self._gone = self._refreshes = 0
         self._refreshing = trio.Lock()

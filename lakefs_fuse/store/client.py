@@ -33,6 +33,7 @@ import trio
 
 from lakefs_fuse.errors import NotFound, PreconditionFailed, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.store.probeable import Unguarded
 from lakefs_fuse.store.protocol import (
     Body,
     Capabilities,
@@ -101,11 +102,25 @@ class StoreClient:
 
     # -- reading -------------------------------------------------------------------------------------------------
 
-    async def get(self, key: str, start: int, end: int, *, etag: str | None = None) -> Fetched:
-        """See `ObjectStore.get`."""
-        fetched = await self._call("get", partial(self._store.get, key, start, end, etag=etag), abandon=True)
+    async def get(
+        self, key: str, start: int, end: int, *, etag: str | None = None,
+        examine: Callable[[Fetched], None] | None = None,
+    ) -> Fetched:  # fmt: skip
+        """See `ObjectStore.get`. ``examine`` is given the answer in the thread that brought it."""
+        call = partial(self._store.get, key, start, end, etag=etag)
+        fetched = await self._call("get", call if examine is None else partial(_examined, call, examine), abandon=True)
         self.metrics.bytes_read += len(fetched.data)
         return fetched
+
+    @property
+    def is_guarded(self) -> bool:
+        """TLS, or this machine, vouches for the bytes that `get` answers."""
+        return not isinstance(self._store, Unguarded) or self._store.is_guarded
+
+    async def has_md5_etag(self, key: str) -> bool:
+        """See `Unguarded.has_md5_etag`."""
+        assert isinstance(self._store, Unguarded)
+        return await self._call("head", partial(self._store.has_md5_etag, key), abandon=True)
 
     async def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
@@ -292,3 +307,9 @@ class StoreClient:
             finally:
                 self._shields.discard(scope)
         raise AssertionError("nobody cancels this scope itself")
+
+
+def _examined(call: Callable[[], Fetched], examine: Callable[[Fetched], None]) -> Fetched:
+    fetched = call()
+    examine(fetched)
+    return fetched

@@ -1,6 +1,6 @@
 """What a store may offer beyond `ObjectStore` for the probe to find out more, and to make use of it.
 
-Called by `probe`, before anything is served.
+`probe` calls it before anything is served; `Unguarded` is for `client.StoreClient`.
 """
 
 from __future__ import annotations
@@ -46,3 +46,15 @@ class Adaptable(Protocol):
 
     def adapt(self, capabilities: Capabilities) -> None:
         """Called once, before serving."""
+
+
+@runtime_checkable
+class Unguarded(Protocol):
+    """A store whose answers may be damaged on the way, unless TLS guards them."""
+
+    @property
+    def is_guarded(self) -> bool: ...
+
+    def has_md5_etag(self, key: str) -> bool:
+        """False where the object is encrypted in a way that makes its ETag no MD5 sum, whatever the store makes of
+        others. Raises NotFound."""

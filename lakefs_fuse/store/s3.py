@@ -128,6 +128,16 @@ class S3Store:
         answer = self._call("head_object", f"head {key!r}", key)
         return _meta(key, int(answer["ContentLength"]), answer)
 
+    @property
+    def is_guarded(self) -> bool:
+        """See `Unguarded`."""
+        return self._access.encrypted
+
+    def has_md5_etag(self, key: str) -> bool:
+        """See `Unguarded.has_md5_etag`."""
+        answer = self._call("head_object", f"head {key!r}", key)
+        return not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm"))
+
     def list_page(
         self,
         prefix: str,

@@ -41,7 +41,12 @@ class Lake:
         self.store.gets.clear()
         self.learned: list[ObjectMeta] = []
         self.reader = BlockReader(
-            self.store, self.cache, self.metrics, self.nursery, learned=self.learned.append, **options
+            self.store,
+            self.cache,
+            self.metrics,
+            self.nursery,
+            learned=self.learned.append,
+            **options,  # type: ignore[arg-type]
         )
 
     async def read(self, offset: int, length: int, readahead: Readahead | None = None, **how: bool) -> bytes:
