@@ -5,6 +5,8 @@
 * A name whose bytes are damaged is pointed at the plain object at its own key that the commit hides, if that is there
   at that ETag and its bytes have the size and the CRC-32 that the damaged ones should have (so they are not older
   ones).
+* Commits from the future are committed again under right dates (see `redating`); files in them are moved into new
+  packs, and then they are deleted, but for those that a name or a named snapshot still has bytes in.
 * Everything else is left, and said.
 
 Killed between the copy and the deletion: both are there, and a second run goes on. Tasks of one trio loop.
@@ -14,23 +16,36 @@ from __future__ import annotations
 
 import zlib
 
+from lakefs_fuse.admin.at_once import for_each
+from lakefs_fuse.admin.extents import Moving
 from lakefs_fuse.admin.fsck import Checker, Hurt, Kind, Problem
 from lakefs_fuse.admin.headless import Headless
-from lakefs_fuse.admin.relocating import RelocationBuilder
+from lakefs_fuse.admin.relocating import RelocationBuilder, Relocator
+from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.catalog.record import COMMITS, OWN
+from lakefs_fuse.catalog.redating import Redater
 from lakefs_fuse.config import MIB
 from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError, Unavailable
 
 DAMAGED = ".lakefs/damaged/"
 READ_BYTES = 8 * MIB
+DELETIONS_AT_ONCE = 16
 
 
 async def repair(lake: Headless, checker: Checker) -> None:
     """Says in each problem what was done. Raises LakeError where the store does not answer."""
     repaired = await _repoint(lake, checker.hurt)
+    future = {problem.key for problem in checker.done.problems if problem.kind is Kind.FUTURE}
+    redated = await _redate(lake, checker, future) if future else {}
     for problem in checker.done.problems:
+        if problem.kind is Kind.FUTURE:
+            problem.repair = redated[problem.key]
+            continue
         if problem.kind is Kind.UNREADABLE:
+            if problem.key in future:
+                problem.repair = "left where it is: nobody knows what it says"
+                continue
             problem.repair = await _move_aside(lake, checker, problem)
             continue
         if not problem.paths:
@@ -42,6 +57,36 @@ async def repair(lake: Headless, checker: Checker) -> None:
         left = len(problem.paths) - again
         if left:
             problem.repair += f"{'; ' if again else ''}{left:,} names left as they are: no intact copy is known"
+
+
+async def _redate(lake: Headless, checker: Checker, future: set[str]) -> dict[str, str]:
+    """What was done about each of the commits from the future."""
+    await lake.take_time()
+    redated = await Redater(lake.client, lake.clock, writer=lake.writer).run()
+    await lake.refresh()
+    again = [key for key in redated.originals if key in future]
+    numbers = {row.number for row in lake.tree.objects.rows() if row.key in future and row.entries > 0}
+    if numbers:
+        relocator = Relocator(lake, report=lambda _: None)
+        for path, entry in lake.files():
+            extent = lake.namespace.extent(entry) if entry.place in numbers else None
+            if extent is not None:
+                await relocator.add(Moving(path, entry, extent))
+        await relocator.finish()
+        await lake.refresh()
+    kept = await snapshots.kept_objects(lake.client)
+    used_by = {row.key: row.entries for row in lake.tree.objects.rows() if row.key in future and row.entries > 0}
+    done, doomed = dict.fromkeys(future, "left: it cannot be read"), list[str]()
+    for key in again:
+        if used := used_by.get(key, 0):
+            done[key] = f"committed again; its bytes stay, as {used:,} names have theirs in it"
+        elif key in kept:
+            done[key] = "committed again; its bytes stay, as a snapshot has some of them"
+        else:
+            done[key] = "committed again under a right date, but for what has a newer version, and deleted"
+            doomed.append(key)
+    await for_each(doomed, lake.client.delete, DELETIONS_AT_ONCE)
+    return done
 
 
 async def _move_aside(lake: Headless, checker: Checker, problem: Problem) -> str:

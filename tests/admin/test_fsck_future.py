@@ -1,0 +1,141 @@
+"""`fsck --repair` of a lake with commits from the future: their names are there again, and `gc` works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.admin.fsck import Kind
+from lakefs_fuse.admin.gc import Collector, Options
+from lakefs_fuse.catalog.archive import commit_key
+from lakefs_fuse.catalog.record import OWN, ObjectRef, Put, Remove, SetAttr
+from lakefs_fuse.errors import StoreError
+from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
+from tests.admin.test_fsck import check, kinds
+from tests.fs.lakes import Clock, lake
+from tests.memory_store import Failures, MemoryStore
+
+NS = 10**9
+YEARS_NS = 12 * 365 * 86400 * NS
+JUMPED, OTHER = "0badcaff", "0badcafd"
+FILES = dataset(6)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> MemoryStore:
+    """A writer that dates what it commits 12 years ahead, and one whose clock is right."""
+    made = MemoryStore()
+    made.clock = clock
+    paths = list(FILES)
+    give_pack(made, clock, {path: FILES[path] for path in paths[:2]} | {"old": b"old", "both": b"0"})
+    ahead = Clock()
+
+    def jump() -> None:
+        clock.advance(2)
+        ahead.now_ns = clock.now_ns + YEARS_NS
+
+    jump()
+    key = give_pack(
+        made, ahead, {path: FILES[path] for path in paths[2:4]} | {"both": b"1", "mine": b"1"}, writer=JUMPED
+    )
+    jump()
+    give_pack(made, clock, {"both": b"22"}, writer=OTHER)
+    made.give("plain", b"by another tool")
+    jump()
+    give_pack(made, ahead, {"mine": b"333"}, writer=JUMPED)
+    size, etag = len(made.data(key)), made.objects[key][1].etag
+    at = made.data(key).index(FILES[paths[2]])
+    link = Put("renamed", 1, at, len(FILES[paths[2]]), 0o600, 0, 0, 0)
+    jump()
+    give_commit(
+        made, ahead, link, Remove(paths[2]), Remove("old"), objects=(ObjectRef(key, etag, size),), writer=JUMPED
+    )
+    jump()
+    own = made.give("own", b"large")
+    give_commit(made, ahead, Put("own", OWN, 0, 5, 0o640, 0, 0, 0, hides=own.etag), writer=JUMPED)
+    jump()
+    chmod = SetAttr("own", OWN, 0, 5, own.etag, 0o600, 0, 0, 7)
+    give_commit(made, ahead, chmod, writer=JUMPED)
+    clock.advance(60)
+    return made
+
+
+def expected() -> dict[str, bytes]:
+    paths = list(FILES)
+    files = {path: FILES[path] for path in (*paths[:2], paths[3])}
+    return files | {
+        "renamed": FILES[paths[2]], "both": b"22", "mine": b"333", "own": b"large", "plain": b"by another tool"
+    }  # fmt: skip
+
+
+async def read_all(store: MemoryStore, clock: Clock, cache_dir: Path) -> dict[str, bytes]:
+    async with lake(store, cache_dir, clock=clock) as node:
+        names = [name for name in await node.names() if name != "data"]
+        found = {name: await node.read(name) for name in names}
+        return found | {f"data/{name}": await node.read(f"data/{name}") for name in await node.names("data")}
+
+
+async def test_repair_commits_from_the_future_brings_their_names_back(
+    store: MemoryStore, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "old" in await read_all(store, clock, tmp_path / "before")
+    done = await check(store, clock, repair=True)
+    assert kinds(done) == {Kind.FUTURE}
+    assert all("deleted" in problem.repair for problem in done.problems)
+    assert await read_all(store, clock, tmp_path / "after") == expected()
+    async with lake(store, tmp_path / "after", clock=clock) as node:
+        assert (await node.getattr("own")).mode & 0o777 == 0o600
+    clock.advance(1)
+    assert (await check(store, clock)).problems == []
+    assert max(commits(store)) < commit_key(clock(), "ffffffff")
+    caplog.clear()
+
+
+async def test_gc_after_repair_of_commits_from_the_future_deletes_what_is_dead(
+    store: MemoryStore, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def collect() -> int:
+        async with headless(store, clock) as view:
+
+            async def fold(_horizon: int) -> None:
+                pass
+
+            done = await Collector(view, Options(grace_s=0, dry_run=True), fold=fold, report=silent).run()
+            return -1 if done.unreadable else done.commits_deleted
+
+    assert await collect() == -1
+    await check(store, clock, repair=True)
+    clock.advance(1)
+    assert await collect() > 0
+    caplog.clear()
+
+
+@pytest.mark.parametrize("dies_at", [("put", 0), ("put", 1), ("delete", 0), ("delete", 3)])
+async def test_repair_of_commits_from_the_future_that_failed_is_done_by_the_next(
+    store: MemoryStore, clock: Clock, tmp_path: Path, caplog: pytest.LogCaptureFixture, dies_at: tuple[str, int]
+) -> None:
+    what, skip = dies_at
+    passed = 0
+
+    def is_due(request: object) -> bool:
+        nonlocal passed
+        if getattr(request, "what", "") != what:
+            return False
+        passed += 1
+        return passed == skip + 1
+
+    store.hook = Failures(is_due, StoreError("no"), count=1)
+    with pytest.raises(StoreError):
+        await check(store, clock, repair=True)
+    clock.advance(1)
+    await check(store, clock, repair=True)
+    assert await read_all(store, clock, tmp_path / "after") == expected()
+    clock.advance(1)
+    assert (await check(store, clock)).problems == []
+    caplog.clear()
