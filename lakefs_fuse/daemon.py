@@ -21,7 +21,6 @@ import faulthandler
 import gc
 import logging
 import os
-import resource
 import signal
 import sys
 import time
@@ -40,6 +39,7 @@ from lakefs_fuse.control.mounts import detach, is_dead, mount_at
 from lakefs_fuse.control.runtime import server_socket_path
 from lakefs_fuse.control.server import ControlServer, FilesystemView, not_durable, serve_control
 from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, ConfigError, LakeError, MountError
+from lakefs_fuse.file_limit import raise_file_limit
 from lakefs_fuse.logs import open_logs
 
 DRAIN_S_MAX = 3600.0
@@ -52,7 +52,6 @@ STOP_AGAIN_S_MIN = 1.0
 DEAD_S_MAX = 10.0
 """A mount that does not answer statvfs(3) for so long is not a dead one."""
 CONFIG_BYTES_MAX = 1 << 20
-FILES_OPEN_WANTED = 65_536
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of mallopt(3), as glibc's malloc.h numbers them."""
 MMAP_BYTES_MIN = 12 << 20
@@ -310,14 +309,6 @@ def read_config(source: BinaryIO) -> MountConfig:
         return msgspec.json.decode(source.read(CONFIG_BYTES_MAX), type=MountConfig)
     except msgspec.DecodeError as error:
         raise ConfigError(f"the daemon was given no usable configuration: {error}; use `lakefs-fuse mount`") from error
-
-
-def raise_file_limit() -> None:
-    """Every open file of ours may need a descriptor; the soft limit is often 1,024."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES_OPEN_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_OPEN_WANTED)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bound_malloc() -> None:

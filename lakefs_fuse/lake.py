@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 import trio
 from msgspec import structs
 
+from lakefs_fuse import file_limit
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.fs import Filesystem, open_filesystem
 from lakefs_fuse.fs.immutable import ImmutableFilesystem, open_immutable
@@ -51,8 +52,8 @@ async def open_lake(
             capabilities,
             metrics.store,
             retry_timeout_s=config.store.retry_timeout_s,
-            requests_max=config.store.requests_max,
-            uploads_max=config.uploads_max,
+            requests_max=file_limit.requests_max(config.store.requests_max),
+            uploads_max=file_limit.requests_max(config.uploads_max),
             rng=rng,
         )
         if config.immutable:

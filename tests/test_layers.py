@@ -11,14 +11,15 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lakefs_fuse"
 
-FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "metrics"})
-"""What every layer may use. Among themselves: config uses errors."""
+FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "file_limit", "metrics"})
+"""What every layer may use. Among themselves: config and file_limit use errors."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "lakefs_fuse": frozenset(),
     "errors": frozenset(),
     "metrics": frozenset(),
     "config": frozenset({"errors"}),
+    "file_limit": frozenset({"errors", "lakefs_fuse"}),
     "nurseries": frozenset({"errors"}),
     "rules": frozenset({"errors", "config"}),
     "failpoints": frozenset(),

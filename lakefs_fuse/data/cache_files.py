@@ -31,6 +31,7 @@ from pathlib import Path
 
 import msgspec
 
+from lakefs_fuse import file_limit
 from lakefs_fuse.data import disk, eviction
 from lakefs_fuse.data.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
 from lakefs_fuse.data.presence import Presence
@@ -78,6 +79,7 @@ class CacheFiles:
         self._rng = rng
         self._free = free
         self._root = root
+        self._open_share = file_limit.share()
         self._files_lock = threading.Lock()
         self._lock = threading.Lock()
         self._open: OrderedDict[bytes, CacheFile] = OrderedDict()
@@ -322,7 +324,7 @@ class CacheFiles:
         with self._lock:
             file.users = 1
             self._open[file.digest] = file
-            surplus = max(0, len(self._open) - FILES_OPEN_MAX)
+            surplus = max(0, len(self._open) - min(FILES_OPEN_MAX, self._open_share))
             idle = list(islice((other for other in self._open.values() if not other.users), surplus))
             for other in idle:
                 del self._open[other.digest]

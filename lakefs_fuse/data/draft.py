@@ -94,8 +94,7 @@ class Draft:
         self._busy_parts: Counter[int] = Counter()
         self._closing = False
         if file is None:
-            fd = services.staging.create(draft_id, target.key)
-            file = StagedFile(services.staging, draft_id, target.key, fd=fd)
+            file = StagedFile.create(services.staging, draft_id, target.key)
         self.file = file
         services.staging.register(self)
 
@@ -406,11 +405,12 @@ class Draft:
             try:
                 upload_id = await self.begin_upload()
                 hasher = BlockHasher(start, start + length, self.size)
-                body = FileSlice(self.fd, start, length, hasher.saw)
-                ref = await self.services.client.upload_part(self.target.key, upload_id, index + 1, body)
-                hashes = hasher.seen()
-                if hashes is None:
-                    hashes = await trio.to_thread.run_sync(hash_blocks, self.fd, start, start + length, self.size)
+                with self.file.held():
+                    body = FileSlice(self.fd, start, length, hasher.saw)
+                    ref = await self.services.client.upload_part(self.target.key, upload_id, index + 1, body)
+                    hashes = hasher.seen()
+                    if hashes is None:
+                        hashes = await trio.to_thread.run_sync(hash_blocks, self.fd, start, start + length, self.size)
             except BaseException:
                 part.state = PartState.DIRTY
                 self.upload_failed = True

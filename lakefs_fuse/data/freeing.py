@@ -14,6 +14,8 @@ from lakefs_fuse.data.disk import allocated_bytes
 
 THREAD_BYTES_MIN = 2 << 20
 """What holds less is closed at once, which takes less than a millisecond."""
+THREADS_MAX = 32
+"""At once: each holds a descriptor. Beyond, files are closed by their owner."""
 
 _under_way: set[threading.Thread] = set()
 
@@ -21,7 +23,7 @@ _under_way: set[threading.Thread] = set()
 def close_removed(fd: int) -> None:
     """Close a file that was removed: now where it is small, soon where it is large. Raises OSError where ``fd`` is no
     descriptor."""
-    if allocated_bytes(fd) < THREAD_BYTES_MIN:
+    if allocated_bytes(fd) < THREAD_BYTES_MIN or len(_under_way) >= THREADS_MAX:
         os.close(fd)
         return
     thread = threading.Thread(target=_close, args=(fd,), name="freeing")

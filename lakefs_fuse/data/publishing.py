@@ -109,15 +109,16 @@ async def _settle_earlier_attempt(draft: Draft) -> None:
 async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
     await draft.fill(0, draft.size)
     client, target = draft.services.client, draft.target
-    body: Body = FileSlice(draft.fd, 0, draft.size)
-    if draft.size <= BODY_BYTES_MAX:
-        body = await draft.file.read(0, draft.size)
     draft.services.slots.ready()
     async with draft.services.slots.slot():
         described = dict(target.describe(False))
         metadata = {**described, DRAFT_METADATA: draft.token}
         try:
-            meta = await client.put(target.key, body, metadata=metadata, if_absent=target.if_absent)
+            with draft.file.held():
+                body: Body = FileSlice(draft.fd, 0, draft.size)
+                if draft.size <= BODY_BYTES_MAX:
+                    body = await draft.file.read(0, draft.size)
+                meta = await client.put(target.key, body, metadata=metadata, if_absent=target.if_absent)
         except PreconditionFailed as error:
             meta = await _ours_after_all(draft, error)
     if draft.upload_id:
@@ -237,15 +238,18 @@ async def _all_hashes(draft: Draft) -> list[int]:
     """What the parts' uploads did not hash yet is hashed here; pages that are not staged have none."""
     blocks = -(-draft.size // BLOCK_BYTES)
 
-    def complete() -> list[int]:
+    def complete(fd: int) -> list[int]:
         for block in range(blocks):
             start, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, draft.size)
             if block not in draft.hashes and draft.pages.covers(start, end):
-                draft.hashes.update(hash_blocks(draft.fd, start, end, draft.size))
+                draft.hashes.update(hash_blocks(fd, start, end, draft.size))
         return [draft.hashes.get(block, 0) for block in range(blocks)]
 
     try:
-        return complete() if draft.size <= THREAD_BYTES_MIN else await trio.to_thread.run_sync(complete)
-    except OSError as error:
+        with draft.file.held():
+            if draft.size <= THREAD_BYTES_MIN:
+                return complete(draft.fd)
+            return await trio.to_thread.run_sync(complete, draft.fd)
+    except (OSError, LakeError) as error:
         log.warning("%s is stored, but cannot be read back from staging: %s", draft.target.key, error)
         return [0] * blocks

@@ -28,14 +28,15 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
     target = DraftTarget(record.key, describe, replaces=record.replaces, path=record.path)
     target.copied_from = record.copied_from
     spot = Spot(record.segment, record.segment_offset, record.segment_bytes) if record.segment else None
+    staged_bytes = 0
     try:
         if spot is not None:
             services.staging.path(record.id).unlink(missing_ok=True)  # a copy, perhaps half of one
             services.staging.segments.restore(spot)
             file = StagedFile(services.staging, record.id, record.key, spot=spot)
         else:
-            fd = os.open(services.staging.path(record.id), os.O_RDWR | os.O_CLOEXEC)
-            file = StagedFile(services.staging, record.id, record.key, fd=fd)
+            staged_bytes = os.stat(services.staging.path(record.id)).st_size
+            file = StagedFile(services.staging, record.id, record.key, has_file=True)
     except FileNotFoundError as error:
         raise CacheError(f"the staged bytes of {record.key} are gone from this node: abort {record.id}") from error
     except OSError as error:
@@ -55,7 +56,7 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
             state = PartState.CLEAN if part.staged else PartState.DROPPED
             draft.parts[part.index] = Part(state, etag=part.etag, length=part.length)
     if writing and base is None:
-        draft.size = max(draft.size, os.fstat(draft.fd).st_size)
+        draft.size = max(draft.size, staged_bytes)
         dropped = {index for index, part in draft.parts.items() if part.state is PartState.DROPPED}
         for index in range(services.layout.count(draft.size)):
             if index not in dropped:

@@ -3,14 +3,16 @@
 What always holds: an entry is its head (`HEAD`), the file's bytes and then its journal record, so that a segment can be
 read even where the journal is lost; bytes are synced before anybody is told that they are safe; a segment is deleted
 when nothing in it is wanted any more. The journal says what is: after a crash, what no record names goes. One group is
-written at a time. Trio thread only, but for `Group.write`.
+written at a time. The segment that is written to and those read last are open, `OPEN_MAX` in all. Trio thread only, but
+for `Group.write`.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -24,6 +26,7 @@ HEAD = Struct("<4sIQ")
 """Magic, bytes of the record, bytes of the file."""
 SEGMENT_BYTES = 64 << 20
 """A segment that has grown to this takes no more."""
+OPEN_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class Segments:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._descriptors: dict[str, int] = {}
+        self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._wanted: Counter[str] = Counter()
         self._current = ""
         self._size = 0
@@ -59,6 +62,21 @@ class Segments:
         path = self._directory / name
         self._descriptors[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._current, self._size = name, 0
+        self._close_idle()
+
+    def _descriptor(self, name: str) -> int:
+        """Of a segment that is wanted, opened now where it was closed. Raises OSError."""
+        if name not in self._descriptors:
+            self._descriptors[name] = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC)
+        self._descriptors.move_to_end(name)
+        self._close_idle()
+        return self._descriptors[name]
+
+    def _close_idle(self) -> None:
+        """Nobody but the writer of the current one keeps a descriptor from one call to the next."""
+        while len(self._descriptors) > OPEN_MAX:
+            oldest = next(name for name in self._descriptors if name != self._current)
+            os.close(self._descriptors.pop(oldest))
 
     def keep(self, segment: str, size: int, count: int) -> None:
         """A group was written: so many entries are wanted, until `release` of each."""
@@ -67,14 +85,13 @@ class Segments:
 
     def restore(self, spot: Spot) -> None:
         """The journal wants this. Raises OSError."""
-        if spot.segment not in self._descriptors:
-            self._descriptors[spot.segment] = os.open(self._directory / spot.segment, os.O_RDWR | os.O_CLOEXEC)
+        self._descriptor(spot.segment)
         self._wanted[spot.segment] += 1
 
     def read(self, spot: Spot, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length) of the file, cut at its end. Raises OSError."""
         length = min(length, spot.length - offset)
-        return os.pread(self._descriptors[spot.segment], length, spot.offset + offset) if length > 0 else b""
+        return os.pread(self._descriptor(spot.segment), length, spot.offset + offset) if length > 0 else b""
 
     def release(self, spot: Spot) -> None:
         """This is wanted no more."""
@@ -83,25 +100,32 @@ class Segments:
             self._delete(spot.segment)
 
     def _delete(self, segment: str) -> None:
+        with suppress(OSError):
+            self._descriptor(segment)  # whoever closes a removed file decides when the disk is kept busy
         del self._wanted[segment]
         (self._directory / segment).unlink(missing_ok=True)
-        close_removed(self._descriptors.pop(segment))
+        descriptor = self._descriptors.pop(segment, None)
+        if descriptor is not None:
+            close_removed(descriptor)
 
     def close(self) -> None:
         """What nobody wants goes; the rest is for the next mount."""
-        self._current = ""
-        for segment in list(self._descriptors):
-            if self._wanted[segment]:
-                os.close(self._descriptors.pop(segment))
-            else:
-                self._delete(segment)
+        unwanted, self._current = [name for name in self._known() if not self._wanted[name]], ""
+        for segment in unwanted:
+            self._delete(segment)
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+    def _known(self) -> set[str]:
+        return {*self._wanted, *([self._current] if self._current else [])}
 
     def unwanted(self) -> list[Path]:
         """Segments that nothing brought back refers to."""
+        known = self._known()
         return [
             Path(entry.path)
             for entry in os.scandir(self._directory)
-            if entry.name.startswith(PREFIX) and entry.name not in self._descriptors
+            if entry.name.startswith(PREFIX) and entry.name not in known
         ]
 
 

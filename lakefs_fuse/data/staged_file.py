@@ -3,8 +3,8 @@
 What was never written reads as zeros. A draft that `begins_small` has no file of its own until it outgrows
 `MEMORY_BYTES_MAX` or somebody needs a descriptor; once accepted its bytes are in a segment (see `segments`), where they
 are read from. The descriptor stays open until the last `held` block has ended, for its number would be another file's
-after; a file that waits can be parked meanwhile, and is opened again by whoever needs it. Used from trio tasks; calls
-that may block long go to worker threads.
+after. Outside of such blocks it is closed (parked) when other files need descriptors (`descriptor_pool`), and opened
+again by its next use. Used from trio tasks; calls that may block long go to worker threads.
 """
 
 from __future__ import annotations
@@ -33,27 +33,35 @@ log = logging.getLogger(__name__)
 
 
 class StagedFile:
-    """See the module's head. Errors of the disk are StagingFull or CacheError."""
+    """See the module's head. Errors of the disk are StagingFull, CacheError, or FileError(EMFILE)."""
 
     def __init__(
-        self, staging: Staging, draft_id: str, key: str, *, fd: int = NO_FILE, spot: Spot | None = None
+        self, staging: Staging, draft_id: str, key: str, *, has_file: bool = False, spot: Spot | None = None
     ) -> None:
-        """Takes a descriptor over, or a place in a segment; in memory where neither is given."""
-        self._fd = fd
+        """Of a staging file that is there, or a place in a segment; in memory where neither is given."""
+        self._fd = NO_FILE
         self._spot = spot
-        self._memory = bytearray() if fd == NO_FILE and spot is None else None
+        self._memory = None if has_file or spot is not None else bytearray()
         self._staging = staging
         self._draft_id, self._key = draft_id, key
-        self._has_file = fd != NO_FILE
-        self._parked = False
+        self._has_file = self._parked = has_file
         self._holders = 0
         self._closing = False
         self._leave = self._removed = False
         self._reading_threads: trio.CapacityLimiter | None = None
 
+    @classmethod
+    def create(cls, staging: Staging, draft_id: str, key: str) -> StagedFile:
+        """Of a new staging file. Raises StagingFull, CacheError, FileError(EMFILE)."""
+        fd = staging.create(draft_id, key)
+        file = cls(staging, draft_id, key, has_file=True)
+        file._fd, file._parked = fd, False
+        staging.descriptors.add(file)
+        return file
+
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the descriptor open. The file must not be closed yet."""
+        """Keep the descriptor open, if it is or will be. The file must not be closed yet."""
         self._holders += 1
         try:
             yield
@@ -64,13 +72,20 @@ class StagedFile:
 
     @property
     def fd(self) -> int:
-        """The descriptor of a staging file, made now where there was none; -1 once closed. Raises StagingFull or
-        CacheError."""
+        """The descriptor of a staging file, made now where there was none; -1 once closed. Good until the next
+        checkpoint, or to the end of a `held` block. Raises StagingFull, CacheError, FileError(EMFILE)."""
         if self._parked:
             self._fd, self._parked = self._staging.reopen(self._draft_id), False
         elif self._fd == NO_FILE and not self.is_closed:
             self._make_file()
+        if self._fd != NO_FILE:
+            self._staging.descriptors.add(self)
         return self._fd
+
+    @property
+    def in_use(self) -> bool:
+        """See `descriptor_pool.Holder`."""
+        return self._holders > 0
 
     @property
     def is_closed(self) -> bool:
@@ -121,10 +136,11 @@ class StagedFile:
         self._spot, self._memory = spot, None
 
     def park(self) -> None:
-        """Give the descriptor back for now, unless somebody reads. Nobody else may be using it."""
+        """Close the descriptor for now, unless it is `held`."""
         if not self._holders and self._fd >= 0:
             os.close(self._fd)
             self._fd, self._parked = NO_FILE, True
+            self._staging.descriptors.remove(self)
 
     def close(self, *, unlink: bool, leave: bool = False) -> None:
         """``unlink`` is false where the file became cache; ``leave`` leaves everything to the next mount."""
@@ -144,6 +160,7 @@ class StagedFile:
         if self._fd >= 0:
             close_removed(self._fd) if self._removed else os.close(self._fd)
             self._fd = NO_FILE
+            self._staging.descriptors.remove(self)
 
     def _remove(self) -> None:
         """A parked file is opened once more: whoever closes a removed one decides when the disk is kept busy."""
@@ -156,7 +173,8 @@ class StagedFile:
     async def sync(self) -> None:
         """The bytes survive a crash of the machine when this returns."""
         try:
-            await trio.to_thread.run_sync(os.fdatasync, self.fd)
+            with self.held():
+                await trio.to_thread.run_sync(os.fdatasync, self.fd)
         except OSError as error:
             raise self._staging.translate(error) from error
 
@@ -177,7 +195,8 @@ class StagedFile:
             return os.pread(self.fd, length, offset)
         if self._reading_threads is None:
             self._reading_threads = trio.CapacityLimiter(READS_MAX)
-        return await trio.to_thread.run_sync(os.pread, self.fd, length, offset, limiter=self._reading_threads)
+        with self.held():
+            return await trio.to_thread.run_sync(os.pread, self.fd, length, offset, limiter=self._reading_threads)
 
     def begin_with(self, data: bytes) -> None:
         """The first bytes, no more than `MEMORY_BYTES_MAX`."""
@@ -198,7 +217,8 @@ class StagedFile:
             if len(data) < THREAD_BYTES_MIN:
                 pwrite_all(self.fd, data, offset)
             else:
-                await trio.to_thread.run_sync(pwrite_all, self.fd, data, offset)
+                with self.held():
+                    await trio.to_thread.run_sync(pwrite_all, self.fd, data, offset)
         except OSError as error:
             raise self._staging.translate(error) from error
 
@@ -210,16 +230,18 @@ class StagedFile:
 
     async def write_out(self, start: int, end: int) -> None:
         """Bytes [start, end) are on their way to the disk when this returns."""
-        if self._fd >= 0:
-            with self.held():
-                await trio.to_thread.run_sync(start_writeout, self._fd, start, end - start)
+        async with self._staging.write_outs:
+            if self._fd >= 0:
+                with self.held():
+                    await trio.to_thread.run_sync(start_writeout, self._fd, start, end - start)
 
     async def cut(self, size: int) -> None:
         if self._memory is not None:
             del self._memory[size:]
             return
         try:
-            await trio.to_thread.run_sync(os.ftruncate, self.fd, size)
+            with self.held():
+                await trio.to_thread.run_sync(os.ftruncate, self.fd, size)
         except OSError as error:
             raise self._staging.translate(error) from error
 

@@ -8,6 +8,7 @@ a file name the key its bytes are meant for, so that it can be told what it is e
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Callable
@@ -17,10 +18,11 @@ from typing import Protocol
 
 import trio
 
+from lakefs_fuse.data.descriptor_pool import DescriptorPool
 from lakefs_fuse.data.disk import free_bytes
 from lakefs_fuse.data.freeing import is_under_way
 from lakefs_fuse.data.segments import Segments
-from lakefs_fuse.errors import CacheError, LakeError, StagingFull
+from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
 
 FREE_AGE_S = 0.05
@@ -31,6 +33,9 @@ ENDED_XATTR = "user.lakefs.ended"
 """On a staging file that nobody needs any more, set before its journal record goes: a daemon that dies between that and
 the file's removal leaves no orphan behind."""
 WAIT_S_MAX = 1.0
+FILES_OPEN_MAX = 4096
+WRITE_OUTS_MAX = 8
+"""At once, of parts of all files: each holds a descriptor while a busy disk holds it up."""
 
 
 class StagingState(StrEnum):
@@ -67,10 +72,13 @@ class Staging:
         evict: Callable[[int], object] = lambda _: None,
         free: Callable[[Path], int] = free_bytes,
         wait_s_max: float = 3600.0,
+        files_open_max: int = FILES_OPEN_MAX,
     ) -> None:
         """``evict(bytes)`` asks the block cache for room on the same disk; it is called in a worker thread."""
         self.directory = directory
         self.segments = Segments(directory)
+        self.descriptors = DescriptorPool(files_open_max)
+        self.write_outs = trio.CapacityLimiter(WRITE_OUTS_MAX)
         self.bytes_max = bytes_max
         self.bytes_used = 0
         self.wait_s_max = wait_s_max
@@ -87,7 +95,8 @@ class Staging:
         return self.directory / draft_id
 
     def create(self, draft_id: str, key: str) -> int:
-        """A new, empty staging file; answers its descriptor. Raises StagingFull or CacheError."""
+        """A new, empty staging file; answers its descriptor. Raises StagingFull, CacheError, FileError(EMFILE)."""
+        self.descriptors.make_room()
         try:
             fd = os.open(self.path(draft_id), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -99,7 +108,8 @@ class Staging:
         return fd
 
     def reopen(self, draft_id: str) -> int:
-        """The descriptor of a staging file that is there. Raises StagingFull or CacheError."""
+        """The descriptor of a staging file that is there. Raises StagingFull, CacheError, FileError(EMFILE)."""
+        self.descriptors.make_room()
         try:
             return os.open(self.path(draft_id), os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -121,6 +131,8 @@ class Staging:
 
     def translate(self, error: OSError) -> LakeError:
         """What an error of the staging disk means to the writer."""
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return FileError(error.errno, f"{os.strerror(error.errno)}: {self.directory}")
         if error.errno in (28, 122):  # ENOSPC, EDQUOT
             self.state = StagingState.FULL
             return StagingFull(f"the disk of {self.directory} is full: free some space or use another --cache-dir")

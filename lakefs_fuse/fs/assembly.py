@@ -10,6 +10,7 @@ from pathlib import Path
 
 import trio
 
+from lakefs_fuse import file_limit
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.committer import Committer
@@ -84,6 +85,7 @@ class Ground:
             metrics=self.metrics.upload,
             evict=self.cache.evict,
             wait_s_max=config.staging_timeout_s,
+            files_open_max=file_limit.share(),
         )
         return DraftServices(
             client=self.client,

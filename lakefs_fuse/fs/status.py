@@ -86,6 +86,8 @@ class Status:
         told["staging"] = {
             "bytes": staging.bytes_used,
             "bytes_max": staging.bytes_max,
+            "files_open": len(staging.descriptors),
+            "files_open_max": staging.descriptors.open_max,
             "state": str(StagingState.FAILED if self._ns.is_disk_failing else staging.state),
         }
         told["files"] = {"in_use": len(self._files)}

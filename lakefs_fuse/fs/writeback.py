@@ -232,7 +232,6 @@ class WriteBack:
         if item.place < item.sequence:
             self._standing_in[draft.accepted] = item
         if self.is_packable(item):
-            draft.file.park()
             self._small_bytes += draft.size
             self._small_files += 1
             if not replayed:

@@ -50,6 +50,7 @@ from rocksdict import (
     WriteOptions,
 )
 
+from lakefs_fuse import file_limit
 from lakefs_fuse.errors import CacheError
 
 SCHEMA = b"2"
@@ -114,7 +115,7 @@ def options() -> Options:
     made.create_if_missing(True)
     made.set_write_buffer_size(WRITE_BUFFER_BYTES)
     made.set_max_write_buffer_number(WRITE_BUFFERS)
-    made.set_max_open_files(OPEN_FILES_MAX)
+    made.set_max_open_files(min(OPEN_FILES_MAX, file_limit.share()))
     made.set_keep_log_file_num(3)
     made.set_max_total_wal_size(64 << 20)
     made.set_compression_type(DBCompressionType.lz4())

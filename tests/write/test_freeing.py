@@ -65,9 +65,9 @@ def staging_in(directory: Path, free_bytes: int = 1 << 40) -> Staging:
 
 
 def staged(staging: Staging, size: int) -> StagedFile:
-    fd = staging.create("draft", "key")
-    os.posix_fallocate(fd, 0, size)
-    return StagedFile(staging, "draft", "key", fd=fd)
+    file = StagedFile.create(staging, "draft", "key")
+    os.posix_fallocate(file.fd, 0, size)
+    return file
 
 
 async def test_a_staged_file(tmp_path: Path, disk: Disk) -> None:
