@@ -331,6 +331,7 @@ class Committer:
         )  # fmt: skip
         if journaled or passed:
             self._note_sending(sending)
+            await trio.to_thread.run_sync(self._db.sync)  # or a power cut leaves a commit that nobody knows
         reached("commit.noted")
         meta = await self._put(key, body, Unsure(records[0], doomed))
         reached("commit.sent")

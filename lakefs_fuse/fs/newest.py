@@ -132,6 +132,8 @@ class Newest:
                 late = self._accept(file, draft, stored, batch)
                 self._commit(batch, [late])
             reached("publish.noted")
+            if draft.accepted:
+                await trio.to_thread.run_sync(self._sync)
             for each in older:
                 self._writeback.was_superseded(each)
             if stored.published is not None:
@@ -178,17 +180,36 @@ class Newest:
         """In one pack, which has newer versions of what is ``passed``. Noted for a few at a time: readers wait."""
         files = [(owner, item.draft) for item, owner in taken]
         stored = await self._storing.store_together(files, [item.draft for item, _ in passed])
+        published: list[tuple[Accepted, OpenFile, Stored]] = []
+        older: list[Draft] = []
         for at in range(0, len(taken), NOTED_TOGETHER):
-            self._note([(item, owner, stored(owner, item.draft)) for item, owner in taken[at : at + NOTED_TOGETHER]])
+            now = [(item, owner, stored(owner, item.draft)) for item, owner in taken[at : at + NOTED_TOGETHER]]
+            published += now
+            older += self._note(now)
             await trio.lowlevel.checkpoint()
+        await trio.to_thread.run_sync(self._sync)
+        for at in range(0, len(taken), NOTED_TOGETHER):
+            self._end_all(published[at : at + NOTED_TOGETHER])
+            await trio.lowlevel.checkpoint()
+        for each in older:
+            self._writeback.was_superseded(each)
 
-    def _note(self, published: list[tuple[Accepted, OpenFile, Stored]]) -> None:
+    def _sync(self) -> None:
+        """Records that went are gone even after a power cut: the bytes that they name may go. In a worker thread."""
+        try:
+            self._db.sync()
+        except CacheError as error:
+            log.error("what was stored just now is in the store, but that could not be noted: %s", error)
+
+    def _note(self, published: list[tuple[Accepted, OpenFile, Stored]]) -> list[Draft]:
+        """Answers versions that nobody wants any more."""
         batch = Batch()
         older = [each for item, *_ in published for each in self._pass(item.file, item.draft, batch)]
         late = [self._accept(item.file, item.draft, stored, batch) for item, _, stored in published]
         self._commit(batch, late)
-        for each in older:
-            self._writeback.was_superseded(each)
+        return older
+
+    def _end_all(self, published: list[tuple[Accepted, OpenFile, Stored]]) -> None:
         for item, owner, stored in published:
             self._end(item.draft, stored)
             if not item.file.unlinked:

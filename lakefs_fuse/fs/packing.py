@@ -216,7 +216,8 @@ class Packer:
         self._nursery.start_soon(trio.to_thread.run_sync, partial(self._cache.write_blocks, version, 0, blocks))
 
     async def _note(self, drafts: list[Draft], key: str) -> None:
-        """So that they are recognised in the commit, should this daemon die. Raises CacheError."""
+        """So that they are recognised in the commit, should this daemon die; accepted ones even if the machine does.
+        Raises CacheError."""
         for at in range(0, len(drafts), FILES_BETWEEN_PAUSES):
             batch = Batch()
             for draft in drafts[at : at + FILES_BETWEEN_PAUSES]:
@@ -224,6 +225,8 @@ class Packer:
                 self._journal.put(batch, draft.id, encode(draft.noted()))
             self._db.commit(batch)
             await trio.lowlevel.checkpoint()
+        if any(draft.accepted for draft in drafts):
+            await trio.to_thread.run_sync(self._db.sync)
 
     @staticmethod
     def _failed(waiting: Waiting, error: BaseException) -> None:

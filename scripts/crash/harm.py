@@ -21,6 +21,8 @@ HARMS = {
     "commit": "the newest commit is gone from the store",
     "object": "an object is gone from the store",
 }
+UNSYNCED = "unsynced"
+"""Of the daemon itself: it does not sync the log of its metadata database, which only a power cut shows."""
 
 
 def do(what: str, host: Host, view: StoreView, chosen: random.Random) -> None:

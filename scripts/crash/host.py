@@ -14,13 +14,19 @@ import sys
 import time
 from pathlib import Path
 
+from lakefs_fuse.control.mounts import mount_at
+from scripts.crash.disk import Disk
 from tests import servers
 from tests.servers import Server
 
 START_S_MAX = 60.0
 END_S_MAX = 120.0
+DEATH_S_MAX = 3.0
+"""What is killed ends sooner, unless the kernel holds it in a request that it asked of itself."""
+CONNECTIONS = Path("/sys/fs/fuse/connections")
 LAKEFS = [sys.executable, "-P", "-m", "lakefs_fuse"]
 REPOSITORY = Path(__file__).parents[2]
+UNSYNCED = [sys.executable, "-P", "-m", "scripts.crash.unsynced"]
 
 
 class HostError(Exception):
@@ -30,12 +36,23 @@ class HostError(Exception):
 class Host:
     """See the module's head. ``options`` are those of ``lakefs-fuse mount``."""
 
-    def __init__(self, server: Server, source: str, directory: Path, *options: str) -> None:
+    def __init__(
+        self, server: Server, source: str, directory: Path, *options: str, power_cuts: bool = False,
+        syncs: bool = True,
+    ) -> None:  # fmt: skip
+        """``power_cuts``: a death takes what was not synced of the cache directory. Not ``syncs``: the daemon is broken
+        on purpose."""
         self.server, self.source, self.directory, self.options = server, source, directory, list(options)
         self.mountpoint, self.cache = directory / "mnt", directory / "cache"
         self.log = directory / "log"
+        self.cut_off = 0
+        """Mounts whose dead daemon the kernel would not let go."""
+        self._command = LAKEFS if syncs else UNSYNCED
         for made in (self.mountpoint, directory / "home"):
             made.mkdir(parents=True)
+        self._disk = Disk(directory) if power_cuts else None
+        if self._disk is not None:
+            self.cache = self._disk.root / "cache"
         self._process: subprocess.Popen[bytes] | None = None
         self.environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "XDG_", "LAKEFS_"))},
@@ -55,7 +72,7 @@ class Host:
     def start(self, failpoint: str = "") -> None:
         """Start the daemon; does not wait for the mount. ``failpoint`` as `lakefs_fuse.failpoints` has it."""
         assert self._process is None
-        command = [*LAKEFS, "mount", self.source, str(self.mountpoint), "--foreground", "--no-supervise"]
+        command = [*self._command, "mount", self.source, str(self.mountpoint), "--foreground", "--no-supervise"]
         command += ["--cache-dir", str(self.cache), "--log-file", str(self.log), "--free-space", "64M"]
         command += ["--endpoint-url", self.server.url, "--region", servers.REGION, *self.options]
         environment = {**self.environment, **({"LAKEFS_FAILPOINT": failpoint} if failpoint else {})}
@@ -104,19 +121,36 @@ class Host:
             raise HostError(f"the daemon ended with {self._code()}:\n{self.tail()}")
         return True
 
-    def kill(self) -> None:
-        """SIGKILL, whatever it is doing."""
+    def kill(self, *, cut_first: bool = False) -> None:
+        """SIGKILL, whatever it is doing; with ``cut_first`` its disk goes a moment before."""
         assert self._process is not None
+        if cut_first and self._disk is not None:
+            self._disk.cut()
         self._process.kill()
-        self._process.wait(10)
+        try:
+            self._process.wait(DEATH_S_MAX)
+        except subprocess.TimeoutExpired:
+            self._cut_off()
+            self._process.wait(10)
+
+    def _cut_off(self) -> None:
+        """What a supervisor does where the kernel holds a thread of the dead daemon."""
+        self.cut_off += 1
+        mounted = mount_at(os.fspath(self.mountpoint))
+        if mounted is not None:
+            (CONNECTIONS / mounted.device.partition(":")[2] / "abort").write_text("1")
 
     def clear(self) -> None:
-        """Take the dead mount away."""
+        """Take the dead mount away, and what its disk had not synced."""
         self._process = None
         while os.path.ismount(self.mountpoint) or _is_dead(self.mountpoint):
             subprocess.run(["fusermount3", "-u", "-z", str(self.mountpoint)], capture_output=True, check=False)
         if left := os.listdir(self.mountpoint):
             raise HostError(f"something was written below the mountpoint: {left}")
+        if self._disk is not None:
+            self._disk.cut()
+            self._disk.unmount()
+            self._disk.mount()
 
     def umount(self) -> None:
         """The user's way: everything durable first. Raises HostError."""
@@ -136,6 +170,8 @@ class Host:
         self._process = None
         with contextlib.suppress(FileNotFoundError):
             subprocess.run(["fusermount3", "-u", "-z", str(self.mountpoint)], capture_output=True, check=False)
+        if self._disk is not None:
+            self._disk.unmount()
 
     # -- what it says
 

@@ -10,13 +10,14 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from scripts.crash import operations, writing
 from scripts.crash.content import Ids
+from scripts.crash.contest import Change
 from scripts.crash.tree import Node
 from scripts.crash.watcher import Sighting
 from scripts.crash.writer import Died, Unexpected, Writer
@@ -32,6 +33,8 @@ class Begin:
     seed: str
     root: Path
     durability: str
+    contends: bool = False
+    power_cuts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,8 @@ class Answer:
     bytes_written: int = 0
     hot: list[Hot] = field(default_factory=list)
     hot_tried: list[tuple[str, Ids]] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    """Of contested names."""
     early: int = 0
     unclosed: list[str] = field(default_factory=list)
     """Paths of files that were open, or being closed, when the daemon died."""
@@ -118,7 +123,10 @@ class _Loop:
 
     def _obey(self, command: Command) -> Answer | None:
         if isinstance(command, Begin):
-            self._writer = Writer(self._number, command.seed, command.root, durability=command.durability)
+            self._writer = Writer(
+                self._number, command.seed, command.root, durability=command.durability,
+                contends=command.contends, power_cuts=command.power_cuts,
+            )  # fmt: skip
             return Answer()
         writer = self._writer
         assert writer is not None
@@ -130,10 +138,11 @@ class _Loop:
             problems = writer.check(strict=command.strict, root=command.root)
             there = [write for write in writer.hot if write.happened]
             hot = [Hot(write.name, write.content, write.began_ns, write.ended_ns) for write in there]
-            return Answer(problems, hot=hot)
+            return Answer(problems, hot=hot, changes=writer.changes)
         if isinstance(command, CheckStore):
             problems = writer.check_store(command.seen, strict=command.strict)
-            return Answer(problems, hot_tried=[(write.name, write.content) for write in writer.hot])
+            tried = [(write.name, write.content) for write in writer.hot]
+            return Answer(problems, hot_tried=tried, changes=writer.changes)
         if isinstance(command, CheckSightings):
             early = writer.early
             return Answer(writer.check_sightings(command.sightings), early=writer.early - early)
@@ -198,19 +207,25 @@ class Crew:
             if process.is_alive():
                 process.kill()
 
-    def send(self, command: Command) -> None:
-        for pipe in self._pipes:
-            pipe.send(command)
+    @property
+    def numbers(self) -> range:
+        return range(len(self._pipes))
 
-    def begin(self, seed: str, root: Path, durability: str) -> None:
-        for number, pipe in enumerate(self._pipes):
-            pipe.send(Begin(f"{seed}/{number}", root, durability))
+    def send(self, command: Command, numbers: Iterable[int] | None = None) -> None:
+        """To all, or to some."""
+        for number in self.numbers if numbers is None else numbers:
+            self._pipes[number].send(command)
+
+    def begin(self, commands: Sequence[Begin]) -> None:
+        """One for each."""
+        for number, command in enumerate(commands):
+            self.send(command, [number])
         self.answers()
 
-    def answers(self) -> list[Answer]:
-        """One of each. Raises TimeoutError."""
+    def answers(self, numbers: Iterable[int] | None = None) -> list[Answer]:
+        """One of each, or of some. Raises TimeoutError."""
         found: list[Answer] = []
-        pending: list[object] = list(self._pipes)
+        pending: list[object] = [self._pipes[number] for number in (self.numbers if numbers is None else numbers)]
         deadline = time.monotonic() + SILENCE_S_MAX
         while pending:
             ready = wait(pending, max(0.0, deadline - time.monotonic()))  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from scripts.crash.choosing import big_files, directories, files, length, new_name, pick
+from scripts.crash.contending import contend
 from scripts.crash.content import MIB
 from scripts.crash.tree import Kind, Node, below, put, remove
 from scripts.crash.writer import Checkpoint, HotWrite, Writer
@@ -29,6 +30,7 @@ FILES_MAX = 40
 DIRECTORIES_MAX = 7
 CHECKPOINTS_MAX = 3
 HOT_NAMES = 3
+CONTEND_WEIGHT = 20
 DIRECTORY_MODES = (0o755, 0o700, 0o750)
 
 
@@ -44,6 +46,8 @@ def act(w: Writer) -> None:
     """One change, or several that belong together."""
     count = sum(node.kind is Kind.FILE for node in w.tree.values())
     weights = dict(WEIGHTS)
+    if w.contends:
+        weights |= {hot: 0, contend: CONTEND_WEIGHT}
     if count > FILES_MAX:
         weights[delete] *= 5
         weights[create] = 1
@@ -213,7 +217,7 @@ def hot(w: Writer) -> None:
     w.hot.append(write)
     with w.step(f"rename {path} {name} {list(content)}", after, [path]):
         os.rename(w.path(path), w.path(name))
-    write.ended_ns, write.happened = time.monotonic_ns(), True
+    write.ended_ns, write.happened, write.step = time.monotonic_ns(), True, w.steps
 
 
 WEIGHTS: dict[Callable[[Writer], None], int] = {

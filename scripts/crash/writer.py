@@ -18,11 +18,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scripts.crash.content import Ids, segment
+from scripts.crash.contest import Change
 from scripts.crash.tree import Kind, Node, Tree, below, differences, move, survivors, walk
 from scripts.crash.watcher import Sighting
 
 DEAD = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 """What a system call answers whose daemon has died."""
+NO_DISK = frozenset({errno.EIO, errno.EROFS})
+"""And in the moment between the end of its disk and its own."""
 HISTORY_LINES = 60
 LAG_NS = 4_000_000_000
 """Another node may show a listing that is a second old (its --metadata-ttl), and machines are slow."""
@@ -34,6 +37,10 @@ class Died(Exception):
 
 class Unexpected(Exception):
     """A system call failed though the daemon lives."""
+
+
+class Lost(Exception):
+    """A system call failed as it may: another node was there before."""
 
 
 @dataclass(slots=True)
@@ -56,6 +63,8 @@ class HotWrite:
     ended_ns: int = 0
     happened: bool = False
     after: Tree | None = None
+    step: int = 0
+    """Of the writer that did it."""
 
 
 @dataclass(slots=True)
@@ -73,12 +82,21 @@ class Checkpoint:
 class Writer:
     """See the module's head."""
 
-    def __init__(self, number: int, seed: str, root: Path, *, durability: str) -> None:
+    def __init__(
+        self, number: int, seed: str, root: Path, *, durability: str, contends: bool = False, power_cuts: bool = False
+    ) -> None:
+        """``contends``: it changes names that writers of other nodes change, too (`contest`). ``power_cuts``: what was
+        not synced may be gone after a death."""
         self.number, self.root, self.top = number, root, f"w{number}"
+        self.contends, self.power_cuts = contends, power_cuts
         self.is_writeback = durability == "writeback"
         self.random = random.Random(seed)
         self.tree: Tree = {}
         self.in_flight: Tree | None = None
+        self.unsynced: list[tuple[Tree, int]] = []
+        """What a power cut may go back to: trees, oldest first, each with the number of steps that had been made."""
+        self.changes: list[Change] = []
+        """Of contested names."""
         self.open: list[OpenFile] = []
         self.renamed: set[str] = set()
         """Names that a rename gave, which only fsync of a directory takes to the store."""
@@ -109,9 +127,18 @@ class Writer:
         self.log.append(f"{time.monotonic():.6f} {text}")
 
     @contextmanager
-    def step(self, what: str, after: Tree | None = None, touched: Sequence[str] = ()) -> Iterator[None]:
+    def step(
+        self,
+        what: str,
+        after: Tree | None = None,
+        touched: Sequence[str] = (),
+        *,
+        syncs: bool = False,
+        lost: frozenset[int] = frozenset(),
+    ) -> Iterator[None]:
         """One system call; ``after`` is the tree once it has succeeded (None: as before). ``touched`` are paths, with
-        all below, whose content in the store may change from now on."""
+        all below, whose content in the store may change from now on. ``syncs``: it survives a power cut, with all
+        before it. Raises Died, Unexpected, and Lost for an error in ``lost``, which changes nothing."""
         after = self.tree if after is None else after
         for path in touched:
             for claimed in [one for one in self.claims if one == path or one.startswith(path + "/")]:
@@ -122,10 +149,17 @@ class Writer:
             yield
         except OSError as error:
             self.say(f"{what}: {error.strerror}")
-            if error.errno in DEAD or self._mount_is_dead():
+            if error.errno in DEAD or self._mount_is_dead() or (self.power_cuts and error.errno in NO_DISK):
                 raise Died from error
+            if error.errno in lost:
+                self.in_flight = None
+                raise Lost from error
             raise Unexpected(f"w{self.number}: {what}: {error}") from error
         self.say(what)
+        if syncs:
+            self.unsynced.clear()
+        elif self.power_cuts and after is not self.tree:
+            self.unsynced.append((self.tree, self.steps))
         self.tree, self.in_flight = after, None
         self.steps += 1
 
@@ -206,13 +240,17 @@ class Writer:
         except OSError as error:
             return [f"shared: cannot be listed: {error}"]
         seen = walk(root, [self.top, *mine])
-        candidates = [self.tree] if strict or self.in_flight is None else [self.tree, self._half_told(self.in_flight)]
+        candidates = [self.tree]
+        if not strict:
+            candidates += [self._half_told(self.in_flight)] if self.in_flight is not None else []
+            candidates += [tree for tree, _ in reversed(self.unsynced)]
         wrong = [differences(survivors(tree), seen) for tree in candidates]
         best = min(range(len(candidates)), key=lambda index: len(wrong[index]))
         if not strict and not wrong[best]:
+            self._resolve_hot(candidates[best], happened=best == 1)
             self.tree = survivors(candidates[best])
-            self._resolve_hot(happened=best > 0)
             self.in_flight = None
+            self.unsynced.clear()
         return [self.tell(path, what) for path, what in wrong[best]]
 
     def _half_told(self, after: Tree) -> Tree:
@@ -224,11 +262,14 @@ class Writer:
             for path, node in after.items()
         }
 
-    def _resolve_hot(self, *, happened: bool) -> None:
+    def _resolve_hot(self, found: Tree, *, happened: bool) -> None:
+        kept = next((steps for tree, steps in self.unsynced if tree is found), self.steps)
         for write in self.hot:
             if not write.ended_ns:
-                write.happened = happened and write.after is self.in_flight
+                write.happened = happened and self.in_flight is not None and write.after is self.in_flight
                 write.ended_ns = time.monotonic_ns()
+            elif write.step > kept:  # a power cut took it away
+                write.happened = False
 
     def tell(self, path: str, what: str) -> str:
         """A complaint, with what this writer did to the name and to those above it."""

@@ -36,7 +36,7 @@ def _write(w: Writer, fd: int, path: str, data: bytes, at: int | None = None) ->
 
 def _close(w: Writer, fd: int, path: str, content: Ids) -> None:
     touched = [] if w.claims.get(path) == content else [path]
-    with w.step(f"close {path} {list(content)}", settled(w.tree, path, content), touched):
+    with w.step(f"close {path} {list(content)}", settled(w.tree, path, content), touched, syncs=True):
         os.close(fd)
     if not w.is_writeback:
         w.claim(path)
@@ -137,7 +137,7 @@ def truncate(w: Writer) -> None:
         return
     content = before[: w.random.randrange(len(before))]
     size = sum(w.lengths[each] for each in content)
-    with w.step(f"truncate {path} to {size} {list(content)}", settled(w.tree, path, content), [path]):
+    with w.step(f"truncate {path} to {size} {list(content)}", settled(w.tree, path, content), [path], syncs=True):
         os.truncate(w.path(path), size)
     if not w.is_writeback:
         w.claim(path)
