@@ -302,7 +302,8 @@ class Filesystem:
 
     async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
         self._refuse_read_only()
-        self._directory(parent)
+        if self._is_setgid(above := self._directory(parent)):
+            mode, gid = mode | stat.S_ISGID, self._gid(above)
         return await self._changes.mkdir(parent, name, mode, uid, gid)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
@@ -325,8 +326,16 @@ class Filesystem:
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
         self._refuse_read_only()
-        self._directory(parent)
+        above = self._directory(parent)
+        gid = self._gid(above) if self._is_setgid(above) else gid
         return await self._changes.symlink(parent, name, target, uid, gid)
+
+    def _is_setgid(self, directory: Entry) -> bool:
+        """What is made in the directory gets its group, and directories that bit as well."""
+        return bool(file_type_and_mode(directory, self.config) & stat.S_ISGID)
+
+    def _gid(self, entry: Entry) -> int:
+        return self.default_gid if entry.gid == UNSET else entry.gid
 
     def readlink(self, inode: int) -> bytes:
         return self._changes.readlink(self.entry(inode))
@@ -407,7 +416,8 @@ class Filesystem:
     ) -> tuple[int, Entry]:
         """Seen on this node at once, in the store when it is closed."""
         self._refuse_read_only()
-        self._directory(parent)
+        above = self._directory(parent)
+        gid = self._gid(above) if self._is_setgid(above) else gid
         key = self._changes.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
         if self._writeback.is_for(key):

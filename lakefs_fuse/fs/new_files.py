@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 from lakefs_fuse.meta.journal import Journal
 
 NAMES_MAX = 8192
@@ -273,10 +274,12 @@ class NewFiles:
 
     def lendable_s(self, file: OpenFile) -> float:
         """For how many seconds names that the directory of this file lacks can be told absent, and created, without
-        asking; 0 where that is not so."""
+        asking; 0 where that is not so, as in a setgid directory."""
         if not self._writeback.is_for(file.key) or not self._changes.takes_plain_names:
             return 0.0
-        return self._ns.fresh_s(file.entry.parent)
+        above = self._ns.tree.entry(file.entry.parent)  # none for the root
+        mode = self._config.dir_mode if above is None or above.mode == UNSET else above.mode
+        return 0.0 if mode & stat.S_ISGID else self._ns.fresh_s(file.entry.parent)
 
     def names(self, directory: int) -> list[bytes] | None:
         """All that a directory has, those that are not shown included; None where they are too many."""

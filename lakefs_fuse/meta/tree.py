@@ -8,6 +8,7 @@ has no rows below it (`remove` takes them away). Nothing is held in memory but t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from stat import S_ISGID
 from struct import Struct
 
 import msgspec
@@ -228,6 +229,8 @@ class Tree:
         """Write an entry's attributes; name, parent, cookie and inode are those it was read with."""
         if entry.is_dir:
             self.updating(entry)
+            if entry.mode != UNSET and entry.mode & S_ISGID:
+                self.take_back(entry.inode)  # whoever makes files in it gives them its group
         else:
             self._share(batch, self._at(entry.parent, entry.cookie), entry)
         batch.put(b"D" + _PAIR.pack(entry.parent, entry.cookie), entry.pack())
