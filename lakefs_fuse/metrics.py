@@ -82,7 +82,8 @@ class CommitMetrics:
     """Commits. ``files_packed`` and ``bytes_packed`` were closed here and went into a pack; ``batch_files_max`` is the
     largest number of files in one. ``lag_s`` is how long after its time the newest commit of another node was
     applied. ``future`` were left out for being dated too far ahead. ``clock_jumps`` of this machine's wall clock were
-    noticed, and the store's clock is ``clock_offset_s`` ahead of it."""
+    noticed, and the store's clock is ``clock_offset_s`` ahead of it. ``redated`` commits of this node were committed
+    again under right dates."""
 
     written: int = 0
     operations_written: int = 0
@@ -102,6 +103,7 @@ class CommitMetrics:
     relocated: int = 0
     clock_jumps: int = 0
     clock_offset_s: float = 0.0
+    redated: int = 0
 
     def note_written(self, operations: int) -> None:
         self.written += 1

@@ -32,6 +32,8 @@ from lakefs_fuse.catalog.record import (
     Remove,
     SetAttr,
 )
+from lakefs_fuse.catalog.redating import Original
+from lakefs_fuse.meta import tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tombstones import Tombstone
@@ -96,6 +98,15 @@ class Applier:
         batch = Batch()
         batch.delete_range(b"A", b"B")
         batch.delete(b"Mnewest")
+        self._db.commit(batch)
+
+    def forget_applied_since(self, time: int) -> None:
+        """The next poll asks for commits from this time on. Names that others set later than the store's clock may be
+        among those here: the next mount reads all of them anew."""
+        batch = Batch()
+        batch.delete_range(_applied_key(time, ""), b"B")
+        batch.put(b"Mnewest", time.to_bytes(8, "big"))
+        tables.outdate_names(batch)
         self._db.commit(batch)
 
     def newest(self) -> int:
@@ -177,15 +188,33 @@ class Applier:
         attributes = [operation for operation in record.operations if isinstance(operation, SetAttr)]
         if attributes:
             self._run(msgspec.structs.replace(record, operations=attributes, moves=[]), ObjectRef(), time, own=True)
+        self._restamp(record.operations, pending, time)
+
+    def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:
+        """What a commit did here has another time now, as it was committed again; what was left out of that is as old
+        as the commit."""
+        numbers = {id(each) for each in kept}
+        left = [each for each in original.record.operations if id(each) not in numbers]
+        self._restamp(kept, original.record.time, time)
+        self._restamp(left, original.record.time, original.made_ns)
         batch = Batch()
-        for number, operation in enumerate(record.operations, 1):
+        for operation in kept:
+            entry = self._named(operation.path, False) if isinstance(operation, SetAttr) else None
+            if entry is not None and entry.ctime_ns > time:  # else nobody's later attributes would count here
+                self._tree.update(batch, msgspec.structs.replace(entry, ctime_ns=time))
+        self._db.commit(batch)
+
+    def _restamp(self, operations: Sequence[Operation], before: int, time: int) -> None:
+        """Names that were set, or removed, at one time were so at another."""
+        batch = Batch()
+        for number, operation in enumerate(operations, 1):
             directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
             path = operation.path.encode() + (b"/" if directory else b"")
             entry = self._named(operation.path, directory)
-            if entry is not None and entry.stamp == pending:
+            if entry is not None and entry.stamp == before:
                 self._tree.update(batch, msgspec.structs.replace(entry, stamp=time))
             tombstone = self._tree.tombstones.get(path)
-            if tombstone is not None and tombstone.stamp == pending:
+            if tombstone is not None and tombstone.stamp == before:
                 self._tree.tombstones.put(batch, path, Tombstone(time, tombstone.etag))
             if not number % TOGETHER_MAX:
                 self._db.commit(batch)

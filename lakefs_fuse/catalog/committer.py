@@ -32,6 +32,7 @@ from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.leaving import Leaving
 from lakefs_fuse.catalog.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr, encode
+from lakefs_fuse.catalog.redating import Redated, Redater
 from lakefs_fuse.catalog.window import WINDOW_NS
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.failpoints import reached
@@ -74,6 +75,8 @@ class Committer:
         self._pending: dict[int, Change] = {}
         self.leaving = Leaving()
         self._sequence = 0
+        self._writer_before = ""
+        """Who committed from this cache directory before."""
         self._sending: Sending | None = None
         self._unsure: Unsure | None = None
         deletions.waive = self._waive
@@ -84,6 +87,7 @@ class Committer:
 
     def load(self) -> None:
         """What a daemon that ended left in the journal; called once."""
+        self._writer_before = (self._db.get(b"Mwriter") or b"").decode()
         for key, raw in self._db.scan(b"C", b"D"):
             self._sequence = int.from_bytes(key[1:], "big")
             self._wait(self._sequence, msgspec.msgpack.decode(raw, type=Change))
@@ -109,6 +113,40 @@ class Committer:
         otherwise hold what it says for older than these rows, or apply it over what came after. Raises LakeError."""
         async with self._lock:
             await self._settle_sending()
+
+    async def redate_before(self) -> bool:
+        """Commit again what the last daemon of this cache directory dated too far ahead; answers whether it did.
+        Raises LakeError."""
+        done = Redated()
+        if self._metrics.future and self._writer_before:
+            async with self._lock:
+                done = await self._redate({self._writer_before})
+        batch = Batch()
+        batch.put(b"Mwriter", self.writer.encode())
+        self._db.commit(batch)
+        return bool(done.originals)
+
+    async def redate(self) -> None:
+        """Where the clock went back: commit again what this daemon dated too far ahead. Raises LakeError."""
+        async with self._lock:
+            await self._redate_if_behind()
+
+    async def _redate_if_behind(self) -> None:
+        if self._clock.went_back:
+            done = await self._redate({self.writer})
+            self._applier.forget_applied_since(done.oldest_ns or self._clock.wall_ns() - WINDOW_NS)
+            self._clock.went_back = False
+
+    async def _redate(self, writers: set[str]) -> Redated:
+        done = await Redater(self._client, self._clock, writer=self.writer).run(writers, repeated=self._applier.redate)
+        self._metrics.redated += len(done.originals)
+        if done.originals:
+            log.warning(
+                "%d commits of this node were dated in the future: what they say was committed again, but for %d of "
+                "%d changes that others made again since; `lakefs-fuse fsck --repair` removes them",
+                len(done.originals), done.superseded, done.superseded + done.operations,
+            )  # fmt: skip
+        return done
 
     def set_attributes_again(self) -> None:
         """Commits were applied again: attributes that are in none yet were undone by that. Raises CacheError."""
@@ -291,6 +329,7 @@ class Committer:
     ) -> Committed:
         async with self._lock:
             try:
+                await self._redate_if_behind()
                 await self._settle_sending()
                 await self._settle_unsure()
                 committed = await self._send(change() if callable(change) else change, members, sending)

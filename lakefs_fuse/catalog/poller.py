@@ -14,7 +14,7 @@ older, and about to be found. Applied the other way round, the newer of the two 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
@@ -46,10 +46,18 @@ class Poller:
     """See the module's head. Trio thread only."""
 
     def __init__(
-        self, client: StoreClient, applier: Applier, clock: HybridClock, metrics: CommitMetrics, *, refresh_s: float
+        self,
+        client: StoreClient,
+        applier: Applier,
+        clock: HybridClock,
+        metrics: CommitMetrics,
+        *,
+        refresh_s: float,
+        redate: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
     ) -> None:
+        """``redate`` is asked to commit again what was dated too far ahead."""
         self._client, self._applier, self._clock, self._metrics = client, applier, clock, metrics
-        self._refresh_s = refresh_s
+        self._refresh_s, self._redate = refresh_s, redate
         self._refused: set[str] = set()
         self._ahead: set[str] = set()
         """Commits that were left out because of their time, on the first page of them."""
@@ -69,6 +77,8 @@ class Poller:
                     jumps = self._clock.jumps
                     checked_at = trio.current_time()
                     await self.correct_clock()
+                if self._clock.went_back:
+                    await self._redate()
                 await self.poll()
                 failing = False
             except LakeError as error:

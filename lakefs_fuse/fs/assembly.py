@@ -117,7 +117,11 @@ class Commits:
         self.deletions = Deletions(database, client, namespace.tree, metrics, clock_ns=ground.clock_ns)
         writer = f"{ground.ids.getrandbits(32):08x}"
         self.committer = Committer(database, client, self.applier, self.deletions, self.clock, metrics, writer=writer)
-        self.poller = Poller(client, self.applier, self.clock, metrics, refresh_s=ground.config.refresh_s)
+        self.poller = Poller(
+            client, self.applier, self.clock, metrics,
+            refresh_s=ground.config.refresh_s, redate=self.committer.redate,
+        )  # fmt: skip
+        self._is_read_only = ground.config.read_only
 
     def load(self) -> None:
         """Take up what the last daemon journaled. Raises CacheError."""
@@ -129,6 +133,8 @@ class Commits:
         await self.committer.settle_journal()
         self.clock.seen(self.applier.newest())
         await self.poller.poll()
+        if not self._is_read_only and await self.committer.redate_before():
+            await self.poller.poll()
         self.committer.set_attributes_again()
 
     async def read_again(self) -> None:

@@ -19,18 +19,19 @@ from pathlib import Path
 
 import trio
 
-from lakefs_fuse.catalog.clock import boottime_ns
+from lakefs_fuse.catalog.clock import AHEAD_NS_MAX, boottime_ns
 from lakefs_fuse.catalog.index import bring_in
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.disk import free_bytes
 from lakefs_fuse.data.parts import SPANS
-from lakefs_fuse.errors import CacheError, MountError
+from lakefs_fuse.errors import CacheError, MountError, Unsupported
 from lakefs_fuse.fs.assembly import Assembly, Ground
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem
 from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.tables import are_names_outdated, drop_names, marks_of
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 
@@ -137,6 +138,7 @@ async def open_filesystem(
         try:
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
+                await _drop_names_from_the_future(database, client, clock_ns)
                 await bring_in(database, client, directory / "index")
                 ids = rng or random.Random(secrets.randbits(SEED_BITS))
                 parts = Assembly(
@@ -156,6 +158,20 @@ async def open_filesystem(
             if files is not None:
                 files.close()
             database.close()
+
+
+async def _drop_names_from_the_future(database: Database, client: StoreClient, clock_ns: Callable[[], int]) -> None:
+    """Names that are dated too far ahead would hide what others commit: all are read anew. Raises LakeError."""
+    newest = marks_of(database).newest
+    is_ahead = newest > clock_ns() + AHEAD_NS_MAX
+    if is_ahead:
+        try:
+            is_ahead = newest > await client.time_ns() + AHEAD_NS_MAX
+        except Unsupported:
+            pass  # then this machine's clock is what there is
+    if is_ahead or are_names_outdated(database):
+        log.warning("names in the cache directory are dated in the future: all names are read anew")
+        drop_names(database)
 
 
 async def _deal_with_orphans(config: MountConfig, filesystem: Filesystem, recovery: Recovery) -> None:

@@ -229,6 +229,7 @@ def drop_names(database: Database) -> None:
     for kind in (*KINDS, ord("R")):
         batch.delete_range(bytes([kind]), bytes([kind + 1]))
     batch.delete(b"Mnewest")
+    batch.delete(b"Moutdated")
     batch.put(b"Mreapply", b"")
     database.commit(batch, sync=True)
 
@@ -241,6 +242,15 @@ def reapplied(database: Database) -> None:
     batch = Batch()
     batch.delete(b"Mreapply")
     database.commit(batch)
+
+
+def outdate_names(batch: Batch) -> None:
+    """The names here are to be dropped before they are used by another daemon."""
+    batch.put(b"Moutdated", b"")
+
+
+def are_names_outdated(database: Database) -> bool:
+    return database.get(b"Moutdated") is not None
 
 
 def missing_before(database: Database) -> int:

@@ -42,10 +42,19 @@ class Clock:
 class Daemon(Node):
     """A node with everything that sends and reads commits."""
 
-    def __init__(self, directory: Path, store: MemoryStore, clock: Clock, *, writer: str, delay_s: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        store: MemoryStore,
+        clock: Clock,
+        *,
+        writer: str,
+        delay_s: float,
+        steady: Clock | None = None,
+    ) -> None:
         super().__init__(directory, writer=writer, clock_ns=clock)
         store.clock = clock
-        self.directory, self.store, self.clock = directory, store, HybridClock(clock)
+        self.directory, self.store, self.clock = directory, store, HybridClock(clock, steady_ns=steady)
         self.client = StoreClient(store, store.capabilities, StoreMetrics(), retry_timeout_s=0, rng=random.Random(1))
         self.deletions = Deletions(self.database, self.client, self.tree, self.metrics, clock_ns=clock)
         self.committer = Committer(
@@ -58,7 +67,9 @@ class Daemon(Node):
             writer=writer,
             delay_s=delay_s,
         )
-        self.poller = Poller(self.client, self.applier, self.clock, self.metrics, refresh_s=0.01)
+        self.poller = Poller(
+            self.client, self.applier, self.clock, self.metrics, refresh_s=0.01, redate=self.committer.redate
+        )
         self.committer.load()
 
     def enqueue(self, *operations: Operation, doomed: tuple[Doomed, ...] = ()) -> None:
@@ -79,10 +90,12 @@ class Site:
         self._serial = 0
 
     @contextmanager
-    def daemon(self, name: str, *, delay_s: float = 1.0) -> Iterator[Daemon]:
+    def daemon(self, name: str, *, delay_s: float = 1.0, steady: Clock | None = None) -> Iterator[Daemon]:
         """The daemon of a cache directory; each start is another writer."""
         self._serial += 1
-        daemon = Daemon(self.root / name, self.store, self.clock, writer=f"{self._serial:08x}", delay_s=delay_s)
+        daemon = Daemon(
+            self.root / name, self.store, self.clock, writer=f"{self._serial:08x}", delay_s=delay_s, steady=steady
+        )
         try:
             yield daemon
         finally:
