@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakefs_fuse.fuse import direntries
-from lakefs_fuse.meta.entry import HEAD, UNSET, Entry, Flag
+from lakefs_fuse.meta.entry import HEAD, UNSET, Entry, Flag, unpack
 
 FUSE = Path(__file__).parent.parent / "lakefs_fuse" / "fuse"
 DIRENTPLUS = struct.Struct("<QQQQIIQQQQQQIIIIIIIIIIQQII")
@@ -77,7 +77,7 @@ def written(
     buffer = ctypes.create_string_buffer(b"\xee" * (room + 8), room + 8)
     direntries.give(pairs, used, lambda inode: used[inode].pack(), prefix_of(PARENT), timeout_s, SHOWN)
     length = library().fuse_add_direntry_plus(None, buffer, ctypes.c_size_t(room), b"", None, ctypes.c_int64(0))
-    count, _ = direntries.taken()
+    count, _, _ = direntries.taken()
     assert length <= room
     assert buffer.raw[length:] == b"\xee" * (room + 8 - length), "nothing is written beyond the last entry"
     return count, buffer.raw[:length]
@@ -89,7 +89,7 @@ ENTRIES = st.builds(
     Entry,
     st.just(PARENT),
     st.just(0),
-    st.binary(min_size=1, max_size=255),
+    st.binary(min_size=1, max_size=255).filter(lambda name: not set(b"/\0") & set(name) and name not in (b".", b"..")),
     st.integers(1, (1 << 64) - 1),
     st.sampled_from([0, Flag.DIRECTORY, Flag.SYMLINK, Flag.LOCAL, Flag.DIRECTORY | Flag.MARKER, Flag.XATTRS]).map(int),
     st.one_of(st.just(UNSET), st.integers(0, 0o7777)),
@@ -149,9 +149,6 @@ def test_a_file_in_use_is_shown_as_it_is() -> None:
 @pytest.mark.parametrize(
     "pair",
     [
-        (prefix_of(PARENT) + bytes(8), b""),
-        (prefix_of(PARENT) + bytes(8), bytes(HEAD.size)),
-        (prefix_of(PARENT) + bytes(8), bytes(HEAD.size - 1) + b"\xff" + b"short"),
         (prefix_of(PARENT) + bytes(8), "text"),
         (prefix_of(PARENT),),
         None,
@@ -161,6 +158,26 @@ def test_rows_that_are_none_are_told(pair: object) -> None:
     with pytest.raises(ValueError, match="cut"):
         written(iter([item(entry_of(1)), pair]), 4096)  # type: ignore[list-item]
     assert written(map(item, [entry_of(1)]), 4096)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        b"", bytes(HEAD.size), bytes(HEAD.size - 1) + b"\xff" + b"short", bytes(HEAD.size) + b"a/b",
+        bytes(HEAD.size) + b"a\0b", bytes(HEAD.size) + b".", bytes(HEAD.size) + b"..", bytes(HEAD.size) + 256 * b"a",
+        bytes(HEAD.size - 1) + b"\x02\xff\xffname",
+    ],
+)  # fmt: skip
+def test_direntries_damaged_row_is_passed_over_and_told(row: bytes) -> None:
+    with pytest.raises((struct.error, ValueError)):
+        unpack(PARENT, 7, row)
+    key = prefix_of(PARENT) + (7).to_bytes(8, "big")
+    rows = [item(entry_of(1)), (key, row), item(entry_of(9))]
+    assert written(iter(rows), 4096) == (2, expected(entry_of(1), 60.0) + expected(entry_of(9), 60.0))
+    direntries.give(iter(rows), {}, lambda _: b"", prefix_of(PARENT), 1.0, SHOWN)
+    buffer = ctypes.create_string_buffer(4096)
+    library().fuse_add_direntry_plus(None, buffer, ctypes.c_size_t(4096), b"", None, ctypes.c_int64(0))
+    assert direntries.taken()[1:] == (9, key)
 
 
 def test_what_reading_rows_raises_is_raised() -> None:

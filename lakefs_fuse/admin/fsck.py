@@ -35,6 +35,7 @@ from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.objects import ObjectRow
+from lakefs_fuse.meta.rows import damaged_rows
 from lakefs_fuse.meta.tables import missing_before
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
@@ -69,6 +70,8 @@ class Kind(StrEnum):
     """The commit came into sight so late that neither the index nor running mounts have it."""
     INDEX = "index"
     """An index is damaged, which hurts no name as long as there is another, or all commits."""
+    ROWS = "rows"
+    """Rows of names that came with an index cannot be decoded: mounts leave them out."""
     FUTURE = "future"
     """Mounts leave the commit out because of its time."""
 
@@ -194,6 +197,7 @@ class Checker:
         await for_each(list(self.commits.values()), self._check_listed, self._at_once)
         await self._list_plain()
         self._check_names()
+        self._check_rows()
         await self._check_indexes()
         await self._confirm()
         self.done.problems = sorted(self._problems.values(), key=lambda problem: (problem.key, problem.kind))
@@ -243,6 +247,8 @@ class Checker:
                 self.done.gone += entry.inode in self._gone
             elif entry.place in numbers or path in paths:
                 self._check_file(path, entry)
+        if (INDEX, Kind.ROWS) in before:
+            self._check_rows()
         if any(kind is Kind.INDEX for _, kind in before):
             await self._check_indexes()
 
@@ -397,6 +403,17 @@ class Checker:
             entry = self._lake.entry_at(meta.key)
             if entry is not None:
                 self._found.add(entry.inode)
+
+    def _check_rows(self) -> None:
+        tree, count = self._lake.tree, 0
+        for key, why in damaged_rows(self._lake.fs.database):
+            count += 1
+            problem = self._problem(INDEX, Kind.ROWS, f"row {key[:80]!r}: {why}")
+            path = tree.path_of_row(key)
+            if path is not None:
+                problem.paths[b"/".join(path).decode("utf-8", "surrogateescape")] = None
+        if count:
+            problem.text = f"{count:,} rows that mounts took from it cannot be read; one of them: {problem.text}"
 
     def _check_names(self) -> None:
         for path, entry in self._lake.files():

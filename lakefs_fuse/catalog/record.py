@@ -24,6 +24,10 @@ KEY_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 TARGET_BYTES_MAX = 4095
 XATTRS_BYTES_MAX = 64 << 10
+XATTR_PREFIX = "user."
+"""The only namespace of extended attributes: the others (`security.`, `trusted.`, `system.`) are the kernel's."""
+XATTR_RESERVED = "user.lakefs."
+"""Names that a mount answers by itself and nobody sets."""
 MODE_MAX = 0o7777
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 62), 1 << 62
 COMMITS = ".lakefs/commits/"
@@ -272,8 +276,17 @@ def _check_attributes(operation: Put | Mkdir | Symlink | SetAttr | Relocate) -> 
     if not TIME_NS_MIN <= operation.mtime_ns <= TIME_NS_MAX:
         raise DamagedCommit(f"mtime of {operation.path!r}")
     if not isinstance(operation, Relocate) and operation.xattrs:
-        for name in operation.xattrs:
-            if not name or "\0" in name or len(_encoded(name)) > NAME_BYTES_MAX:
-                raise DamagedCommit(f"extended attributes of {operation.path!r}")
-        if sum(len(name) + len(value) for name, value in operation.xattrs.items()) > XATTRS_BYTES_MAX:
-            raise DamagedCommit(f"extended attributes of {operation.path!r}")
+        _check_xattrs(operation.path, operation.xattrs)
+
+
+def _check_xattrs(path: str, xattrs: dict[str, bytes]) -> None:
+    """By the rules of `setxattr` on a mount, and of the kernel."""
+    length = 0
+    for name, value in xattrs.items():
+        raw = _encoded(name)
+        is_ours = name.startswith(XATTR_PREFIX) and not name.startswith(XATTR_RESERVED)
+        if not is_ours or "\0" in name or len(raw) > NAME_BYTES_MAX:
+            raise DamagedCommit(f"extended attribute {name[:80]!r} of {path!r}")
+        length += len(raw) + len(value)
+    if length > XATTRS_BYTES_MAX:
+        raise DamagedCommit(f"{length} bytes of extended attributes of {path!r}")

@@ -18,7 +18,15 @@ import msgspec
 from lakefs_fuse.catalog.change import Change
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Doomed
-from lakefs_fuse.catalog.record import Mkdir, Remove, SetAttr, Symlink
+from lakefs_fuse.catalog.record import (
+    XATTR_PREFIX,
+    XATTR_RESERVED,
+    XATTRS_BYTES_MAX,
+    Mkdir,
+    Remove,
+    SetAttr,
+    Symlink,
+)
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.record import DraftState
@@ -42,10 +50,7 @@ from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.store.protocol import Capabilities
 
 TARGET_BYTES_MAX = 4095
-XATTR_PREFIX = "user."
-XATTR_RESERVED = "user.lakefs."
 XATTR_STATE, XATTR_LOCATION = "user.lakefs.state", "user.lakefs.location"
-XATTRS_BYTES_MAX = 64 << 10
 
 
 class Changes:
@@ -331,7 +336,7 @@ class Changes:
         """Raises FileError(ENODATA)."""
         if name.startswith(XATTR_RESERVED):
             return self._told(entry, name)
-        value = self._xattrs(entry).get(name)
+        value = self._xattrs(entry).get(name) if name.startswith(XATTR_PREFIX) else None
         if value is None:
             raise FileError(errno.ENODATA)
         return value
@@ -382,7 +387,7 @@ class Changes:
         return f"file://{staging.directory / spot.segment}{part}"
 
     def xattr_names(self, entry: Entry) -> list[str]:
-        return list(self._xattrs(entry))
+        return [name for name in self._xattrs(entry) if name.startswith(XATTR_PREFIX)]
 
     def _xattrs(self, entry: Entry) -> dict[str, bytes]:
         file = self._files.get(entry.inode)
@@ -394,6 +399,8 @@ class Changes:
         """``value`` None removes it. Raises FileError: EOPNOTSUPP but for ``user.``, ENODATA, ENOSPC."""
         if not name.startswith(XATTR_PREFIX):
             raise FileError(errno.EOPNOTSUPP)
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise FileError(errno.EINVAL, "names of extended attributes are UTF-8")
         if name.startswith(XATTR_RESERVED):
             raise FileError(errno.EPERM, f"{XATTR_RESERVED}* is reserved")
         if entry.inode == ROOT_INODE:

@@ -23,7 +23,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { KEY_PREFIX = 9, KEY_BYTES = 17, HEAD_BYTES = 67, NS = 1000000000 };
+enum { KEY_PREFIX = 9, KEY_BYTES = 17, HEAD_BYTES = 67, NAME_BYTES_MAX = 255, NS = 1000000000 };
 enum { DIRECTORY = 1, SYMLINK = 64, SHADOWED = 256 };
 static const uint32_t UNSET = 0xffffffff;
 
@@ -46,7 +46,7 @@ struct lakefs_shown {
 	uint32_t uid, gid, dir_mode, file_mode, dir_blksize, file_blksize;
 };
 
-static PyObject *rows, *in_use, *substitute;
+static PyObject *rows, *in_use, *substitute, *damaged;
 static unsigned char prefix[KEY_PREFIX];
 static struct lakefs_shown shown;
 static double timeout_s;
@@ -85,17 +85,47 @@ static void split_time(int64_t ns, uint64_t *seconds, uint32_t *rest)
 	*rest = (uint32_t)left;
 }
 
-/* One entry at the end of the buffer; its length, 0 where it does not fit, -1 for a row that is none. */
+/* As `unpack` of meta/entry.py: the row has an ETag in UTF-8 and a name that the kernel takes. */
+static int is_whole(const unsigned char *row, Py_ssize_t length)
+{
+	Py_ssize_t etag_length, name_length, at;
+	const unsigned char *name;
+
+	if (length < HEAD_BYTES)
+		return 0;
+	etag_length = row[HEAD_BYTES - 1];
+	name = row + HEAD_BYTES + etag_length;
+	name_length = length - HEAD_BYTES - etag_length;
+	if (name_length <= 0 || name_length > NAME_BYTES_MAX)
+		return 0;
+	if (memchr(name, '/', name_length) || memchr(name, 0, name_length))
+		return 0;
+	if (name[0] == '.' && (name_length == 1 || (name_length == 2 && name[1] == '.')))
+		return 0;
+	for (at = 0; at < etag_length; at++) {
+		if (row[HEAD_BYTES + at] & 0x80) {
+			PyObject *text = PyUnicode_DecodeUTF8((const char *)row + HEAD_BYTES, etag_length, NULL);
+
+			if (!text) {
+				PyErr_Clear();
+				return 0;
+			}
+			Py_DECREF(text);
+			break;
+		}
+	}
+	return 1;
+}
+
+/* One entry at the end of the buffer; its length, 0 where it does not fit. */
 static Py_ssize_t add(char *buffer, size_t room, const unsigned char *key, const unsigned char *row, Py_ssize_t length)
 {
 	struct entry entry;
-	Py_ssize_t name_at = length < HEAD_BYTES ? length : HEAD_BYTES + row[HEAD_BYTES - 1];
+	Py_ssize_t name_at = HEAD_BYTES + row[HEAD_BYTES - 1];
 	Py_ssize_t name_length = length - name_at;
 	size_t bytes = (sizeof(entry) + name_length + 7) & ~(size_t)7;
 	uint32_t flags, mode, type;
 
-	if (name_length <= 0)
-		return -1;
 	if (bytes > room)
 		return 0;
 	memset(&entry, 0, sizeof(entry));
@@ -155,7 +185,7 @@ static PyObject *as_it_is(const unsigned char *row, PyObject *value)
 	return better;
 }
 
-/* As `add`, for a pair of key and row; -2 beyond the directory's end. */
+/* As `add`, for a pair of key and row; -1 for what is none, -2 beyond the directory's end, -3 to pass it over. */
 static Py_ssize_t add_item(char *buffer, size_t room, PyObject *item)
 {
 	PyObject *key, *value;
@@ -170,13 +200,17 @@ static Py_ssize_t add_item(char *buffer, size_t room, PyObject *item)
 		return -1;
 	if (PyBytes_GET_SIZE(key) != KEY_BYTES || memcmp(PyBytes_AS_STRING(key), prefix, KEY_PREFIX))
 		return -2;
-	if (PyBytes_GET_SIZE(value) < HEAD_BYTES)
-		return -1;
+	if (!is_whole((const unsigned char *)PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value))) {
+		Py_XSETREF(damaged, Py_NewRef(key));
+		return -3;
+	}
 	value = as_it_is((const unsigned char *)PyBytes_AS_STRING(value), value);
 	if (!value)
 		return -1;
 	row = (const unsigned char *)PyBytes_AS_STRING(value);
-	if (PyBytes_GET_SIZE(value) >= HEAD_BYTES && little(row + 8, 2) & SHADOWED)
+	if (!is_whole(row, PyBytes_GET_SIZE(value)))
+		added = -1;
+	else if (little(row + 8, 2) & SHADOWED)
 		added = -3;
 	else
 		added = add(buffer, room, (const unsigned char *)PyBytes_AS_STRING(key), row, PyBytes_GET_SIZE(value));
@@ -255,9 +289,15 @@ EXPORT PyObject *lakefs_direntries_give(PyObject *pairs, PyObject *files, PyObje
 	Py_RETURN_NONE;
 }
 
-/* How many entries were added since `give`, and the cookie of the last. Raises what reading them raised. */
+/*
+ * How many entries were added since `give`, the cookie of the last, and the key of the last damaged row that was passed
+ * over, or None. Raises what reading them raised.
+ */
 EXPORT PyObject *lakefs_direntries_taken(void)
 {
+	PyObject *key = damaged ? damaged : Py_NewRef(Py_None);
+
+	damaged = NULL;
 	given = 0;
 	Py_CLEAR(rows);
 	Py_CLEAR(in_use);
@@ -265,7 +305,8 @@ EXPORT PyObject *lakefs_direntries_taken(void)
 	if (error_type) {
 		PyErr_Restore(error_type, error_value, error_trace);
 		error_type = error_value = error_trace = NULL;
+		Py_DECREF(key);
 		return NULL;
 	}
-	return Py_BuildValue("nK", entries, (unsigned long long)last_off);
+	return Py_BuildValue("nKN", entries, (unsigned long long)last_off, key);
 }

@@ -60,9 +60,10 @@ def give(
     _library.lakefs_direntries_give(rows, files, row_of, prefix, timeout_s, ctypes.byref(shown))
 
 
-def taken() -> tuple[int, int]:
-    """How many entries were written since `give`, and the cookie of the last. Raises what reading the rows raised, and
+def taken() -> tuple[int, int, bytes | None]:
+    """How many entries were written since `give`, the cookie of the last, and the key of the last damaged row that was
+    passed over. Raises what reading the rows raised, and
     ValueError where one is none."""
     assert _library is not None
-    count, cookie = _library.lakefs_direntries_taken()
-    return int(count), int(cookie)
+    count, cookie, damaged = _library.lakefs_direntries_taken()
+    return int(count), int(cookie), damaged

@@ -51,6 +51,8 @@ class RowReplies:
         try:
             pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b""), self._nothing, 0)
         finally:
-            count, last = direntries.taken()
+            count, last, damaged = direntries.taken()
+        if damaged is not None:
+            tree.entry_of_row(damaged)  # counted by whoever decodes it
         if after and count:
             self.ahead.begin(tree, inode, last, count)

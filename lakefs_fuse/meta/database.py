@@ -66,6 +66,8 @@ ROWS_KEPT = 4096
 for what LOOKUP just told. RocksDB takes some 10 µs to say it once more."""
 ROW_BYTES_MAX = 1024
 """Longer ones are not kept."""
+DAMAGED_MAX = 10_000
+"""Keys of damaged rows that are remembered, so that each is counted once; no more are counted."""
 INODES_RESERVED = 1 << 20
 """Inode numbers set aside at once, so that handing one out is not a write."""
 
@@ -145,6 +147,7 @@ class Database:
         self._directory = directory
         self._kept: dict[bytes, bytes | None] = {}
         self._failed_at: float | None = None
+        self._damaged: set[bytes] = set()
         self._raw, self.lost_rows = _open_or_repair(directory)
         """It is new, or was damaged: what it does not tell may have been all the same."""
         if not self._is_whole():
@@ -199,6 +202,14 @@ class Database:
                 self._kept.clear()
             self._kept[key] = value
         return value
+
+    def note_damaged(self, key: bytes, error: Exception) -> None:
+        """Counts a row that came with an index and cannot be decoded. The reader leaves it out."""
+        if not self._damaged:
+            log.error("the row %r of the metadata cache is damaged and left out: %s (said once; `stats` counts such "
+                      "rows, fsck lists them)", key[:80], error)  # fmt: skip
+        if len(self._damaged) < DAMAGED_MAX:
+            self._damaged.add(key)
 
     def commit(self, batch: Batch, *, sync: bool = False) -> None:
         """Raises CacheError; then nothing of the batch is there."""
@@ -339,9 +350,10 @@ class Database:
         """Approximate, in bytes and keys."""
         names = ("estimate-num-keys", "estimate-live-data-size", "cur-size-all-mem-tables", "block-cache-usage")
         try:
-            return {name.replace("-", "_"): self._raw.property_int_value(f"rocksdb.{name}") or 0 for name in names}
+            told = {name.replace("-", "_"): self._raw.property_int_value(f"rocksdb.{name}") or 0 for name in names}
         except Exception as error:
             raise self._broken(error) from error
+        return {**told, "damaged_rows": len(self._damaged)}
 
     def close(self) -> None:
         try:

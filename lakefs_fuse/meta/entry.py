@@ -17,6 +17,7 @@ HEAD = Struct("<QHIIIQqqQIQB")
 FLAGS_LOW, PLACE, NOWHERE = 8, slice(54, 58), bytes(4)
 """In a row: the low byte of ``flags``, the bytes of ``place``, and those of a file that is the object at its own key.
 """
+NAME_BYTES_MAX = 255
 UNSET = 0xFFFF_FFFF
 """A mode, uid or gid nobody has said: the mount's default is shown."""
 
@@ -46,6 +47,7 @@ class Flag:
     """A commit changed the attributes of this version, at ``ctime_ns``."""
 
 
+_DOTS = b".", b".."
 _NO_OBJECT = Flag.DIRECTORY | Flag.LOCAL | Flag.SYMLINK
 
 PENDING = 1 << 63
@@ -120,10 +122,14 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 def unpack(parent: int, cookie: int, row: bytes) -> Entry:
-    """The entry of a row; `parent` and `cookie` are its key. Raises struct.error for a row that was cut."""
+    """The entry of a row; `parent` and `cookie` are its key. Raises struct.error for a row that was cut, ValueError for
+    one that has no name that the kernel would take: one such name ends the listing of its whole directory."""
     (inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns, stamp, place, offset, etag_length) = HEAD.unpack_from(row)
     at = HEAD.size + etag_length
+    name = row[at:]
+    if not 0 < len(name) <= NAME_BYTES_MAX or b"/" in name or b"\0" in name or name in _DOTS:
+        raise ValueError(f"a name {name[:40]!r}")
     return Entry(
-        parent, cookie, row[at:], inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns,
+        parent, cookie, name, inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns,
         row[HEAD.size : at].decode(), stamp, place, offset,
     )  # fmt: skip

@@ -7,15 +7,16 @@ its last entry; the row of a pack stays, because its dead bytes matter to whoeve
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
-from struct import Struct
 
 import msgspec
 
 from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.meta.database import Batch, Database
 
-_ROW = Struct("<QqqB")
+_ROW = struct.Struct("<QqqB")
+NUMBER_BYTES = 8
 REMEMBERED_MAX = 4096
 
 
@@ -73,8 +74,23 @@ class Objects:
             raw = self._db.get(_number_key(number))
             if raw is None:
                 return None
-            row = self._remember(_unpack(number, raw))
+            unpacked = self._read(number, raw)
+            row = None if unpacked is None else self._remember(unpacked)
         return row
+
+    def _read(self, number: int, raw: bytes) -> ObjectRow | None:
+        try:
+            return unpack(number, raw)
+        except (struct.error, ValueError) as error:
+            self._db.note_damaged(_number_key(number), error)
+            return None
+
+    def _number(self, key: bytes, raw: bytes) -> int:
+        """0, which no object has, for a row that is none."""
+        if len(raw) == NUMBER_BYTES:
+            return int.from_bytes(raw, "big")
+        self._db.note_damaged(key, ValueError(f"a number of {len(raw)} bytes"))
+        return 0
 
     def _remember(self, row: ObjectRow) -> ObjectRow:
         self._remembered.pop(row.number, None)
@@ -84,8 +100,9 @@ class Objects:
         return row
 
     def find(self, key: str, etag: str) -> ObjectRow | None:
-        raw = self._db.get(_name_key(key, etag))
-        return None if raw is None else self.get(int.from_bytes(raw, "big"))
+        name = _name_key(key, etag)
+        raw = self._db.get(name)
+        return None if raw is None else self.get(self._number(name, raw))
 
     def used(self, key: str) -> ObjectRow | None:
         """The version of the object with this key that some entry has its bytes in, though it is not its own key."""
@@ -96,8 +113,8 @@ class Objects:
     def versions(self, key: str) -> Iterator[ObjectRow]:
         """Every version of the object with this key that has a number."""
         begin = _name_key(key, "")
-        for _, number in self._db.scan(begin, begin[:-1] + b"\1"):
-            row = self.get(int.from_bytes(number, "big"))
+        for name, number in self._db.scan(begin, begin[:-1] + b"\1"):
+            row = self.get(self._number(name, number))
             if row is not None:
                 yield row
 
@@ -143,7 +160,9 @@ class Objects:
 
     def rows(self) -> Iterator[ObjectRow]:
         for key, raw in self._db.scan(b"P", b"Q"):
-            yield _unpack(int.from_bytes(key[1:], "big"), raw)
+            row = self._read(int.from_bytes(key[1:9], "big"), raw)
+            if row is not None:
+                yield row
 
 
 def _pack(row: ObjectRow) -> bytes:
@@ -151,7 +170,8 @@ def _pack(row: ObjectRow) -> bytes:
     return _ROW.pack(row.size, row.entries, row.bytes_live, len(etag)) + etag + row.key.encode("utf-8", "surrogatepass")
 
 
-def _unpack(number: int, raw: bytes) -> ObjectRow:
+def unpack(number: int, raw: bytes) -> ObjectRow:
+    """Raises struct.error or ValueError for a row that is none."""
     size, entries, live, length = _ROW.unpack_from(raw)
     at = _ROW.size + length
     key = raw[at:].decode("utf-8", "surrogatepass")

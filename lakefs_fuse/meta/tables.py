@@ -108,6 +108,8 @@ class Dump:
             yield key, value
 
     def _count(self, row: bytes) -> None:
+        if len(row) < HEAD.size:
+            return  # damaged: it stays as it is, so that nothing is lost by folding
         flags: int = HEAD.unpack_from(row)[1]
         if flags & Flag.LOCAL:
             raise CacheError("this cache directory has files that are in no store yet: mount it and let them go up")

@@ -39,7 +39,14 @@ class Tombstones:
 
     def get(self, path: bytes) -> Tombstone | None:
         raw = self._db.get(b"T" + path)
-        return None if raw is None else _unpack(raw)
+        return None if raw is None else self._read(b"T" + path, raw)
+
+    def _read(self, key: bytes, raw: bytes) -> Tombstone | None:
+        try:
+            return unpack(raw)
+        except ValueError as error:
+            self._db.note_damaged(key, error)
+            return None
 
     def put(self, batch: Batch, path: bytes, tombstone: Tombstone) -> None:
         batch.put(b"T" + path, tombstone.stamp.to_bytes(8, "big") + tombstone.etag.encode())
@@ -51,8 +58,13 @@ class Tombstones:
         """Paths that begin with ``prefix`` (empty, or ending in a slash), in order."""
         end = b"T" + prefix[:-1] + b"0" if prefix else b"U"
         for key, raw in self._db.scan(b"T" + prefix, end):
-            yield key[1:], _unpack(raw)
+            tombstone = self._read(key, raw)
+            if tombstone is not None:
+                yield key[1:], tombstone
 
 
-def _unpack(raw: bytes) -> Tombstone:
+def unpack(raw: bytes) -> Tombstone:
+    """Raises ValueError for a row that is none."""
+    if len(raw) < 8:
+        raise ValueError(f"a tombstone of {len(raw)} bytes")
     return Tombstone(int.from_bytes(raw[:8], "big"), raw[8:].decode())

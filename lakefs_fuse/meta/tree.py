@@ -1,5 +1,7 @@
 """Names and inodes of a lake as this node knows them.
 
+A row that cannot be decoded (indexes come from the store) is left out and counted (`Database.note_damaged`).
+
 Always true: an inode number is never given to a second file; a cookie stays with its name; at most one file and one
 directory of the same name exist, and then the directory is what `child` answers; a directory that is not in the tree
 has no rows below it (`remove` takes them away). Nothing is held in memory but the sums of hidden keys.
@@ -7,9 +9,9 @@ has no rows below it (`remove` takes them away). Nothing is held in memory but t
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Iterator
 from stat import S_ISGID
-from struct import Struct
 
 import msgspec
 
@@ -18,8 +20,9 @@ from lakefs_fuse.meta.entry import FLAGS_LOW, HEAD, NOWHERE, PLACE, ROOT_INODE, 
 from lakefs_fuse.meta.objects import Objects
 from lakefs_fuse.meta.tombstones import Tombstones
 
-_PAIR = Struct(">QQ")
-_LISTING = Struct("<qQIIII")
+_PAIR = struct.Struct(">QQ")
+_LISTING = struct.Struct("<qQIIII")
+COOKIE_BYTES = 8
 
 HERE_BYTES = 1 << 20
 """A filter for names: with 500,000 of them it cannot tell 6 in 100 others from those."""
@@ -49,6 +52,16 @@ class Listing(msgspec.Struct, frozen=True):
 
 def _inode_key(kind: bytes, inode: int) -> bytes:
     return kind + inode.to_bytes(8, "big")
+
+
+def unpack_listing(row: bytes) -> Listing:
+    """Raises struct.error for a row that is none."""
+    return Listing(*_LISTING.unpack(row))
+
+
+def unpack_xattrs(row: bytes) -> dict[str, bytes]:
+    """Raises ValueError for a row that is none."""
+    return msgspec.msgpack.decode(row, type=dict[str, bytes])
 
 
 class Tree:
@@ -88,10 +101,15 @@ class Tree:
 
     def entry(self, inode: int) -> Entry | None:
         """The entry an inode is reached by; None for the root and for inodes that no name leads to any more."""
-        place = self._db.get(_inode_key(b"I", inode))
+        key = _inode_key(b"I", inode)
+        place = self._db.get(key)
         if place is None:
             return None
-        parent, cookie = _PAIR.unpack(place)
+        try:
+            parent, cookie = _PAIR.unpack(place)
+        except struct.error as error:
+            self._db.note_damaged(key, error)
+            return None
         return self._at(parent, cookie)
 
     def at(self, parent: int, cookie: int) -> Entry | None:
@@ -99,22 +117,60 @@ class Tree:
         return self._at(parent, cookie)
 
     def _at(self, parent: int, cookie: int) -> Entry | None:
-        row = self._db.get(b"D" + _PAIR.pack(parent, cookie))
-        return None if row is None else unpack(parent, cookie, row)
+        key = b"D" + _PAIR.pack(parent, cookie)
+        row = self._db.get(key)
+        return None if row is None else self._read(parent, cookie, key, row)
+
+    def _read(self, parent: int, cookie: int, key: bytes, row: bytes) -> Entry | None:
+        try:
+            return unpack(parent, cookie, row)
+        except (struct.error, ValueError) as error:
+            self._db.note_damaged(key, error)
+            return None
+
+    def entry_of_row(self, key: bytes) -> Entry | None:
+        """As `at`, by the key of the row."""
+        return self._at(*_PAIR.unpack(key[1:]))
+
+    def path_of_row(self, key: bytes) -> list[bytes] | None:
+        """Of what a row, perhaps a damaged one, is about; None where that cannot be told."""
+        kind, rest = key[:1], key[1:]
+        if kind == b"T":
+            return rest.rstrip(b"/").split(b"/")
+        if kind not in (b"D", b"I", b"L", b"N", b"X"):
+            return None
+        inode = int.from_bytes(rest[:8], "big")
+        above = self.path(inode)
+        if above is None or kind not in (b"D", b"N"):
+            return above
+        if kind == b"N":
+            return [*above, rest[8:].rstrip(b"/")]
+        for name, cookie in self._db.scan(_inode_key(b"N", inode), _inode_key(b"N", inode + 1)):
+            if cookie == rest[8:]:
+                return [*above, name[9:].rstrip(b"/")]
+        return above
 
     def child(self, parent: int, name: bytes) -> Entry | None:
         """The directory of that name, else the file."""
         return self.named(parent, name + b"/") or self.named(parent, name)
 
     def named(self, parent: int, sort_name: bytes) -> Entry | None:
-        cookie = self._db.get(_inode_key(b"N", parent) + sort_name)
-        return None if cookie is None else self._at(parent, int.from_bytes(cookie, "big"))
+        key = _inode_key(b"N", parent) + sort_name
+        cookie = self._db.get(key)
+        if cookie is None:
+            return None
+        if len(cookie) != COOKIE_BYTES:
+            self._db.note_damaged(key, ValueError(f"a cookie of {len(cookie)} bytes"))
+            return None
+        return self._at(parent, int.from_bytes(cookie, "big"))
 
     def children(self, parent: int, after: int = 0, until: int = COOKIE_MAX) -> Iterator[Entry]:
         """Entries of a directory with a cookie greater than ``after`` and less than ``until``, in cookie order."""
         scan = self._db.scan(b"D" + _PAIR.pack(parent, max(0, after + 1)), b"D" + _PAIR.pack(parent, until))
         for key, row in scan:
-            yield unpack(parent, int.from_bytes(key[9:], "big"), row)
+            entry = self._read(parent, int.from_bytes(key[9:17], "big"), key, row)
+            if entry is not None:
+                yield entry
 
     def rows(self, parent: int, after: int = 0) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
         """As `children`, not unpacked: what the keys of the directory's rows begin with, and rows from the first on
@@ -135,7 +191,7 @@ class Tree:
         for passed, (key, row) in enumerate(rows, 1):
             if key >= end or not key.startswith(prefix):
                 break
-            if row[PLACE] == NOWHERE or row[FLAGS_LOW] & _KINDS:
+            if len(row) >= HEAD.size and (row[PLACE] == NOWHERE or row[FLAGS_LOW] & _KINDS):
                 some.append(int.from_bytes(key[9:], "big"))
             if passed % ROWS_AT_ONCE == 0:
                 yield some
@@ -304,8 +360,13 @@ class Tree:
         batch.put(_inode_key(b"S", inode), target)
 
     def xattrs(self, inode: int) -> dict[str, bytes]:
-        raw = self._db.get(_inode_key(b"X", inode))
-        return {} if raw is None else msgspec.msgpack.decode(raw, type=dict[str, bytes])
+        key = _inode_key(b"X", inode)
+        raw = self._db.get(key)
+        try:
+            return {} if raw is None else unpack_xattrs(raw)
+        except ValueError as error:
+            self._db.note_damaged(key, error)
+            return {}
 
     def set_xattrs(self, batch: Batch, inode: int, xattrs: dict[str, bytes]) -> None:
         """The entry's flag is the caller's."""
@@ -317,8 +378,16 @@ class Tree:
     # -- listings
 
     def listing(self, directory: int) -> Listing | None:
-        row = self._db.get(_inode_key(b"L", directory))
-        return None if row is None else Listing(*_LISTING.unpack(row))
+        key = _inode_key(b"L", directory)
+        row = self._db.get(key)
+        return None if row is None else self._read_listing(key, row)
+
+    def _read_listing(self, key: bytes, row: bytes) -> Listing | None:
+        try:
+            return unpack_listing(row)
+        except struct.error as error:
+            self._db.note_damaged(key, error)
+            return None
 
     def set_listing(self, batch: Batch, directory: int, listing: Listing) -> None:
         self._count_hidden(self.listing(directory), -1)
@@ -341,8 +410,10 @@ class Tree:
         self.hidden = [0, 0, 0, 0]
 
     def listings(self) -> Iterator[Listing]:
-        for _, row in self._db.scan(b"L", b"M"):
-            yield Listing(*_LISTING.unpack(row))
+        for key, row in self._db.scan(b"L", b"M"):
+            listing = self._read_listing(key, row)
+            if listing is not None:
+                yield listing
 
     def resolve(self, path: list[bytes]) -> Entry | None:
         """The entry of a path from the root; None where a name is unknown, and for the root itself."""

@@ -181,10 +181,24 @@ def test_targets(target: str) -> None:
     refused(record_of(Symlink("a", target, 0, 0, 0)))
 
 
-@pytest.mark.parametrize("xattrs", [{"": b""}, {"user.\0": b""}, {"u" * 256: b""}, {"user.a": bytes(65_536)}])
+@pytest.mark.parametrize(
+    "xattrs",
+    [
+        {"": b""}, {"user.\0": b""}, {"user." + "u" * 251: b""}, {"user." + "é" * 126: b""}, {"user.a": bytes(65_536)},
+        {"user." + "é" * 100: bytes(65_536 - 204)}, {f"user.{number:04d}": b"" for number in range(65_536 // 9 + 1)},
+        {"security.capability": b"x"}, {"trusted.x": b""}, {"system.posix_acl_access": b""}, {"user": b""},
+        {"user.lakefs.state": b"durable"}, {"User.a": b""},
+    ],
+)  # fmt: skip
 def test_extended_attributes(xattrs: dict[str, bytes]) -> None:
     refused(record_of(Mkdir("a", 0, 0, 0, 0, xattrs)))
     refused(record_of(Put("a", 0, 0, 0, 0, 0, 0, 0, "", xattrs)))
+
+
+@pytest.mark.parametrize("xattrs", [{"user.": b""}, {"user." + "u" * 250: b"x"}, {"user.a": bytes(65_536 - 6)}])
+def test_record_xattrs_that_setxattr_takes_are_readable(xattrs: dict[str, bytes]) -> None:
+    record = record_of(Mkdir("a", 0, 0, 0, 0, xattrs))
+    assert decode(encode(record)) == record
 
 
 @pytest.mark.parametrize("time", [-1, (1 << 62) + 1, 1 << 63])

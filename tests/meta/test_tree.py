@@ -22,7 +22,9 @@ entries = st.builds(
     Entry,
     parent=st.integers(1, 1 << 40),
     cookie=st.integers(1, 1 << 40),
-    name=st.binary(min_size=1, max_size=255),
+    name=st.binary(min_size=1, max_size=255).filter(
+        lambda name: b"/" not in name and b"\0" not in name and name not in (b".", b"..")
+    ),
     inode=st.integers(2, 1 << 40),
     flags=st.integers(0, 31),
     mode=words,
