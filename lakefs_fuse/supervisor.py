@@ -8,8 +8,10 @@ daemon detaches it and mounts in one go. Lives that end soon, or never begin, ar
 
 It is over when the daemon ends by itself, when the mount was taken away by someone, and by SIGTERM or SIGINT, which are
 passed on. The daemon is a session of its own: a terminal's Ctrl-C reaches it once, through here. SIGKILL of the
-supervisor leaves the daemon serving, unsupervised. One thread, and nothing is polled: signals come through a wakeup
-descriptor, the daemon's end through a pidfd. It holds little memory and imports none of the layers that do.
+supervisor leaves the daemon serving, unsupervised. One thread: signals come through a wakeup descriptor, the daemon's
+end through a pidfd. Only one thing is polled: a daemon that was killed while it told the kernel to forget a name, in a
+directory that a rename waiting for this daemon holds locked, cannot end. Its mount is aborted, which ends both. It
+holds little memory and imports none of the layers that do.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +32,7 @@ import msgspec
 
 from lakefs_fuse import failpoints, notify
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.control.mounts import detach, mount_at
+from lakefs_fuse.control.mounts import abort, detach, mount_at
 from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, Claim
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
 from lakefs_fuse.logs import open_supervisor_log
@@ -44,6 +47,8 @@ STARTUP_S_MAX = 600.0
 """On top of the time that store requests are tried again: how long a later life may take until it serves."""
 STOP_S_MAX = 5.0
 """A daemon that does not serve yet is killed if it does not end within this, which costs nothing."""
+DEATH_CHECK_S = 5.0
+"""How often to look whether the daemon is dying. One that is not gone by the next look is held by the kernel."""
 CONFIG_BYTES_MAX = 1 << 20
 
 DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon")
@@ -216,9 +221,10 @@ class Supervisor:
         # The first life's time is kept by the one who waits for it.
         deadline_s = float("inf") if is_first else began_s + STARTUP_S_MAX + self._config.store.retry_timeout_s
         device = ""
+        was_dying = False
         while True:
             served = answer is not None and not answer.error
-            left_s = None if served or deadline_s == float("inf") else max(0.0, deadline_s - self._clock())
+            left_s = DEATH_CHECK_S if served else min(DEATH_CHECK_S, max(0.0, deadline_s - self._clock()))
             ready, _, _ = select.select(waiting_for, [], [], left_s)
             if reading in ready:
                 waiting_for.remove(reading)
@@ -233,7 +239,12 @@ class Supervisor:
                 deadline_s = min(deadline_s, self._clock() + STOP_S_MAX)
             if pidfd in ready:
                 break
-            if not ready and not served:
+            if not ready:
+                dying = _is_dying(pid)
+                if dying and was_dying:
+                    self._cut_off(pid)
+                was_dying = dying
+            if not ready and not served and self._clock() >= deadline_s:
                 log.error("the daemon (pid %d) does not get ready; killing it", pid)
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 deadline_s = float("inf")
@@ -283,6 +294,17 @@ class Supervisor:
         log.info("signal %s while no daemon runs: ending", ", ".join(self._signals.read()))
         return True
 
+    def _cut_off(self, pid: int) -> None:
+        """The daemon is dead but for what the kernel holds of it, in a request that waits for the daemon itself."""
+        mounted = mount_at(self._config.mountpoint)
+        if mounted is None or not mounted.is_fuse:
+            return
+        log.error("the daemon (pid %d) was killed and cannot end: aborting what waits for it", pid)
+        try:
+            abort(mounted)
+        except (LakeError, subprocess.TimeoutExpired) as error:
+            log.error("%s", error)
+
     def _is_mounted(self, device: str) -> bool:
         """The mount of the dead daemon is what one comes to at the mountpoint."""
         mounted = mount_at(self._config.mountpoint)
@@ -296,6 +318,17 @@ class Supervisor:
             detach(self._config.mountpoint, lazy=True)
         except LakeError as error:
             log.error("%s", error)
+
+
+def _is_dying(pid: int) -> bool:
+    """The process was killed, or its first thread has ended, and it is not gone yet: proc_pid_status(5)."""
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            fields = dict(line.partition(":")[::2] for line in status)
+    except OSError:
+        return False
+    pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
+    return fields["State"].strip().startswith("Z") or bool(pending & 1 << (signal.SIGKILL - 1))
 
 
 def _environment() -> dict[str, str]:

@@ -17,6 +17,8 @@ from pathlib import Path
 from lakefs_fuse.errors import LakeError
 
 MOUNTINFO = Path("/proc/self/mountinfo")
+CONNECTIONS = Path("/sys/fs/fuse/connections")
+"""One directory for each FUSE mount, named by the minor number of its device; see fuse(4) and fusectl."""
 DETACH_S_MAX = 30.0
 """How long umount(8) or fusermount3 may take."""
 
@@ -84,6 +86,17 @@ def is_dead(mountpoint: str) -> bool:
     except OSError as error:
         return error.errno in (errno.ENOTCONN, errno.ECONNABORTED)
     return False
+
+
+def abort(mount: Mount) -> None:
+    """End every request that waits for a FUSE mount's daemon, and refuse new ones. Raises LakeError."""
+    try:
+        (CONNECTIONS / mount.device.partition(":")[2] / "abort").write_text("1")
+    except OSError as error:
+        if os.geteuid() or not shutil.which("umount"):
+            raise LakeError(f"the connection of {mount.mountpoint} cannot be aborted: {error}") from error
+        # Without fusectl: forced unmounting aborts first, and may then find the mount in use.
+        subprocess.run(["umount", "-f", mount.mountpoint], capture_output=True, timeout=DETACH_S_MAX, check=False)
 
 
 def detach(point: str, *, lazy: bool) -> None:
