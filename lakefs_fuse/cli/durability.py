@@ -37,9 +37,13 @@ def flush(path: str, timeout: float) -> None:
 @click.argument("mountpoint", type=click.Path())
 @click.option("--finish", "finish_ids", metavar="ID", multiple=True, help="Put this one in the store as it is.")
 @click.option("--abort", "abort_ids", metavar="ID", multiple=True, help="Drop this one, its bytes and its upload.")
+@click.option("--incomplete", is_flag=True, help="Finish those as well of which writes had failed, without what is "
+              "missing.")  # fmt: skip
 @click.option("--all", "all_of_them", type=click.Choice(["finish", "abort"]), help="The same for every one.")
-def orphans(mountpoint: str, finish_ids: tuple[str, ...], abort_ids: tuple[str, ...], all_of_them: str | None) -> None:
-    """List files that a dead daemon of MOUNTPOINT left unfinished, or finish or abort them."""
+def orphans(
+    mountpoint: str, finish_ids: tuple[str, ...], abort_ids: tuple[str, ...], all_of_them: str | None, incomplete: bool
+) -> None:
+    """List files of MOUNTPOINT that a dead daemon left unfinished or whose writes failed, or finish or abort them."""
     both = set(finish_ids) & set(abort_ids)
     if both or (all_of_them and (finish_ids or abort_ids)):
         raise click.UsageError("each orphan can be finished or aborted, not both; --all stands alone")
@@ -50,7 +54,7 @@ def orphans(mountpoint: str, finish_ids: tuple[str, ...], abort_ids: tuple[str, 
         elif not finish_ids and not abort_ids:
             _print_orphans(_orphans(client))
             return
-        requests: list[protocol.Request] = [protocol.FinishOrphan(id) for id in finish_ids]
+        requests: list[protocol.Request] = [protocol.FinishOrphan(id, incomplete) for id in finish_ids]
         requests += [protocol.AbortOrphan(id) for id in abort_ids]
         failures = _resolve(client, requests)
     if failures:

@@ -34,13 +34,14 @@ class MakeDurable(msgspec.Struct, frozen=True, tag="make_durable"):
 
 
 class FinishOrphan(msgspec.Struct, frozen=True, tag="finish_orphan"):
-    """Publish a file that a dead daemon left behind."""
+    """Publish an orphan; with ``incomplete`` also one of which writes were refused."""
 
     id: str
+    incomplete: bool = False
 
 
 class AbortOrphan(msgspec.Struct, frozen=True, tag="abort_orphan"):
-    """Drop a file that a dead daemon left behind, its bytes and its upload."""
+    """Drop an orphan, its bytes and its upload."""
 
     id: str
 
@@ -82,6 +83,8 @@ class UnfinishedFile(msgspec.Struct, frozen=True, kw_only=True):
     error: str
     parts_done: int
     bytes_done: int
+    missing: int = 0
+    """Bytes whose writes were refused."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

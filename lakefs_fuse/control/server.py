@@ -43,7 +43,7 @@ class FilesystemView(Protocol):
     def statistics(self) -> dict[str, object]: ...
     def unfinished(self) -> Sequence[UnfinishedView]: ...
     async def make_durable(self, path: str = "") -> None: ...
-    async def finish_orphan(self, id: str) -> None: ...
+    async def finish_orphan(self, id: str, *, incomplete: bool = False) -> None: ...
     async def abort_orphan(self, id: str) -> None: ...
     async def refresh(self) -> dict[str, object]: ...
 
@@ -69,8 +69,8 @@ def below(path: str, root: str) -> bool:
 
 
 def not_durable(fs: FilesystemView, path: str = "") -> list[UnfinishedView]:
-    """Files that still need uploading; orphans are not among them, they wait for a decision."""
-    return [file for file in fs.unfinished() if file.state != "orphan" and below(file.path, path)]
+    """Files that still need uploading, and orphans of which writes were refused; others wait for a decision."""
+    return [file for file in fs.unfinished() if (file.state != "orphan" or file.missing) and below(file.path, path)]
 
 
 class ControlServer:
@@ -172,8 +172,8 @@ class ControlServer:
             case protocol.ListUnfinished():
                 files = self._fs.unfinished()
                 return protocol.UnfinishedFiles(wire_files(files), len(files))
-            case protocol.FinishOrphan(id):
-                await self._fs.finish_orphan(id)
+            case protocol.FinishOrphan(id, incomplete):
+                await self._fs.finish_orphan(id, incomplete=incomplete)
             case protocol.AbortOrphan(id):
                 await self._fs.abort_orphan(id)
             case protocol.Unmount():

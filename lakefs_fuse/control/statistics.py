@@ -36,6 +36,8 @@ class UnfinishedView(Protocol):
     def parts_done(self) -> int: ...
     @property
     def bytes_done(self) -> int: ...
+    @property
+    def missing(self) -> int: ...
 
 
 def resident_bytes() -> int:
@@ -55,6 +57,7 @@ def wire_files(files: Sequence[UnfinishedView]) -> tuple[UnfinishedFile, ...]:
             error=printable(file.error),
             parts_done=file.parts_done,
             bytes_done=file.bytes_done,
+            missing=file.missing,
         )
         for file in files[:FILES_MAX]
     )

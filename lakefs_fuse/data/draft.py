@@ -7,6 +7,8 @@ Always true:
 * a part is uploaded as soon as every page of it is local, again if it is written to after that, and at `publish` if it
   was not yet; two uploads of one part number never run at once;
 * a part whose bytes were let go to make room can still be completed, but neither read nor changed;
+* a write that was refused is remembered (see `refusals`), and nothing is published until its bytes were written again
+  or cut off;
 * an accepted draft is not changed any more; its bytes, and its record, survive a crash of the machine;
 * while the store is away, parts wait and are tried again for ever (see `draft_uploads`).
 
@@ -17,6 +19,7 @@ since it was last saved are in the staging file and count for a new file, which 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -32,6 +35,7 @@ from lakefs_fuse.data.gate import Gate
 from lakefs_fuse.data.hashing import BlockHasher, hash_blocks
 from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
 from lakefs_fuse.data.record import DraftRecord, DraftState
+from lakefs_fuse.data.refusals import Refusals
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.data.version import BLOCK_BYTES, Extent
@@ -43,6 +47,7 @@ DRAFT_METADATA = "lakefs-draft"
 FILL_BYTES_MAX = 4 << 20
 RECENT_PARTS_KEPT = 2
 """The first part and so many complete ones behind the writer stay staged: headers and trailers are written late."""
+log = logging.getLogger(__name__)
 
 
 class Draft:
@@ -67,6 +72,10 @@ class Draft:
         self.size = self.base_limit
         self.state = DraftState.WRITING
         self.error: LakeError | None = None
+        self.refused = Refusals()
+        self._undo_expected = False
+        """The last write was refused beyond the end. If it was a direct one, the kernel now truncates the file to the
+        size that it has: nobody asked for that, and it takes no refusal back."""
         self.created_ns = services.clock_ns()
         self.pages = PageMap(services.layout)
         self.parts: dict[int, Part] = {}
@@ -188,10 +197,53 @@ class Draft:
         return await self.services.reader.read(base.version, base.offset + offset, length)
 
     async def write(self, offset: int, data: Buffer) -> None:
-        """Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises."""
+        """Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises; then the range counts as
+        refused."""
         end = offset + len(data)
         if offset == end:
             return
+        try:
+            await self._write(offset, end, data)
+        except DraftEnded:
+            raise
+        except Exception as error:
+            async with self.gate.shared():  # not while it is published: another version has the refusal then
+                self._check_alive()
+                self.refuse(offset, end, error)
+            raise
+        except BaseException as error:  # the mount ends
+            self.refused.add(offset, end, error)
+            raise
+        if self.refused:
+            self.refused.remove(offset, end)
+            self._settle_refusals()
+
+    def refuse(self, start: int, end: int, error: Exception) -> None:
+        """Remember, over a crash too, that a write of [start, end) failed."""
+        is_first = not self.refused
+        self._undo_expected = end > self.size
+        self.refused.add(start, end, error)
+        try:
+            self._begin_change()
+            self.save(sync=True)
+        except LakeError as unsaved:
+            self.services.staging.note_incomplete(self.id, True)
+            if is_first:
+                log.error("refused bytes of %s could not be journaled: %s", self.target.key, unsaved)
+
+    def _settle_refusals(self) -> None:
+        """Some were written again or cut off. Where that cannot be journaled, the next daemon knows of more than
+        there are."""
+        if self.refused:
+            return
+        try:
+            self.save(sync=True)
+        except LakeError as unsaved:
+            log.warning("that %s is complete again could not be journaled: %s", self.target.key, unsaved)
+        else:
+            self.services.staging.note_incomplete(self.id, False)
+
+    async def _write(self, offset: int, end: int, data: Buffer) -> None:
         if end > self.services.layout.file_bytes_max:
             raise FileError(27, f"a file holds at most {self.services.layout.file_bytes_max} bytes on this mount")
         reserved = 0
@@ -331,7 +383,11 @@ class Draft:
             self._begin_change()
             if size < self.size:
                 await self._cut(size)
+            undone, self._undo_expected = self._undo_expected and size == self.size, False
             self.size = size
+            if self.refused and not undone:
+                self.refused.cut(size)
+                self._settle_refusals()
 
     async def _cut(self, size: int) -> None:
         layout = self.services.layout
@@ -384,6 +440,13 @@ class Draft:
         """Of a draft that was brought back: its bytes take room. Once."""
         self._staged_bytes = self.pages.pages * PAGE_BYTES
         self.services.staging.bytes_used += self._staged_bytes
+
+    async def pause(self) -> None:
+        """Its uploads stop, and can go on with the next change. Nobody writes to it."""
+        if self.state is DraftState.WRITING:
+            self.state = DraftState.FAILED
+        self.hurry()
+        await self.wait_idle()
 
     async def wait_idle(self) -> None:
         """Until no upload of a part is under way."""

@@ -49,6 +49,9 @@ def record_of(draft: Draft, *, accepted: int = 0, spot: Spot | None = None) -> D
         ],
         pages=draft.pages.dump(),
         error=str(draft.error) if draft.error else "",
+        refused=list(draft.refused.ranges),
+        refused_errno=draft.refused.errno,
+        refused_why=draft.refused.why,
     )
 
 

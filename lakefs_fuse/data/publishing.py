@@ -47,7 +47,9 @@ async def publish(draft: Draft) -> Published:
     """Make the draft's bytes, as they are now, the object's newest version. The caller holds ``draft.exclusive()``.
 
     Raises LakeError; then the draft is `FAILED`, every byte is staged or in its upload, and it can be tried again.
+    Where writes were refused it raises, and the draft stays as it is.
     """
+    draft.refused.check(draft.target.path or draft.target.key)
     try:
         if draft.recheck:
             await _settle_earlier_attempt(draft)

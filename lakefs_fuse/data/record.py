@@ -100,6 +100,10 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     parts: list[UploadedPart] = []
     pages: dict[int, bytes] = {}
     error: str = ""
+    refused: list[tuple[int, int]] = []
+    """Ranges [start, end) whose writes failed: not to be published as long as there are any."""
+    refused_errno: int = 0
+    refused_why: str = ""
 
 
 def encode(record: DraftRecord) -> bytes:

@@ -13,6 +13,7 @@ from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
 from lakefs_fuse.data.record import DraftRecord, DraftState
+from lakefs_fuse.data.refusals import Refusals
 from lakefs_fuse.data.segments import Spot
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.version import Extent, Version
@@ -49,6 +50,7 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
     draft.token, draft.changes, draft.recheck = record.token, record.changes, True
     draft.accepted, draft.began, draft.commit = record.accepted, record.began, record.commit
     draft.stands_for = record.stands_for
+    draft.refused = Refusals(record.refused, record.refused_errno, record.refused_why)
     draft.pages.load(record.pages)
     writing = record.state is DraftState.WRITING
     for part in record.parts:

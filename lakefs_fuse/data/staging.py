@@ -11,7 +11,9 @@ from __future__ import annotations
 import errno
 import math
 import os
+import stat
 from collections.abc import Callable
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +34,8 @@ UPLOAD_XATTR = "user.lakefs.upload"
 ENDED_XATTR = "user.lakefs.ended"
 """On a staging file that nobody needs any more, set before its journal record goes: a daemon that dies between that and
 the file's removal leaves no orphan behind."""
+STAGED_MODE = 0o600
+INCOMPLETE_MODE = stat.S_ISVTX
 WAIT_S_MAX = 1.0
 FILES_OPEN_MAX = 4096
 WRITE_OUTS_MAX = 8
@@ -98,7 +102,7 @@ class Staging:
         """A new, empty staging file; answers its descriptor. Raises StagingFull, CacheError, FileError(EMFILE)."""
         self.descriptors.make_room()
         try:
-            fd = os.open(self.path(draft_id), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fd = os.open(self.path(draft_id), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, STAGED_MODE)
         except OSError as error:
             raise self.translate(error) from error
         try:
@@ -121,6 +125,19 @@ class Staging:
             os.setxattr(self.path(draft_id), ENDED_XATTR, b"1")
         except OSError:
             pass  # a crash now leaves an orphan, which says that it is one
+
+    def note_incomplete(self, draft_id: str, incomplete: bool) -> None:
+        """Writes to a staging file were refused and could not be journaled, or are complete again: a mode bit, which
+        needs no room on the disk."""
+        with suppress(OSError):
+            os.chmod(self.path(draft_id), STAGED_MODE | (INCOMPLETE_MODE if incomplete else 0))
+
+    def is_incomplete(self, draft_id: str) -> bool:
+        """`note_incomplete` said so."""
+        try:
+            return bool(os.stat(self.path(draft_id)).st_mode & INCOMPLETE_MODE)
+        except OSError:
+            return False
 
     def note_upload(self, fd: int, upload_id: str) -> None:
         """Name the file's multipart upload on the file too, so that it can be aborted even without the journal."""
@@ -179,7 +196,7 @@ class Staging:
                     continue
                 raise StagingFull(
                     f"{self.bytes_used} bytes are staged and none of them can be uploaded yet: "
-                    "close files that are open for writing, or raise --staging-size"
+                    "close files that are open for writing, decide about orphans, or raise --staging-size"
                 )
             if trio.current_time() >= deadline_s:
                 raise StagingFull(

@@ -28,6 +28,7 @@ from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.evidence import Evidence
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.incomplete_files import IncompleteFiles
 from lakefs_fuse.fs.keep_units import Units
 from lakefs_fuse.fs.keeping import Keeper
 from lakefs_fuse.fs.lending import Lending
@@ -148,8 +149,7 @@ class Assembly:
     """The parts, joined; `start` sets them going."""
 
     def __init__(self, ground: Ground) -> None:
-        config, metrics, database = ground.config, ground.metrics, ground.database
-        self._ground = ground
+        self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
         watcher = FilesWatcher()
         namespace = Namespace(
             database, ground.client, metrics.namespace, ground.nursery,
@@ -185,6 +185,7 @@ class Assembly:
             read_only=config.read_only, changed=watcher.changed, replayed=self.replay.records,
             in_use=lambda inode: files.lending.held(inode) is not None,
         )  # fmt: skip
+        files.incomplete = IncompleteFiles(database, namespace, files, self.recovery, commits.read_again)
         files.lending = lending = Lending(files, namespace)
         status = Status(
             metrics, ground.client.capabilities, ground.cache, reader, namespace, files, self.recovery, committer,

@@ -357,10 +357,10 @@ class Changes:
         """Of the newest bytes of a file."""
         file = self._files.get(entry.inode)
         draft = file.draft if file is not None else None
-        if draft is None:
+        if file is None or draft is None:
             return FileState.DURABLE
         item = self._writeback.item_of(draft)
-        if draft.state is DraftState.FAILED and (item is None or item.failed):
+        if file.is_incomplete or (draft.state is DraftState.FAILED and (item is None or item.failed)):
             return FileState.FAILED
         begun = draft.accepted and (draft.upload_intent_ns or (item is not None and item.started))
         on_its_way = begun or draft.uploading or draft.state is DraftState.PUBLISHING

@@ -38,6 +38,7 @@ from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
 if TYPE_CHECKING:
+    from lakefs_fuse.fs.incomplete_files import IncompleteFiles
     from lakefs_fuse.fs.keeping import Keeper
     from lakefs_fuse.fs.lending import Lending
     from lakefs_fuse.fs.newest import Newest
@@ -68,6 +69,7 @@ class FileTable:
         self.writeback: WriteBack
         self.newest: Newest
         self.keeper: Keeper
+        self.incomplete: IncompleteFiles
         self.lending: Lending
         self.services = services(self._save)
         self.by_inode = self._files = dict[int, OpenFile]()  # the first name is for readers
@@ -157,6 +159,17 @@ class FileTable:
         if file.draft is not None and file.draft.target.path:
             self._renamed.add(file.entry.inode)
 
+    def renew_inode(self, batch: Batch, file: OpenFile, row: Entry) -> None:
+        """A file without a handle gets another inode, so that the kernel forgets the pages that it has of it."""
+        renewed = self._ns.tree.renew_inode(batch, row)
+        if self._files.get(row.inode) is file:
+            del self._files[row.inode]
+            self._files[renewed.inode] = file
+        if row.inode in self._renamed:
+            self._renamed.add(renewed.inode)
+        for each in file.versions:
+            each.entry = msgspec.structs.replace(each.entry, inode=renewed.inode)
+
     def detach(self, file: OpenFile) -> None:
         """The file has nothing to do any more with the version that it was to replace."""
         if file.extent is not None:
@@ -172,7 +185,9 @@ class FileTable:
         self._left(file)
 
     def _left(self, file: OpenFile) -> None:
-        if not file.handles and file.draft is not None and file.draft.state is DraftState.WRITING:
+        if not file.handles and file.is_incomplete:
+            self.services.nursery.start_soon(self.incomplete.set_aside, file)
+        elif not file.handles and file.draft is not None and file.draft.state is DraftState.WRITING:
             self.services.nursery.start_soon(self._close_late, file)
         else:
             self.forget_if_idle(file)
@@ -219,14 +234,27 @@ class FileTable:
                     raise
 
     async def write(self, file: OpenFile, offset: int, data: Buffer) -> None:
+        """Where it fails, the file is incomplete until the range was written again."""
         while True:
-            if file.draft is not None and file.draft.accepted:
-                await self.newest.begin_anew(file, file.draft)
             try:
-                await self.draft(file).write(offset, data)
+                draft = await self._draft_to_change(file)
+            except Exception as error:
+                end, draft_now = offset + len(data), file.draft
+                if draft_now is None or draft_now.accepted:
+                    file.refused.add(offset, end, error)
+                else:
+                    draft_now.refuse(offset, end, error)
+                raise
+            try:
+                await draft.write(offset, data)
                 return
             except DraftEnded:
                 await self._wait_published(file)
+
+    async def _draft_to_change(self, file: OpenFile) -> Draft:
+        if file.draft is not None and file.draft.accepted:
+            await self.newest.begin_anew(file, file.draft)
+        return self.draft(file)
 
     async def truncate(self, file: OpenFile, size: int) -> None:
         while True:
@@ -265,6 +293,8 @@ class FileTable:
         target = DraftTarget(file.key, file.describe, replaces=file.replaces, if_absent=if_absent)
         base = None if anew or file.behind else file.extent
         small = StagedFile(self.services.staging, draft_id, file.key) if self.writeback.is_for(file.key) else None
+        if base is None:
+            self.incomplete.supersede(file.key)
         return Draft(self.services, draft_id, target, base=base, file=small)
 
     def begin(self, file: OpenFile, draft: Draft) -> Draft:
@@ -278,6 +308,7 @@ class FileTable:
         draft.began, draft.deferred = self.writeback.sequence, self.writeback.is_for(file.key)
         draft.unlinked = file.unlinked and self._ns.tree.entry(file.entry.inode) is None  # else `unlink` says so
         file.draft = draft
+        file.refused.move_to(draft.refused)
 
     def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
         """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,

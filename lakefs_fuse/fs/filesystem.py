@@ -21,6 +21,7 @@ from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound, Unav
 from lakefs_fuse.fs.asking import ask_all, is_unasked
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.changes import Changes
+from lakefs_fuse.fs.evidence import path_of
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.keys import PLACEHOLDER
 from lakefs_fuse.fs.lending import LENT, Lending
@@ -508,10 +509,15 @@ class Filesystem:
         for file in self._files.dirty():
             ours = not below or file.key == below or file.key.startswith(below + "/")
             if ours and not (failed is not None and file.draft is not None and file.draft.accepted):
+                if file.is_incomplete and not file.handles:
+                    await self._files.incomplete.set_aside(file)
                 try:
                     await self._files.publish(file)
                 except LakeError as error:
                     failed = failed or error
+        for record in self._recovery.incomplete_below(below):
+            message = f"{path_of(record)} is an orphan of which writes failed: see `lakefs-fuse orphans`"
+            failed = failed or FileError(record.refused_errno, message)
         if failed is None:
             await self.sync_names()
         if failed is None and not below and not self.config.read_only:
@@ -526,9 +532,9 @@ class Filesystem:
             f"--refresh ({self.config.refresh_s:g} s) and --metadata-ttl ({self.config.metadata_ttl_s:g} s)"
         )
 
-    async def finish_orphan(self, orphan_id: str) -> None:
+    async def finish_orphan(self, orphan_id: str, *, incomplete: bool = False) -> None:
         self._refuse_read_only()
-        await self._recovery.finish(orphan_id)
+        await self._recovery.finish(orphan_id, incomplete=incomplete)
 
     async def abort_orphan(self, orphan_id: str) -> None:
         self._refuse_read_only()

@@ -318,7 +318,7 @@ class ImmutableFilesystem:
     async def make_durable(self, path: str = "") -> None:
         """Everything is."""
 
-    async def finish_orphan(self, orphan_id: str) -> None:
+    async def finish_orphan(self, orphan_id: str, *, incomplete: bool = False) -> None:
         raise ConfigError("an immutable mount has no orphans")
 
     async def abort_orphan(self, orphan_id: str) -> None:

@@ -68,6 +68,8 @@ class Newest:
     async def close(self, file: OpenFile) -> None:
         """What `close()` waits for: the store, or under write-back the local disk. Raises LakeError."""
         draft = file.draft
+        if not file.unlinked:
+            file.check_complete()
         if draft is None or file.unlinked or draft.accepted:
             return
         if not self._writeback.is_for(file.key):
@@ -76,6 +78,7 @@ class Newest:
         async with draft.exclusive():
             if file.draft is draft and draft.state in (DraftState.WRITING, DraftState.FAILED):
                 await self._stage_whole(draft)
+                file.check_complete()
                 await self._writeback.accept(file, draft)
 
     @staticmethod
@@ -93,6 +96,8 @@ class Newest:
     async def publish(self, file: OpenFile) -> None:
         """Return when the file's bytes, as they were when called, are in the store, and what write-back accepted
         before in its directory. Raises LakeError."""
+        if not file.unlinked:
+            file.check_complete()
         if len(self._writeback):
             await self._writeback.drain(self._writeback.before(file.key))
         if file.draft is not None:
@@ -122,6 +127,7 @@ class Newest:
                     return
                 item.busy = True
             async with draft.exclusive():
+                draft.refused.check(owner.key)
                 if not draft.upload_intent_ns:
                     self._files.aim(owner, draft.id, draft.target)
                 reached("publish.begun")

@@ -14,6 +14,7 @@ import trio
 
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.readahead import Readahead
+from lakefs_fuse.data.refusals import Refusals
 from lakefs_fuse.data.version import Extent
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -50,6 +51,8 @@ class OpenFile:
     if_absent: bool = False
     behind: list[OpenFile] = field(default_factory=list)
     """Versions that write-back accepted before ``draft`` began, oldest first, as they were then, with the same lock."""
+    refused: Refusals = field(default_factory=Refusals)
+    """Writes that were refused before the version that they were for could begin."""
     late_xattrs: dict[str, bytes] | None = None
     """Set while a version was being stored, which may not tell them."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
@@ -89,6 +92,17 @@ class OpenFile:
         return [*self.behind, self] if self.behind else [self]
 
     @property
+    def is_incomplete(self) -> bool:
+        """Writes to it were refused, and it may not be published."""
+        return bool(self.refused) or (self.draft is not None and bool(self.draft.refused))
+
+    def check_complete(self) -> None:
+        """Raises FileError while writes are missing."""
+        self.refused.check(self.key)
+        if self.draft is not None:
+            self.draft.refused.check(self.key)
+
+    @property
     def is_promised(self) -> bool:
         """Write-back accepted a version that is not in the store: it survives a crash of the machine, under the name
         that the file has."""
@@ -108,6 +122,17 @@ class OpenFile:
         self.behind.append(earlier)
         self.draft = None
         return earlier
+
+    def take_up(self) -> None:
+        """The newest draft is gone: the version that it left behind last, if any, is the newest again."""
+        self.draft = None
+        if not self.behind:
+            return
+        earlier = self.behind.pop()
+        self.entry, self.draft = earlier.entry, earlier.draft
+        self.extent, self.if_absent = earlier.extent, earlier.if_absent
+        if self.draft is not None:
+            self.draft.target.describe = self.describe
 
 
 @dataclass(slots=True)

@@ -14,10 +14,13 @@ import os
 from collections.abc import Callable, Container
 from pathlib import Path
 
+import msgspec
+
 from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.data.disk import allocated_bytes
 from lakefs_fuse.data.draft_services import DraftServices
 from lakefs_fuse.data.record import DraftRecord, DraftState, decode
+from lakefs_fuse.data.refusals import UNKNOWN, Refusals
 from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.data.segments import PREFIX, entries
 from lakefs_fuse.data.staging import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
@@ -74,6 +77,7 @@ class Recovery:
                 log.error("journal record %s cannot be read (%s): its bytes stay in staging", draft_id, error)
                 self._forget(draft_id)
                 continue
+            record = self._with_mark(record)
             self._drop_local_name(path_of(record))
             if self._path(draft_id).exists() or record.upload_intent_ns or record.segment:
                 self.orphans[draft_id] = record
@@ -92,6 +96,27 @@ class Recovery:
         for draft_id in self.orphans:
             self._room[draft_id] = self._staged(draft_id)
         self._services.staging.bytes_used += sum(self._room.values())
+
+    def _with_mark(self, record: DraftRecord) -> DraftRecord:
+        """Writes were refused when there was no room for a record that says which."""
+        if record.refused or not self._services.staging.is_incomplete(record.id):
+            return record
+        size = max(record.size, self._path(record.id).stat().st_size, 1)
+        return msgspec.structs.replace(record, refused=[(0, size)], refused_errno=errno.ENOSPC, refused_why=UNKNOWN)
+
+    def adopt(self, record: DraftRecord) -> None:
+        """A file of this daemon that nobody has open any more, and that cannot be published as it is."""
+        self.orphans[record.id] = record
+        self._room[record.id] = self._staged(record.id)
+        self._services.staging.bytes_used += self._room[record.id]
+
+    def incomplete_below(self, path: str) -> list[DraftRecord]:
+        """Orphans at or below ``path`` (empty: everywhere) of which writes were refused."""
+        return [
+            record
+            for record in self.orphans.values()
+            if record.refused and (not path or path_of(record) == path or path_of(record).startswith(path + "/"))
+        ]
 
     async def _forsake(self, record: DraftRecord) -> None:
         """Nobody wants the bytes, and an attempt to store them may have worked. Where a newer version is on its way,
@@ -223,9 +248,16 @@ class Recovery:
             except Exception:
                 log.exception("orphan %s stays", orphan_id)
 
-    async def finish(self, orphan_id: str) -> None:
-        """Publish an orphan. Raises FileError(EEXIST) where its key has another version now; both are kept then."""
+    async def finish(self, orphan_id: str, *, incomplete: bool = False) -> None:
+        """Publish an orphan; one of which writes were refused only as ``incomplete``. Raises FileError(EEXIST) where
+        its key has another version now; both are kept then."""
         record = self._orphan(orphan_id)
+        if record.refused and not incomplete:
+            why = Refusals(record.refused, why=record.refused_why).describe()
+            raise FileError(
+                errno.EINVAL,
+                f"{path_of(record)}: {why}: give --incomplete to store it without them, or abort orphan {orphan_id}",
+            )
         if record.error.startswith(UNKNOWN_PREFIX):
             raise FileError(errno.EINVAL, record.error)
         if record.unlinked:
@@ -255,8 +287,9 @@ class Recovery:
                 f"{path_of(record)} was changed by somebody else since; the unfinished bytes are kept in "
                 f"{self._path(record.id)}: copy what you need of them, then abort",
             )
+        whole = msgspec.structs.replace(record, refused=[])
         draft = restored(
-            self._services, record, lambda multipart: record.metadata_multipart if multipart else record.metadata
+            self._services, whole, lambda multipart: record.metadata_multipart if multipart else record.metadata
         )
         try:
             async with draft.exclusive():
@@ -264,7 +297,7 @@ class Recovery:
                     draft.target.key, draft.target.path = OBJECTS + record.id, path_of(record)
                 await self._storing.finish(draft, path_of(record))
         except BaseException:
-            self.orphans[record.id] = draft.record()
+            self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
             raise
         finally:
             draft.close(unlink=False)

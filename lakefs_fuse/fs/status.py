@@ -12,6 +12,7 @@ from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState
+from lakefs_fuse.data.refusals import Refusals
 from lakefs_fuse.data.staging import StagingState
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
@@ -68,7 +69,7 @@ class Status:
         told["dirty"] = {
             "files": len(drafts),
             "bytes": sum(draft.size for draft in drafts),
-            "failed": sum(draft.error is not None and not self._only_waits(draft) for draft in drafts),
+            "failed": sum(self._is_failed(draft) for draft in drafts),
             "orphans": len(self._recovery.orphans),
         }
         told["writeback"] = self._of_writeback()
@@ -111,6 +112,9 @@ class Status:
         """Versions behind others included."""
         return [each.draft for file in self._files.in_use() for each in file.versions if each.draft is not None]
 
+    def _is_failed(self, draft: Draft) -> bool:
+        return bool(draft.refused) or (draft.error is not None and not self._only_waits(draft))
+
     def _only_waits(self, draft: Draft) -> bool:
         """An attempt failed for a reason that is not the file's own, and is made again."""
         item = self._writeback.item_of(draft)
@@ -129,26 +133,30 @@ class Status:
         }
 
     def _of_draft(self, draft: Draft, now: int) -> Unfinished:
+        state = DraftState.FAILED if draft.refused else draft.state
         done = [part for part in draft.parts.values() if part.state in (PartState.CLEAN, PartState.DROPPED)]
         return Unfinished(
             id=draft.id,
             path=draft.target.path or draft.target.key,
             bytes=draft.size,
-            state=str(DraftState.ACCEPTED if self._only_waits(draft) else draft.state),
+            state=str(DraftState.ACCEPTED if self._only_waits(draft) else state),
             age_s=(now - draft.created_ns) / NS,
-            error=str(draft.error or draft.delayed or ""),
+            error=draft.refused.describe() if draft.refused else str(draft.error or draft.delayed or ""),
             parts_done=len(done),
             bytes_done=sum(part.length for part in done),
+            missing=draft.refused.bytes_missing,
         )
 
     def _of_orphan(self, record: DraftRecord, now: int) -> Unfinished:
+        refused = Refusals(record.refused, record.refused_errno, record.refused_why)
         return Unfinished(
             id=record.id,
-            path=record.key,
+            path=record.path or record.key,
             bytes=record.size,
             state="orphan",
             age_s=(now - record.created_ns) / NS,
-            error=record.error,
+            error=refused.describe() if refused else record.error,
             parts_done=len(record.parts),
             bytes_done=sum(part.length for part in record.parts),
+            missing=refused.bytes_missing,
         )

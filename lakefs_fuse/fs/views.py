@@ -17,3 +17,5 @@ class Unfinished(msgspec.Struct, frozen=True):
     error: str
     parts_done: int
     bytes_done: int
+    missing: int = 0
+    """Bytes whose writes were refused: it is not published as long as there are any."""

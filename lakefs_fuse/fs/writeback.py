@@ -162,6 +162,8 @@ class WriteBack:
         draft = file.draft
         if draft is None or not draft.file.is_in_memory or file.behind or not self.is_for(file.key):
             return False
+        if file.is_incomplete:
+            return False
         return len(self._items) < FILES_MAX and draft.services.staging.fits
 
     @staticmethod

@@ -27,6 +27,7 @@ class FakeFile:
     error: str = ""
     parts_done: int = 0
     bytes_done: int = 0
+    missing: int = 0
 
 
 @dataclass
@@ -82,7 +83,7 @@ class FakeFilesystem:
                 if file.bytes_done == file.bytes:
                     self.files.remove(file)
 
-    async def finish_orphan(self, id: str) -> None:
+    async def finish_orphan(self, id: str, *, incomplete: bool = False) -> None:
         self._take_orphan(id)
         self.finished.append(id)
 

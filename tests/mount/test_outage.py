@@ -269,6 +269,8 @@ def test_staging_is_full_for_too_long(make_lake: LakeMaker, faults: tuple[Server
     for name, data in accepted.items():
         assert (lake.path / name).read_bytes() == data
     faults[1].clear()
+    assert f"f{len(accepted)} is an orphan" in lake.cli("flush", str(lake.path)).stderr
+    assert lake.cli("orphans", str(lake.path), "--all", "abort").returncode == 0
     flush(lake)
     lake.remount(empty_cache=True)
     for name, data in accepted.items():

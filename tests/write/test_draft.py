@@ -260,12 +260,29 @@ async def test_what_was_let_go_is_refused_not_mangled(tmp_path: Path) -> None:
         for start in range(0, len(data), PART):
             await draft.write(start, data[start : start + PART])
         assert draft.parts[5].state is PartState.DROPPED
-        for refused in (draft.write(5 * PART + 7, b"x"), draft.read(5 * PART, 10), draft.truncate(5 * PART + 7)):
+        for refused in (draft.read(5 * PART, 10), draft.truncate(5 * PART + 7)):
             with pytest.raises(StagingFull):
                 await refused
         await draft.write(10, b"header")
         await b.publish(draft)
         assert b.store.data("file") == data[:10] + b"header" + data[16:]
+        draft.close(unlink=True)
+
+
+async def test_write_to_what_was_let_go_is_never_published(tmp_path: Path) -> None:
+    data = noise(12, 30 * PART)
+    async with bench(tmp_path, staging_bytes_max=8 * PART) as b:
+        draft = b.draft()
+        for start in range(0, len(data), PART):
+            await draft.write(start, data[start : start + PART])
+        with pytest.raises(StagingFull):
+            await draft.write(5 * PART + 7, b"x")
+        with pytest.raises(FileError):
+            await b.publish(draft)
+        assert b.store.objects == {}
+        await draft.truncate(0)
+        await b.publish(draft)
+        assert b.store.data("file") == b""
         draft.close(unlink=True)
 
 
@@ -370,6 +387,11 @@ async def test_a_full_disk_is_an_error_and_leaves_no_trace(tmp_path: Path, monke
         assert (draft.size, b.staging.bytes_used) == (6, used)
         await draft.write(16_000, b"after")
         assert bytes(await draft.read(0, 20_000)) == b"before" + bytes(16_000 - 6) + b"after"
+        with pytest.raises(FileError):
+            await b.publish(draft)
+        await draft.truncate(8192)
+        await draft.truncate(16_000)
+        await draft.write(16_000, b"after")
         await b.publish(draft)
         assert b.store.data("file") == b"before" + bytes(16_000 - 6) + b"after"
         draft.close(unlink=True)

@@ -1,0 +1,84 @@
+"""Byte ranges of a file whose writes were refused. As long as there are any, no version with them is published.
+
+What always holds (`failed-write-unpublished`): a range stays until it is written again or cut off. There are
+`RANGES_MAX` of them at most; beyond that the two nearest become one, which then has to be written again as a whole.
+Values of the trio thread; the journal record carries them over a crash.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+
+from lakefs_fuse.errors import FileError, LakeError
+
+RANGES_MAX = 256
+"""A journal record of so many ranges is about 4 KiB."""
+RANGES_SHOWN_MAX = 4
+UNKNOWN = "the disk was too full to journal which bytes"
+
+
+class Refusals:
+    """Sorted, disjoint ranges [start, end), the errno that the first write got, and its message."""
+
+    __slots__ = ("errno", "ranges", "why")
+
+    def __init__(self, ranges: Sequence[tuple[int, int]] = (), code: int = 0, why: str = "") -> None:
+        self.ranges = list(ranges)
+        self.errno, self.why = code, why
+
+    def __bool__(self) -> bool:
+        return bool(self.ranges)
+
+    @property
+    def bytes_missing(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+    def add(self, start: int, end: int, error: BaseException) -> None:
+        """A write of [start, end) failed with ``error``."""
+        if not self.ranges:
+            self.errno = error.errno if isinstance(error, LakeError) else errno.EIO
+            self.why = str(error) or type(error).__name__
+        self._merge(start, end)
+
+    def _merge(self, start: int, end: int) -> None:
+        apart = [each for each in self.ranges if each[1] < start or end < each[0]]
+        touching = [each for each in self.ranges if not (each[1] < start or end < each[0])]
+        whole = min([start, *(begin for begin, _ in touching)]), max([end, *(upto for _, upto in touching)])
+        self.ranges = sorted([*apart, whole])
+        if len(self.ranges) > RANGES_MAX:
+            at = min(range(RANGES_MAX), key=lambda i: self.ranges[i + 1][0] - self.ranges[i][1])
+            self.ranges[at : at + 2] = [(self.ranges[at][0], self.ranges[at + 1][1])]
+
+    def remove(self, start: int, end: int) -> None:
+        """Bytes [start, end) were written after all."""
+        left = []
+        for begin, upto in self.ranges:
+            left += [(a, b) for a, b in ((begin, min(upto, start)), (max(begin, end), upto)) if a < b]
+        self.ranges = left
+
+    def cut(self, size: int) -> None:
+        """The file was truncated to ``size`` bytes."""
+        self.ranges = [(start, min(end, size)) for start, end in self.ranges if start < size]
+
+    def move_to(self, other: Refusals) -> None:
+        """``other`` has these, too; here there are none any more."""
+        if self.ranges and not other.ranges:
+            other.errno, other.why = self.errno, self.why
+        for start, end in self.ranges:
+            other._merge(start, end)
+        self.ranges = []
+
+    def describe(self) -> str:
+        """What is missing, in one line."""
+        shown = ", ".join(f"{start} to {end}" for start, end in self.ranges[:RANGES_SHOWN_MAX])
+        more = len(self.ranges) - RANGES_SHOWN_MAX
+        return f"bytes {shown}{f' and {more} more ranges' if more > 0 else ''} were refused ({self.why})"
+
+    def check(self, path: str) -> None:
+        """Raises FileError, with the errno of the first write, while there are any."""
+        if self.ranges:
+            raise FileError(
+                self.errno or errno.EIO,
+                f"{path} is not stored: {self.describe()}; write them again, truncate or remove the file",
+            )
