@@ -151,7 +151,7 @@ class Lake:
         self._crew.begin([
             Begin(
                 f"{plan.seed}/lake{self._number}/{number}", self._hosts[number % count].mountpoint, plan.durability,
-                contends=count > 1 and number < count, power_cuts=plan.power_cuts,
+                mounts=count, power_cuts=plan.power_cuts,
             )
             for number in self._crew.numbers
         ])  # fmt: skip

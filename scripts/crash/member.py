@@ -33,7 +33,7 @@ class Begin:
     seed: str
     root: Path
     durability: str
-    contends: bool = False
+    mounts: int = 1
     power_cuts: bool = False
 
 
@@ -125,7 +125,7 @@ class _Loop:
         if isinstance(command, Begin):
             self._writer = Writer(
                 self._number, command.seed, command.root, durability=command.durability,
-                contends=command.contends, power_cuts=command.power_cuts,
+                mounts=command.mounts, power_cuts=command.power_cuts,
             )  # fmt: skip
             return Answer()
         writer = self._writer

@@ -46,8 +46,8 @@ def act(w: Writer) -> None:
     """One change, or several that belong together."""
     count = sum(node.kind is Kind.FILE for node in w.tree.values())
     weights = dict(WEIGHTS)
-    if w.contends:
-        weights |= {hot: 0, contend: CONTEND_WEIGHT}
+    if w.mounts > 1:
+        weights |= {hot: 0, contend: CONTEND_WEIGHT if w.number < w.mounts else 0}
     if count > FILES_MAX:
         weights[delete] *= 5
         weights[create] = 1
