@@ -425,7 +425,8 @@ class Namespace:
 
     @contextmanager
     def _watching(self, directory: int, flight: Flight) -> Iterator[None]:
-        """While it is entered, names changed in the directory are added to the flight's ``touched``."""
+        """While it is entered, names changed in the directory, and those of directories in it below which something
+        was changed, are added to the flight's ``touched``."""
         flights = self._watched.setdefault(directory, [])
         flights.append(flight)
         try:
@@ -440,10 +441,16 @@ class Namespace:
             flight.is_stale = True
 
     def changing(self, directory: int, name: bytes) -> None:
-        """This node changes a name now: LISTs under way must not undo it."""
-        for flight in self._watched.get(directory, ()):
-            flight.touched.add(name)
+        """This node changes a name now: LISTs under way must not undo it. That of a directory above may not know of
+        anything below it yet, and would take the directories between away."""
         self._answers.pop((directory, name), None)
+        while self._watched:
+            for flight in self._watched.get(directory, ()):
+                flight.touched.add(name)
+            at = self.tree.entry(directory) if directory != ROOT_INODE else None
+            if at is None:
+                break
+            directory, name = at.parent, at.name
 
     def tell(self, directory: int, name: bytes) -> None:
         """A name is another than the kernel may remember."""

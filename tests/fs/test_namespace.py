@@ -689,6 +689,27 @@ async def test_publishing_during_a_list_is_not_taken_for_others(tmp_path: Path) 
         assert m.changes == []
 
 
+@pytest.mark.parametrize("path", ["sub/new", "sub/below/new"])
+async def test_list_of_a_directory_above_answered_before_a_put_keeps_the_file(tmp_path: Path, path: str) -> None:
+    """One LIST of the root says that nothing is below ``sub``; its answer comes after the file was stored there."""
+    store, clock = store_of("a", "sub/old", "sub/below/old"), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        for directory in ("", "sub", "sub/below"):
+            await m.names(directory)
+        handle = await m.create(path)
+        for key in ("sub/old", "sub/below/old"):
+            store.objects.pop(key)
+        clock.advance(TTL_S + 1)
+        store.hook = pause = Pause(lambda request: request.what == "list" and request.key == "", "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.opendir, ROOT_INODE)
+            await reached(pause.reached)
+            await m.close(handle)
+            pause.resume()
+        store.hook = lambda request, when: None
+        assert await m.read(path) == b""
+
+
 # -- reading a directory in pieces
 
 
