@@ -37,6 +37,7 @@ def test_mount_whose_clock_jumps_and_comes_back_dates_its_commits_rightly(
     plain_env = dict(lake.env)
     follow_file(lake, times)
     lake.mount()
+    lake.env = plain_env
 
     def is_settled() -> bool:
         return lake.number("commits.operations_waiting") == 0
@@ -57,7 +58,6 @@ def test_mount_whose_clock_jumps_and_comes_back_dates_its_commits_rightly(
     assert lake.number("commits.clock_jumps") == 2
     assert "clock jumped by" in lake.log()
     lake.umount()
-    lake.env = plain_env
     lake.cache_dir = tmp_path / "another cache"
     lake.mount()
     assert sorted(path.name for path in lake.path.iterdir()) == ["after", "during", "kept"]
