@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 
 import trio
 from msgspec import structs
@@ -21,10 +22,10 @@ from lakefs_fuse.fs import Filesystem, open_filesystem
 from lakefs_fuse.fs.immutable import ImmutableFilesystem, open_immutable
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.lake_record import KEY, Opened, open_record
 from lakefs_fuse.store.opening import open_store
 from lakefs_fuse.store.pace import Pacable, Pace
 from lakefs_fuse.store.places import find_lake
-from lakefs_fuse.store.remembering import Findings, find_out, remember
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +42,15 @@ async def open_lake(
         config = structs.replace(config, store=found)
     store = await trio.to_thread.run_sync(open_store, config.store, abandon_on_cancel=True)
     try:
-        findings = await trio.to_thread.run_sync(find_out, store, config, rng, abandon_on_cancel=True)
-        capabilities = findings.capabilities
-        _log_findings(config, findings)
+        open_it = partial(open_record, store, config.store, rng, may_write=not config.read_only)
+        opened = await trio.to_thread.run_sync(open_it, abandon_on_cancel=True)
+        capabilities = opened.capabilities
+        _log_opened(config, opened)
+        if opened.unknown:
+            note = f"read-only: the lake has {', '.join(opened.unknown)}, which needs a newer lakefs-fuse to write"
+            log.warning("%s", note)
+            config = structs.replace(config, read_only=True)
+            capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
         metrics = Metrics()
         if config.upload_bytes_s_max and isinstance(store, Pacable):
             store.keep_to(Pace(config.upload_bytes_s_max, metrics.upload))
@@ -55,21 +62,21 @@ async def open_lake(
             requests_max=file_limit.requests_max(config.store.requests_max),
             uploads_max=file_limit.requests_max(config.uploads_max),
             rng=rng,
+            commit_format=opened.commit_format,
         )
         if config.immutable:
             async with open_immutable(config, client, metrics, path=path) as immutable:
-                remember(config, findings)
                 yield immutable, dataclasses.asdict(capabilities)
         else:
             async with open_filesystem(config, client, metrics) as fs:
-                remember(config, findings)
                 yield fs, dataclasses.asdict(capabilities)
     finally:
         store.close()
 
 
-def _log_findings(config: MountConfig, findings: Findings) -> None:
-    at = datetime.fromtimestamp(findings.at_ns // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    log.info("store of %s: %s, as found out at %s", config.store.source, findings.capabilities.name, at)
-    for note in findings.capabilities.notes:
+def _log_opened(config: MountConfig, opened: Opened) -> None:
+    at = datetime.fromtimestamp(opened.finding.found_ns // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    lake = f"lake {opened.record.id}" if opened.record is not None else f"no {KEY}"
+    log.info("store of %s (%s): %s, as found out at %s", config.store.source, lake, opened.capabilities.name, at)
+    for note in opened.capabilities.notes:
         log.info("adapted to the store: %s", note)

@@ -26,19 +26,21 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import msgspec
 import trio
 
+from lakefs_fuse import __version__
 from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.config import StoreConfig
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.lake_record import LakeRecord, change_record, open_record
 from lakefs_fuse.store.opening import open_store
 from lakefs_fuse.store.places import find_lake
-from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import ObjectStore
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class Context:
     report: Callable[[protocol.Progress], None]
     note: Callable[[str], None]
     rng: random.Random
+    change_record: Callable[[Callable[[LakeRecord | None], LakeRecord]], LakeRecord]
+    """Blocking; see `lake_record.change_record`."""
     uploads_max: int = 4
     clock_ns: Callable[[], int] = time.time_ns
 
@@ -70,17 +74,24 @@ class Runnable(Protocol):
 
     @property
     def probes(self) -> bool: ...
+    def changes(self, raw: msgspec.Raw) -> bool: ...
     def start(self, context: Context, raw: msgspec.Raw) -> Awaitable[protocol.Finished]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Command(Generic[Args]):
-    """``probes`` runs the whole probe of the store, which writes a dozen objects and removes them; without it the least
-    is assumed of the store, which is enough for packs and for objects uploaded in order."""
+    """``probes``: what the store can do is found out and noted in the lake record, where that does not say it; without
+    it the least is assumed then, which is enough for packs and for objects uploaded in order. ``writes`` answers
+    whether the lake is changed, for which its features have to be known."""
 
     args: type[Args]
     run: Callable[[Context, Args], Awaitable[protocol.Finished]]
     probes: bool = False
+    writes: Callable[[Args], bool] = lambda args: True
+
+    def changes(self, raw: msgspec.Raw) -> bool:
+        """Whether the command, with these arguments, changes the lake."""
+        return self.writes(msgspec.json.decode(raw, type=self.args))
 
     def start(self, context: Context, raw: msgspec.Raw) -> Awaitable[protocol.Finished]:
         """Decodes the arguments and calls the function."""
@@ -161,6 +172,12 @@ async def _fsck(context: Context, args: protocol.FsckArgs) -> protocol.Finished:
     return await run_fsck(_work(context), args)
 
 
+async def _upgrade(context: Context, args: protocol.UpgradeArgs) -> protocol.Finished:
+    from lakefs_fuse.admin.upgrade import run_upgrade
+
+    return await run_upgrade(_work(context), args, context.change_record)
+
+
 async def _checkpoint(context: Context, args: protocol.CheckpointArgs) -> protocol.Finished:
     from lakefs_fuse.admin.checkpoints import run_checkpoint
 
@@ -174,13 +191,14 @@ async def _checkpoint_verify(context: Context, args: protocol.VerifyArgs) -> pro
 
 
 COMMANDS: dict[str, Runnable] = {
-    "checkpoint": Command(protocol.CheckpointArgs, _checkpoint),
-    "checkpoint-verify": Command(protocol.VerifyArgs, _checkpoint_verify),
+    "checkpoint": Command(protocol.CheckpointArgs, _checkpoint, writes=lambda args: False),
+    "checkpoint-verify": Command(protocol.VerifyArgs, _checkpoint_verify, writes=lambda args: False),
     "pack": Command(protocol.PackArgs, _pack, probes=True),
     "gc": Command(protocol.GcArgs, _gc),
-    "fsck": Command(protocol.FsckArgs, _fsck),
+    "fsck": Command(protocol.FsckArgs, _fsck, writes=lambda args: args.repair),
     "snapshot": Command(protocol.SnapshotArgs, _snapshot),
     "ingest": Command(protocol.IngestArgs, _ingest),
+    "upgrade": Command(protocol.UpgradeArgs, _upgrade, probes=True),
 }
 
 
@@ -227,7 +245,7 @@ async def run_command(request: protocol.Request, answers: Answers, rng: random.R
             answers.say(protocol.Note(f"{path} is in the lake {config.source}"))
     store = await trio.to_thread.run_sync(open_store, config)
     try:
-        client = await _connect(store, config, request.uploads_max, rng, probes=command.probes)
+        client = await _connect(store, request, config, rng, command)
         context = Context(
             client=client,
             store=config,
@@ -235,6 +253,7 @@ async def run_command(request: protocol.Request, answers: Answers, rng: random.R
             report=answers.report,
             note=lambda text: answers.say(protocol.Note(text)),
             rng=rng,
+            change_record=partial(change_record, store),
             uploads_max=request.uploads_max,
         )
         return await command.start(context, request.args)
@@ -243,17 +262,22 @@ async def run_command(request: protocol.Request, answers: Answers, rng: random.R
 
 
 async def _connect(
-    store: ObjectStore, config: StoreConfig, uploads_max: int, rng: random.Random, *, probes: bool
+    store: ObjectStore, request: protocol.Request, config: StoreConfig, rng: random.Random, command: Runnable
 ) -> StoreClient:
-    capabilities = await trio.to_thread.run_sync(lambda: probe(store, rng, read_only=not probes))
+    open_it = partial(open_record, store, config, rng, may_write=command.probes)
+    opened = await trio.to_thread.run_sync(open_it)
+    if opened.unknown and command.changes(request.args):
+        named = ", ".join(opened.unknown)
+        raise ConfigError(f"this lake has {named}, which lakefs-fuse {__version__} cannot write: install a newer one")
     return StoreClient(
         store,
-        capabilities,
+        opened.capabilities,
         Metrics().store,
         retry_timeout_s=config.retry_timeout_s,
         requests_max=config.requests_max,
-        uploads_max=uploads_max,
+        uploads_max=request.uploads_max,
         rng=rng,
+        commit_format=opened.commit_format,
     )
 
 

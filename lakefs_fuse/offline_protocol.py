@@ -77,6 +77,10 @@ class FsckArgs(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str | None = None
 
 
+class UpgradeArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `upgrade`, which has none."""
+
+
 class CheckpointArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Of `checkpoint`, without a mount. ``action`` is ``ls`` or ``latest``; ``url`` what the user called the place."""
 

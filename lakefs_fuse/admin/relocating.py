@@ -80,7 +80,7 @@ class RelocationBuilder:
         if not self.operations:
             return
         record = self.record(lake, await lake.take_time())
-        raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record)))
+        raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record, lake.client.commit_format)))
         await lake.client.put(lake.key_of(record.time), raw)
         await lake.refresh()
 
@@ -176,7 +176,7 @@ class Relocator:
             return
         operations = _relocations(pack.moved, THIS, RelocationBuilder())
         record = operations.record(lake, time_ns)
-        size = await trio.to_thread.run_sync(lambda: pack.builder.finish(encode(record)))
+        size = await trio.to_thread.run_sync(lambda: pack.builder.finish(encode(record, lake.client.commit_format)))
         key = lake.key_of(time_ns)
         began = trio.current_time()
         meta = await lake.client.put(key, FileSlice(pack.file.fileno(), 0, size))
@@ -193,7 +193,9 @@ class Relocator:
         target = builder.index(ref)
         time_ns = await self._lake.take_time()
         record = _relocations(await self._unchanged(pack.moved), target, builder).record(self._lake, time_ns)
-        raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record)))
+        raw = await trio.to_thread.run_sync(
+            lambda: build((), lambda _: encode(record, self._lake.client.commit_format))
+        )
         await self._lake.client.put(self._lake.key_of(time_ns), raw)
 
     async def _unchanged(self, moved: list[tuple[Moving, int]]) -> list[tuple[Moving, int]]:

@@ -25,7 +25,19 @@ from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.catalog.record import COMMITS, THIS, TIME_NS_MAX, UNSET, WRITER, Put, Record, Relocate, SetAttr, decode
+from lakefs_fuse.catalog.record import (
+    COMMITS,
+    THIS,
+    TIME_NS_MAX,
+    UNSET,
+    WRITER,
+    Put,
+    Record,
+    Relocate,
+    SetAttr,
+    decode,
+    newest_read,
+)
 from lakefs_fuse.errors import DamagedCommit
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
@@ -310,9 +322,20 @@ async def fetch_record(client: StoreClient, meta: ObjectMeta, tail_bytes: int = 
         return read() if len(raw) < THREAD_BYTES_MIN else await trio.to_thread.run_sync(read)
 
     try:
-        return await fetch_undamaged(fetch)
+        record = await fetch_undamaged(fetch)
     except DamagedCommit as error:
         raise DamagedCommit(f"{meta.key}: {error}") from error
+    client.commit_format = max(client.commit_format, record.format)
+    return record
+
+
+async def fetch_newest_read(client: StoreClient, meta: ObjectMeta) -> int:
+    """The newest format of records that the writer of a commit reads. Raises DamagedCommit, StoreError kinds."""
+
+    async def fetch() -> int:
+        return newest_read((await _fetch_raw(client, meta, TAIL_BYTES))[1])
+
+    return await fetch_undamaged(fetch)
 
 
 async def fetch_undamaged(fetch: Callable[[], Awaitable[T]]) -> T:

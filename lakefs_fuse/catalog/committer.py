@@ -355,7 +355,7 @@ class Committer:
 
         def make_record(offsets: Sequence[int]) -> bytes:
             records.append(merged(changes, self.writer, time, offsets))
-            return encode(records[0])
+            return encode(records[0], self._client.commit_format)
 
         if sum(member.size for member in members) < THREAD_BYTES_MIN:
             body = build(members, make_record)
@@ -439,7 +439,7 @@ class Committer:
         time = self._clock.now()
         again = replace(record, time=time, objects=objects, operations=operations)
         key = commit_key(time, self.writer)
-        meta = await self._client.put(key, build([], lambda _: encode(again)))
+        meta = await self._client.put(key, build([], lambda _: encode(again, self._client.commit_format)))
         self._applier.apply(again, ObjectRef(key, meta.etag, meta.size), own=True)
 
     def _settle(

@@ -170,7 +170,7 @@ class Ingest:
             # Not a moment earlier: mounts look for new commits among those of the last minutes.
             time = self._clock.now()
             record = Record(writer=self._writer, time=time, objects=pack.objects, operations=pack.operations)
-            await trio.to_thread.run_sync(self._packer.seal, pack, record)
+            await trio.to_thread.run_sync(self._packer.seal, pack, record, self._client.commit_format)
         except BaseException:
             pack.file.close()
             raise
@@ -198,7 +198,9 @@ class Ingest:
         operations = [_pointing(operation, len(objects) - 1) for operation in pack.operations]
         time = self._clock.now()
         record = Record(writer=self._writer, time=time, objects=objects, operations=operations)
-        raw = await trio.to_thread.run_sync(lambda: build((), lambda offsets: encode(record)))
+        raw = await trio.to_thread.run_sync(
+            lambda: build((), lambda offsets: encode(record, self._client.commit_format))
+        )
         await self._client.put(commit_key(time, self._writer), raw)
 
     # -- plain objects

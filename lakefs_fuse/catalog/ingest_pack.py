@@ -210,9 +210,9 @@ class Packer:
             if step is not None:
                 return step
 
-    def seal(self, pack: Pack, record: Record) -> None:
+    def seal(self, pack: Pack, record: Record, commit_format: int) -> None:
         """Write the end of the archive. Raises LakeError."""
-        pack.size = pack.builder.finish(encode(record))
+        pack.size = pack.builder.finish(encode(record, commit_format))
 
     # -- trio thread, while no `fill` runs
 

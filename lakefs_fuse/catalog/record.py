@@ -16,8 +16,10 @@ from typing import TypeAlias
 import msgspec
 
 from lakefs_fuse.errors import DamagedCommit
+from lakefs_fuse.store.protocol import Buffer
 
-FORMAT = 1
+FORMATS = (1, 2)
+"""Records that this program reads. They differ in the number only, which programs older than the lake record refuse."""
 SIZE_MAX = 1 << 60
 OPERATIONS_MAX = 20_000_000
 KEY_BYTES_MAX = 1024
@@ -148,7 +150,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """``time`` as in the commit's name. ``moves`` are pairs of paths that a rename moved: the operations say all that
     changed, the pairs only say that a directory or file kept its identity (an exchange has two pairs)."""
 
-    format: int = FORMAT
+    format: int = 1
     writer: str
     time: int
     objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
@@ -156,8 +158,30 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     operations: list[Operation] = []
 
 
-def encode(record: Record) -> bytes:
-    return msgspec.msgpack.encode(record)
+class _Written(Record, frozen=True, kw_only=True):
+    """A record as it is stored: with the newest format that its writer's program reads."""
+
+    reads: int = FORMATS[-1]
+
+
+class _Reads(msgspec.Struct):
+    """Records without it are of programs older than the lake record."""
+
+    reads: int = 1
+
+
+def encode(record: Record, format: int = 1) -> bytes:
+    """``format`` is that of the lake, as `StoreClient` knows it."""
+    fields = msgspec.structs.asdict(record)
+    return msgspec.msgpack.encode(_Written(**{**fields, "format": max(record.format, format)}))
+
+
+def newest_read(raw: Buffer) -> int:
+    """The newest format that the program reads which wrote this record. Raises DamagedCommit."""
+    try:
+        return msgspec.msgpack.decode(raw, type=_Reads).reads
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedCommit(f"not a change record: {str(error)[:200]}") from error
 
 
 def decode(raw: bytes) -> Record:
@@ -167,7 +191,7 @@ def decode(raw: bytes) -> Record:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _check_format(raw)
         raise DamagedCommit(f"not a change record: {str(error)[:200]}") from error
-    if record.format != FORMAT:
+    if record.format not in FORMATS:
         raise _other_format(record.format)
     check(record)
     return record
@@ -185,12 +209,12 @@ def _check_format(raw: bytes) -> None:
         found = msgspec.msgpack.decode(raw, type=_Format).format
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return
-    if found != FORMAT:
+    if found not in FORMATS:
         raise _other_format(found)
 
 
 def _other_format(found: int) -> DamagedCommit:
-    return DamagedCommit(f"change record of format {found}: this program reads format {FORMAT}")
+    return DamagedCommit(f"change record of format {found}: this program reads up to {FORMATS[-1]}")
 
 
 def check(record: Record) -> None:

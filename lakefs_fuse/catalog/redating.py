@@ -188,7 +188,7 @@ class Redater:
         time = self._clock.now()
         if changes:
             record = merged(changes, self._writer, time)
-            raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record)))
+            raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record, self._client.commit_format)))
             await self._client.put(commit_key(time, self._writer), raw)
         for original, operations in waiting:
             repeated(original, operations, time)

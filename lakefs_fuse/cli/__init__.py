@@ -33,6 +33,7 @@ MODULES = {
     "stats": "stats",
     "umount": "umount",
     "unpack": "pack",
+    "upgrade": "upgrade",
 }
 """Where each command is, under its own name."""
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
+from msgspec import structs
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import MountError
@@ -80,6 +81,7 @@ def request_unmount() -> None:
 
 async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
     """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError."""
+    config = structs.replace(config, read_only=fs.config.read_only)  # more than was asked for, perhaps
     kernel = Kernel(features_for(config), not config.read_only, background_max(config))
     operations = ImmutableOperations(fs, kernel) if isinstance(fs, ImmutableFilesystem) else Operations(fs, kernel)
     hooks.want(kernel.wanted, kernel.background_max)

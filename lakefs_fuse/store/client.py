@@ -70,11 +70,14 @@ class StoreClient:
         requests_max: int = 32,
         uploads_max: int = 4,
         rng: random.Random,
+        commit_format: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``clock`` answers seconds, in any thread."""
         self._store = store
         self.capabilities = capabilities
+        self.commit_format = commit_format
+        """In which commits are written: as the lake record said, or a commit that was read since."""
         self.metrics = metrics
         self._retry_timeout_s = retry_timeout_s
         self._rng = rng

@@ -4,8 +4,8 @@ Everything is written under ``.lakefs/probe-<random>/`` and removed again, wheth
 by the names that were used and by listing, uploads by aborting. A crash in mid-probe leaves a few small
 objects there, which no mount shows.
 
-Blocking: about 60 requests, each tried a few times. Called before anything is served, by mounts once a day (see
-`remembering`).
+Blocking: about 80 requests, each tried a few times. Called before anything is served, once for each lake and store (see
+`lake_record`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lakefs_fuse.errors import (
     Unsupported,
 )
 from lakefs_fuse.store.patience import patiently
-from lakefs_fuse.store.probeable import Adaptable, Observable, Summing
+from lakefs_fuse.store.probeable import Adaptable, Conditional, Observable, Summing
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectStore, PartRef
 
 T = TypeVar("T")
@@ -82,7 +82,9 @@ def probe(
     refused = finding.characters_refused
     if refused:
         notes.append(f"keys with any of {refused!r} are refused: the store would change them")
-    capabilities = Capabilities(name=str(name), **found, characters_refused=refused, notes=tuple(notes))
+    capabilities = Capabilities(
+        name=str(name), **found, characters_refused=refused, page_keys_max=finding.page_keys_max, notes=tuple(notes)
+    )
     if isinstance(store, Adaptable):
         store.adapt(capabilities)
     return capabilities
@@ -102,6 +104,7 @@ class _Probe:
         self._uploads: list[tuple[str, str]] = []
         self.characters_refused = ""
         self._complete_etag = True
+        self.page_keys_max = 1000
         self.seen: set[str] = set()
         """Capabilities that were found out, not assumed."""
 
@@ -146,6 +149,9 @@ class _Probe:
         found["lists_markers"] = self._lists_markers()
         found |= self._uploading(key)
         found["complete_if_absent"] = self._completes_conditionally(self._base + "upload")
+        found |= self._changing(key)
+        found["delete_many"] = self._deletes_many()
+        found["dates"] = self._tells_time()
         self._find_refused_characters()
         self.seen |= found.keys() - {"md5_etags", "checks_crc32"}
         if isinstance(self._store, Observable):
@@ -178,6 +184,52 @@ class _Probe:
         except Unsupported:
             return False
         return False
+
+    def _changing(self, key: str) -> dict[str, bool]:
+        """Which changes honour If-Match: each is tried with an ETag that the object does not have."""
+        found = {"put_if_match": False, "complete_if_match": False, "delete_if_match": False}
+        store, other = self._store, "0" * 32
+        if not isinstance(store, Conditional):
+            return found
+        found["put_if_match"] = self._refuses(lambda: store.replace(key, BODY, other))
+        upload_id = self._begin_upload(key)
+        part = self._part(key, upload_id, 1, BODY)
+        found["complete_if_match"] = self._refuses(lambda: store.complete_if_match(key, upload_id, [part], other))
+        found["delete_if_match"] = self._refuses(lambda: store.delete_if_match(key, other))
+        self.page_keys_max = self._ask(store.page_keys_max)
+        return found
+
+    def _refuses(self, call: Callable[[], object]) -> bool:
+        try:
+            self._ask(call)
+        except PreconditionFailed:
+            return True
+        except AccessDenied:
+            raise
+        except StoreError:
+            return False
+        return False
+
+    def _deletes_many(self) -> bool:
+        """Some policies allow DeleteObject and refuse DeleteObjects."""
+        key = self._base + "deleted"
+        self._put(key, BODY, None)
+        try:
+            if self._ask(lambda: self._store.delete_many([key])):
+                return False
+            self._ask(lambda: self._store.head(key))
+        except NotFound:
+            return True
+        except StoreError:
+            return False
+        return False
+
+    def _tells_time(self) -> bool:
+        try:
+            self._ask(self._store.time_ns)
+        except Unsupported:
+            return False
+        return True
 
     def _completes_conditionally(self, key: str) -> bool:
         """Whether an upload over an existing object is refused. Some servers ignore the condition and say nothing."""

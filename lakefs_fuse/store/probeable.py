@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.store.protocol import Capabilities, ObjectMeta, PartRef
 
 
 @runtime_checkable
@@ -16,6 +17,29 @@ class Observable(Protocol):
 
     def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
         """HTTP status and body length of a ranged GET."""
+
+
+@runtime_checkable
+class Introducing(Protocol):
+    """A store whose server says its name."""
+
+    @property
+    def server(self) -> str:
+        """As in the last answer (``Server``); empty where it says none."""
+
+
+@runtime_checkable
+class Conditional(Protocol):
+    """A store whose server may honour conditions on changing an object. Each raises PreconditionFailed where the object
+    is another version and the server looked."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+    def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta: ...
+    def complete_if_match(self, key: str, upload_id: str, parts: Sequence[PartRef], etag: str) -> None: ...
+    def delete_if_match(self, key: str, etag: str) -> None: ...
+    def page_keys_max(self) -> int:
+        """Most keys that a page of a listing has."""
 
 
 class Sender(Protocol):

@@ -116,6 +116,15 @@ class Capabilities:
     put_if_absent: bool = True
     complete_if_absent: bool = True
     """Completing an upload honours ``If-None-Match: *``; else the store client asks for the key before and after."""
+    put_if_match: bool = False
+    complete_if_match: bool = False
+    delete_if_match: bool = False
+    """PUT, completion and DELETE honour ``If-Match``. False by default, as trust has to be earned."""
+    delete_many: bool = True
+    """DeleteObjects deletes; else keys are deleted one by one."""
+    page_keys_max: int = 1000
+    dates: bool = True
+    """Answers say when they were made (``Date``)."""
     multipart: bool = True
     part_copy: bool = True
     parts_replaceable: bool = True

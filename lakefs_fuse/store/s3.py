@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import partial
+from typing import Any
 
 from botocore import exceptions as boto
 
@@ -63,6 +64,8 @@ class S3Store:
         self.sender = S3Sender(self._call, encrypted=access.encrypted)
         """Public for the probe, which tries what it can do."""
         self.capabilities = Capabilities(name="s3", partial_status=False, md5_etags=False)
+        self.server = ""
+        """What the server called itself in its last answer to boto3."""
 
     @property
     def name(self) -> str:
@@ -176,6 +179,28 @@ class S3Store:
         answer = self.sender.send("put_object", what, key, body, parameters, visible=True)
         etag = _etag(answer)
         return ObjectMeta(key, size, etag, time.time_ns(), dict(metadata or {})) if etag else self.head(key)
+
+    def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta:
+        """See `Conditional`; small bodies."""
+        parameters: dict[str, object] = {"IfMatch": f'"{etag}"'}
+        answer = self.sender.send("put_object", f"replace {key!r}", key, body, parameters, visible=True)
+        return ObjectMeta(key, len(body), _etag(answer), time.time_ns(), {})
+
+    def delete_if_match(self, key: str, etag: str) -> None:
+        """See `Conditional`."""
+        self._call("delete_object", f"delete {key!r}", key, IfMatch=f'"{etag}"')
+
+    def complete_if_match(self, key: str, upload_id: str, parts: Sequence[PartRef], etag: str) -> None:
+        """See `Conditional`."""
+        listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
+        about: dict[str, object] = {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
+        self._call("complete_multipart_upload", f"complete {key!r}", key, IfMatch=f'"{etag}"', **about)
+
+    def page_keys_max(self) -> int:
+        """See `Conditional`."""
+        asked = 1000
+        answer = self._call("list_objects_v2", "list", None, Prefix=f"{self._prefix}.lakefs/", MaxKeys=asked)
+        return min(asked, int(answer.get("MaxKeys") or asked))
 
     def delete(self, key: str) -> None:
         """See `ObjectStore.delete`."""
@@ -346,8 +371,14 @@ class S3Store:
         try:
             answer: Answer = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
         except (boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
+            if isinstance(error, boto.ClientError):
+                self._learn_server(error.response)
             raise from_boto(what, error) from error
+        self._learn_server(answer)
         return answer
+
+    def _learn_server(self, answer: Mapping[str, Any]) -> None:
+        self.server = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", ""))
 
     def _source(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + key}

@@ -129,7 +129,7 @@ def test_relocated_only_where_it_is_still_that_version(files: Reader) -> None:
 
 def test_the_numbers_in_the_text_are_those_of_the_code() -> None:
     said = " ".join(TEXT.split())
-    assert rec.FORMAT == 1
+    assert rec.FORMATS == (1, 2)
     assert f"at most `{rec.TIME_NS_MAX:016x}`" in said
     assert archive.RECORD_BYTES_MAX == 1 << 30
     assert "| record | 1 GiB, 20,000,000 operations |" in said

@@ -28,6 +28,7 @@ from lakefs_fuse.catalog.record import (
     check,
     decode,
     encode,
+    newest_read,
 )
 from lakefs_fuse.errors import DamagedCommit
 from tests.catalog.records import TIME, WRITER, put, record_of, valid_records
@@ -213,12 +214,26 @@ def test_writers(writer: str) -> None:
 
 def test_another_format_is_named_whatever_else_it_holds() -> None:
     for raw in (
-        msgspec.msgpack.encode({"format": 2}),
-        msgspec.msgpack.encode({"format": 2, "writer": 7, "operations": {"all": "new"}}),
-        encode(msgspec.structs.replace(record_of(Remove("a")), format=2)),
+        msgspec.msgpack.encode({"format": 3}),
+        msgspec.msgpack.encode({"format": 3, "writer": 7, "operations": {"all": "new"}}),
+        encode(msgspec.structs.replace(record_of(Remove("a")), format=3)),
     ):
-        with pytest.raises(DamagedCommit, match="format 2"):
+        with pytest.raises(DamagedCommit, match="format 3"):
             decode(raw)
+
+
+def test_encode_record_of_format_2_says_so_and_is_read() -> None:
+    record = record_of(Remove("a"))
+    assert decode(encode(record, 2)) == msgspec.structs.replace(record, format=2)
+    assert decode(encode(record)) == record
+
+
+def test_newest_read_of_a_record_tells_older_programs() -> None:
+    record = record_of(Remove("a"))
+    assert newest_read(encode(record)) == newest_read(encode(record, 2)) == 2
+    assert newest_read(msgspec.msgpack.encode(record)) == 1, "as it was written before there were lake records"
+    with pytest.raises(DamagedCommit):
+        newest_read(b"no record")
 
 
 def test_a_new_kind_of_operation_is_refused_and_new_fields_are_ignored() -> None:

@@ -44,7 +44,7 @@ PART_BYTES = 16 * MIB
 STOP_TIMEOUT_S = 30.0
 START_HEADS, START_LISTS = 1, 2
 """What every mount asks when it begins: what time it is there; which indexes and which commits there are."""
-FINDINGS = "store.json"
+RECORD = ".lakefs/lake"
 CLI = [sys.executable, "-P", "-m", "lakefs_fuse"]
 
 Stats = dict[str, object]
@@ -95,7 +95,7 @@ class Outside(Protocol):
     """What the lake's keys begin with in the bucket."""
 
     def objects(self) -> dict[str, int]:
-        """Keys and sizes, directory markers included."""
+        """Keys and sizes, directory markers included, but for the lake record."""
 
     def versions(self) -> dict[str, tuple[str, int]]:
         """Keys with their ETags and LastModified (ns since 1970), as a listing tells them."""
@@ -160,25 +160,25 @@ class Directory:
 class Bucket:
     """A lake in a bucket, seen with boto3. What the first mount found out about its server holds for others of it."""
 
-    findings: ClassVar[dict[str, str]] = {}
-    """By the server's URL."""
+    findings: ClassVar[dict[str, bytes]] = {}
+    """Lake records by the server's URL."""
 
     def __init__(self, server: Server, bucket: str, prefix: str) -> None:
         self.bucket, self.source_prefix = bucket, prefix
         self.client = s3_client(server)
         self.url = server.url
 
-    def tell_findings(self, cache_dir: Path) -> None:
-        """As if this lake had been mounted with this cache directory before; not where it was."""
+    def tell_findings(self) -> None:
+        """As if the lake had been mounted before; not where it was."""
         known = self.findings.get(self.url)
-        if known is not None and not cache_dir.exists():
-            cache_dir.mkdir(mode=0o700)
-            (cache_dir / FINDINGS).write_text(known.replace("SOURCE", f"{self.source}/"))
+        if known is None:
+            return
+        with contextlib.suppress(self.client.exceptions.ClientError):
+            self.client.put_object(Bucket=self.bucket, Key=self.source_prefix + RECORD, Body=known, IfNoneMatch="*")
 
-    def learn_findings(self, cache_dir: Path) -> None:
-        with contextlib.suppress(OSError):
-            found = (cache_dir / FINDINGS).read_text()
-            self.findings.setdefault(self.url, found.replace(f"{self.source}/", "SOURCE"))
+    def learn_findings(self) -> None:
+        with contextlib.suppress(self.client.exceptions.ClientError):
+            self.findings.setdefault(self.url, self.read(RECORD))
 
     @property
     def source(self) -> str:
@@ -187,7 +187,9 @@ class Bucket:
     def objects(self) -> dict[str, int]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.source_prefix)
         found = [item for page in pages for item in page.get("Contents", ())]
-        return {item["Key"][len(self.source_prefix) :]: item["Size"] for item in found}
+        keys = {item["Key"][len(self.source_prefix) :]: item["Size"] for item in found}
+        keys.pop(RECORD, None)
+        return keys
 
     def versions(self) -> dict[str, tuple[str, int]]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self.source_prefix)
@@ -198,6 +200,7 @@ class Bucket:
             )
             for page in pages
             for item in page.get("Contents", ())
+            if item["Key"] != self.source_prefix + RECORD
         }
 
     def read(self, key: str) -> bytes:
@@ -271,11 +274,11 @@ class Lake:
     def mount(self, *options: str) -> Lake:
         server = self.outside if isinstance(self.outside, Bucket) and self.command is CLI else None
         if server is not None:
-            server.tell_findings(self.cache_dir)
+            server.tell_findings()
         done = self.try_mount(*options)
         assert done.returncode == 0, f"{done.stderr}\n{self.log()}"
         if server is not None:
-            server.learn_findings(self.cache_dir)
+            server.learn_findings()
         self.pid = self.number("daemon.pid")
         return self
 

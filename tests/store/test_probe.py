@@ -38,7 +38,18 @@ CANNOT = {
 }
 REFUSED = {"seaweedfs": "\\", "moto": "\n"}
 REQUESTS_MAX = 50
-FLAGS = {name for name in Capabilities.__slots__ if name not in ("name", "notes", "characters_refused")}
+FLAGS = {
+    name
+    for name in Capabilities.__slots__
+    if name not in ("name", "notes", "characters_refused", "page_keys_max") and not name.endswith("if_match")
+} | {"get_if_match", "copy_if_match"}
+CHANGES = {
+    "local": set[str](),
+    "seaweedfs": {"put_if_match", "complete_if_match", "delete_if_match"},
+    "moto": {"put_if_match", "delete_if_match"},
+    "rclone": set[str](),
+}
+"""Which changes honour If-Match."""
 
 
 def no_sleep(seconds: float) -> None:
@@ -63,6 +74,8 @@ def test_each_store_is_seen_for_what_it_is(
     try:
         found = probe(store, random.Random(1))
         assert {flag for flag in FLAGS if not getattr(found, flag)} == CANNOT[name]
+        honoured = {flag for flag in Capabilities.__slots__ if flag.endswith("if_match") and getattr(found, flag)}
+        assert honoured - {"get_if_match", "copy_if_match"} == CHANGES[name]
         assert found.characters_refused == REFUSED.get(name, "")
         shown = CANNOT[name] - ({"md5_etags", "checks_crc32"} if name == "local" else set())
         assert len(found.notes) == len(shown) + (name in REFUSED)
@@ -128,7 +141,7 @@ def test_it_does_not_take_many_requests() -> None:
     store = DeletingTogether()
     probe(store, random.Random(1))
     assert store.objects == {}
-    assert (store.together, store.count("delete")) == (1, 0)
+    assert (store.together, store.count("delete")) == (2, 0)
     assert len(store.requests) <= REQUESTS_MAX
 
 

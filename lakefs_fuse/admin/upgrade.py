@@ -1,0 +1,95 @@
+"""Switching format features on for a lake, all that this program knows.
+
+Programs that do not know a feature must not write the lake any more. Those that look at the lake record see it; older
+ones do not, so nothing is switched on while one of them has committed in the last `WRITERS_S`. What cannot be seen is a
+mount of an old program that is idle: `docs/operations.md` says what it does then.
+
+One change of the lake record, made or not made: a crash leaves nothing. A task of a trio loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+from msgspec.structs import replace
+
+from lakefs_fuse import offline_protocol as protocol
+from lakefs_fuse.admin.commands import Work
+from lakefs_fuse.admin.headless import NS
+from lakefs_fuse.catalog.archive import fetch_newest_read, parse_commit_key
+from lakefs_fuse.catalog.record import COMMITS, FORMATS
+from lakefs_fuse.errors import LakeError, NotFound, Unsupported
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.lake_record import FORMAT_2, LakeRecord
+from lakefs_fuse.store.protocol import ObjectMeta
+
+WRITERS_S = 3600
+"""A mount that wrote is taken to be there for so long."""
+
+Change = Callable[[LakeRecord | None], LakeRecord]
+
+
+async def run_upgrade(
+    work: Work, args: protocol.UpgradeArgs, change_record: Callable[[Change], LakeRecord]
+) -> protocol.Finished:
+    """Raises LakeError where an older program writes, or the record cannot be changed."""
+    before: list[LakeRecord | None] = []
+    await _refuse_old_writers(work)
+
+    def change(record: LakeRecord | None) -> LakeRecord:
+        before.append(record)
+        if record is None:
+            raise LakeError("the lake has no record and none could be written: see the permissions for .lakefs/lake")
+        if FORMAT_2 in record.features_to_read:
+            return record
+        return replace(record, features_to_read=(*record.features_to_read, FORMAT_2))
+
+    record = await trio.to_thread.run_sync(change_record, change)
+    had = before[-1]
+    new = sorted(set(record.features_to_read) - set(had.features_to_read if had is not None else ()))
+    text = f"switched on: {', '.join(new)}" if new else "nothing to do: the lake has every feature of this program"
+    summary: dict[str, object] = {
+        "id": record.id,
+        "switched_on": new,
+        "features_to_read": list(record.features_to_read),
+        "features_to_write": list(record.features_to_write),
+    }
+    return protocol.Finished(summary=summary, text=text)
+
+
+async def _refuse_old_writers(work: Work) -> None:
+    now_ns = await _now_ns(work)
+    for time, meta in (await _writers(work.client, now_ns - WRITERS_S * NS)).values():
+        try:
+            newest = await fetch_newest_read(work.client, meta)
+        except NotFound:
+            continue  # collected meanwhile
+        if newest < FORMATS[-1]:
+            minutes = max(0, now_ns - time) // (60 * NS)
+            raise LakeError(
+                f"an older program wrote to this lake {minutes} minutes ago ({meta.key}): unmount it wherever it "
+                "runs, or mount with this version, and upgrade an hour after its last commit"
+            )
+
+
+async def _now_ns(work: Work) -> int:
+    try:
+        return await work.client.time_ns()
+    except Unsupported:
+        return work.clock_ns()
+
+
+async def _writers(client: StoreClient, since_ns: int) -> dict[str, tuple[int, ObjectMeta]]:
+    """Who committed since then, each with its last commit: all commits of a daemon are of one program."""
+    found: dict[str, tuple[int, ObjectMeta]] = {}
+    token: str | None = None
+    while True:
+        page = await client.list_page(COMMITS, start_after=f"{COMMITS}{since_ns:016x}", token=token)
+        for meta in page.objects:
+            named = parse_commit_key(meta.key)
+            if named is not None and (named[1] not in found or named[0] > found[named[1]][0]):
+                found[named[1]] = named[0], meta
+        token = page.next_token
+        if token is None:
+            return found

@@ -1,0 +1,222 @@
+"""The lake record `.lakefs/lake`: what a lake is, and what its store can do. One small JSON object.
+
+What always holds:
+
+* its id never changes, and features are only added, by `upgrade`; a mount that does not know one does not read, or does
+  not write, the lake;
+* nobody who may not write (``--read-only``, unknown features) writes it, or probes by writing;
+* a change is made to the version that was read: with ``If-Match`` where the store has it, else after another GET, so
+  that two changes within milliseconds may lose one. A finding that is lost is found again.
+
+What a store can do counts for `KEPT_NS`, for one endpoint, one name that the server gives itself (``Server``) and one
+set of questions (`PROBE`); then the store is probed again. Blocking; called before anything is served. A crash leaves
+the record as it was, or as it was to be.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from msgspec.structs import replace
+
+from lakefs_fuse import __version__
+from lakefs_fuse.config import RESERVED_NAME, StoreConfig
+from lakefs_fuse.errors import ConfigError, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.store.patience import patiently
+from lakefs_fuse.store.probe import probe
+from lakefs_fuse.store.probeable import Adaptable, Conditional, Introducing
+from lakefs_fuse.store.protocol import Capabilities, ObjectStore
+
+KEY = f"{RESERVED_NAME}/lake"
+FORMAT = 1
+"""Of the record itself."""
+FORMAT_2 = "commit-format-2"
+"""Commits say that their format is 2, which programs refuse that do not look at the lake record."""
+FEATURES = frozenset({FORMAT_2})
+"""What this program knows."""
+RECORD_BYTES_MAX = 256 << 10
+PROBE = 1
+"""Number of the set of questions that `probe` asks: one more with each change of `Capabilities` or their meaning."""
+KEPT_NS = 30 * 24 * 3600 * 1_000_000_000
+"""Servers are upgraded; those that say their version in ``Server`` are probed again at once."""
+FINDINGS_MAX = 16
+"""Endpoints and servers of one lake; the oldest finding goes."""
+TRIES_MAX = 5
+log = logging.getLogger(__name__)
+
+Sleep = Callable[[float], None]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """What a store was found to do. ``endpoint`` is empty for AWS and directories."""
+
+    endpoint: str
+    server: str
+    probe: int
+    found_ns: int
+    expires_ns: int
+    capabilities: Capabilities
+
+    def is_about(self, other: Finding) -> bool:
+        return (self.endpoint, self.server, self.probe) == (other.endpoint, other.server, other.probe)
+
+
+class LakeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The object. ``features_to_write`` are to be known by who changes the lake, ``features_to_read`` by everybody."""
+
+    format: int = FORMAT
+    id: str
+    features_to_read: tuple[str, ...] = ()
+    features_to_write: tuple[str, ...] = ()
+    stores: tuple[Finding, ...] = ()
+
+    def with_finding(self, finding: Finding) -> LakeRecord:
+        """In place of an older one about the same."""
+        kept = [each for each in self.stores if not each.is_about(finding)]
+        newest = sorted([*kept, finding], key=lambda each: each.found_ns)[-FINDINGS_MAX:]
+        return replace(self, stores=tuple(newest))
+
+    @property
+    def commit_format(self) -> int:
+        """In which commits are to be written."""
+        return 2 if FORMAT_2 in self.features_to_read else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A lake as its record describes it, if it has one."""
+
+    record: LakeRecord | None
+    finding: Finding
+    unknown: tuple[str, ...] = ()
+    """Features without which it cannot be written."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.finding.capabilities
+
+    @property
+    def commit_format(self) -> int:
+        return self.record.commit_format if self.record is not None else 1
+
+
+def open_record(
+    store: ObjectStore,
+    config: StoreConfig,
+    rng: random.Random,
+    *,
+    may_write: bool,
+    clock_ns: Callable[[], int] = time.time_ns,
+    sleep: Sleep = time.sleep,
+) -> Opened:
+    """One GET where the record is there and fresh; else the store is probed, and what was found goes into the record.
+
+    Adapts the store. Raises ConfigError where the lake cannot be read by this program or the record is damaged, and as
+    `probe.probe` does.
+    """
+    record, _ = read_record(store, sleep)
+    unknown = check_features(record) if record is not None else ()
+    may_write = may_write and not unknown
+    now = clock_ns()
+    known = None if record is None else _fresh(record, _finding(store, config, now, Capabilities(name="")), may_write)
+    if known is not None:
+        if isinstance(store, Adaptable):
+            store.adapt(known.capabilities)
+        return Opened(record, known, unknown)
+    finding = _finding(store, config, now, probe(store, rng, read_only=not may_write, sleep=sleep))
+    if not may_write:
+        return Opened(record, finding, unknown)
+    try:
+        record = change_record(store, lambda old: (old or _new(rng)).with_finding(finding), sleep)
+    except ConfigError:
+        raise
+    except LakeError as error:
+        log.warning("what the store can do could not be noted in %s, and will be found out again: %s", KEY, error)
+    return Opened(record, finding)
+
+
+def read_record(store: ObjectStore, sleep: Sleep) -> tuple[LakeRecord | None, str]:
+    """The record and its ETag, or None. Raises ConfigError for one that is damaged or of another format."""
+    try:
+        fetched = patiently(lambda: store.get(KEY, 0, RECORD_BYTES_MAX), sleep)
+    except NotFound:
+        return None, ""
+    try:
+        record = msgspec.json.decode(bytes(fetched.data), type=LakeRecord)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{KEY}, which says what this lake is, is damaged ({error}): bring it back") from error
+    if record.format != FORMAT:
+        raise ConfigError(
+            f"{KEY} is of format {record.format}, and lakefs-fuse {__version__} knows {FORMAT}: install a newer one"
+        )
+    return record, fetched.meta.etag
+
+
+def check_features(record: LakeRecord) -> tuple[str, ...]:
+    """Features that keep this program from writing the lake. Raises ConfigError where it must not even read it."""
+    unknown = sorted(set(record.features_to_read) - FEATURES)
+    if unknown:
+        raise ConfigError(
+            f"this lake has {', '.join(unknown)}, which lakefs-fuse {__version__} cannot read: install a newer one"
+        )
+    return tuple(sorted(set(record.features_to_write) - FEATURES))
+
+
+def change_record(
+    store: ObjectStore, change: Callable[[LakeRecord | None], LakeRecord], sleep: Sleep = time.sleep
+) -> LakeRecord:
+    """Read it, change it, write it; again where somebody else did meanwhile. The store is adapted. Raises LakeError."""
+    failure: LakeError = LakeError("")
+    for _ in range(TRIES_MAX):
+        old, etag = read_record(store, sleep)
+        new = change(old)
+        if new == old:
+            return new
+        try:
+            _write(store, new, etag, sleep)
+        except PreconditionFailed as error:
+            failure = error
+        else:
+            return new
+    raise failure
+
+
+def _write(store: ObjectStore, record: LakeRecord, etag: str, sleep: Sleep) -> None:
+    body = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+    if not etag:
+        patiently(lambda: store.put(KEY, body, if_absent=True), sleep)
+    elif isinstance(store, Conditional) and store.capabilities.put_if_match:
+        patiently(lambda: store.replace(KEY, body, etag), sleep)
+    else:
+        if read_record(store, sleep)[1] != etag:
+            raise PreconditionFailed(f"{KEY} was changed by somebody else")
+        patiently(lambda: store.put(KEY, body), sleep)
+
+
+def _new(rng: random.Random) -> LakeRecord:
+    return LakeRecord(id=f"{rng.getrandbits(128):032x}")
+
+
+def _finding(store: ObjectStore, config: StoreConfig, now_ns: int, capabilities: Capabilities) -> Finding:
+    """Made after a request, in whose answer the server says its name."""
+    return Finding(
+        endpoint=config.meant[1],
+        server=store.server if isinstance(store, Introducing) else "",
+        probe=PROBE,
+        found_ns=now_ns,
+        expires_ns=now_ns + KEPT_NS,
+        capabilities=capabilities,
+    )
+
+
+def _fresh(record: LakeRecord, asked: Finding, may_write: bool) -> Finding | None:
+    """What is known of this store. Whoever may not write takes what has expired, too: it is better than nothing."""
+    found = next((each for each in record.stores if each.is_about(asked)), None)
+    if found is None or (may_write and not found.found_ns <= asked.found_ns < found.expires_ns):
+        return None
+    return found

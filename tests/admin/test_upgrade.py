@@ -1,0 +1,97 @@
+"""When a lake may be upgraded, and what that changes."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import msgspec
+import pytest
+
+from lakefs_fuse import offline_protocol as protocol
+from lakefs_fuse.admin.commands import Work
+from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
+from lakefs_fuse.catalog.archive import build, commit_key
+from lakefs_fuse.catalog.record import Mkdir, Record
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.lake_record import FORMAT_2, KEY, LakeRecord, change_record
+from tests.admin.lakes import STORE, give_pack
+from tests.fs.lakes import Clock
+from tests.memory_store import MemoryStore
+
+OLD = "01dc0de0"
+
+
+async def upgrade(store: MemoryStore, clock: Clock) -> protocol.Finished:
+    store.clock = clock
+    client = StoreClient(store, store.capabilities, Metrics().store, retry_timeout_s=0, rng=random.Random(1))
+    work = Work(
+        client=client,
+        store=STORE,
+        path="",
+        progress=lambda progress: None,
+        note=lambda text: None,
+        rng=random.Random(2),
+        clock_ns=clock,
+    )
+    return await run_upgrade(work, protocol.UpgradeArgs(), partial(change_record, store))
+
+
+def lake() -> tuple[MemoryStore, Clock]:
+    store = MemoryStore()
+    store.give(KEY, msgspec.json.encode(LakeRecord(id="1" * 32)))
+    return store, Clock()
+
+
+def give_old_commit(store: MemoryStore, clock: Clock) -> str:
+    """As programs wrote it that are older than the lake record."""
+    time = clock()
+    record = Record(writer=OLD, time=time, operations=[Mkdir("d", 0o755, 0, 0, 0)])
+    key = commit_key(time, OLD)
+    store.give(key, build([], lambda _: msgspec.msgpack.encode(record)))
+    return key
+
+
+def features(store: MemoryStore) -> tuple[str, ...]:
+    return msgspec.json.decode(store.data(KEY), type=LakeRecord).features_to_read
+
+
+async def test_upgrade_old_writer_of_the_last_hour_is_refused() -> None:
+    store, clock = lake()
+    key = give_old_commit(store, clock)
+    give_pack(store, clock, {"new": b"bytes"})
+    clock.advance(WRITERS_S - 60)
+    with pytest.raises(LakeError, match=f"older program wrote .* 59 minutes ago .*{key}"):
+        await upgrade(store, clock)
+    assert features(store) == ()
+    clock.advance(120)
+    done = await upgrade(store, clock)
+    assert done.summary["switched_on"] == [FORMAT_2]
+    assert features(store) == (FORMAT_2,)
+
+
+async def test_upgrade_of_an_upgraded_lake_changes_nothing() -> None:
+    store, clock = lake()
+    give_pack(store, clock, {"new": b"bytes"})
+    await upgrade(store, clock)
+    puts = store.count("put")
+    done = await upgrade(store, clock)
+    assert (done.summary["switched_on"], store.count("put")) == ([], puts)
+
+
+async def test_upgrade_without_a_record_is_refused() -> None:
+    store, clock = lake()
+    store.take(KEY)
+    with pytest.raises(LakeError, match="no record"):
+        await upgrade(store, clock)
+
+
+async def test_upgrade_asks_one_commit_of_each_writer() -> None:
+    store, clock = lake()
+    for number in range(10):
+        clock.advance(1)
+        give_pack(store, clock, {f"{number}": b"bytes"})
+    await upgrade(store, clock)
+    assert sum(request.what == "get" and request.key != KEY for request in store.requests) == 1
