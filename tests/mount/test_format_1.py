@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import trio
 
+from lakefs_fuse import offline_protocol as protocol
+from lakefs_fuse.admin.commands import Work
+from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
+from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.lake_record import FORMAT_2, change_record, open_record
+from lakefs_fuse.store.opening import open_store
+from tests import servers
 from tests.mount import kept
 from tests.mount.lakes import Lake
 from tests.servers import Server
@@ -56,3 +69,49 @@ def test_cache_directory_of_format_1_is_replayed(kept_lake: Lake) -> None:
     assert kept.read_names(kept_lake.path) == kept.expected("replayed.json")
     kept_lake.remount(empty_cache=True)
     assert kept.read_names(kept_lake.path) == kept.expected("replayed.json")
+
+
+class LaterClient(StoreClient):
+    """The fixture's commits may be younger than an hour: two hours from now they are not."""
+
+    async def time_ns(self) -> int:
+        return time.time_ns() + 2 * WRITERS_S * 1_000_000_000
+
+
+def upgrade_later(server: Server, lake: Lake) -> protocol.Finished:
+    """As `lakefs-fuse upgrade` does it."""
+    config = StoreConfig(source=Source.parse(lake.source), endpoint_url=server.url, region=servers.REGION)
+    store, rng = open_store(config), random.Random(1)
+    try:
+        opened = open_record(store, config, rng, may_write=True)
+        client = LaterClient(store, opened.capabilities, Metrics().store, rng=rng)
+        work = Work(
+            client=client,
+            store=config,
+            path="",
+            progress=lambda progress: None,
+            note=lambda text: None,
+            rng=rng,
+            clock_ns=time.time_ns,
+        )
+        return trio.run(run_upgrade, work, protocol.UpgradeArgs(), partial(change_record, store))
+    finally:
+        store.close()
+
+
+def test_lake_of_format_1_is_upgraded(kept_lake: Lake, seaweed: Server, tmp_path: Path) -> None:
+    kept.unpack_tree("cache.tar.xz", kept_lake.cache_dir)
+    assert upgrade_later(seaweed, kept_lake).summary["switched_on"] == [FORMAT_2]
+    kept_lake.mount("--durability", "writeback", "--orphans", "finish")
+    assert kept_lake.cli("flush", str(kept_lake.path)).returncode == 0
+    assert kept.read_names(kept_lake.path) == kept.expected("replayed.json")
+    kept_lake.remount(empty_cache=True)
+    assert kept.read_names(kept_lake.path) == kept.expected("replayed.json")
+    old = kept.kept_lake(seaweed, tmp_path / "old", *kept.OPTIONS)
+    try:
+        kept.use_program(old, kept.unpack_program(tmp_path / "program")).mount("--read-only")
+        assert "this program reads format 1" in old.log()
+        assert (old.path / "moved" / "10.txt").read_bytes() == (kept_lake.path / "moved" / "10.txt").read_bytes()
+        assert not (old.path / "accepted" / "zero").exists()
+    finally:
+        kept.end(old)
