@@ -151,6 +151,10 @@ class BlockReader:
         blocks[0] = blocks[0][offset - first * BLOCK_BYTES :]
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
+    def has_in_memory(self, version: Version) -> bool:
+        """The first block is."""
+        return (version, 0) in self._recent
+
     async def ensure(self, version: Version, start: int, end: int) -> bool:
         """Bring bytes [start, end) into the cache on disk; False where it would not keep all of them.
 

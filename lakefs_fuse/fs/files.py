@@ -28,6 +28,7 @@ from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.version import Extent
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.fs import attributes
+from lakefs_fuse.fs.currency import Currency
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.storing import Storing
@@ -65,6 +66,7 @@ class FileTable:
     ) -> None:
         self._db, self._ns, self._cache, self._reader = database, namespace, cache, reader
         self._journal = Journal(database)
+        self.currency = Currency(namespace, cache, reader, look_again)
         self.new_id, self._storing, self.look_again = new_id, storing, look_again
         self.writeback: WriteBack
         self.newest: Newest
@@ -231,6 +233,7 @@ class FileTable:
                 if file.extent == extent:
                     await self.look_again()
                 if file.extent == extent:
+                    await self.currency.renew(file.entry)  # for who opens it next
                     raise
 
     async def write(self, file: OpenFile, offset: int, data: Buffer) -> None:

@@ -403,13 +403,15 @@ class Filesystem:
         if writable or flags & os.O_TRUNC:
             entry = await self.getattr(inode)  # the next version takes over what this one's metadata says
         file = self._files.acquire(entry, writer=writable)
-        if flags & os.O_TRUNC and file.current.size:
-            try:
+        try:
+            if flags & os.O_TRUNC and file.current.size:
                 await self._files.truncate(file, 0)
-            except BaseException:
-                await self._files.release(file, writer=writable)
-                raise
-            file.written(self._clock_ns())
+                file.written(self._clock_ns())
+            elif not writable and file.draft is None:
+                await self._files.currency.check(file.entry)
+        except BaseException:
+            await self._files.release(file, writer=writable)
+            raise
         return self._new_handle(file, writable, opener)
 
     async def create(

@@ -555,6 +555,48 @@ async def test_handles_and_inodes_that_are_not(tmp_path: Path) -> None:
             assert caught.value.errno == errno.ENOTDIR
 
 
+async def test_open_of_a_replaced_file_moves_the_name_to_the_new_version(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("file", b"old")
+    async with lake(store, tmp_path) as m:
+        with trio.fail_after(60):
+            while not m.fs._files._cache.counted:
+                await trio.sleep(0.002)
+        inode = (await m.found("file")).inode
+        store.give("file", b"the new version")
+        stale = 0
+
+        async def open_stale() -> None:
+            nonlocal stale
+            with pytest.raises(FileError) as caught:
+                await m.fs.open(inode, os.O_RDONLY)
+            stale += caught.value.errno == errno.ESTALE
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(open_stale)
+        assert stale == 3
+        assert len(m.fs._files) == 0
+        now = await m.found("file")
+        assert (now.inode != inode, now.size) == (True, 15)
+        gets = store.count("get")
+        assert await m.read("file") == b"the new version"
+        assert store.count("get") == gets, "its bytes came when the name moved"
+
+
+async def test_open_of_an_unchanged_file_and_its_first_read_make_one_get(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("file", noise(1, LARGE))
+    async with lake(store, tmp_path) as m:
+        await m.found("file")
+        before = len(store.requests)
+        assert await m.read("file") == noise(1, LARGE)
+        assert [request.what for request in store.requests[before:]] == ["get"]
+        handle = await m.open("file", os.O_RDWR)
+        await m.close(handle)
+        assert store.count("get") == 1
+
+
 async def test_opening_what_was_removed_is_stale(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     store.give("file", b"x")

@@ -12,6 +12,7 @@ import pytest
 import trio
 import trio.testing
 
+from lakefs_fuse.data.readahead import WHOLE_BYTES_MAX
 from lakefs_fuse.errors import FileError, NoSuchBucket
 from lakefs_fuse.fs import namespace as namespace_module
 from lakefs_fuse.fs.keys import PLACEHOLDER
@@ -478,6 +479,7 @@ async def test_an_unchanged_listing_touches_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", [False, True], ids=["listed", "asked for"])
 async def test_another_version_is_another_inode(tmp_path: Path, point: bool) -> None:
     store, clock = store_of("d/a", "d/b"), Clock()
+    store.give("d/a", bytes(WHOLE_BYTES_MAX + 1))  # opening it brings nothing yet
     async with lake(store, tmp_path, clock=clock) as m:
         if not point:
             await m.names("d")
