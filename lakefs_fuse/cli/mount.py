@@ -158,7 +158,8 @@ def mount(source: str, mountpoint: str | None, **options: Unpack[Options]) -> No
         context = click.get_current_context()
         click.echo(systemd.unit(config, context, uid=os.geteuid(), program=systemd.this_program()), nl=False)
         return
-    preflight.check(config, preflight.Host.this())
+    for note in preflight.check(config, preflight.Host.this()):
+        click.echo(f"lakefs-fuse: {note}", err=True)
     wait_for_predecessor(config)
     if config.foreground:
         spawn.run_in_foreground(config)

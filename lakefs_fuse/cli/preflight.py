@@ -39,12 +39,14 @@ class Host:
         return cls(uid=os.geteuid())
 
 
-def check(config: MountConfig, host: Host) -> None:
-    """Raises MountError or CacheError. ``config.mountpoint`` and ``config.cache_dir`` are absolute."""
+def check(config: MountConfig, host: Host) -> list[str]:
+    """What the user should know. Raises MountError or CacheError. ``config.mountpoint`` and ``config.cache_dir`` are
+    absolute."""
     check_overlap(config)
     check_mountpoint(config.mountpoint, host)
     check_fuse(config, host)
     check_cache_dir(config)
+    return notes_on_cache_dir(Path(config.cache_dir))
 
 
 def check_mountpoint(mountpoint: str, host: Host) -> None:
@@ -136,3 +138,12 @@ def check_cache_dir(config: MountConfig) -> None:
             f"must stay free besides {format_bytes(ROOM_BYTES_MIN)} to work with: make room, choose another "
             "--cache-dir, or lower --free-space"
         )
+
+
+def notes_on_cache_dir(directory: Path) -> list[str]:
+    """What the daemon is about to do to a cache directory that others may look into."""
+    found = os.stat(directory)
+    if found.st_uid != os.geteuid() or not found.st_mode & 0o077:
+        return []
+    mode = stat.S_IMODE(found.st_mode)
+    return [f"the cache directory {directory} is open to others (mode {mode:04o}): it gets mode 0700"]

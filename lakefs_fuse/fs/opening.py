@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import secrets
+import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -44,11 +45,13 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def locked(directory: Path, mountpoint: str) -> Iterator[None]:
-    """Hold the cache directory; its lock file names the mountpoint. Raises CacheError where another daemon holds it, or
-    it cannot be made."""
+    """Hold the cache directory; its lock file names the mountpoint. Raises CacheError where another daemon holds it,
+    another user owns it, or it cannot be made."""
     try:
-        for name in ("", "blocks", "staging"):
-            (directory / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keep_private(directory)
+        for name in ("blocks", "staging"):
+            (directory / name).mkdir(mode=0o700, exist_ok=True)
         fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise CacheError(f"cannot use the cache directory {directory}: {error.strerror}") from error
@@ -67,6 +70,26 @@ def locked(directory: Path, mountpoint: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def keep_private(directory: Path) -> None:
+    """A cache directory shows the lake's names and bytes: it is ours, and closed to others from here on. Raises
+    CacheError for one of another user, OSError."""
+    found, real, uid = os.stat(directory), os.path.realpath(directory), os.geteuid()
+    link_uid = os.lstat(directory).st_uid
+    if found.st_uid != uid or link_uid not in (uid, 0):
+        where = f"{directory}, which is a link to {real}," if directory.is_symlink() else f"{directory}"
+        owner = found.st_uid if found.st_uid != uid else link_uid
+        raise CacheError(
+            f"the cache directory {where} belongs to user {owner}, who could read and change what is in it: give "
+            "--cache-dir a directory of your own"
+        )
+    if found.st_mode & 0o077:
+        os.chmod(directory, 0o700)
+        log.warning(
+            "the cache directory %s was open to others (mode %04o): it has mode 0700 now",
+            directory, stat.S_IMODE(found.st_mode),
+        )  # fmt: skip
 
 
 def check_room(directory: Path, config: MountConfig) -> None:
