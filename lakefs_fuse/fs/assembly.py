@@ -152,8 +152,9 @@ class Assembly:
         self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
         watcher = FilesWatcher()
         namespace = Namespace(
-            database, ground.client, metrics.namespace, ground.nursery,
-            ttl_s=config.metadata_ttl_s, clock_ns=ground.clock_ns, keep=watcher.keeps, changed=watcher.changed,
+            database, ground.client, metrics.namespace, ground.nursery, ttl_s=config.metadata_ttl_s,
+            source_prefix_bytes=len(config.store.source.prefix.encode()), clock_ns=ground.clock_ns,
+            keep=watcher.keeps, changed=watcher.changed,
         )  # fmt: skip
         self._commits = commits = Commits(ground, namespace, watcher)
         committer, deletions = commits.committer, commits.deletions
@@ -162,8 +163,7 @@ class Assembly:
         storing = Storing(namespace, committer, deletions, copies, shown=ground.shown)
         self.files = files = FileTable(
             database, namespace, ground.cache, reader, lambda save: ground.services(reader, save), storing,
-            new_id=lambda: f"{ground.ids.getrandbits(128):032x}",
-            look_again=commits.poller.poll,
+            new_id=lambda: f"{ground.ids.getrandbits(128):032x}", look_again=commits.poller.poll,
         )  # fmt: skip
         self._relocator = relocator = Relocator(
             database, namespace, files, committer, deletions, ground.client, metrics.commits, copies,

@@ -35,7 +35,7 @@ from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.extents import location_of
 from lakefs_fuse.fs.files import FileTable
-from lakefs_fuse.fs.keys import PLACEHOLDER, checked_key, checked_name
+from lakefs_fuse.fs.keys import PLACEHOLDER, checked_name
 from lakefs_fuse.fs.looking_below import LookingBelow
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import FileState
@@ -87,7 +87,7 @@ class Changes:
         refused = self._capabilities.characters_refused
         if any(character in component for character in refused):
             raise FileError(errno.EINVAL, f"this store cannot hold names with any of {refused!r}")
-        return checked_key(self._ns.prefix(parent), component, len(self._config.store.source.prefix.encode()))
+        return self._ns.checked_key(self._ns.prefix(parent), component)
 
     def path(self, entry: Entry) -> str:
         """Without a slash at the end."""
@@ -98,7 +98,9 @@ class Changes:
 
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
         """Journal a change, with ``batch``; under write-back what it takes away or shows waits for what was accepted
-        before."""
+        before. Raises FileError(ENAMETOOLONG) for a path that no other node would read."""
+        for each in change.operations:
+            self._ns.checked_key("", each.path)
         shown = (each for each in change.operations if not isinstance(each, Mkdir | SetAttr))
         if len(self._writeback) and any(self._writeback.is_for(each.path) for each in shown):
             change = msgspec.structs.replace(change, after=self._writeback.sequence)
@@ -136,7 +138,7 @@ class Changes:
 
     async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
         path = self.checked_path(parent, name)
-        checked_key(path + "/", PLACEHOLDER, len(self._config.store.source.prefix.encode()))
+        self._ns.checked_key(path + "/", PLACEHOLDER)
         if (await self._ns.lookup(parent, name))[0] is not None:
             raise FileError(errno.EEXIST)
         builder = ChangeBuilder(self._ns.tree)

@@ -131,9 +131,12 @@ class Filesystem:
         return entry
 
     async def lookup(self, parent: int, name: bytes) -> tuple[Entry | None, float]:
-        """The entry of a name (None: there is none), and for how many seconds that may be remembered."""
+        """The entry of a name (None: there is none), and for how many seconds that may be remembered. Raises
+        FileError(ENAMETOOLONG) where there can be none."""
         self._directory(parent)
         entry, fresh_s = await self._ns.lookup(parent, name)
+        if entry is None:
+            self._ns.check_length(parent, name)
         if entry is not None and self.config.attributes == "objects":
             return await self.getattr(entry.inode), fresh_s
         return (self.entry(entry.inode) if entry else None), fresh_s

@@ -32,7 +32,7 @@ from lakefs_fuse.data.version import BLOCK_BYTES, Extent
 from lakefs_fuse.errors import ConfigError, FileError
 from lakefs_fuse.fs.changed_names import ChangedNames
 from lakefs_fuse.fs.extents import extent_of, location_of
-from lakefs_fuse.fs.keys import is_reserved
+from lakefs_fuse.fs.keys import NAME_BYTES_MAX, is_reserved
 from lakefs_fuse.fs.open_file import FileState
 from lakefs_fuse.fs.opening import begin_counting, identity, opened_cache
 from lakefs_fuse.fs.states import Lake, State, States
@@ -124,7 +124,9 @@ class ImmutableFilesystem:
             component = name.decode()
         except UnicodeDecodeError:
             return None
-        if is_reserved(directory, component) or len(name) > 255:
+        if len(name) > NAME_BYTES_MAX:
+            raise FileError(errno.ENAMETOOLONG)
+        if is_reserved(directory, component):
             return None
         return self._state.tree.child(directory, name)
 

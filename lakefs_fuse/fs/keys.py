@@ -64,6 +64,6 @@ def checked_name(parent: int, name: bytes) -> str:
 def checked_key(prefix: str, component: str, source_prefix_bytes: int = 0) -> str:
     """The key of a name below a prefix. Raises FileError(ENAMETOOLONG) where no store would take it."""
     key = prefix + component
-    if source_prefix_bytes + len(key.encode()) > KEY_BYTES_MAX:
+    if source_prefix_bytes + len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX:
         raise FileError(errno.ENAMETOOLONG, f"keys hold at most {KEY_BYTES_MAX} bytes")
     return key

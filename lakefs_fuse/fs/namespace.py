@@ -25,7 +25,7 @@ from lakefs_fuse.data.version import Extent
 from lakefs_fuse.errors import AccessDenied, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.extents import extent_of, key_of, prefix_of
 from lakefs_fuse.fs.flights import Flight, described
-from lakefs_fuse.fs.keys import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved
+from lakefs_fuse.fs.keys import KEY_BYTES_MAX, NAME_BYTES_MAX, PLACEHOLDER, Hidden, checked_key, is_reserved
 from lakefs_fuse.fs.listing import DirectoryMerge, Found, read_page
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
@@ -64,6 +64,7 @@ class Namespace:
         nursery: trio.Nursery,
         *,
         ttl_s: float,
+        source_prefix_bytes: int = 0,
         clock_ns: Callable[[], int],
         keep: Callable[[Entry], bool],
         changed: Callable[[int, bytes], None],
@@ -84,6 +85,8 @@ class Namespace:
         self._asked: dict[int, set[bytes]] = {}
         self._background: dict[int, Flight] = {}
         self._failing = False
+        self._source_prefix_bytes = source_prefix_bytes
+        self._told_of_long = False
 
     # -- keys
 
@@ -94,6 +97,33 @@ class Namespace:
     def key(self, entry: Entry) -> str:
         """The key of a file, or of a directory's marker."""
         return key_of(self.tree, entry)
+
+    def checked_key(self, prefix: str, component: str) -> str:
+        """The key of a name below a prefix. Raises FileError(ENAMETOOLONG) where no store would take it."""
+        try:
+            return checked_key(prefix, component, self._source_prefix_bytes)
+        except FileError:
+            self._tell_of_long(prefix + component)
+            raise
+
+    def check_length(self, directory: int, name: bytes) -> None:
+        """Raises FileError(ENAMETOOLONG) for a name that cannot be in a directory, or have a key there."""
+        if len(name) > NAME_BYTES_MAX:
+            raise FileError(errno.ENAMETOOLONG)
+        try:
+            component = name.decode()
+        except UnicodeDecodeError:
+            return
+        self.checked_key(self.prefix(directory), component)
+
+    def _tell_of_long(self, key: str) -> None:
+        """Once for a mount: programs get the errno each time."""
+        if not self._told_of_long:
+            self._told_of_long = True
+            log.warning(
+                "keys hold at most %d bytes, the lake's prefix included; longer names cannot be made, changed or "
+                "removed here, which is said once: %.60s…", KEY_BYTES_MAX, key,
+            )  # fmt: skip
 
     def directory(self, path: str) -> int | None:
         """Inode of a directory by its path; None where it is not known."""
@@ -269,7 +299,7 @@ class Namespace:
         prefix = self.prefix(directory)
         asked_ns = self._clock_ns()
         flight = Flight(asked_ns)
-        key = prefix + component
+        key = self.checked_key(prefix, component)
         with self._watching(directory, flight):
             page = await self._client.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
             found = [item for item in read_page(page, directory, prefix).found if item.sort_name in (name, name + b"/")]
@@ -364,12 +394,15 @@ class Namespace:
 
     async def _list(self, directory: int, flight: Flight) -> None:
         prefix = self.prefix(directory)
+        is_deep = _is_long(prefix + "x" * NAME_BYTES_MAX)
         merge = flight.merge = self._merge(directory, flight)
 
         def take(page: ListPage) -> None:
             if self.tree.path(directory) is None:
                 raise FileError(errno.ESTALE)
             merge.apply(read_page(page, directory, prefix))
+            if is_deep and (long := next((each.key for each in page.objects if _is_long(each.key)), None)):
+                self._tell_of_long(long)
             flight.told()
 
         listing = SplitListing(self._client, prefix, take)
@@ -489,3 +522,7 @@ class Namespace:
             "listing": described(self._flights, self._path_of, self._clock_ns()),
             "rocksdb": self._db.statistics(),
         }
+
+
+def _is_long(key: str) -> bool:
+    return len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX

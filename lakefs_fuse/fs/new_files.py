@@ -20,7 +20,7 @@ from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.changes import Changes
 from lakefs_fuse.fs.files import FileTable
-from lakefs_fuse.fs.keys import KEY_BYTES_MAX, checked_key
+from lakefs_fuse.fs.keys import KEY_BYTES_MAX
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.writeback import WriteBack
@@ -189,7 +189,7 @@ class NewFiles:
 
     def _take(self, batch: Batch, received: Received) -> OpenFile:
         prefix = self._prefix(received.parent)
-        key = checked_key(prefix, received.name.decode(), len(self._config.store.source.prefix.encode()))
+        key = self._ns.checked_key(prefix, received.name.decode())
         known = self._ns.tree.child(received.parent, received.name)
         file = self._take_new(batch, key, received) if known is None else self._take_over(known, key, received)
         file.written(received.written_ns)

@@ -25,7 +25,6 @@ from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.files import FileTable
-from lakefs_fuse.fs.keys import KEY_BYTES_MAX
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.promised import note_dropped, note_moved
@@ -252,8 +251,8 @@ class Renaming:
         covering = [(before, entry) for before, _, entry in below if entry.is_local and entry not in (source, target)]
         made = {(after, entry.is_dir) for _, after, entry in moving}
         for before, after, entry in moving:
-            if len(after.encode()) > KEY_BYTES_MAX:
-                raise FileError(errno.ENAMETOOLONG, f"{after[:80]}…")
+            self._ns.checked_key("", before)
+            self._ns.checked_key("", after)
             if entry.is_dir:
                 builder.mkdir(after, entry)
             else:

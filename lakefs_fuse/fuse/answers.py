@@ -29,7 +29,7 @@ DOT_COOKIE, DOTDOT_COOKIE = 1, (1 << 63) - 1
 """d_off of the names ``.`` and ``..`` in a listing; those of entries begin with 2, and never get so large."""
 
 UNREMARKABLE = (
-    errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP
+    errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP, errno.ENAMETOOLONG
 )  # fmt: skip
 """Answers that are everyday life, and not worth a line in the log."""
 log = logging.getLogger(__name__)
