@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from lakefs_fuse.fs.open_file import OpenFile
     from lakefs_fuse.fs.packing import Packer
 
-CHOSEN_TIMES_NS = 60_000_000_000
-"""An mtime that differs so much from when the object was stored was chosen by somebody."""
 log = logging.getLogger(__name__)
 
 
@@ -211,7 +209,7 @@ class Storing:
         async with self._copies.kept_off(path, key), self._deletions.keeping(key):
             await self._free(draft, there.place if there is not None else 0)
             published = await publish(draft)
-        self.say(path, msgspec.structs.replace(published.meta, metadata=published.described))
+        self.say(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe(False)))
         await self._committer.flush()
 
     def say(self, path: str, meta: ObjectMeta) -> None:
@@ -221,7 +219,7 @@ class Storing:
         inode = there.inode if there is not None else 0  # whose extended attributes it keeps
         entry = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
         entry = attributes.learn(entry, meta.metadata or {})
-        shown = not self._is_special(entry) and abs(entry.mtime_ns - meta.mtime_ns) < CHOSEN_TIMES_NS
+        shown = not self._is_special(entry) and entry.mtime_ns == meta.mtime_ns
         if shown and meta.key == path and tombstone is None and (there is None or not there.stamp):
             return  # as every listing shows
         self._name(path, entry, meta.key)

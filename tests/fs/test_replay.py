@@ -244,6 +244,59 @@ async def test_the_mtime_of_a_file_that_nobody_touched_since(tmp_path: Path) -> 
         assert (await m.getattr("file")).mtime_ns == wanted
 
 
+@pytest.mark.parametrize("late_s", [3, 30, 90])
+@pytest.mark.parametrize("size", [10, LARGE])
+async def test_replay_of_a_file_that_the_store_has_keeps_the_time_of_the_write(
+    tmp_path: Path, size: int, late_s: int
+) -> None:
+    """The answer was lost: what the daemon that died stored is dated later than it was written."""
+    store, clock = MemoryStore(), Clock()
+    outage = Outage(store)
+    dead = tmp_path / "dead"
+
+    def then(request: Request, when: When) -> None:
+        if when == "after" and request.what in ("put", "complete_multipart") and not dead.exists():
+            die(tmp_path / "cache", dead)
+
+    async with writing_back(store, tmp_path / "cache", clock=clock) as m:
+        await m.write("file", noise(1, size))
+        wanted = (await m.found("file")).mtime_ns
+        clock.advance(late_s)
+        outage.away, outage.then = False, then
+        await m.fs.make_durable()
+    clock.advance(late_s)
+    async with writing_back(store, dead, clock=clock) as m:
+        await nothing_is_left(store, m)
+        clock.advance(1000)
+        await m.names()
+        assert (await m.getattr("file")).mtime_ns == wanted
+    async with lake(store, tmp_path / "somebody", clock=clock) as other:
+        [entry] = await other.read_directory(1)
+        assert entry.mtime_ns == wanted
+
+
+@pytest.mark.parametrize("late_s", [3, 30, 90])
+async def test_finish_of_an_orphan_keeps_the_time_of_the_write(tmp_path: Path, late_s: int) -> None:
+    """A file that nobody had closed is stored by the next mount."""
+    store, clock = MemoryStore(), Clock()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache", clock=clock) as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise(1, LARGE))
+        wanted = (await m.getattr("file")).mtime_ns
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        await m.close(handle)
+    clock.advance(late_s)
+    outage.away = False
+    async with writing_back(store, dead, clock=clock, orphans="finish") as m:
+        clock.advance(1000)
+        await m.names()
+        assert (await m.getattr("file")).mtime_ns == wanted
+    async with lake(store, tmp_path / "somebody", clock=clock) as other:
+        [entry] = await other.read_directory(1)
+        assert entry.mtime_ns == wanted
+
+
 async def test_a_mount_that_ended_in_peace_goes_on_too(tmp_path: Path) -> None:
     store = MemoryStore()
     Outage(store)
