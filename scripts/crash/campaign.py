@@ -167,7 +167,7 @@ class Lake:
         while self._tally.kills - before < kills:
             self._round(kills - (self._tally.kills - before))
             self.rounds += 1
-        self._mount("", self._hosts[0])
+        self._mount("", next(host for host in self._hosts if not host.pid))
         self._end()
         self._tally.lakes += 1
 

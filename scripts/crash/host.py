@@ -47,6 +47,8 @@ class Host:
         self.log = directory / "log"
         self.cut_off = 0
         """Mounts whose dead daemon the kernel would not let go."""
+        self._after_cuts: list[tuple[int, int]] = []
+        """Where the log has what a daemon said between the end of its disk and its own."""
         self._command = LAKEFS if syncs else UNSYNCED
         for made in (self.mountpoint, directory / "home"):
             made.mkdir(parents=True)
@@ -124,6 +126,7 @@ class Host:
     def kill(self, *, cut_first: bool = False) -> None:
         """SIGKILL, whatever it is doing; with ``cut_first`` its disk goes a moment before."""
         assert self._process is not None
+        logged = self._log_bytes()
         if cut_first and self._disk is not None:
             self._disk.cut()
         self._process.kill()
@@ -132,6 +135,11 @@ class Host:
         except subprocess.TimeoutExpired:
             self._cut_off()
             self._process.wait(10)
+        if cut_first:
+            self._after_cuts.append((logged, self._log_bytes()))
+
+    def _log_bytes(self) -> int:
+        return self.log.stat().st_size if self.log.exists() else 0
 
     def _cut_off(self) -> None:
         """What a supervisor does where the kernel holds a thread of the dead daemon."""
@@ -195,7 +203,10 @@ class Host:
 
     def complaints(self) -> list[str]:
         """What no log may hold."""
-        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        said = self.log.read_bytes() if self.log.exists() else b""
+        for begin, end in reversed(self._after_cuts):
+            said = said[:begin] + said[end:]
+        text = said.decode(errors="replace")
         found = [text[text.index("Traceback") - 500 :][:3000]] if "Traceback" in text else []
         return [f"the daemon's log: {each}" for each in found]
 
