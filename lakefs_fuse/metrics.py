@@ -56,6 +56,7 @@ class UploadMetrics:
     parts: int = 0
     parts_repeated: int = 0
     parts_copied: int = 0
+    parts_spilled: int = 0
     publishes: int = 0
     failures: int = 0
     writer_waits: int = 0

@@ -40,6 +40,7 @@ from lakefs_fuse.admin.relocating import Moved, Relocator
 from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
 from lakefs_fuse.catalog.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
+from lakefs_fuse.data.spills import SPILLED
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
 from lakefs_fuse.store.protocol import ObjectMeta
 
@@ -171,6 +172,7 @@ class Collector:
             self._lake, "", grace_s=options.grace_s, removed=True, dry_run=options.dry_run
         )  # fmt: skip
         await self._delete_unreferenced()
+        await self._delete_spills()
         await self._abort_uploads()
         self.done.unsettled = len(self._unsettled)
         return self.done
@@ -327,6 +329,14 @@ class Collector:
                         doomed.append(meta)
                 if not lake.refused:
                     await delete(lake, doomed, self.done.unreferenced, dry_run=self._options.dry_run)
+
+    async def _delete_spills(self) -> None:
+        """What dead nodes had moved out of staging; living ones have files open for less than that."""
+        lake, options = self._lake, self._options
+        async with aclosing(lake.client.list_all(SPILLED)) as pages:
+            async for page in pages:
+                doomed = [meta for meta in page.objects if self._is_older(meta.mtime_ns, options.uploads_older_s)]
+                await delete(lake, doomed, self.done.unreferenced, dry_run=options.dry_run)
 
     async def _abort_uploads(self) -> None:
         for upload in await self._lake.client.list_multipart(""):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+from collections.abc import Iterator
 
 _KEEP_SIZE = 0x01
 _PUNCH_HOLE = 0x02
@@ -44,6 +45,21 @@ def punch_hole(fd: int, offset: int, length: int) -> bool:
             return False
         raise OSError(code, os.strerror(code))
     return True
+
+
+def data_runs(fd: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """What of [start, end) is no hole. Raises OSError."""
+    while start < end:
+        try:
+            start = os.lseek(fd, start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return
+        if start < end:
+            stop = min(end, os.lseek(fd, start, os.SEEK_HOLE))
+            yield start, stop
+            start = stop
 
 
 def start_writeout(fd: int, offset: int, length: int) -> None:

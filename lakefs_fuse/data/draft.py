@@ -36,6 +36,7 @@ from lakefs_fuse.data.hashing import BlockHasher, hash_blocks
 from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
 from lakefs_fuse.data.record import DraftRecord, DraftState
 from lakefs_fuse.data.refusals import Refusals
+from lakefs_fuse.data.spills import Spills, delete_spills, spill
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.data.version import BLOCK_BYTES, Extent
@@ -78,6 +79,7 @@ class Draft:
         size that it has: nobody asked for that, and it takes no refusal back."""
         self.created_ns = services.clock_ns()
         self.pages = PageMap(services.layout)
+        self.spills = Spills(services.layout)
         self.parts: dict[int, Part] = {}
         self.hashes: dict[int, int] = {}
         self.upload_id = ""
@@ -127,10 +129,30 @@ class Draft:
         for index in leaving:
             self.parts[index].state = PartState.DROPPED
         self.save(sync=True)
-        dropped = sum(map(self._punch, leaving))
-        self._staged_bytes -= dropped
-        self.services.staging.release(dropped)
-        return dropped
+        return sum(map(self.let_go, leaving))
+
+    async def spill(self) -> int:
+        """See `spills.spill`; 0 where that fails."""
+        try:
+            return await spill(self)
+        except LakeError as error:
+            log.warning("staging is full, and parts of %s cannot leave it: %s", self.target.key, error)
+            return 0
+
+    def let_go(self, index: int) -> int:
+        """Staged bytes of a part go, which the journal knows; answers how many."""
+        gone = self._punch(index)
+        self.unstage(gone)
+        return gone
+
+    def unstage(self, count: int) -> None:
+        """So many staged bytes are gone."""
+        self._staged_bytes -= count
+        self.services.staging.release(count)
+
+    def is_busy(self, index: int) -> bool:
+        """Somebody reads the part, or writes to it."""
+        return self._busy_parts[index] > 0
 
     def _can_drop(self, index: int) -> bool:
         start, end = self.services.layout.range(index)
@@ -139,7 +161,8 @@ class Draft:
     def _punch(self, index: int) -> int:
         start, end = self.services.layout.range(index)
         if not self.file.punch(start, end):
-            self.parts[index].state = PartState.CLEAN
+            if self.parts[index].state is PartState.DROPPED:
+                self.parts[index].state = PartState.CLEAN
             return 0
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             self.hashes.pop(block, None)
@@ -184,13 +207,22 @@ class Draft:
                 pieces.append(await self.file.read(start, stop - start))
                 continue
             self._refuse_dropped(start, stop)
-            known = min(stop, self.base_limit)
-            if start < known and self.base is not None:
-                pieces.append(await self._read_base(self.base, start, known - start))
-                start = known
-            if start < stop:
-                pieces.append(bytes(stop - start))
+            for begin, upto, spilled in list(self.spills.pages.runs(start, stop)):
+                pieces += await self._read_below(begin, upto, spilled)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _read_below(self, start: int, stop: int, spilled: bool) -> list[Buffer]:
+        """What is not staged: spilled, or the base's, or zeros."""
+        if spilled:
+            return [await self.spills.read(self.services.client, start, stop)]
+        pieces: list[Buffer] = []
+        known = min(stop, self.base_limit)
+        if start < known and self.base is not None:
+            pieces.append(await self._read_base(self.base, start, known - start))
+            start = known
+        if start < stop:
+            pieces.append(bytes(stop - start))
+        return pieces
 
     async def _read_base(self, base: Extent, offset: int, length: int) -> Buffer:
         """Bytes of the version that this draft was opened on."""
@@ -291,10 +323,11 @@ class Draft:
                 self.file.punch(begin, upto)
 
     async def _fill_edges(self, offset: int, end: int) -> None:
-        """A page that is written in part and whose rest is the base's is fetched whole first."""
+        """A page that is written in part and whose rest is the base's, or spilled, is fetched whole first."""
         for at in {offset - offset % PAGE_BYTES, end - end % PAGE_BYTES}:
-            whole = offset <= at and min(at + PAGE_BYTES, self.base_limit) <= end
-            if at < self.base_limit and at < end and not whole and not self.pages.covers(at, at + 1):
+            limit = self.size if self.spills.pages.covers(at, at + 1) else self.base_limit
+            whole = offset <= at and min(at + PAGE_BYTES, limit) <= end
+            if at < limit and at < end and not whole and not self.pages.covers(at, at + 1):
                 async with self.gate.exclusive():
                     self._check_alive()
                     await self.fill(at, at + PAGE_BYTES)
@@ -314,7 +347,8 @@ class Draft:
             self.save(sync=True)
 
     async def fill(self, start: int, end: int) -> None:
-        """Stage what [start, end) has from the base. The caller holds the gate alone."""
+        """Stage what [start, end) has from the base and from spills. The caller holds the gate alone."""
+        await self.fill_spilled(start, end)
         stop = min(end, self.base_limit)
         for begin, upto, local in list(self.pages.runs(start, stop)) if start < stop else ():
             if local or self.base is None:
@@ -322,12 +356,25 @@ class Draft:
             self._refuse_dropped(begin, upto)
             while begin < upto:
                 step = min(upto, begin + FILL_BYTES_MAX)
-                data = await self._read_base(self.base, begin, step - begin)
-                await self._write_staged(begin, data)
-                added = self.pages.mark(begin, step) * PAGE_BYTES
-                self._staged_bytes += added
-                self.services.staging.take(added)
+                await self._stage_filled(begin, await self._read_base(self.base, begin, step - begin))
                 begin = step
+
+    async def fill_spilled(self, start: int, end: int) -> None:
+        """Stage what [start, end) has spilled and not staged since. The caller holds the gate alone."""
+        if not self.spills.objects:
+            return
+        for begin, upto, local in list(self.pages.runs(start, min(end, self.size))):
+            for at, stop, spilled in list(self.spills.pages.runs(begin, upto)) if not local else ():
+                while spilled and at < stop:
+                    step = min(stop, at + FILL_BYTES_MAX)
+                    await self._stage_filled(at, await self.spills.read(self.services.client, at, step))
+                    at = step
+
+    async def _stage_filled(self, start: int, data: Buffer) -> None:
+        await self._write_staged(start, data)
+        added = self.pages.mark(start, start + len(data)) * PAGE_BYTES
+        self._staged_bytes += added
+        self.services.staging.take(added)
 
     def _refuse_dropped(self, start: int, end: int) -> None:
         layout = self.services.layout
@@ -393,7 +440,10 @@ class Draft:
         layout = self.services.layout
         if size and layout.range(layout.index(size - 1))[1] > size:
             self._refuse_dropped(size - 1, size)
+        if size % PAGE_BYTES:
+            await self.fill_spilled(size - size % PAGE_BYTES, size)
         await self.file.cut(size)
+        self.spills.pages.truncate(size)
         gone = self.pages.truncate(size) * PAGE_BYTES
         self._staged_bytes -= gone
         self.services.staging.release(gone)
@@ -547,9 +597,16 @@ class Draft:
             if self.upload_id:
                 await self.services.client.abort_multipart(self.target.key, self.upload_id)
             await self.abort_strays()
+            await self.delete_spills()
         except LakeError as error:
             self.error = error
         self.close(unlink=True)
+
+    async def delete_spills(self) -> None:
+        """Hidden objects go: its bytes are in the store, or nobody wants them. Raises LakeError."""
+        if self.spills.used:
+            await delete_spills(self.services.client, self.id)
+            self.spills = Spills(self.services.layout)
 
     def close(self, *, unlink: bool, leave: bool = False) -> None:
         """Give back the descriptor and the room. ``unlink`` is false where the file became cache; ``leave`` leaves its

@@ -49,6 +49,8 @@ def record_of(draft: Draft, *, accepted: int = 0, spot: Spot | None = None) -> D
         ],
         pages=draft.pages.dump(),
         error=str(draft.error) if draft.error else "",
+        spilled=draft.spills.used,
+        spills=draft.spills.dump() if draft.spills.used else [],
         refused=list(draft.refused.ranges),
         refused_errno=draft.refused.errno,
         refused_why=draft.refused.why,

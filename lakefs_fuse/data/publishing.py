@@ -72,6 +72,10 @@ async def publish(draft: Draft) -> Published:
         raise
     draft.state = DraftState.PUBLISHED
     draft.services.metrics.publishes += 1
+    try:
+        await draft.delete_spills()
+    except LakeError as error:
+        log.warning("hidden objects of %s are left to `gc`: %s", draft.target.key, error)
     return Published(meta, await _all_hashes(draft), described)
 
 
@@ -226,6 +230,18 @@ async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> 
                 base.offset + start,
                 base.offset + end,
                 etag=base.version.etag,
+            )
+            services.metrics.parts_copied += 1
+            draft.settle_part(index, part.generation, ref, end - start)
+            draft.save()
+        return
+    whole = draft.spills.has_whole(start, end) if untouched else None
+    if whole is not None and (end - start >= PART_BYTES_MIN or end == draft.size):
+        services.slots.ready()
+        async with services.slots.slot():
+            part = draft.parts[index]
+            ref = await services.client.upload_part_copy(
+                draft.target.key, draft.upload_id, index + 1, whole.key, 0, end - start, etag=whole.etag
             )
             services.metrics.parts_copied += 1
             draft.settle_part(index, part.generation, ref, end - start)

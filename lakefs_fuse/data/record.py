@@ -44,6 +44,18 @@ class UploadedPart(msgspec.Struct, frozen=True, array_like=True):
     staged: bool
 
 
+class SpilledPart(msgspec.Struct, frozen=True, array_like=True):
+    """A hidden object with pages of a part: index from 0, key, ETag, length in bytes. Where any of its pages count
+    still, ``pages`` says which, as `PageMap.dump`."""
+
+    index: int
+    key: str
+    etag: str
+    length: int
+    any: bool = False
+    pages: bytes = b""
+
+
 class BaseExtent(msgspec.Struct, frozen=True, array_like=True):
     """What a draft was opened on: ``size`` bytes from ``offset`` of an object of ``object_bytes``."""
 
@@ -102,6 +114,9 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     refused: list[tuple[int, int]] = []
     """Ranges [start, end) whose writes failed: not to be published as long as there are any."""
+    spilled: bool = False
+    """Hidden objects of it may be in the store; those that are needed are ``spills``."""
+    spills: list[SpilledPart] = []
     refused_errno: int = 0
     refused_why: str = ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from lakefs_fuse.data.disk import data_runs
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
@@ -52,6 +53,7 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
     draft.stands_for = record.stands_for
     draft.refused = Refusals(record.refused, record.refused_errno, record.refused_why)
     draft.pages.load(record.pages)
+    draft.spills.load(record.spills, record.spilled)
     writing = record.state is DraftState.WRITING
     for part in record.parts:
         if not part.staged or not writing:
@@ -63,5 +65,7 @@ def restored(services: DraftServices, record: DraftRecord, describe: Callable[[b
         for index in range(services.layout.count(draft.size)):
             if index not in dropped:
                 start, end = services.layout.range(index)
-                draft.pages.mark(start, min(end, draft.size))
+                spilled = index in draft.spills.objects
+                for begin, upto in data_runs(draft.fd, start, min(end, draft.size)) if spilled else [(start, end)]:
+                    draft.pages.mark(begin, min(upto, draft.size))
     return draft

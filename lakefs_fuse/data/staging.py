@@ -62,6 +62,9 @@ class Stager(Protocol):
     def drop_uploaded(self, *, keep_recent: bool) -> int:
         """Let go of bytes that are in the store already, or of those not written lately; answers how many."""
 
+    async def spill(self) -> int:
+        """Put bytes that cannot be uploaded yet somewhere else, and let go of them; answers how many."""
+
 
 class Staging:
     """Counts staged bytes. Trio thread only."""
@@ -94,6 +97,7 @@ class Staging:
         self._free_known, self._free_at = 0, -math.inf
         self._stagers: set[Stager] = set()
         self._room = trio.Event()
+        self._spilling = trio.Lock()
 
     def path(self, draft_id: str) -> Path:
         return self.directory / draft_id
@@ -192,7 +196,7 @@ class Staging:
                 continue
             self.state = StagingState.FULL
             if not is_under_way() and not any(stager.making_room for stager in self._stagers):
-                if self._drop(keep_recent=False):
+                if self._drop(keep_recent=False) or await self._spill(count):
                     continue
                 raise StagingFull(
                     f"{self.bytes_used} bytes are staged and none of them can be uploaded yet: "
@@ -216,6 +220,16 @@ class Staging:
         if not self._fits(count):
             self._drop(keep_recent=False)
         self.bytes_used += count
+
+    async def _spill(self, count: int) -> bool:
+        """Whether something was moved to the store from parts that are not complete. One at a time: it needs room."""
+        async with self._spilling:
+            if self._fits(count) and self._has_free(count):
+                return True  # another writer's did it
+            for stager in list(self._stagers):
+                if await stager.spill():
+                    return True
+            return False
 
     def _drop(self, *, keep_recent: bool) -> int:
         return sum(stager.drop_uploaded(keep_recent=keep_recent) for stager in list(self._stagers))

@@ -103,6 +103,10 @@ class IncompleteFiles:
         """See `Stager`."""
         return 0
 
+    async def spill(self) -> int:
+        """See `Stager`."""
+        return 0
+
     async def _drop(self, orphan_id: str, path: str) -> None:
         try:
             await self._recovery.abort(orphan_id)

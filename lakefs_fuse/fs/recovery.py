@@ -23,6 +23,7 @@ from lakefs_fuse.data.record import DraftRecord, DraftState, decode
 from lakefs_fuse.data.refusals import UNKNOWN, Refusals
 from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.data.segments import PREFIX, entries
+from lakefs_fuse.data.spills import delete_spills
 from lakefs_fuse.data.staging import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
 from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
@@ -316,6 +317,8 @@ class Recovery:
     async def _abort_uploads(self, record: DraftRecord) -> None:
         if record.upload_id:
             await self._services.client.abort_multipart(record.key, record.upload_id)
+        if record.spilled:
+            await delete_spills(self._services.client, record.id)
         await self._abort_unknown_upload(record)
 
     async def _abort_unknown_upload(self, record: DraftRecord) -> None:

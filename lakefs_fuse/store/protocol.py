@@ -151,6 +151,12 @@ class Capabilities:
     """What was adapted, one line each, for the log and `stats`."""
 
     @property
+    def spills(self) -> bool:
+        """Parts that are not complete can be put into objects of their own, and joined later. A local directory has
+        no more room for that than staging."""
+        return self.part_copy and self.parts_replaceable and self.name != "local"
+
+    @property
     def lists_anywhere(self) -> bool:
         """A listing may begin behind any key at the price of a page. A local directory is read whole for that."""
         return self.name != "local"

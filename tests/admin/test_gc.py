@@ -212,6 +212,16 @@ async def test_objects_that_nothing_refers_to_and_uploads_go_when_they_are_days_
     assert [key for key in store.objects if key.startswith(".lakefs/objects/")] == [".lakefs/objects/used"]
 
 
+async def test_spilled_parts_of_dead_nodes_go_when_they_are_days_old(store: MemoryStore, clock: Clock) -> None:
+    store.give(".lakefs/staging/0123/4-0", b"of a dead node")
+    clock.advance(6 * 86400)
+    assert (await collect(store, clock)).unreferenced.objects == 0
+    store.give(".lakefs/staging/4567/0-0", b"of one that lives")
+    clock.advance(86401)
+    assert (await collect(store, clock)).unreferenced.objects == 1
+    assert [key for key in store.objects if key.startswith(".lakefs/staging/")] == [".lakefs/staging/4567/0-0"]
+
+
 async def test_a_commit_that_cannot_be_read_keeps_all(store: MemoryStore, clock: Clock) -> None:
     damaged = commits(store)[1]
     data = store.data(damaged)

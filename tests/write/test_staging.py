@@ -29,6 +29,9 @@ class Stager:
         self._staging.release(dropped)
         return dropped
 
+    async def spill(self) -> int:
+        return 0
+
 
 def make(directory: Path, bytes_max: int = 1000, free: int = 1 << 40, **more: object) -> Staging:
     return Staging(

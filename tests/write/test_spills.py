@@ -1,0 +1,150 @@
+"""Incomplete parts that leave staging: hidden objects, read back, joined when published, gone afterwards."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.data.record import DraftRecord, decode, encode
+from lakefs_fuse.data.restoring import restored
+from lakefs_fuse.data.spills import SPILLED
+from lakefs_fuse.errors import StagingFull
+from lakefs_fuse.store.protocol import Capabilities
+from tests.write.drafting import PART, Bench, bench, noise
+
+LARGE_PART = 4 << 20
+SPANS = ((LARGE_PART, 9000),)
+PIECE = LARGE_PART // 8
+STAGED = 3 * LARGE_PART
+PARTS = 10
+
+
+def hidden(b: Bench) -> list[str]:
+    return sorted(key for key in b.store.objects if key.startswith(SPILLED))
+
+
+async def test_shuffled_pieces_beyond_staging_are_stored_whole(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    data = bytearray(noise(1, PARTS * LARGE_PART - 1000))
+    order = list(range(0, len(data), PIECE))
+    rng.shuffle(order)
+    async with bench(tmp_path, staging_bytes_max=STAGED, spans=SPANS) as b:
+        draft = b.draft()
+        for at in order:
+            await draft.write(at, bytes(data[at : at + PIECE]))
+            assert b.staging.bytes_used <= STAGED
+        assert b.metrics.parts_spilled
+        assert hidden(b)
+        spilled = next(iter(draft.spills.objects))
+        at = spilled * LARGE_PART
+        if draft.spills.pages.covers(at, at + 5000):
+            assert bytes(await draft.read(at + 5, 4990)) == data[at + 5 : at + 4995]
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert hidden(b) == []
+        draft.close(unlink=True)
+    assert b.staging.bytes_used == 0
+
+
+async def test_random_writes_and_truncation_match_a_model_with_and_without_a_base(tmp_path: Path) -> None:
+    """Read back now and then; the next daemon reads the same from the record and the staging file."""
+    for seed in range(4):
+        rng = random.Random(seed)
+        directory = tmp_path / f"{seed}"
+        directory.mkdir()
+        async with bench(directory, staging_bytes_max=STAGED, spans=SPANS) as b:
+            base = b.give("file", noise("base", 6 * LARGE_PART)) if seed % 2 else None
+            model = bytearray(noise("base", 6 * LARGE_PART) if seed % 2 else b"")
+            draft = b.draft(base=base)
+            for step in range(60):
+                at = rng.randrange(PARTS * LARGE_PART)
+                piece = noise((seed, step), rng.randrange(1, PIECE))
+                if rng.random() < 0.05 and len(model):
+                    size = rng.randrange(len(model))
+                    try:
+                        await draft.truncate(size)
+                    except StagingFull:  # through a part that is up already
+                        continue
+                    del model[size:]
+                    continue
+                await draft.write(at, piece)
+                model += bytes(max(0, at + len(piece) - len(model)))
+                model[at : at + len(piece)] = piece
+                look = rng.randrange(len(model))
+                assert bytes(await draft.read(look, 100_000)) == model[look : look + 100_000]
+            if draft.spills.used:
+                await b.idle(draft)
+                draft.save(sync=True)
+                record = decode(encode(b.synced[draft.id]))
+                again = restored(b.services, record, b.describe)
+                for at in range(0, len(model), LARGE_PART):
+                    assert bytes(await again.read(at, LARGE_PART)) == model[at : at + LARGE_PART]
+                again.close(unlink=False, leave=True)
+            await b.publish(draft)
+            assert b.store.data("file") == model
+            assert hidden(b) == []
+            draft.close(unlink=True)
+
+
+async def test_a_part_that_is_spilled_whole_is_copied_in_the_store(tmp_path: Path) -> None:
+    big = 6 << 20
+    data = noise(1, 4 * big)
+    async with bench(tmp_path, staging_bytes_max=4 * big, spans=((big, 9000),)) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        await b.idle(draft)
+        part = draft.parts[1]
+        await draft.write(big, data[big : big + 10])
+        await b.idle(draft)
+        part.state = type(part.state).DIRTY  # as where its upload failed
+        assert await draft.spill() == big
+        assert hidden(b) == [f"{SPILLED}{draft.id}/1-0"]
+        copied = b.metrics.parts_copied
+        await b.publish(draft)
+        assert b.metrics.parts_copied == copied + 1
+        assert b.store.data("file") == data
+        draft.close(unlink=True)
+
+
+async def test_a_front_to_back_writer_spills_nothing(tmp_path: Path) -> None:
+    data = noise(12, 30 * PART)
+    async with bench(tmp_path, staging_bytes_max=8 * PART) as b:
+        draft = b.draft()
+        for start in range(0, len(data), 10_000):
+            await draft.write(start, data[start : start + 10_000])
+        await b.publish(draft)
+        counts = {what: b.store.count(what) for what in {request.what for request in b.store.requests}}
+        assert counts == {"create_multipart": 1, "upload_part": 30, "complete_multipart": 1}
+        draft.close(unlink=True)
+
+
+async def test_discarding_deletes_what_was_spilled(tmp_path: Path) -> None:
+    async with bench(tmp_path, staging_bytes_max=STAGED, spans=SPANS) as b:
+        draft = b.draft()
+        for index in range(PARTS):
+            await draft.write(index * LARGE_PART, noise(index, LARGE_PART // 2))
+        assert hidden(b)
+        await draft.discard()
+        assert hidden(b) == []
+        assert b.store.uploads == {}
+
+
+@pytest.mark.parametrize("capability", [{"part_copy": False}, {"name": "local"}])
+async def test_where_parts_cannot_be_joined_the_writer_gets_enospc(
+    tmp_path: Path, capability: dict[str, object]
+) -> None:
+    capabilities = Capabilities(**({"name": "memory"} | capability))  # type: ignore[arg-type]
+    async with bench(tmp_path, staging_bytes_max=STAGED, spans=SPANS, capabilities=capabilities) as b:
+        draft = b.draft()
+        with pytest.raises(StagingFull):
+            for index in range(PARTS):
+                await draft.write(index * LARGE_PART, noise(index, LARGE_PART // 2))
+        assert hidden(b) == []
+        await draft.discard()
+
+
+def test_records_without_spills_are_read(tmp_path: Path) -> None:
+    record = DraftRecord(id="a", key="b", state="writing", created_ns=0, size=0)  # type: ignore[arg-type]
+    assert decode(encode(record)).spills == []
