@@ -171,9 +171,12 @@ class MemoryStore:
         self.hook(request, "after")
         return meta
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, etag: str | None = None) -> None:
         request = self._begin("delete", key)
-        self.take(key)
+        with self._lock:
+            if etag is not None and key in self.objects:
+                self._found(key, etag)
+            self.take(key)
         self.hook(request, "after")
 
     def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:

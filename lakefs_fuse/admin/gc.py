@@ -4,7 +4,8 @@ What always holds: a commit object is deleted only where, after all commits were
 was already so in a run at least a grace period ago (see `gc_note`); its record was read, and every name that it speaks
 of is known as it left it, or as later commits did; and an index was written since, which says the same. While any
 commit cannot be read, or lies in the future, none is deleted, because nobody knows what that one refers to. What a
-named snapshot has bytes in is neither deleted nor rewritten.
+named snapshot has bytes in is neither deleted nor rewritten. Before each batch of deletions commits, snapshots, the
+note and the newest index are read again; a process that was stopped meanwhile reads them once more.
 
 The steps, and what being killed in or after each leaves:
 
@@ -14,8 +15,8 @@ The steps, and what being killed in or after each leaves:
    before it may be missing. Killed before its manifest: no index. After it: an index more; nothing is missing yet.
 3. **Note** what is dead, and since when. Killed before: grace periods begin later.
 4. **Wait** for the grace period, if asked to, and look again: what a commit of meanwhile refers to is not dead.
-5. **Delete** dead commit objects whose grace period has passed. Killed half-way: some are gone; each of them was in an
-   index, and a mount that knows less than the horizon takes the index.
+5. **Delete** dead commit objects whose grace period has passed, in batches. Killed half-way: some are gone; each of
+   them was in an index, and a mount that knows less than the horizon takes the index.
 6. **Leftovers**: plain objects that commits hide (see `leftovers`); objects under ``.lakefs/objects/`` that nothing
    refers to, and unfinished uploads, both only when they are days old, because an upload's commit comes after it.
 
@@ -25,7 +26,8 @@ for lakes that nobody else has mounted. Tasks of one trio loop.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -39,9 +41,11 @@ from lakefs_fuse.admin.leftovers import Swept, delete, sweep
 from lakefs_fuse.admin.relocating import Moved, Relocator
 from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
+from lakefs_fuse.catalog.index import manifests
 from lakefs_fuse.catalog.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
 from lakefs_fuse.data.spills import SPILLED
-from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
+from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.store.client import DELETE_KEYS_MAX
 from lakefs_fuse.store.protocol import ObjectMeta
 
 LIVE_BELOW = 0.75
@@ -52,11 +56,14 @@ UPLOADS_OLDER_S = 7 * 86400.0
 MEMBER_BYTES = 170
 """What a member takes besides three times its name and its bytes: headers, directory and record."""
 RECORDS_AT_ONCE = 16
+LOOK_S_MAX = 60.0
+"""A batch is deleted so soon after the look at what refers to it, or there is another look."""
 INDEX = ".lakefs/index/"
 
 Fold = Callable[[int], Awaitable[None]]
 """Write an index of all that is known, with this horizon."""
 Report = Callable[[str, int, int], None]
+IsDead = Callable[[ObjectMeta], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +152,18 @@ class Collector:
         fold: Fold,
         report: Report,
         sleep: Callable[[float], Awaitable[None]] = trio.sleep,
+        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lake, self._options, self._fold, self._report, self._sleep = lake, options, fold, report, sleep
+        self._monotonic_s = monotonic_s
         self._settled: set[str] = set()
         """Dead commits that were looked into, by this run or by the last one."""
         self._unsettled: set[str] = set()
         self._kept: set[str] = set()
         """What named snapshots have bytes in."""
+        self._noted: dict[str, int] = {}
+        self._horizon = 0
+        """Of the newest index, as of the last look."""
         self.done = Collected()
 
     async def run(self) -> Collected:
@@ -171,6 +183,7 @@ class Collector:
         self.done.plain = await sweep(
             self._lake, "", grace_s=options.grace_s, removed=True, dry_run=options.dry_run
         )  # fmt: skip
+        _require_deleted(self.done.plain)
         await self._delete_unreferenced()
         await self._delete_spills()
         await self._abort_uploads()
@@ -314,21 +327,54 @@ class Collector:
             else:
                 doomed.append(meta)
         swept = Swept()
-        await delete(self._lake, doomed, swept, dry_run=self._options.dry_run)
+        await self._delete_batches(doomed, self._is_dead_commit, swept)
+        _require_deleted(swept)
         self.done.commits_deleted, self.done.bytes_commits = swept.objects, swept.bytes
+
+    async def _delete_batches(self, found: Sequence[ObjectMeta], is_dead: IsDead, swept: Swept) -> None:
+        """Delete what is dead after another look, a batch at a time."""
+        for at in range(0, len(found), DELETE_KEYS_MAX):
+            batch = found[at : at + DELETE_KEYS_MAX]
+            while not self._options.dry_run:
+                began_s = self._monotonic_s()
+                await self._look()
+                if self._lake.refused:
+                    self.done.unreadable = max(self.done.unreadable, self._lake.refused)
+                    return
+                if self._monotonic_s() - began_s <= LOOK_S_MAX:
+                    batch = [meta for meta in batch if is_dead(meta)]
+                    break
+            if batch:
+                await delete(self._lake, batch, swept, dry_run=self._options.dry_run)
+
+    async def _look(self) -> None:
+        """See what others wrote: commits, snapshots, the note of another run, the newest index. Raises LakeError."""
+        client = self._lake.client
+        self._noted = (await read_note(client)).dead
+        newest = next(iter(await manifests(client, count_max=1)), None)
+        self._horizon = 0 if newest is None else newest.horizon
+        self._kept = await snapshots.kept_objects(client)
+        await self._lake.refresh()
+
+    def _is_dead_commit(self, meta: ObjectMeta) -> bool:
+        return meta.key in self._noted and _time_of(meta.key) < self._horizon and self._is_unreferenced(meta)
+
+    def _is_unreferenced(self, meta: ObjectMeta) -> bool:
+        row = self._lake.tree.objects.find(meta.key, meta.etag)
+        return (row is None or row.entries <= 0) and meta.key not in self._kept
 
     async def _delete_unreferenced(self) -> None:
         lake, older_s = self._lake, self._options.uploads_older_s
         async with aclosing(lake.client.list_all(OBJECTS)) as pages:
             async for page in pages:
-                doomed = []
-                for meta in page.objects:
-                    row = lake.tree.objects.find(meta.key, meta.etag)
-                    unknown = (row is None or row.entries <= 0) and meta.key not in self._kept
-                    if unknown and self._is_older(meta.mtime_ns, older_s):
-                        doomed.append(meta)
+                doomed = [
+                    meta
+                    for meta in page.objects
+                    if self._is_unreferenced(meta) and self._is_older(meta.mtime_ns, older_s)
+                ]
                 if not lake.refused:
-                    await delete(lake, doomed, self.done.unreferenced, dry_run=self._options.dry_run)
+                    await self._delete_batches(doomed, self._is_unreferenced, self.done.unreferenced)
+                    _require_deleted(self.done.unreferenced)
 
     async def _delete_spills(self) -> None:
         """What dead nodes had moved out of staging; living ones have files open for less than that."""
@@ -337,6 +383,7 @@ class Collector:
             async for page in pages:
                 doomed = [meta for meta in page.objects if self._is_older(meta.mtime_ns, options.uploads_older_s)]
                 await delete(lake, doomed, self.done.unreferenced, dry_run=options.dry_run)
+                _require_deleted(self.done.unreferenced)
 
     async def _abort_uploads(self) -> None:
         for upload in await self._lake.client.list_multipart(""):
@@ -347,6 +394,15 @@ class Collector:
 
     def _is_older(self, time_ns: int, age_s: float) -> bool:
         return (self._lake.clock.wall_ns() - time_ns) / NS >= age_s
+
+
+def _require_deleted(swept: Swept) -> None:
+    """Raises LakeError where the store did not delete what it was asked to."""
+    if swept.failed:
+        raise LakeError(
+            f"deleting is refused for {swept.failed:,} objects ({swept.why}): collect garbage with credentials that "
+            "may delete everything in the lake (deploy/iam/maintainer.json)"
+        )
 
 
 def _time_of(key: str) -> int:

@@ -1,10 +1,9 @@
-"""Plain objects that a commit hides, and that lie there still: found in listings, deleted a thousand at a time.
+"""Plain objects that a commit hides, and that lie there still: found in listings, deleted as the versions found there.
 
 An object is a leftover where what the commits say of its key names its very ETag as hidden, no name has its bytes in
-it, and all that has held for longer than a grace period. Deleting is a LIST, the comparison, and one request right
-after: an S3 store has no condition on deleting many objects. What remains is the time between the LIST and that
-request, in which somebody may put another object under the same key; it is then gone with the old one. A mount does
-not, unless it had been without the commit for the whole grace period.
+it, and all that has held for longer than a grace period. Each is deleted by a request that names its ETag. Where the
+store ignores that condition, a HEAD comes right before the DELETE, and an object that somebody puts between the two is
+gone with the old one. A mount does not, unless it had been without the commit for the whole grace period.
 
 A crash leaves some of the objects. Tasks of one trio loop.
 """
@@ -25,13 +24,14 @@ from lakefs_fuse.store.protocol import ObjectMeta
 @dataclass(slots=True)
 class Swept:
     """``bytes`` is the size of the ``objects`` that were, or would be, deleted; ``young`` were left because their grace
-    period ends after ``wait_s`` more seconds at most. ``failed`` could not be deleted."""
+    period ends after ``wait_s`` more seconds at most. ``failed`` could not be deleted, the first because of ``why``."""
 
     objects: int = 0
     bytes: int = 0
     young: int = 0
     wait_s: float = 0.0
     failed: int = 0
+    why: str = ""
 
 
 def hidden_since(lake: Headless, meta: ObjectMeta, *, removed: bool) -> int | None:
@@ -68,8 +68,7 @@ async def sweep(
     """Delete the leftovers whose keys begin with ``prefix`` (``only``: the one with that key); none while there are
     commits that cannot be read, as those may refer to them. Raises LakeError."""
     swept = Swept()
-    await lake.refresh()
-    if lake.refused:
+    if not await _refresh(lake):
         return swept
     async with aclosing(lake.client.list_all(prefix)) as pages:
         async for page in pages:
@@ -86,13 +85,31 @@ async def sweep(
                     swept.wait_s = max(swept.wait_s, left_s)
                 else:
                     doomed.append(meta)
+            if doomed:
+                if not await _refresh(lake):  # the listing before took time
+                    return swept
+                doomed = [meta for meta in doomed if hidden_since(lake, meta, removed=removed) is not None]
             await delete(lake, doomed, swept, dry_run=dry_run)
     return swept
 
 
+async def _refresh(lake: Headless) -> bool:
+    """Apply what was committed since; whether every commit could be read."""
+    await lake.refresh()
+    return not lake.refused
+
+
 async def delete(lake: Headless, doomed: Sequence[ObjectMeta], swept: Swept, *, dry_run: bool) -> None:
-    """Raises LakeError."""
-    failed = await lake.client.delete_many([meta.key for meta in doomed]) if doomed and not dry_run else {}
+    """Plain objects as the versions that were found; below ``.lakefs/``, where no key is used twice, many in a request.
+    Raises LakeError."""
+    failed: dict[str, str] = {}
+    if not dry_run:
+        ours = [meta.key for meta in doomed if meta.key.startswith(RESERVED_NAME + "/")]
+        if ours:
+            failed.update(await lake.client.delete_many(ours))
+        others = [(meta.key, meta.etag) for meta in doomed if not meta.key.startswith(RESERVED_NAME + "/")]
+        failed.update(await lake.client.delete_versions(others))
     swept.failed += len(failed)
+    swept.why = swept.why or next((f"{key}: {why}" for key, why in failed.items()), "")
     swept.objects += len(doomed) - len(failed)
     swept.bytes += sum(meta.size for meta in doomed if meta.key not in failed)

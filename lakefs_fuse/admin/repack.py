@@ -253,9 +253,9 @@ class _Unpack:
             self._leave(key, "another name has its bytes in the object at this key")
             return None
         try:
-            if file.entry.etag and (await lake.client.head(key)).etag == file.entry.etag:
-                await lake.client.delete(key)
-        except NotFound:
+            if file.entry.etag:
+                await lake.client.delete(key, etag=file.entry.etag)
+        except PreconditionFailed:
             pass
         try:
             return await lake.client.put(key, raw, metadata=describe(file.entry, with_mtime=True), if_absent=True)
@@ -294,9 +294,8 @@ class _Unpack:
         if now is not None and now.is_plain and now.etag == meta.etag:
             return
         try:
-            if (await self._lake.client.head(meta.key)).etag == meta.etag:
-                await self._lake.client.delete(meta.key)
-        except NotFound:
+            await self._lake.client.delete(meta.key, etag=meta.etag)
+        except PreconditionFailed:
             pass
 
     def _leave(self, path: str, why: str) -> None:

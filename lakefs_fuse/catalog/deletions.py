@@ -1,8 +1,9 @@
 """Plain objects that are to go from the store because a commit took their names away.
 
-A key is noted (journaled) in the batch that records the commit, and deleted after it, a thousand in one request. What
-is wanted by another name is left. A key that gets new bytes from here is taken off the list first (`cancel`). After a
-crash the list goes on with the next mount; an object that stays is hidden by its tombstone until then.
+A key is noted (journaled) in the batch that records the commit, and deleted after it, as the version that was removed:
+one that was put there since stays. What another name refers to is left. A key that gets new bytes from here is taken
+off the list first (`keeping`). After a crash the list goes on with the next mount; an object that stays is hidden by
+its tombstone until then.
 """
 
 from __future__ import annotations
@@ -15,27 +16,26 @@ from contextlib import asynccontextmanager
 import msgspec
 import trio
 
-from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
 GATHER_S = 1.0
-"""So long, or until there are a thousand, they wait for more to go in one request; nobody sees them meanwhile."""
-CHECKS_AT_ONCE = 16
+"""So long, or until there are a thousand, they wait for more; nobody sees them meanwhile."""
 log = logging.getLogger(__name__)
 
 
 class Doomed(msgspec.Struct, frozen=True, array_like=True):
-    """``checked``: only if the object still has this ETag. ``due_ns``: not before this time (wall clock)."""
+    """``etag`` is empty for a directory marker, of which any version goes. ``due_ns``: not before this time (wall
+    clock). ``checked`` is for earlier programs that read the row: they compare versions only where it is true."""
 
     key: str
     etag: str
-    checked: bool = False
+    checked: bool = True
     due_ns: int = 0
 
 
@@ -106,7 +106,7 @@ class Deletions:
                 yield
             except BaseException:
                 for doomed in taken:
-                    self.doom(msgspec.structs.replace(doomed, checked=True))
+                    self.doom(doomed)
                 raise
         finally:
             self._kept[key] -= 1
@@ -185,9 +185,9 @@ class Deletions:
         done = trio.Event()
         self._under_way.update((doomed.key, done) for doomed in due)
         try:
-            keys = await self._unwanted(due)
-            failed = await self._client.delete_many(keys) if keys else {}
-            self._metrics.objects_deleted += len(keys) - len(failed)
+            unwanted = [(doomed.key, doomed.etag) for doomed in due if not self._is_wanted(doomed)]
+            failed = await self._client.delete_versions(unwanted)
+            self._metrics.objects_deleted += len(unwanted) - len(failed)
             self._forget([doomed.key for doomed in due if doomed.key not in failed])
         finally:
             for doomed in due:
@@ -209,28 +209,6 @@ class Deletions:
             return False
         entry = self._tree.named(directory.inode if directory is not None else ROOT_INODE, name)
         return entry is not None and entry.is_plain and entry.etag == doomed.etag
-
-    async def _unwanted(self, due: list[Doomed]) -> list[str]:
-        keys: list[str] = []
-        few = trio.CapacityLimiter(CHECKS_AT_ONCE)
-
-        async def check(doomed: Doomed) -> None:
-            async with few:
-                try:
-                    if (await self._client.head(doomed.key)).etag == doomed.etag:
-                        keys.append(doomed.key)
-                except NotFound:
-                    pass
-
-        async with collecting() as nursery:
-            for doomed in due:
-                if self._is_wanted(doomed):
-                    continue
-                if doomed.checked:
-                    nursery.start_soon(check, doomed)
-                else:
-                    keys.append(doomed.key)
-        return keys
 
 
 def _row_key(key: str) -> bytes:

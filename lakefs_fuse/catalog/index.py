@@ -171,10 +171,12 @@ async def _fetch_manifest(client: StoreClient, time: int) -> Manifest:
         raise DamagedCommit(f"{key}: {error}") from error
 
 
-async def manifests(client: StoreClient) -> list[Manifest]:
-    """Of all indexes that can be used as far as their manifests tell, newest first."""
-    found = []
+async def manifests(client: StoreClient, *, count_max: int | None = None) -> list[Manifest]:
+    """Of all indexes that can be used as far as their manifests tell, or of the ``count_max`` newest, newest first."""
+    found: list[Manifest] = []
     for time in await find(client):
+        if len(found) == count_max:
+            break
         try:
             found.append(await fetch_manifest(client, time))
         except (NotFound, DamagedCommit):

@@ -239,10 +239,10 @@ class Changes:
         """Plain objects that nobody wants once the name is gone."""
         if entry.is_plain:
             return [Doomed(path, entry.etag)]
-        doomed = [Doomed(path, entry.etag, checked=not entry.is_local)] if entry.etag else []
+        doomed = [Doomed(path, entry.etag)] if entry.etag else []
         row = self._ns.tree.objects.get(entry.place) if entry.place else None
         if row is not None and not row.is_pack:
-            doomed.append(Doomed(row.key, row.etag, checked=True))
+            doomed.append(Doomed(row.key, row.etag))
         return doomed
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:

@@ -265,5 +265,5 @@ class Packer:
                 )
             )  # fmt: skip
             if hides and file.key not in self._committer.leaving:
-                doomed.append(Doomed(file.key, hides, checked=True))
+                doomed.append(Doomed(file.key, hides))
         return Change(operations=operations, doomed=doomed)

@@ -341,13 +341,13 @@ class Relocator:
         if entry is None or row is None or row.etag != etag:
             builder = ChangeBuilder(self._ns.tree)
             self._hide_at(builder, path, copied.etag)
-            nobodys = Doomed(path, copied.etag, checked=True)
+            nobodys = Doomed(path, copied.etag)
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=[nobodys]))
             return None
         moved = Relocate(
             path, 1, 0, "", OWN, 0, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns, hides=copied.etag
         )
-        old = Doomed(row.key, row.etag, checked=True, due_ns=self._clock_ns() + KEPT_NS)
+        old = Doomed(row.key, row.etag, due_ns=self._clock_ns() + KEPT_NS)
         objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
         self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
         self._metrics.relocated += 1

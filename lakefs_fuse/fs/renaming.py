@@ -261,7 +261,7 @@ class Renaming:
         for before, entry in covering:  # what it covers stays behind, and shall nobody see again
             if entry.etag or entry.stamp:
                 covered = self._changes.orphaned(before, entry)
-                doomed += [msgspec.structs.replace(each, checked=True) for each in covered]
+                doomed += covered
                 if (before, False) not in made:
                     builder.remove(before, entry)
         for before, _, entry in reversed(moving):
@@ -282,6 +282,4 @@ class Renaming:
         due = self._clock_ns() + int(self._relocate_after_s * NS) + RELOCATION_SLACK_NS if self._relocate_after_s else 0
         if target.is_dir:
             return []
-        return [
-            msgspec.structs.replace(doomed, checked=True, due_ns=due) for doomed in self._changes.orphaned(path, target)
-        ]
+        return [msgspec.structs.replace(doomed, due_ns=due) for doomed in self._changes.orphaned(path, target)]

@@ -194,7 +194,7 @@ class Storing:
         if key != path and not key.startswith(OBJECTS):
             self.hide_at(builder, key, entry.etag)
         goes = hides and key != path and path not in self._committer.leaving
-        doomed = [Doomed(path, hides, checked=True)] if goes else []
+        doomed = [Doomed(path, hides)] if goes else []
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
         if key != path:
             self.elsewhere([path])
@@ -264,7 +264,7 @@ class Storing:
     def _retire(self, before: ObjectRow | None, now: Entry) -> None:
         """The object of the version before is wanted by nobody, unless it was replaced in place."""
         if before is not None and not before.is_pack and before.number != now.place:
-            self._committer.retire(Doomed(before.key, before.etag, checked=True))
+            self._committer.retire(Doomed(before.key, before.etag))
 
     async def forsake_late(self, draft: Draft) -> None:
         """An attempt to store a version that nobody wants any more may have worked. Raises LakeError."""
@@ -275,7 +275,7 @@ class Storing:
 
     def forsake(self, meta: ObjectMeta) -> None:
         """An object that was stored for a name that is gone. Raises CacheError."""
-        self._deletions.doom(Doomed(meta.key, meta.etag, checked=True))
+        self._deletions.doom(Doomed(meta.key, meta.etag))
 
     def set_attributes(self, attributes: Iterable[Late], batch: Batch | None = None) -> None:
         """Attributes that were set after the store had been told of the files'; journaled with ``batch``. Raises

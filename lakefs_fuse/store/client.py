@@ -31,8 +31,9 @@ from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.errors import NotFound, PreconditionFailed, Unavailable
+from lakefs_fuse.errors import AccessDenied, NotFound, PreconditionFailed, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.probeable import Unguarded
 from lakefs_fuse.store.protocol import (
     Body,
@@ -53,6 +54,8 @@ AWAY_S_MIN = 5.0
 SILENT_S_MIN = 10.0
 """… and so is one that leaves a question without any answer for so long."""
 DELETE_KEYS_MAX = 1000
+DELETES_AT_ONCE = 16
+"""Requests that delete one object each; half of those that a mount may have in flight by default."""
 
 T = TypeVar("T")
 
@@ -176,9 +179,30 @@ class StoreClient:
         self.metrics.bytes_written += meta.size
         return meta
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str, *, etag: str | None = None) -> None:
         """See `ObjectStore.delete`."""
-        await self._call("delete", partial(self._store.delete, key))
+        await self._call("delete", partial(self._store.delete, key, etag=etag))
+
+    async def delete_versions(self, versions: Sequence[tuple[str, str]]) -> dict[str, str]:
+        """Delete each key as the version (ETag) beside it, or any where that is empty, DELETES_AT_ONCE at a time. A key
+        that has another version now is done with. The answer maps keys that may not be deleted to why. Raises other
+        StoreErrors."""
+        refused: dict[str, str] = {}
+        left = iter(versions)
+
+        async def work() -> None:
+            for key, etag in left:
+                try:
+                    await self.delete(key, etag=etag or None)
+                except PreconditionFailed:
+                    pass
+                except AccessDenied as error:
+                    refused[key] = str(error)
+
+        async with collecting() as nursery:
+            for _ in range(min(DELETES_AT_ONCE, len(versions))):
+                nursery.start_soon(work)
+        return refused
 
     async def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
         """Any number of keys, 1000 a request; the answer maps keys that failed to why."""

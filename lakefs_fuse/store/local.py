@@ -90,8 +90,13 @@ class LocalStore:
                 return self._tree.put_marker(key, metadata, if_absent=if_absent)
         return self._write(key, lambda fd: self._write_body(fd, body), metadata, if_absent=if_absent)
 
-    def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
+    def delete(self, key: str, *, etag: str | None = None) -> None:
+        """See `ObjectStore.delete`. The version is looked at right before."""
+        try:
+            if etag is not None and self.head(key).etag != etag:
+                raise PreconditionFailed(f"{key!r} is another version now")
+        except NotFound:
+            return
         with translated("delete", key):
             directory = self._tree.remove(key)
             if directory is not None:

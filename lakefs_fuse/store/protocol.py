@@ -183,11 +183,12 @@ class ObjectStore(Protocol):
         Raises PreconditionFailed with ``if_absent`` where the key exists (only if the store can tell).
         """
 
-    def delete(self, key: str) -> None:
-        """Absent is success."""
+    def delete(self, key: str, *, etag: str | None = None) -> None:
+        """Absent is success. Raises PreconditionFailed where ``etag`` is given and another version is there."""
 
     def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
-        """Up to 1000 keys in one request (where the store can); the answer maps keys that failed to why."""
+        """Up to 1000 keys in one request (where the store can), whatever version is there; for keys that only we write.
+        The answer maps keys that failed to why."""
 
     def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
         """Server-side, with metadata, up to 5 GiB. Raises NotFound, PreconditionFailed."""

@@ -21,6 +21,7 @@ from typing import Any
 from botocore import exceptions as boto
 
 from lakefs_fuse.errors import (
+    AccessDenied,
     KeyRefused,
     LakeError,
     NotFound,
@@ -66,6 +67,8 @@ class S3Store:
         self.capabilities = Capabilities(name="s3", partial_status=False, md5_etags=False)
         self.server = ""
         """What the server called itself in its last answer to boto3."""
+        self._deletes_alone = False
+        """DeleteObjects was refused, as a policy may do that allows DeleteObject."""
 
     @property
     def name(self) -> str:
@@ -202,36 +205,58 @@ class S3Store:
         answer = self._call("list_objects_v2", "list", None, Prefix=f"{self._prefix}.lakefs/", MaxKeys=asked)
         return min(asked, int(answer.get("MaxKeys") or asked))
 
-    def delete(self, key: str) -> None:
-        """See `ObjectStore.delete`."""
+    def delete(self, key: str, *, etag: str | None = None) -> None:
+        """See `ObjectStore.delete`. Where the store ignores the condition, ``etag`` is a HEAD before the DELETE."""
         if self._is_foreign_marker(key):
             return
+        conditional = etag is not None and self.capabilities.delete_if_match
         try:
-            self._call("delete_object", f"delete {key!r}", key)
+            if etag is not None and not conditional and self.head(key).etag != etag:
+                raise PreconditionFailed(f"{key!r} is another version now")
+            parameters = {"IfMatch": f'"{etag}"'} if conditional else {}
+            try:
+                self._call("delete_object", f"delete {key!r}", key, **parameters)
+            except PreconditionFailed:
+                self.head(key)  # Some stores answer so where there is no object.
+                raise
         except NotFound:
             return
 
     def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
-        """See `ObjectStore.delete_many`; keys that XML cannot hold are deleted one by one."""
+        """See `ObjectStore.delete_many`. Keys that XML cannot hold are deleted one by one, and so are all where
+        DeleteObjects is refused."""
         failed: dict[str, str] = {}
-        batch = []
-        for key in keys:
-            if self._is_foreign_marker(key):
-                continue
-            if _XML_ILLEGAL.isdisjoint(key):
-                batch.append({"Key": self._prefix + key})
-                continue
+        keys = [key for key in keys if not self._is_foreign_marker(key)]
+        one_by_one = self._deletes_alone or not self.capabilities.delete_many
+        alone = [key for key in keys if one_by_one or not _XML_ILLEGAL.isdisjoint(key)]
+        together = [key for key in keys if not one_by_one and _XML_ILLEGAL.isdisjoint(key)]
+        if together:
+            alone += self._delete_together(together, failed)
+        for key in alone:
             try:
                 self.delete(key)
+            except Unavailable:
+                raise
             except LakeError as error:
                 failed[key] = str(error)
-        if batch:
-            answer = self._call("delete_objects", "delete", None, Delete={"Objects": batch, "Quiet": True})
-            for about in answer.get("Errors", ()):
-                if about.get("Code") not in ("NoSuchKey", "NotFound"):
-                    key = str(about.get("Key", ""))[len(self._prefix) :]
-                    failed[key] = f"{about.get('Code', '')} {about.get('Message', '')}".strip()
         return failed
+
+    def _delete_together(self, keys: Sequence[str], failed: dict[str, str]) -> list[str]:
+        """One DeleteObjects. Answers the keys for which it was refused; other failures go into ``failed``."""
+        batch = [{"Key": self._prefix + key} for key in keys]
+        try:
+            answer = self._call("delete_objects", "delete", None, Delete={"Objects": batch, "Quiet": True})
+        except (AccessDenied, Unsupported):
+            self._deletes_alone = True
+            return list(keys)
+        refused: list[str] = []
+        for about in answer.get("Errors", ()):
+            code, key = about.get("Code", ""), str(about.get("Key", ""))[len(self._prefix) :]
+            if code == "AccessDenied":
+                refused.append(key)
+            elif code not in ("NoSuchKey", "NotFound"):
+                failed[key] = f"{code} {about.get('Message', '')}".strip()
+        return refused
 
     def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
         """See `ObjectStore.copy`. Asks for the target's HEAD too, as the answer to a copy has no size."""

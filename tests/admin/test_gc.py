@@ -7,15 +7,17 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
+import trio
 
 from lakefs_fuse.admin.gc import Collected, Collector, Options
 from lakefs_fuse.admin.gc_note import NOTES, Note, read_note
-from lakefs_fuse.catalog.record import OWN, ObjectRef, Put, Remove
+from lakefs_fuse.catalog.record import COMMITS, OWN, ObjectRef, Put, Remove
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent
 from tests.fs.lakes import Clock, Lake, lake
-from tests.memory_store import Failures, MemoryStore, Request
+from tests.memory_store import Failures, MemoryStore, Request, When
 
 NOW = Options(grace_s=0)
 FILES = dataset(60)
@@ -306,3 +308,93 @@ async def test_the_note_of_the_last_run_is_read(store: MemoryStore, clock: Clock
         key = next(key for key in store.objects if key.startswith(NOTES))
         store.give(key, b"\xff damaged")
         assert await read_note(view.client) == Note()
+
+
+def reviving(store: MemoryStore, clock: Clock, pack: str, *, when: Callable[[Request], bool]) -> list[str]:
+    """Have a node that knows of no removal rename a file of a pack right before a request; answers its name."""
+    name: list[str] = []
+    path = GONE[0]
+    raw = store.data(pack)
+    ref = ObjectRef(pack, store.objects[pack][1].etag, len(raw))
+    offset = raw.index(FILES[path])
+
+    def hook(request: Request, moment: When) -> None:
+        if moment == "before" and not name and when(request):
+            name.append("renamed")
+            clock.advance(7200)
+            put = Put("renamed", 1, offset, len(FILES[path]), 0o600, 0, 0, 0)
+            give_commit(store, clock, put, objects=(ref,), writer="0badcaff")
+
+    store.hook = hook
+    return name
+
+
+async def test_gc_stopped_before_deleting_looks_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    """A commit of meanwhile refers to a pack that was dead when it was looked at for the first time."""
+    pack = commits(store)[0]
+    notes: list[Request] = []
+
+    def second_look(request: Request) -> bool:
+        notes.extend([request] if request.what == "list" and request.key == NOTES else [])
+        return len(notes) == 3  # at the beginning, when it is written, and before the batch
+
+    named = reviving(store, clock, pack, when=second_look)
+    done = await collect(store, clock)
+    assert named == ["renamed"]
+    assert done.commits_deleted == 3
+    assert pack in commits(store)
+    clock.advance(10)
+    assert await fresh(store, clock, tmp_path) == LEFT | {"renamed": FILES[GONE[0]]}
+
+
+async def test_gc_without_its_note_deletes_nothing(store: MemoryStore, clock: Clock) -> None:
+    """Another run has seen since that what was dead is not."""
+
+    def forget(request: Request, when: When) -> None:
+        if when == "after" and request.what == "put" and request.key.startswith(NOTES):
+            store.give(f"{NOTES}{2**62:016x}", msgspec.msgpack.encode(Note(horizon=1)))
+
+    store.hook = forget
+    before = commits(store)
+    assert (await collect(store, clock)).commits_deleted == 0
+    assert set(before) <= set(commits(store))
+
+
+async def test_gc_without_an_index_deletes_nothing(store: MemoryStore, clock: Clock) -> None:
+    """A mount that is behind could not learn what the deleted commits said."""
+
+    def remove(request: Request, when: When) -> None:
+        if when == "after" and request.what == "put" and request.key.startswith(NOTES):
+            for key in [key for key in store.objects if key.startswith(".lakefs/index/")]:
+                store.take(key)
+
+    store.hook = remove
+    before = commits(store)
+    assert (await collect(store, clock)).commits_deleted == 0
+    assert set(before) <= set(commits(store))
+
+
+async def test_gc_stopped_while_looking_looks_once_more(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    """It was stopped between a look and the request that deletes."""
+    pack = commits(store)[0]
+    looks: list[Request] = []
+
+    def after_the_look(request: Request) -> bool:
+        looks.extend([request] if request.what == "list" and request.key == COMMITS else [])
+        return False
+
+    reviving(store, clock, pack, when=after_the_look)
+    stopped = [0.0]
+
+    def monotonic_s() -> float:
+        stopped[0] += 100.0 if len(looks) < 20 else 0.0
+        return stopped[0]
+
+    async with headless(store, clock) as view:
+        collector = Collector(
+            view, NOW, fold=partial(fold_all, view), report=silent, sleep=trio.sleep, monotonic_s=monotonic_s
+        )
+        done = await collector.run()
+    assert len(looks) >= 20
+    assert done.commits_deleted == 4
+    assert await fresh(store, clock, tmp_path) == LEFT

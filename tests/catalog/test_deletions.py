@@ -55,8 +55,8 @@ async def test_only_the_version_that_was_meant_where_it_is_checked(tmp_path: Pat
     site = Site(tmp_path)
     with site.daemon("a") as a:
         (same,), (other,) = give(site, "same"), give(site, "other")
-        doom(a, Doomed("same", same.etag, checked=True), Doomed("other", other.etag, checked=True))
-        doom(a, Doomed("gone", "etag", checked=True))
+        doom(a, Doomed("same", same.etag), Doomed("other", other.etag))
+        doom(a, Doomed("gone", "etag"))
         give(site, "other")
         await a.deletions.drain()
         assert list(site.store.objects) == ["other"]
@@ -149,7 +149,7 @@ async def test_one_that_is_noted_while_the_key_is_put_waits(tmp_path: Path) -> N
     with site.daemon("a") as a:
         (old,) = give(site, "x")
         async with a.deletions.keeping("x"):
-            doom(a, Doomed("x", old.etag, checked=True))
+            doom(a, Doomed("x", old.etag))
             await a.deletions.drain()
             assert site.store.count("head", "x") == 0
             give(site, "x")

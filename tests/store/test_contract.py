@@ -257,6 +257,18 @@ def test_delete_removes_and_minds_no_absence(lake: Lake) -> None:
     assert list(listed(lake.store)) == ["dir/b"]
 
 
+def test_delete_another_version_is_refused(lake: Lake) -> None:
+    old = lake.store.put("dir/a", b"old").etag
+    new = lake.store.put("dir/a", b"new").etag
+    with pytest.raises(PreconditionFailed):
+        lake.store.delete("dir/a", etag=old)
+    assert bytes(lake.store.get("dir/a", 0, 3).data) == b"new"
+    lake.store.delete("dir/a", etag=new)
+    with pytest.raises(NotFound):
+        lake.store.head("dir/a")
+    lake.store.delete("dir/a", etag=new)
+
+
 def test_delete_many(lake: Lake) -> None:
     keys = [f"dir{number % 3}/{number}" for number in range(30)]
     for key in [*keys, "stays"]:

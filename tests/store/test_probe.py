@@ -158,7 +158,7 @@ def test_cleaning_up_is_tried_again(faults: tuple[Server, Faults], new_bucket: C
     bucket = new_bucket(controls.server)
     store = open_store(s3_config(server, bucket))
     try:
-        controls.error_500(6, method="DELETE")
+        controls.error_500(6, method="DELETE", containing="uploadId=")
         probe(store, random.Random(1), sleep=no_sleep)
         assert controls.injected["error_500"] == 6
         assert keys_left(controls.server, bucket) == []

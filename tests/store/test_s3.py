@@ -76,6 +76,28 @@ def test_keys_that_are_no_paths_are_read_as_they_are(on_moto: S3Store, moto: Ser
     assert {meta.key for meta in on_moto.list_page("").objects} == set(keys) - {"a//b", "./x", "dir/"}
 
 
+def test_delete_many_refused_together_deletes_alone(
+    faults: tuple[Server, Faults], new_bucket: Callable[[Server], str]
+) -> None:
+    """A policy may allow DeleteObject and refuse DeleteObjects."""
+    server, controls = faults
+    store = S3Store(connect(s3_config(server, new_bucket(controls.server))))
+    try:
+        keys = [f"k{number}" for number in range(5)]
+        for key in keys:
+            store.put(key, b"x")
+        controls.forbid(1000, method="POST")
+        assert store.delete_many(keys[:3]) == {}
+        assert {meta.key for meta in store.list_page("").objects} == set(keys[3:])
+        assert store.delete_many(keys) == {}
+        assert controls.injected["forbid"] == 1, "it is not asked for again"
+        controls.forbid(1000, method="DELETE")
+        store.put("k9", b"x")
+        assert list(store.delete_many(["k9"])) == ["k9"]
+    finally:
+        store.close()
+
+
 @pytest.mark.parametrize(
     ("status", "date", "expected"),
     [
