@@ -119,18 +119,6 @@ def test_policy_reader_reads_and_sends_no_write(checked: Guarded, counted: tuple
         lake.close()
 
 
-def test_policy_reader_without_read_only_may_not_write(checked: Guarded) -> None:
-    """The first mount of a lake would try it; later ones find out when something is written."""
-    lake = as_role(checked, "reader", "--retry-timeout", "2")
-    try:
-        assert lake.try_mount().returncode == 0, lake.log()
-        lake.pid = lake.number("daemon.pid")
-        assert error_of(lambda: (lake.path / "new").write_bytes(b"x")) == "EACCES"
-        assert (lake.path / "small").read_bytes() == SEASONED["small"]
-    finally:
-        lake.close()
-
-
 def test_policy_writer_writes_renames_and_removes(checked: Guarded) -> None:
     lake = as_role(checked, "writer")
     try:
