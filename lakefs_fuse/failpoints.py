@@ -22,6 +22,7 @@ NAMES = {
     "commit.sent": "a commit is in the store; nothing here knows of it",
     "rename.moved": "a file not yet in the store has its new name in memory, and perhaps in the journal",
     "discard.begun": "a version that is not wanted any more is about to go",
+    "apply.step": "a large commit of another node is applied in part",
     "replay.restored": "accepted files are back at mount, no upload was resumed yet",
 }
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 NS = 1_000_000_000
 TOGETHER_MAX = 512
 """Files written in one batch."""
+COUNTED_PER_OPERATION = 100
+"""So many operations are counted in the time in which one is applied."""
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, as nobody gave the name other bytes by it."""
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
@@ -84,6 +86,12 @@ class Application:
         """What is not written yet: paths, with their entries, and whether the kernel may remember them wrongly."""
 
     def run(self) -> None:
+        for _ in self.steps(len(self._record.operations) + 1):
+            pass
+
+    def steps(self, operations_max: int) -> Iterator[None]:
+        """Apply so many operations at a time. Where it yields, everything so far is in the tree, and others may change
+        the tree before the next step."""
         left: list[int] = []
         if self._record.moves:
             from lakefs_fuse.catalog.moves import carry_over
@@ -91,9 +99,14 @@ class Application:
             left = carry_over(self._applier, self._record, self._stamp)
             if left:
                 self._watcher.moved()
-        said = Counter(each.path for each in self._record.operations if _says_what(each))
+        said: Counter[str] = Counter()
+        for number, operation in enumerate(self._record.operations, 1):
+            if _says_what(operation):
+                said[operation.path] += 1
+            if not number % (COUNTED_PER_OPERATION * operations_max):
+                yield
         to_come = said.copy()
-        for operation in self._record.operations:
+        for number, operation in enumerate(self._record.operations, 1):
             self._is_last, self._is_only = True, False
             if _says_what(operation):
                 to_come[operation.path] -= 1
@@ -104,6 +117,9 @@ class Application:
             self._apply(operation)
             if is_apart or len(self._together) >= TOGETHER_MAX:
                 self._write()
+            if not number % operations_max:
+                self._write()
+                yield
         self._write()
         for directory in left:
             self._applier.prune(directory)
@@ -186,20 +202,22 @@ class Application:
         newer = unknown and self._stamp < PENDING and current.ctime_ns + second > self._time
         return newer and self._outdated.get(path) != current.etag
 
-    def doubts(self) -> Iterator[Doubt]:
-        """What to ask the store for, before the record is applied."""
+    def doubts(self) -> Iterator[Doubt | None]:
+        """What to ask the store for, before the record is applied: an answer for each operation."""
         for operation in self._record.operations:
-            if not isinstance(operation, Put | Symlink | Remove) or (
-                isinstance(operation, Remove) and operation.directory
-            ):
-                continue
-            above, _, last = operation.path.rpartition("/")
-            parent = self._applier.directory(above)
-            current = None if parent is None else self._tree.named(parent, last.encode())
-            if current is None or (_is_dated_by_store(current) and current.ctime_ns > self._time + NS):
-                continue
-            if self._is_unknown(current, operation.path, operation.hides):
-                yield Doubt(operation.path, current.etag, operation.hides)
+            yield self._doubt(operation)
+
+    def _doubt(self, operation: Operation) -> Doubt | None:
+        if not isinstance(operation, Put | Symlink | Remove) or (isinstance(operation, Remove) and operation.directory):
+            return None
+        above, _, last = operation.path.rpartition("/")
+        parent = self._applier.directory(above)
+        current = None if parent is None else self._tree.named(parent, last.encode())
+        if current is None or (_is_dated_by_store(current) and current.ctime_ns > self._time + NS):
+            return None
+        if self._is_unknown(current, operation.path, operation.hides):
+            return Doubt(operation.path, current.etag, operation.hides)
+        return None
 
     def _put(self, operation: Put) -> None:
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)

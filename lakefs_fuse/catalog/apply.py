@@ -2,8 +2,10 @@
 
 What always holds:
 
-* a record is applied between two awaits, so other tasks see all of it or nothing; the note that it was applied is
-  written last, so after a crash half-way it is applied again, which changes nothing that was done already;
+* a record is applied between two awaits, so other tasks see all of it or nothing; one of many operations is applied in
+  steps (`Applier.apply_in_steps`), and requests about its names wait at the tree's `Barrier` until it is whole;
+  the note that it was applied is written last, so after a crash half-way it is applied again, before anybody is
+  served, which changes nothing that was done already;
 * the order in which commits arrive does not matter, as long as a commit comes after those its writer had seen: every
   name carries the time of the commit that set it (its tombstone carries it where the name is gone);
 * a plain object that the writer of a commit did not know of wins where its LastModified is not before the commit's
@@ -21,7 +23,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
+import trio
 
+from lakefs_fuse import failpoints
 from lakefs_fuse.catalog.application import TOGETHER_MAX, Application, Doubt
 from lakefs_fuse.catalog.record import (
     Mkdir,
@@ -41,6 +45,10 @@ from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
 
 NS = 1_000_000_000
+STEP_OPERATIONS = 32
+"""Applied at one go where a record is applied in steps: 5 ms. A request takes some ten turns of the loop."""
+BARRIER_PER_OPERATION = 8
+"""So many names are looked up in the time in which one operation is applied."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -129,10 +137,11 @@ class Applier:
 
     # -- applying
 
-    def doubts(self, record: Record) -> list[Doubt]:
-        """Names of plain objects that the record's writer did not know of, and that are perhaps not older."""
+    def doubts(self, record: Record) -> Iterator[Doubt | None]:
+        """Names of plain objects that the record's writer did not know of, and that are perhaps not older: one answer
+        for each operation. Whoever awaits in between calls `forget_paths`."""
         self._directories.clear()
-        return list(Application(self, record, ObjectRef(), record.time, False, NOTHING).doubts())
+        return Application(self, record, ObjectRef(), record.time, False, NOTHING).doubts()
 
     def apply(
         self,
@@ -147,9 +156,39 @@ class Applier:
         ``outdated``: the answer to `doubts`, paths and the ETags that are not there any more. ``whole``: the record is
         all that its commit says."""
         self._run(record, this, record.time, own, outdated, whole=whole)
+        self._end(record)
+
+    def _end(self, record: Record) -> None:
         self._note(record)
         self._metrics.applied += 1
         self._metrics.operations_applied += len(record.operations)
+
+    async def apply_in_steps(self, record: Record, this: ObjectRef, *, outdated: Mapping[str, str] = NOTHING) -> None:
+        """As `apply`, for a whole record of somebody else: other tasks go on after every STEP_OPERATIONS, and requests
+        about the names concerned wait for the end. One at a time."""
+        application = Application(self, record, this, record.time, False, outdated, whole=True)
+        try:
+            await self._raise_barrier(record)
+            for _ in application.steps(STEP_OPERATIONS):
+                failpoints.reached("apply.step")
+                await trio.lowlevel.checkpoint()
+                self._directories.clear()
+            self._end(record)
+        finally:
+            self._directories.clear()
+            self._tree.barrier.lower()
+
+    async def _raise_barrier(self, record: Record) -> None:
+        """Before every name that the record changes; where its directory is missing, before that of the directory."""
+        self._directories.clear()
+        for number, operation in enumerate(record.operations, 1):
+            above, _, name = operation.path.rpartition("/")
+            while (directory := self.directory(above)) is None:
+                above, _, name = above.rpartition("/")
+            self._tree.barrier.add(directory, name.encode())
+            if not number % (BARRIER_PER_OPERATION * STEP_OPERATIONS):
+                await trio.lowlevel.checkpoint()
+                self._directories.clear()
 
     def apply_pending(self, record: Record, stamp: int) -> None:
         """A change made here, before any commit has it."""

@@ -15,7 +15,8 @@ from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, ObjectRef, Operation, P
 Told = Callable[[str], Awaitable[None]]
 """Told of a commit's key before anything of it is sent."""
 OPERATIONS_AT_ONCE = 1536
-"""As many files as one commit packs: it is applied at one go, here and on every other node, and all wait for that."""
+"""As many files as one commit packs: it is applied at one go, here and on every other node, and all wait for that. One
+of more operations is applied in steps (`Applier.apply_in_steps`)."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

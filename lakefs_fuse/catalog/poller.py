@@ -21,6 +21,7 @@ import trio
 from lakefs_fuse.catalog.application import Doubt
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
+from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.catalog.clock import CONFIRM_S, HybridClock
 from lakefs_fuse.catalog.record import COMMITS, ObjectRef, Record
 from lakefs_fuse.catalog.window import WINDOW_NS
@@ -183,8 +184,13 @@ class Poller:
             outdated, is_sure = await self._outdated(record)
             if wait and not is_sure and self._clock.wall_ns() - record.time < DOUBT_S_MAX * NS:
                 return number
-            if not self._applier.is_applied(record.time, record.writer):
-                self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size), outdated=outdated)
+            if self._applier.is_applied(record.time, record.writer):
+                continue
+            this = ObjectRef(meta.key, meta.etag, meta.size)
+            if len(record.operations) > OPERATIONS_AT_ONCE:
+                await self._applier.apply_in_steps(record, this, outdated=outdated)
+            else:
+                self._applier.apply(record, this, outdated=outdated)
         return len(metas)
 
     async def _outdated(self, record: Record) -> tuple[dict[str, str], bool]:
@@ -209,8 +215,12 @@ class Poller:
                     is_sure = False
 
         async with collecting() as nursery:
-            for doubt in self._applier.doubts(record):
-                nursery.start_soon(ask, doubt)
+            for number, doubt in enumerate(self._applier.doubts(record), 1):
+                if doubt is not None:
+                    nursery.start_soon(ask, doubt)
+                if not number % OPERATIONS_AT_ONCE:
+                    await trio.lowlevel.checkpoint()
+                    self._applier.forget_paths()
         return outdated, is_sure
 
     def _refuse(self, key: str, why: str) -> None:

@@ -17,6 +17,7 @@ import pyfuse3
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.filesystem import file_type_and_mode
+from lakefs_fuse.meta.barrier import About, Barrier
 from lakefs_fuse.meta.entry import UNSET, Entry
 
 DIRECTORY_BLKSIZE = 1 << 20
@@ -39,6 +40,7 @@ class Counted(Protocol):
     """A table of handlers."""
 
     upcalls: dict[str, int]
+    barrier: Barrier
 
 
 class Owned(Protocol):
@@ -59,9 +61,10 @@ S = TypeVar("S", bound=Counted)
 Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
 
 
-def upcall(name: str) -> Callable[[Callable[Concatenate[S, P], Coroutine[Any, Any, T]]],
-                                  Callable[Concatenate[S, P], Coroutine[Any, Any, T]]]:  # fmt: skip
-    """Count a request and answer its errors."""
+def upcall(name: str, *, about: About | None = None) -> Callable[[Callable[Concatenate[S, P], Coroutine[Any, Any, T]]],
+                                                     Callable[Concatenate[S, P], Coroutine[Any, Any, T]]]:  # fmt: skip
+    """Count a request and answer its errors. What it is ``about``, its first argument or for a name its first two, may
+    be in the midst of being changed by a commit: then it waits."""
 
     def decorate(
         handler: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
@@ -70,6 +73,8 @@ def upcall(name: str) -> Callable[[Callable[Concatenate[S, P], Coroutine[Any, An
         async def answered(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
             self.upcalls[name] += 1
             try:
+                if about is not None and self.barrier.is_up:
+                    await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
                 return await handler(self, *args, **kwargs)
             except pyfuse3.FUSEError:
                 raise

@@ -26,6 +26,7 @@ from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.invalidating import tell_kernel
 from lakefs_fuse.fuse.kernel import Kernel
 from lakefs_fuse.fuse.pushing import Pushing
+from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.entry import ROOT_INODE
 
 FOREVER_S = 10 * 365 * 86400.0
@@ -49,6 +50,7 @@ class ImmutableOperations(pyfuse3.Operations):
         fs.on_statistics = lambda: {"kernel": kernel.describe(), "pushing": self.pushing.describe()}
         self.metrics = fs.metrics
         self.upcalls = fs.metrics.upcalls
+        self.barrier = Barrier(lambda _: None, lambda _: None)  # its states are whole before they are shown
         fs.on_refresh = self._tell
 
     # -- telling the kernel

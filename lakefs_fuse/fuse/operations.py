@@ -32,6 +32,7 @@ from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.invalidating import Invalidations
 from lakefs_fuse.fuse.kernel import Kernel
 from lakefs_fuse.fuse.lent import Lent
+from lakefs_fuse.meta.barrier import About
 from lakefs_fuse.meta.entry import Entry
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Operations(pyfuse3.Operations):
         self.config = fs.config
         self.enable_writeback_cache = kernel.writeback_cache
         self.upcalls = fs.metrics.upcalls
+        self.barrier = fs.namespace.tree.barrier
         self._metrics = fs.metrics.namespace
         self.invalidations = Invalidations(self._told)
         fs.on_change = self.invalidations.name
@@ -75,7 +77,7 @@ class Operations(pyfuse3.Operations):
     def _attributes(self, entry: Entry, timeout_s: float) -> pyfuse3.EntryAttributes:
         return attributes_of(entry, self.fs, timeout_s)
 
-    @upcall("lookup")
+    @upcall("lookup", about=About.NAME)
     async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:
         entry, fresh_s = await self.fs.lookup(parent_inode, name)
         if entry is not None:
@@ -87,14 +89,14 @@ class Operations(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         self.upcalls["forget"] += 1
 
-    @upcall("getattr")
+    @upcall("getattr", about=About.INODE)
     async def getattr(self, inode: int, ctx: object = None) -> pyfuse3.EntryAttributes:
         entry = await self.fs.stat(inode)
         attributes = self._attributes(entry, self.fs.attribute_fresh_s(entry))
         self._lent.answered(entry, attributes)
         return attributes
 
-    @upcall("setattr")
+    @upcall("setattr", about=About.INODE)
     async def setattr(
         self, inode: int, attr: Any, fields: pyfuse3.SetattrFields, fh: int | None, ctx: object
     ) -> pyfuse3.EntryAttributes:
@@ -110,32 +112,32 @@ class Operations(pyfuse3.Operations):
         entry = await self.fs.setattr(inode, change, fh)
         return self._attributes(entry, self.fs.attribute_fresh_s(entry))
 
-    @upcall("getxattr")
+    @upcall("getxattr", about=About.INODE)
     async def getxattr(self, inode: int, name: bytes, ctx: object) -> bytes:
         return self.fs.xattr(inode, os.fsdecode(name))
 
-    @upcall("listxattr")
+    @upcall("listxattr", about=About.INODE)
     async def listxattr(self, inode: int, ctx: object) -> Sequence[bytes]:
         return [os.fsencode(name) for name in self.fs.xattr_names(inode)]
 
-    @upcall("setxattr")
+    @upcall("setxattr", about=About.INODE)
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: object) -> None:
         await self.fs.set_xattr(inode, os.fsdecode(name), value)
 
-    @upcall("removexattr")
+    @upcall("removexattr", about=About.INODE)
     async def removexattr(self, inode: int, name: bytes, ctx: object) -> None:
         await self.fs.set_xattr(inode, os.fsdecode(name), None)
 
     # -- directories
 
-    @upcall("opendir")
+    @upcall("opendir", about=About.DIRECTORY)
     async def opendir(self, inode: int, ctx: object) -> int:
         if Feature.STATELESS_OPENDIR in hooks.granted():
             raise pyfuse3.FUSEError(errno.ENOSYS)  # it is not asked again, and keeps listings
         await self.fs.opendir(inode)
         return inode
 
-    @upcall("readdir")
+    @upcall("readdir", about=About.DIRECTORY)
     async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
         if not start_id:
             await self.fs.opendir(fh)
@@ -161,16 +163,16 @@ class Operations(pyfuse3.Operations):
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         await self.fs.sync_directory(fh)
 
-    @upcall("mkdir")
+    @upcall("mkdir", about=About.NAME)
     async def mkdir(self, parent: int, name: bytes, mode: int, ctx: Any) -> pyfuse3.EntryAttributes:
         entry = await self.fs.mkdir(parent, name, mode, ctx.uid, ctx.gid)
         return self._attributes(entry, self.config.metadata_ttl_s)
 
-    @upcall("rmdir")
+    @upcall("rmdir", about=About.NAME)
     async def rmdir(self, parent: int, name: bytes, ctx: object) -> None:
         await self.fs.rmdir(parent, name)
 
-    @upcall("unlink")
+    @upcall("unlink", about=About.NAME)
     async def unlink(self, parent: int, name: bytes, ctx: object) -> None:
         await self.fs.unlink(parent, name)
 
@@ -178,14 +180,15 @@ class Operations(pyfuse3.Operations):
     async def rename(
         self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int, ctx: object
     ) -> None:
+        await self.barrier.wait_lowered()
         await self.fs.rename(parent_old, name_old, parent_new, name_new, flags)
 
-    @upcall("symlink")
+    @upcall("symlink", about=About.NAME)
     async def symlink(self, parent: int, name: bytes, target: bytes, ctx: Any) -> pyfuse3.EntryAttributes:
         entry = await self.fs.symlink(parent, name, target, ctx.uid, ctx.gid)
         return self._attributes(entry, self.config.metadata_ttl_s)
 
-    @upcall("readlink")
+    @upcall("readlink", about=About.INODE)
     async def readlink(self, inode: int, ctx: object) -> bytes:
         return self.fs.readlink(inode)
 
@@ -193,7 +196,7 @@ class Operations(pyfuse3.Operations):
     async def link(self, inode: int, new_parent: int, new_name: bytes, ctx: object) -> pyfuse3.EntryAttributes:
         raise pyfuse3.FUSEError(errno.EPERM)
 
-    @upcall("mknod")
+    @upcall("mknod", about=About.NAME)
     async def mknod(self, parent: int, name: bytes, mode: int, rdev: int, ctx: Any) -> pyfuse3.EntryAttributes:
         if not stat.S_ISREG(mode):
             raise pyfuse3.FUSEError(errno.EPERM)
@@ -206,14 +209,14 @@ class Operations(pyfuse3.Operations):
 
     # -- files
 
-    @upcall("open")
+    @upcall("open", about=About.INODE)
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
         handle = await self.fs.open(inode, flags, ctx.pid)
         if flags & os.O_TRUNC == 0:
             self._lent.opened(inode, handle)
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
 
-    @upcall("create")
+    @upcall("create", about=About.NAME)
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: Any
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:

@@ -15,6 +15,7 @@ from stat import S_ISGID
 
 import msgspec
 
+from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import FLAGS_LOW, HEAD, NOWHERE, PLACE, ROOT_INODE, UNSET, Entry, Flag, unpack
 from lakefs_fuse.meta.objects import Objects
@@ -87,6 +88,7 @@ class Tree:
         """… of those whose names are not certain any more. …"""
         self.settling: Callable[[], object] = lambda: None
         """… Before a directory counts as empty, names that are known there only come to be known here."""
+        self.barrier = Barrier(self.entry, self.take_back)
         self.directories_moved = 0
         """Goes up before a directory loses its name, or gets another one."""
         for listing in self.listings():

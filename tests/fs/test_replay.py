@@ -153,7 +153,7 @@ async def check(m: Lake, death: Death) -> None:
 POINTS = [
     (point, count, pack)
     for point in NAMES
-    if point != "replay.restored"
+    if point not in ("replay.restored", "apply.step")
     for pack in ("never", "always")
     for count in ((1, 2, 4) if point.startswith(("accept.", "publish.")) else (1, 2))
     if count == 1 or not (point == "discard.begun" or (point.startswith("publish.") and pack == "always"))

@@ -1,0 +1,84 @@
+"""The barrier before names that a large commit is being applied to: a request about one waits until it is whole.
+
+Always true: while the barrier is up, no request of the kernel reads one of its names or lists a directory that has one,
+so none sees half of the commit; all other requests go on between the steps. Renames wait whatever they are about: one
+further up would change the paths that the commit names. Trio thread only. Nothing survives a crash: a commit that was
+applied in part is not noted as applied, and a mount applies it again before it serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import trio
+
+from lakefs_fuse.meta.entry import Entry
+
+NAMES_MAX = 2_000_000
+"""Names that are kept, as hashes of some 60 bytes. Of a commit with more, all names of a directory count as changed."""
+
+
+class About(Enum):
+    """What a request depends on."""
+
+    NAME = "the name in a directory"
+    DIRECTORY = "all names in a directory"
+    INODE = "the attributes of an inode"
+
+
+class Barrier:
+    """See the module's head. ``waits`` counts requests that were kept waiting."""
+
+    def __init__(self, entry: Callable[[int], Entry | None], revoke: Callable[[int], object]) -> None:
+        """``entry`` is that of an inode; ``revoke`` takes a directory back that was leased."""
+        self._entry, self._revoke = entry, revoke
+        self._directories: set[int] = set()
+        self._names: set[int] = set()
+        self._lowered = trio.Event()
+        self.waits = 0
+
+    @property
+    def is_up(self) -> bool:
+        return bool(self._directories)
+
+    def add(self, directory: int, name: bytes) -> None:
+        """This name is about to change. What others were leased of the directory is revoked."""
+        if not self._directories:
+            self._lowered = trio.Event()
+        if directory not in self._directories:
+            self._directories.add(directory)
+            self._revoke(directory)
+        if len(self._names) < NAMES_MAX:
+            self._names.add(hash((directory, name)))
+
+    def lower(self) -> None:
+        """The commit is applied, or will be applied anew."""
+        self._directories, self._names = set(), set()
+        self._lowered.set()
+
+    async def wait_for(self, about: About, inode: int, name: bytes = b"") -> None:
+        """Until nothing that a request depends on is being changed. ``inode`` is the directory's, or that asked for."""
+        if self._is_behind(about, inode, name):
+            self.waits += 1
+            while self._is_behind(about, inode, name):
+                await self._lowered.wait()
+
+    async def wait_lowered(self) -> None:
+        """Until no commit is being applied in steps."""
+        while self.is_up:
+            await self._lowered.wait()
+
+    def _is_behind(self, about: About, inode: int, name: bytes) -> bool:
+        if not self._directories:
+            return False
+        if about is About.DIRECTORY:
+            return inode in self._directories
+        if about is About.INODE:
+            entry = self._entry(inode)
+            if entry is None:
+                return False
+            inode, name = entry.parent, entry.name
+        if len(self._names) >= NAMES_MAX:
+            return inode in self._directories
+        return hash((inode, name)) in self._names
