@@ -106,6 +106,7 @@ class Renaming:
                 nonlocal waits
                 if self._is_put_off(now, parent, name, exchange):
                     async with self._committer.quiet():
+                        self._withhold_older(source, old)
                         self._changes.enqueue(change(), self._promised(source, new, opened))
                 elif self._committer.held_until:  # what it builds on is not in the store yet
                     waits = True
@@ -122,6 +123,14 @@ class Renaming:
             self._files.keeper.renamed(old, new)
             self._relocator.note(renamed)
         return waits
+
+    def _withhold_older(self, source: Entry, path: str) -> None:
+        """A version of the file waits for the store, and will be stored under its next name only: what an earlier
+        rename says of ``path`` are older bytes, which nobody shall see there. Raises CacheError."""
+        file = self._files.get(source.inode)
+        draft = None if file is None else file.draft
+        if draft is not None and draft.accepted:
+            self._committer.withhold(path, draft.accepted, self._writeback.sequence, self._committer.newest)
 
     def _promised(self, source: Entry, path: str, replaced: OpenFile | None) -> Batch:
         batch = Batch()

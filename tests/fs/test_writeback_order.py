@@ -236,3 +236,29 @@ async def test_an_older_version_that_failed_does_not_come_over_the_newer(tmp_pat
     async with writing_back(store, tmp_path / "cache") as m:
         await m.fs.make_durable()
         assert await m.tree() == {"a": newer, "b": b"after it"}
+
+
+async def test_rename_of_a_changed_file_twice_shows_no_older_bytes_between(tmp_path: Path) -> None:
+    """`a` is changed and renamed to `b` and then, after `x` was written, to `c`. While `x` is on its way, nobody sees
+    `b` with what `a` was before."""
+    store = MemoryStore()
+    outage = Outage(store, away=False)
+    pause = Pause(lambda request: request.what == "put" and request.key == "x")
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("a", b"before")
+        await until(lambda: not told(m)["files"])
+        outage.away, outage.then = True, pause
+        await rewrite(m, "a", b"after")
+        await m.rename("a", "b")
+        await m.write("x", b"")
+        await m.rename("b", "c")
+        outage.away = False
+        await reached(pause.reached)
+        await m.fs._committer.flush()
+        async with lake(store, tmp_path / "other") as other:
+            assert "b" not in await other.names()
+        pause.resume()
+        await m.fs.make_durable()
+        await m.fs.sync_names()
+    async with lake(store, tmp_path / "another") as other:
+        assert await other.tree() == {"c": b"after", "x": b""}
