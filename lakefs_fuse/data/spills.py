@@ -115,7 +115,8 @@ async def _spill_part(draft: Draft, index: int) -> int:
     spills.serial += 1
     services.slots.ready()
     async with services.slots.slot():
-        meta = await services.client.put(key, FileSlice(draft.fd, start, end - start))
+        with draft.file.held():
+            meta = await services.client.put(key, FileSlice(draft.fd, start, end - start))
     before = spills.objects.get(index)
     spills.objects[index] = SpilledPart(index, key, meta.etag, end - start)
     staged = [(begin, upto) for begin, upto, local in draft.pages.runs(start, end) if local]

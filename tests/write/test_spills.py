@@ -6,13 +6,15 @@ import random
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.data.record import DraftRecord, decode, encode
 from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.data.spills import SPILLED
-from lakefs_fuse.errors import StagingFull
+from lakefs_fuse.errors import FileError, StagingFull
 from lakefs_fuse.store.protocol import Capabilities
-from tests.write.drafting import PART, Bench, bench, noise
+from tests.memory_store import Pause
+from tests.write.drafting import PART, Bench, bench, noise, reached
 
 LARGE_PART = 4 << 20
 SPANS = ((LARGE_PART, 9000),)
@@ -148,3 +150,21 @@ async def test_where_parts_cannot_be_joined_the_writer_gets_enospc(
 def test_records_without_spills_are_read(tmp_path: Path) -> None:
     record = DraftRecord(id="a", key="b", state="writing", created_ns=0, size=0)  # type: ignore[arg-type]
     assert decode(encode(record)).spills == []
+
+
+async def test_a_spill_under_way_keeps_its_descriptor(tmp_path: Path) -> None:
+    """Other files that are opened meanwhile get no descriptor that the request reads from."""
+    async with bench(tmp_path, spans=SPANS) as b:
+        b.staging.descriptors.open_max = 1
+        draft, data = b.draft(), noise(1, LARGE_PART // 2)
+        await draft.write(LARGE_PART, data)
+        pause = Pause(lambda request: request.key.startswith(SPILLED))
+        b.store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(draft.spill)
+            await reached(pause.reached)
+            with pytest.raises(FileError, match="raise the daemon's limit of open files"):
+                b.draft("other")
+            pause.resume()
+        assert b.store.data(hidden(b)[0])[: len(data)] == data
+        draft.close(unlink=True)
