@@ -13,6 +13,7 @@ from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
 from lakefs_fuse.data.version import Version
+from lakefs_fuse.data.zeros import ZeroObjects
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
@@ -41,6 +42,7 @@ class DraftServices:
     metrics: UploadMetrics
     save: Callable[[DraftRecord, bool], None]
     clock_ns: Callable[[], int]
+    zeros: ZeroObjects
 
 
 @dataclass(slots=True)

@@ -7,6 +7,8 @@ import os
 from lakefs_fuse.data.cache_file import block_hash
 from lakefs_fuse.data.version import BLOCK_BYTES
 
+_ZEROS_HASH = block_hash(bytes(BLOCK_BYTES))
+
 
 def hash_blocks(fd: int, start: int, end: int, size: int) -> dict[int, int]:
     """Hash of every cache block that [start, end) of a file of ``size`` bytes holds whole, if it begins with one."""
@@ -19,6 +21,16 @@ def hash_blocks(fd: int, start: int, end: int, size: int) -> dict[int, int]:
             break
         data = os.pread(fd, length, at)
         hashes[at // BLOCK_BYTES] = block_hash(data + bytes(length - len(data)))
+    return hashes
+
+
+def hash_zeros(start: int, end: int) -> dict[int, int]:
+    """What `hash_blocks` answers where [start, end) of a file are zeros, and ``end`` is its end or that of a block."""
+    if start % BLOCK_BYTES:
+        return {}
+    hashes = dict.fromkeys(range(start // BLOCK_BYTES, end // BLOCK_BYTES), _ZEROS_HASH)
+    if end % BLOCK_BYTES:
+        hashes[end // BLOCK_BYTES] = block_hash(bytes(end % BLOCK_BYTES))
     return hashes
 
 

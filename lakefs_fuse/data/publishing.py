@@ -13,18 +13,28 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import trio
 
 from lakefs_fuse.data.draft import DRAFT_METADATA, Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
-from lakefs_fuse.data.hashing import hash_blocks
+from lakefs_fuse.data.hashing import hash_blocks, hash_zeros
 from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.data.staged_file import THREAD_BYTES_MIN
 from lakefs_fuse.data.version import BLOCK_BYTES, Extent, Version
-from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
+from lakefs_fuse.errors import (
+    AccessDenied,
+    FileError,
+    KeyRefused,
+    LakeError,
+    NotFound,
+    PreconditionFailed,
+    StoreError,
+    Unsupported,
+)
 from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
 
@@ -167,6 +177,7 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
     upload_id = await draft.begin_upload()
     count = layout.count(draft.size)
     few = trio.CapacityLimiter(2 * draft.services.slots.slots)
+    copies_zeros = _copies_zeros(draft)
     async with collecting() as nursery:
         for index in range(count):
             part = draft.parts.setdefault(index, Part())
@@ -178,7 +189,8 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
                 )
             if part.state in (PartState.CLEAN, PartState.DROPPED) and part.length == length:
                 continue
-            nursery.start_soon(_send_part, draft, index, start, start + length, few)
+            copy = _copy_zeros if copies_zeros and _is_zeros(draft, start, start + length) else _copy_or_send_part
+            nursery.start_soon(_send_part, draft, index, start, start + length, few, copy)
     refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
     try:
         return await client.complete_multipart(key, upload_id, refs, if_absent=draft.target.if_absent)
@@ -203,10 +215,60 @@ def forget_upload(draft: Draft) -> None:
     draft.save(sync=True)
 
 
-async def _send_part(draft: Draft, index: int, start: int, end: int, few: trio.CapacityLimiter) -> None:
+def _is_zeros(draft: Draft, start: int, end: int) -> bool:
+    """Nobody wrote to [start, end), which is beyond the base, and was neither let go nor spilled."""
+    part = draft.parts.get(draft.services.layout.index(start))
+    dropped = part is not None and part.state is PartState.DROPPED
+    written = draft.pages.count(start, end) or draft.spills.pages.count(start, end)
+    return start >= draft.base_limit and not dropped and not written
+
+
+def _copies_zeros(draft: Draft) -> bool:
+    """The store copies parts, and more than one is zeros: it pays to have an object of zeros there."""
+    layout, capabilities = draft.services.layout, draft.services.client.capabilities
+    if not capabilities.part_copy or capabilities.keeps_holes or layout.single_bytes_max < PART_BYTES_MIN:
+        return False
+    ranges = map(layout.range, range(layout.count(draft.size)))
+    zeros = (start for start, end in ranges if _is_zeros(draft, start, min(end, draft.size)))
+    return len(list(islice(zeros, 2))) == 2
+
+
+async def _copy_zeros(draft: Draft, index: int, start: int, end: int) -> None:
+    """A part of zeros is copied from the object of zeros, or sent where the store refuses to hold one."""
+    services, part = draft.services, draft.parts[index]
+    services.slots.ready()
+    async with services.slots.slot():
+        try:
+            ref = await _zeros_copied(draft, index, end - start)
+        except (AccessDenied, KeyRefused, Unsupported) as error:
+            log.warning("zeros of %s are sent, not copied: %s", draft.target.key, error)
+            ref = None
+        except NotFound:  # the object of zeros was deleted, or the upload is gone
+            services.zeros.forget()
+            ref = await _zeros_copied(draft, index, end - start)
+    if ref is None:
+        await _copy_or_send_part(draft, index, start, end)
+        return
+    services.metrics.parts_copied += 1
+    draft.settle_part(index, part.generation, ref, end - start)
+    draft.hashes.update(hash_zeros(start, end))
+    draft.save()
+
+
+async def _zeros_copied(draft: Draft, index: int, length: int) -> PartRef:
+    start, end = draft.services.layout.range(index)
+    source = await draft.services.zeros.ensure(end - start)
+    client, key = draft.services.client, draft.target.key
+    return await client.upload_part_copy(key, draft.upload_id, index + 1, source, 0, length)
+
+
+SendPart = Callable[[Draft, int, int, int], Awaitable[None]]
+
+
+async def _send_part(draft: Draft, index: int, start: int, end: int, few: trio.CapacityLimiter, send: SendPart) -> None:
     """``few`` keeps parts that have to be fetched first from filling the disk."""
     async with few:
-        await _copy_or_send_part(draft, index, start, end)
+        await send(draft, index, start, end)
 
 
 async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> None:

@@ -24,6 +24,7 @@ from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
+from lakefs_fuse.data.zeros import ZeroObjects
 from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.evidence import Evidence
 from lakefs_fuse.fs.files import FileTable
@@ -88,16 +89,18 @@ class Ground:
             wait_s_max=config.staging_timeout_s,
             files_open_max=file_limit.share(),
         )
+        layout = PartLayout(self.spans, staging_bytes_max=config.staging_bytes_max)
         return DraftServices(
             client=self.client,
             reader=reader,
             staging=staging,
             slots=UploadSlots(config.uploads_max, self.metrics.upload),
             nursery=self.nursery,
-            layout=PartLayout(self.spans, staging_bytes_max=config.staging_bytes_max),
+            layout=layout,
             metrics=self.metrics.upload,
             save=save,
             clock_ns=self.clock_ns,
+            zeros=ZeroObjects(self.client, layout.single_bytes_max),
         )
 
     @property

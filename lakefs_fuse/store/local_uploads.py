@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lakefs_fuse.errors import NotFound, StoreError
 from lakefs_fuse.store.local_tree import UPLOADS_DIR, LocalTree, encode_metadata, file_etag, sync_directory, translated
-from lakefs_fuse.store.protocol import PARTS_MAX, ObjectMeta, PartRef, UploadRef
+from lakefs_fuse.store.protocol import PARTS_MAX, FileSlice, ObjectMeta, PartRef, UploadRef
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _ABOUT = "upload.json"
@@ -131,9 +131,21 @@ class LocalUploads:
 
 
 def copy_bytes(source: int, target: int, start: int, length: int) -> int:
-    """Append ``length`` bytes of ``source`` from ``start`` to ``target`` in the kernel; answers how many there were."""
-    done = 0
+    """Append ``length`` bytes of ``source`` from ``start`` to ``target`` in the kernel; answers how many there were.
+    Holes stay holes."""
     offset = os.lseek(target, 0, os.SEEK_END)
+    there = max(0, min(length, os.fstat(source).st_size - start))
+    for data in FileSlice(source, start, there).data():
+        at = data.offset - start
+        done = _copy_data(source, target, data.offset, offset + at, data.length)
+        if done < data.length:
+            return at + done
+    os.ftruncate(target, offset + there)
+    return there
+
+
+def _copy_data(source: int, target: int, start: int, offset: int, length: int) -> int:
+    done = 0
     while done < length:
         try:
             copied = os.copy_file_range(source, target, length - done, start + done, offset + done)

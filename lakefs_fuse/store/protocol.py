@@ -13,6 +13,7 @@ Implementations are called from worker threads, many at once, and keep no state 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,22 @@ class FileSlice:
     offset: int
     length: int
     seen: Callable[[int, bytes], None] | None = None
+
+    def data(self) -> Iterator[FileSlice]:
+        """The ranges that are not holes of the file, in order; all of it where its filesystem cannot tell."""
+        at, end = self.offset, self.offset + self.length
+        while at < end:
+            try:
+                begin = os.lseek(self.fd, at, os.SEEK_DATA)
+                stop = min(os.lseek(self.fd, begin, os.SEEK_HOLE), end)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # a hole up to the end
+                    return
+                begin, stop = at, end
+            if begin >= end:
+                return
+            yield FileSlice(self.fd, begin, stop - begin, self.seen)
+            at = stop
 
     def pieces(self, piece_bytes_max: int = 1 << 20) -> Iterator[bytes]:
         """The bytes in order, in pieces that bound memory."""
@@ -155,6 +172,11 @@ class Capabilities:
         """Parts that are not complete can be put into objects of their own, and joined later. A local directory has
         no more room for that than staging."""
         return self.part_copy and self.parts_replaceable and self.name != "local"
+
+    @property
+    def keeps_holes(self) -> bool:
+        """Ranges of a body that nobody wrote take no room in the store, and are not sent. So a local directory does."""
+        return self.name == "local"
 
     @property
     def lists_anywhere(self) -> bool:

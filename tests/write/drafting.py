@@ -19,6 +19,7 @@ from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
 from lakefs_fuse.data.version import Extent, Version
+from lakefs_fuse.data.zeros import ZeroObjects
 from lakefs_fuse.metrics import StoreMetrics, UploadMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, Capabilities
@@ -130,6 +131,7 @@ async def bench(
             metrics=metrics,
             save=save,
             clock_ns=lambda: store.now_ns,
+            zeros=ZeroObjects(client, PartLayout(spans).single_bytes_max),
         )
         yield Bench(store, services, metrics, saved, synced)
         nursery.cancel_scope.cancel()

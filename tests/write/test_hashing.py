@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.config import MIB
-from lakefs_fuse.data.hashing import BlockHasher, hash_blocks
+from lakefs_fuse.data.hashing import BlockHasher, hash_blocks, hash_zeros
 from lakefs_fuse.store.protocol import FileSlice
 
 SIZE = 5 * MIB + 77
@@ -47,3 +47,12 @@ def test_what_is_seen_again_counts(tmp_path: Path) -> None:
     with path.open("rb") as file:
         list(FileSlice(file.fileno(), 0, MIB, hasher.saw).pieces())
         assert hasher.seen() == hash_blocks(file.fileno(), 0, MIB, MIB)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, SIZE), (2 * MIB, 4 * MIB), (5 * MIB, SIZE), (5, MIB), (0, 0)])
+def test_hash_zeros_is_hash_of_a_hole(tmp_path: Path, start: int, end: int) -> None:
+    path = tmp_path / "staged"
+    path.touch()
+    fd = os.open(path, os.O_RDONLY)
+    assert hash_zeros(start, end) == hash_blocks(fd, start, end, SIZE)
+    os.close(fd)
