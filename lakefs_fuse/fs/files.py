@@ -29,6 +29,7 @@ from lakefs_fuse.data.version import Extent
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.currency import Currency
+from lakefs_fuse.fs.holes import Holes
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.storing import Storing
@@ -74,6 +75,7 @@ class FileTable:
         self.incomplete: IncompleteFiles
         self.lending: Lending
         self.services = services(self._save)
+        self.holes = Holes()
         self.by_inode = self._files = dict[int, OpenFile]()  # the first name is for readers
         self._renamed: set[int] = set()
 

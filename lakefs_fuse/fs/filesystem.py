@@ -214,6 +214,15 @@ class Filesystem:
         """By inode; not to be changed. Their rows, as a directory's reader sees them, are those of `row_of`."""
         return self._files.by_inode
 
+    def data_bytes(self, entry: Entry) -> int:
+        """Bytes of a file that are not known to be holes."""
+        file = self._files.get(entry.inode)
+        return self._files.holes.data_bytes(entry, file.draft if file is not None else None)
+
+    def knows_holes_in(self, directory: int) -> bool:
+        """Some file in it is known to have holes."""
+        return self._files.holes.any_in(directory)
+
     def row_of(self, inode: int) -> bytes:
         """The row of a file in use, with the size that it has now."""
         return self._files.by_inode[inode].current.pack()

@@ -297,6 +297,7 @@ class Newest:
             self._ns.tree.update(batch, entry)
         elif row is None:  # somebody else's version has the name on this node, and ours replaced it: look again
             self._ns.tree.forget_listing(batch, entry.parent)
+        self._files.holes.note_stored(entry, draft)
         draft.file.ending()
         self._journal.delete(batch, draft.id)
 

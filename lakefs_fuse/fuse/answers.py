@@ -23,6 +23,8 @@ from lakefs_fuse.meta.entry import UNSET, Entry
 DIRECTORY_BLKSIZE = 1 << 20
 """glibc reads directories in buffers of st_blksize, and newer kernels ask for as much at once."""
 FILE_BLKSIZE = 128 << 10
+SECTOR_BYTES = 512
+"""Unit of ``st_blocks``, as stat(2) says."""
 STATFS_BLOCK = 1 << 20
 STATFS_BLOCKS = 1 << 30
 """A lake has no size: 1 PiB is shown as free, so that nobody's free-space check refuses to write."""
@@ -101,7 +103,7 @@ def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAtt
     attributes.st_uid = fs.default_uid if entry.uid == UNSET else entry.uid
     attributes.st_gid = fs.default_gid if entry.gid == UNSET else entry.gid
     attributes.st_size = entry.size
-    attributes.st_blocks = -(-entry.size // 512)
+    attributes.st_blocks = -(-entry.size // SECTOR_BYTES)
     attributes.st_blksize = DIRECTORY_BLKSIZE if entry.is_dir else FILE_BLKSIZE
     attributes.st_mtime_ns = attributes.st_atime_ns = entry.mtime_ns
     attributes.st_ctime_ns = entry.ctime_ns

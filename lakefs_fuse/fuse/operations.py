@@ -21,6 +21,7 @@ from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem
 from lakefs_fuse.fs.open_file import Handle
 from lakefs_fuse.fuse.answers import (
     DOTDOT_COOKIE,
+    SECTOR_BYTES,
     absent_for,
     attributes_of,
     reply_dots,
@@ -75,7 +76,10 @@ class Operations(pyfuse3.Operations):
     # -- names and attributes
 
     def _attributes(self, entry: Entry, timeout_s: float) -> pyfuse3.EntryAttributes:
-        return attributes_of(entry, self.fs, timeout_s)
+        attributes = attributes_of(entry, self.fs, timeout_s)
+        if not entry.is_dir:
+            attributes.st_blocks = -(-self.fs.data_bytes(entry) // SECTOR_BYTES)
+        return attributes
 
     @upcall("lookup", about=About.NAME)
     async def lookup(self, parent_inode: int, name: bytes, ctx: object = None) -> pyfuse3.EntryAttributes:
@@ -146,7 +150,7 @@ class Operations(pyfuse3.Operations):
         if not start_id and Feature.STATELESS_OPENDIR in hooks.granted():
             self.invalidations.listed(fh, fresh_s)
         after = reply_dots(token, start_id, fh, self.fs.entry(fh).parent or fh)
-        if self._rows.possible:
+        if self._rows.possible and not self.fs.knows_holes_in(fh):  # rows do not tell them
             tree = self.fs.namespace.tree
             self._rows.reply(token, tree, fh, after, fresh_s, self.fs.files_in_use, self.fs.row_of)
             return

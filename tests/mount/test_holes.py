@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import MIB, PART_BYTES, Lake
@@ -13,6 +14,13 @@ PIECE = b"written"
 
 def allocated(path: str | os.PathLike[str]) -> int:
     return os.stat(path).st_blocks * 512
+
+
+def blocks_told(path: Path) -> int:
+    """Bytes that `stat` says are allocated, also right after its directory was listed."""
+    with os.scandir(path.parent) as entries:
+        assert path.name in [entry.name for entry in entries]
+    return allocated(path)
 
 
 def counts(lake: Lake) -> tuple[int, int]:
@@ -42,6 +50,7 @@ def test_truncate_on_s3_sends_zeros_once(make_lake: LakeMaker) -> None:
     assert now[0] - sent < PART_BYTES + MIB
     assert now[1] == parts
     assert is_as_written(lake, SIZE, {})
+    assert blocks_told(path) == 0
     with path.open("r+b") as file:
         file.seek(2 * PART_BYTES + 5)
         file.write(PIECE)
@@ -50,6 +59,7 @@ def test_truncate_on_s3_sends_zeros_once(make_lake: LakeMaker) -> None:
     assert now[0] - sent < PART_BYTES + MIB
     assert now[1] == parts + 1
     assert is_as_written(lake, SIZE, {2 * PART_BYTES + 5: PIECE})
+    assert 0 < blocks_told(path) <= PART_BYTES
     sent, parts = now
     other = lake.path / "g"
     other.touch()
