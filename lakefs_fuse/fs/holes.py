@@ -40,7 +40,8 @@ class Holes:
         if draft.base is not None:
             base = min(draft.base_limit, self._stored(entry.inode, draft.base.version.etag, draft.base.size))
         dropped = sum(part.length for part in draft.parts.values() if part.state is PartState.DROPPED)
-        return min(draft.size, base + draft.pages.pages * PAGE_BYTES + dropped)
+        pages = draft.pages.pages + draft.spills.pages.pages
+        return min(draft.size, base + pages * PAGE_BYTES + dropped)
 
     def note_stored(self, entry: Entry, draft: Draft) -> None:
         """The draft is the version that the row ``entry`` tells."""

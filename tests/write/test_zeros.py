@@ -110,3 +110,19 @@ async def test_zeros_cut_and_grown_again_are_zeros(tmp_path: Path) -> None:
         assert b.store.data("file") == noise(1, 4 * PART)[: PART // 2] + bytes(4 * PART - PART // 2)
         assert b.metrics.parts_copied == 3
         draft.close(unlink=True)
+
+
+async def test_zeros_spilled_parts_are_not_taken_for_zeros(tmp_path: Path) -> None:
+    large = 4 << 20
+    async with bench(tmp_path, spans=((large, 9000),)) as b:
+        draft, data = b.draft(), noise(1, 2 << 20)
+        await draft.write(large + 100, data)
+        await draft.truncate(5 * large)
+        assert await draft.spill() > 0
+        assert not draft.pages.count(large, 2 * large)
+        await b.publish(draft)
+        expected = bytearray(5 * large)
+        expected[large + 100 : large + 100 + len(data)] = data
+        assert b.store.data("file") == expected
+        assert b.metrics.parts_copied == 4
+        draft.close(unlink=True)
