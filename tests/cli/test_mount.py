@@ -22,7 +22,7 @@ def mounted(monkeypatch: pytest.MonkeyPatch) -> list[MountConfig]:
     configs: list[MountConfig] = []
     monkeypatch.setattr(spawn, "start", configs.append)
     monkeypatch.setattr(spawn, "run_in_foreground", configs.append)
-    monkeypatch.setattr(preflight, "check", lambda config, host: None)
+    monkeypatch.setattr(preflight, "check", lambda config, host: [])
     return configs
 
 

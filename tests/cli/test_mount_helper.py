@@ -29,7 +29,7 @@ def mounted(monkeypatch: pytest.MonkeyPatch) -> list[MountConfig]:
     """The configurations that would have been mounted."""
     configs: list[MountConfig] = []
     monkeypatch.setattr(spawn, "start", configs.append)
-    monkeypatch.setattr(preflight, "check", lambda config, host: None)
+    monkeypatch.setattr(preflight, "check", lambda config, host: [])
     return configs
 
 
