@@ -24,12 +24,12 @@ def hash_blocks(fd: int, start: int, end: int, size: int) -> dict[int, int]:
     return hashes
 
 
-def hash_zeros(start: int, end: int) -> dict[int, int]:
-    """What `hash_blocks` answers where [start, end) of a file are zeros, and ``end`` is its end or that of a block."""
+def hash_zeros(start: int, end: int, size: int) -> dict[int, int]:
+    """What `hash_blocks` answers where [start, end) of a file of ``size`` bytes are zeros."""
     if start % BLOCK_BYTES:
         return {}
     hashes = dict.fromkeys(range(start // BLOCK_BYTES, end // BLOCK_BYTES), _ZEROS_HASH)
-    if end % BLOCK_BYTES:
+    if end % BLOCK_BYTES and end >= size:
         hashes[end // BLOCK_BYTES] = block_hash(bytes(end % BLOCK_BYTES))
     return hashes
 

@@ -251,7 +251,7 @@ async def _copy_zeros(draft: Draft, index: int, start: int, end: int) -> None:
         return
     services.metrics.parts_copied += 1
     draft.settle_part(index, part.generation, ref, end - start)
-    draft.hashes.update(hash_zeros(start, end))
+    draft.hashes.update(hash_zeros(start, end, draft.size))
     draft.save()
 
 

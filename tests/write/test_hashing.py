@@ -49,10 +49,12 @@ def test_what_is_seen_again_counts(tmp_path: Path) -> None:
         assert hasher.seen() == hash_blocks(file.fileno(), 0, MIB, MIB)
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, SIZE), (2 * MIB, 4 * MIB), (5 * MIB, SIZE), (5, MIB), (0, 0)])
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, SIZE), (2 * MIB, 4 * MIB), (5 * MIB, SIZE), (0, MIB + 5), (5, MIB), (0, 0)]
+)
 def test_hash_zeros_is_hash_of_a_hole(tmp_path: Path, start: int, end: int) -> None:
     path = tmp_path / "staged"
     path.touch()
     fd = os.open(path, os.O_RDONLY)
-    assert hash_zeros(start, end) == hash_blocks(fd, start, end, SIZE)
+    assert hash_zeros(start, end, SIZE) == hash_blocks(fd, start, end, SIZE)
     os.close(fd)
