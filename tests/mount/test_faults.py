@@ -234,7 +234,7 @@ def test_a_truncated_listing_is_not_believed(failing: Failing) -> None:
 
 
 def test_reads_that_cannot_be_saved_fail_and_the_daemon_lives(failing: Failing) -> None:
-    data = noise(3 * MIB, 10)
+    data = noise(5 * MIB, 10)  # what is smaller is fetched when it is opened
     path = failing.put_by_others("f", data)
     fd = os.open(path, os.O_RDONLY)
     pid = failing.lake.number("daemon.pid")
@@ -252,7 +252,7 @@ def test_reads_that_cannot_be_saved_fail_and_the_daemon_lives(failing: Failing) 
 
 
 def test_an_object_that_vanishes_is_an_error_not_an_end(failing: Failing) -> None:
-    path = failing.put_by_others("f", noise(100_000))
+    path = failing.put_by_others("f", noise(5 * MIB))
     fd = os.open(path, os.O_RDONLY)
     failing.here.outside.delete(failing.url("f"))
     with pytest.raises(OSError) as raised:
