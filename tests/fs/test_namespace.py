@@ -950,7 +950,7 @@ async def test_names_that_cannot_be_are_not_asked_for(tmp_path: Path) -> None:
     store = store_of(".lakefs/x", "d/x")
     async with lake(store, tmp_path) as m:
         before = store.count("list")
-        for name in (b".lakefs", b"\xff\xfe", PLACEHOLDER.encode(), b"n" * 256):
+        for name in (b".lakefs", b"\xff\xfe", PLACEHOLDER.encode()):
             assert await absent(m, ROOT_INODE, name) == TTL_S
         assert store.count("list") == before
 
