@@ -122,11 +122,8 @@ class Segments:
     def unwanted(self) -> list[Path]:
         """Segments that nothing brought back refers to."""
         known = self._known()
-        return [
-            Path(entry.path)
-            for entry in os.scandir(self._directory)
-            if entry.name.startswith(PREFIX) and entry.name not in known
-        ]
+        with os.scandir(self._directory) as entries:
+            return [Path(entry.path) for entry in entries if entry.name.startswith(PREFIX) and entry.name not in known]
 
 
 class Group:

@@ -142,7 +142,9 @@ class Recovery:
         """Staged bytes whose record is lost, because the metadata cache was: told, never deleted unasked. Those of
         files that were published and noted just before the daemon died are in the store."""
         self._unpack_segments()
-        for entry in os.scandir(self._services.staging.directory):
+        with os.scandir(self._services.staging.directory) as found:
+            entries = list(found)
+        for entry in entries:
             ours = entry.name in self.orphans or entry.name in self._replayed or entry.name.startswith(PREFIX)
             if ours or not entry.is_file():
                 continue

@@ -69,7 +69,8 @@ def test_a_lake_is_listed_once(make_lake: LakeMaker, store: str) -> None:
     asked = number(second, "upcalls.getattr") - number(first, "upcalls.getattr")
     assert asked <= DIRECTORIES + 1, "a directory whose names were read has a new atime, as the kernel sees it"
     for request in ("opendir", "readdir", "releasedir"):
-        assert number(second, f"upcalls.{request}") == number(first, f"upcalls.{request}"), "the kernel kept listings"
+        more = number(second, f"upcalls.{request}") - number(first, f"upcalls.{request}")
+        assert more <= 2, "the kernel kept listings, of all directories but one at most"
     assert third["upcalls"] == second["upcalls"], "from then on it asks for nothing"
     lake.remount()
     assert find(lake) == names
