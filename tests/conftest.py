@@ -9,11 +9,16 @@ import os
 import random
 from collections.abc import Callable, Iterator
 
+import hypothesis
 import pytest
 
 from tests import servers
 from tests.faults import Faults, faulty
 from tests.servers import Server
+
+hypothesis.settings.register_profile("without times", deadline=None)
+hypothesis.settings.load_profile("without times")
+"""What an example takes says how busy the machine is."""
 
 SLOW = ("mount", "killed", "bench")
 """Directories whose files take longest: begun first, so that no worker is left alone with one of them at the end."""
