@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import stat
@@ -13,7 +14,7 @@ from pathlib import Path
 import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.fs import Filesystem, open_filesystem
 from lakefs_fuse.fs.filesystem import AttributeChange
 from lakefs_fuse.fs.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE
@@ -90,6 +91,12 @@ class Lake:
             entries += more
 
     async def open(self, path: str, flags: int = os.O_RDONLY) -> int:
+        """As the kernel does: where the version was replaced, the name is looked up once more."""
+        try:
+            return await self.fs.open((await self.found(path)).inode, flags)
+        except FileError as error:
+            if error.errno != errno.ESTALE:
+                raise
         return await self.fs.open((await self.found(path)).inode, flags)
 
     async def create(self, path: str, flags: int = os.O_RDWR) -> int:
