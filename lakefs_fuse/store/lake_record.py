@@ -203,7 +203,7 @@ def _new(rng: random.Random) -> LakeRecord:
 
 
 def _finding(store: ObjectStore, config: StoreConfig, now_ns: int, capabilities: Capabilities) -> Finding:
-    """Made after a request, in whose answer the server says its name."""
+    """Made after a GET, in whose answer the server says its name."""
     return Finding(
         endpoint=config.meant[1],
         server=store.server if isinstance(store, Introducing) else "",

@@ -25,7 +25,7 @@ class Introducing(Protocol):
 
     @property
     def server(self) -> str:
-        """As in the last answer (``Server``); empty where it says none."""
+        """As in the last answer to GET (``Server``); empty where it says none."""
 
 
 @runtime_checkable

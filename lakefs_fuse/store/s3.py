@@ -16,7 +16,6 @@ import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import partial
-from typing import Any
 
 from botocore import exceptions as boto
 
@@ -66,7 +65,7 @@ class S3Store:
         """Public for the probe, which tries what it can do."""
         self.capabilities = Capabilities(name="s3", partial_status=False, md5_etags=False)
         self.server = ""
-        """What the server called itself in its last answer to boto3."""
+        """Name of the server in its last answer to GET by boto3: one server names itself differently in others."""
         self._deletes_alone = False
         """DeleteObjects was refused, as a policy may do that allows DeleteObject."""
 
@@ -396,14 +395,10 @@ class S3Store:
         try:
             answer: Answer = getattr(self._client, operation)(Bucket=self._bucket, **parameters)
         except (boto.BotoCoreError, boto.ClientError, OSError, ValueError) as error:
-            if isinstance(error, boto.ClientError):
-                self._learn_server(error.response)
             raise from_boto(what, error) from error
-        self._learn_server(answer)
+        if operation == "get_object":
+            self.server = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", "")
         return answer
-
-    def _learn_server(self, answer: Mapping[str, Any]) -> None:
-        self.server = str(answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", ""))
 
     def _source(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": self._prefix + key}

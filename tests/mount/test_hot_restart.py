@@ -23,7 +23,7 @@ from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Directory, Lake, eventually, file_lake, is_running, noise
 from tests.mount.other_user import other_user
 
-BACK_S_MAX = 10.0
+BACK_S_MAX = 30.0
 """A second or two, where nothing else runs on the machine."""
 SUPERVISOR_BYTES_MAX = 32 << 20
 

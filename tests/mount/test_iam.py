@@ -119,6 +119,22 @@ def test_policy_reader_reads_and_sends_no_write(checked: Guarded, counted: tuple
         lake.close()
 
 
+def test_policy_reader_mounted_read_write_mounts_and_fails_at_close(checked: Guarded) -> None:
+    """What the store can do is known from the lake record, so that nothing is probed by writing."""
+    lake = as_role(checked, "reader")
+    try:
+        assert lake.try_mount().returncode == 0, lake.log()
+        lake.pid = lake.number("daemon.pid")
+        assert (lake.path / "small").read_bytes() == SEASONED["small"]
+        with pytest.raises(PermissionError), (lake.path / "new").open("wb") as file:
+            file.write(b"x")
+        (lake.path / "new").unlink()
+        lake.umount()
+    finally:
+        lake.close()
+    assert "AccessDenied" in lake.log()
+
+
 def test_policy_writer_writes_renames_and_removes(checked: Guarded) -> None:
     lake = as_role(checked, "writer")
     try:
