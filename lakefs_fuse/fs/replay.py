@@ -20,6 +20,7 @@ from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.publishing import forget_upload
 from lakefs_fuse.data.record import DraftRecord, decode
 from lakefs_fuse.data.restoring import restored
+from lakefs_fuse.data.version import Version
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs import attributes
@@ -132,12 +133,13 @@ class Replay:
         record = item.draft.record()
         if await self._evidence.is_in_pack(record):
             etag = (await self._evidence.visible(record)).etag
-            return await self._end(item, etag, partial(self._tell_late, item))
+            return await self._end(item, etag, partial(self._tell_late, item), lambda now: now.key == record.commit)
         meta = await self._evidence.published(record)
         there = await self._evidence.visible(record)
         if meta is not None:
             is_newest = there.etag in (record.replaces, meta.etag)
-            return await self._end(item, meta.etag, partial(self._tell_object, item, meta, is_newest))
+            tell = partial(self._tell_object, item, meta, is_newest)
+            return await self._end(item, meta.etag, tell, lambda now: now.etag == meta.etag)
         if self._is_gone(item):
             return False
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
@@ -187,9 +189,12 @@ class Replay:
         self._ns.tree.forget_listing(batch, row.parent)
         self._db.commit(batch)
 
-    async def _end(self, item: Accepted, etag: str, tell: Callable[[], None]) -> bool:
+    async def _end(
+        self, item: Accepted, etag: str, tell: Callable[[], None], is_ours: Callable[[Version], bool]
+    ) -> bool:
         """``etag`` is that of the object that has the bytes: later versions of the file replace it. What the store does
-        not say of it yet is left to ``tell``. False where nobody wants it any more. Raises CacheError."""
+        not say of it yet is left to ``tell``. ``is_ours`` whether a version is these bytes. False where nobody wants it
+        any more. Raises CacheError."""
         file, draft = item.file, item.draft
         async with file.publishing:
             if self._is_gone(item):
@@ -208,13 +213,28 @@ class Replay:
                     later.draft.save()
             row = self._ns.tree.entry(file.entry.inode)
             if row is not None and not row.is_local:
-                self._files.updated(row)
+                extent = self._ns.extent(row)
+                if file.draft is not None or file.behind or (extent is not None and is_ours(extent.version)):
+                    self._files.updated(row)
+                else:
+                    self._renew_inode(row)
         self._writeback.forget(draft)
         await draft.discard()
         if draft.error is not None:
             log.warning("an upload of %s that is not needed is left to `gc`: %s", draft.target.key, draft.error)
         self._files.forget_if_idle(file)
         return True
+
+    def _renew_inode(self, row: Entry) -> None:
+        """Another node's newer version has the name: the kernel keeps the size that it knows of an inode. Raises
+        CacheError."""
+        xattrs = self._ns.tree.xattrs(row.inode)
+        batch = Batch()
+        renewed = self._ns.tree.renew_inode(batch, row)
+        if xattrs:
+            self._ns.tree.set_xattrs(batch, renewed.inode, xattrs)
+        self._db.commit(batch)
+        self._ns.tell(row.parent, row.name)
 
     async def set_aside(self, item: Accepted) -> None:
         """The name has a version of somebody else: the accepted bytes get a name beside it. Raises LakeError."""
@@ -247,7 +267,7 @@ class Replay:
         if local is not None:
             self._ns.tree.detach(batch, local)
         elif row is not None:
-            self._ns.tree.renew_inode(batch, row)
+            self._renew_inode(row)
         self._ns.tree.forget_listing(batch, parent)
         mine = self._ns.tree.attach(batch, _anew(file.entry), parent, name, before=local)
         for each in file.versions:

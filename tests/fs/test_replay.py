@@ -528,6 +528,42 @@ async def test_a_newer_version_of_somebody_else_is_kept_and_so_is_ours(
         assert (told(m)["replayed"], await m.tree()) == (0, tree)
 
 
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_replay_of_a_stored_file_that_another_node_replaced_gives_the_name_another_inode(
+    tmp_path: Path, pack: str
+) -> None:
+    """The kernel keeps the size that it knows of an inode."""
+    store, dead = MemoryStore(), tmp_path / "dead"
+
+    def die_when_stored(request: Request, when: When) -> None:
+        if when == "after" and request.what == "put" and not dead.exists():
+            die(tmp_path / "cache", dead)
+
+    async with writing_back(store, tmp_path / "cache", pack=pack) as m:
+        await m.mkdir("d")
+        await m.fs.sync_names()
+        store.hook = die_when_stored
+        await m.write("d/file", noise(1, 100))
+        await stored(m)
+    async with lake(store, tmp_path / "theirs", pack="always") as theirs:
+        await rewrite(theirs, "d/file", b"theirs")
+        await theirs.sync()
+    is_blind = True
+
+    def nothing_is_known(request: Request, when: When) -> None:
+        if is_blind and when == "before" and request.what == "head":
+            raise Unavailable("the store is away")
+
+    store.hook = nothing_is_known
+    async with writing_back(store, dead, pack=pack) as m:
+        ours = await m.found("d/file")
+        assert m.fs.unfinished()
+        is_blind = False
+        await stored(m)
+        assert await m.read("d/file") == b"theirs"
+        assert (await m.found("d/file")).inode != ours.inode
+
+
 async def test_a_question_that_fails_is_asked_again_before_anything_is_replaced(tmp_path: Path) -> None:
     """The upload of ours cannot be ended at first: theirs is not overwritten for that."""
     store = MemoryStore()
