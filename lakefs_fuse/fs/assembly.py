@@ -29,6 +29,7 @@ from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.evidence import Evidence
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem
+from lakefs_fuse.fs.foreign_objects import ForeignObjects
 from lakefs_fuse.fs.incomplete_files import IncompleteFiles
 from lakefs_fuse.fs.keep_units import Units
 from lakefs_fuse.fs.keeping import Keeper
@@ -127,6 +128,9 @@ class Commits:
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
 
+    def foreign_objects(self, ground: Ground, namespace: Namespace) -> ForeignObjects:
+        return ForeignObjects(namespace, ground.client, self.committer, ground.nursery, self.poller.poll)
+
     def load(self) -> None:
         """Take up what the last daemon journaled. Raises CacheError."""
         self.committer.load()
@@ -206,7 +210,7 @@ class Assembly:
         storing.elsewhere, storing.free, relocator.moved = relocator.note, relocator.free, keeper.moved
         namespace.strays = lambda: files.strays().union(copies.paths())
         if not config.read_only:
-            namespace.overridden = storing.adopt
+            namespace.overridden = commits.foreign_objects(ground, namespace).add
             storing.packer = Packer(
                 ground.database, committer, namespace, ground.cache, metrics.commits, ground.nursery,
                 policy=Rules.of(config).pack_for, being_written=files.being_written,

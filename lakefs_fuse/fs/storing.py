@@ -22,7 +22,6 @@ from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.publishing import Published, publish, visible_token
 from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.data.version import Extent, Version
-from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.committed import ChangeBuilder
@@ -247,17 +246,6 @@ class Storing:
             builder.operations.append(Remove(key, hides=etag))
         elif there.place or there.is_symlink:
             builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
-
-    def adopt(self, entry: Entry) -> None:
-        """A plain object that somebody else put has taken a name from bytes elsewhere: say so in a commit, or the name
-        would come back to what it was when that object goes."""
-        try:
-            path = self._ns.key(entry)
-            builder = ChangeBuilder(self._ns.tree)
-            builder.put(path, entry)
-            self._committer.enqueue(builder.change())
-        except LakeError as error:
-            log.warning("%r was replaced by somebody else, which could not be noted: %s", entry.name, error)
 
     # -- what is left behind
 
