@@ -44,10 +44,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True):
-    """The object that a commit became, and its bytes (none where there was nothing to say)."""
+    """The object that a commit became, its bytes (none where there was nothing to say), and the offsets of the data of
+    its members."""
 
     ref: ObjectRef
     body: bytes
+    offsets: Sequence[int] = ()
 
 
 class Sending(msgspec.Struct, frozen=True):

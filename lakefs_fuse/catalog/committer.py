@@ -352,8 +352,10 @@ class Committer:
         if told is not None:
             await told(key)
         records: list[Record] = []
+        places: list[int] = []
 
         def make_record(offsets: Sequence[int]) -> bytes:
+            places.extend(offsets)
             records.append(merged(changes, self.writer, time, offsets))
             return encode(records[0], self._client.commit_format)
 
@@ -379,7 +381,7 @@ class Committer:
         self._settle(sending, journaled, doomed, records[0], this)
         if self._clock.wall_ns() - time > LATE_NS:
             await self._say_again(records[0], this)
-        return Committed(this, body)
+        return Committed(this, body, places)
 
     async def _put(self, key: str, body: bytes, unsure: Unsure) -> ObjectMeta:
         """Where the PUT fails, the store is asked whether it was made all the same. Raises LakeError."""

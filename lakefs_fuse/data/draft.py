@@ -89,6 +89,8 @@ class Draft:
         self._asking = Gate()
         self.token = draft_id
         self.commit = ""
+        self.packed: Extent | None = None
+        """Its bytes in the pack that it was published in."""
         self.changes = 0
         self.recheck = False
         self.unlinked = False

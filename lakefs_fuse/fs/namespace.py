@@ -489,6 +489,17 @@ class Namespace:
         """A name is another than the kernel may remember."""
         self._changed(directory, name)
 
+    def renew_inode(self, entry: Entry) -> None:
+        """Give the version that a name has now an inode of its own: the kernel keeps the size that it knows of one.
+        Raises CacheError."""
+        xattrs = self.tree.xattrs(entry.inode)
+        batch = Batch()
+        renewed = self.tree.renew_inode(batch, entry)
+        if xattrs:
+            self.tree.set_xattrs(batch, renewed.inode, xattrs)
+        self._db.commit(batch)
+        self.tell(entry.parent, entry.name)
+
     def is_removed(self, entry: Entry) -> bool:
         """A commit removed the plain object that a file is."""
         if not entry.is_plain:

@@ -24,7 +24,7 @@ from lakefs_fuse.config import MIB
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.record import DraftState, encode
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.data.version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database
@@ -207,10 +207,11 @@ class Packer:
         self._metrics.files_packed += len(batch)
         self._metrics.bytes_packed += sum(len(waiting.data) for waiting in batch)
         self._metrics.batch_files_max = max(self._metrics.batch_files_max, len(batch))
-        for waiting in batch:
+        version = Version(made.ref.key, made.ref.etag, made.ref.size)
+        for waiting, offset in zip(batch, made.offsets, strict=True):
+            waiting.draft.packed = Extent(version, offset, len(waiting.data))
             waiting.packed = True
             waiting.done.set()
-        version = Version(made.ref.key, made.ref.etag, made.ref.size)
         view = memoryview(made.body)
         blocks = [view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES)]
         self._nursery.start_soon(trio.to_thread.run_sync, partial(self._cache.write_blocks, version, 0, blocks))

@@ -217,24 +217,13 @@ class Replay:
                 if file.draft is not None or file.behind or (extent is not None and is_ours(extent.version)):
                     self._files.updated(row)
                 else:
-                    self._renew_inode(row)
+                    self._ns.renew_inode(row)
         self._writeback.forget(draft)
         await draft.discard()
         if draft.error is not None:
             log.warning("an upload of %s that is not needed is left to `gc`: %s", draft.target.key, draft.error)
         self._files.forget_if_idle(file)
         return True
-
-    def _renew_inode(self, row: Entry) -> None:
-        """Another node's newer version has the name: the kernel keeps the size that it knows of an inode. Raises
-        CacheError."""
-        xattrs = self._ns.tree.xattrs(row.inode)
-        batch = Batch()
-        renewed = self._ns.tree.renew_inode(batch, row)
-        if xattrs:
-            self._ns.tree.set_xattrs(batch, renewed.inode, xattrs)
-        self._db.commit(batch)
-        self._ns.tell(row.parent, row.name)
 
     async def set_aside(self, item: Accepted) -> None:
         """The name has a version of somebody else: the accepted bytes get a name beside it. Raises LakeError."""
@@ -267,7 +256,7 @@ class Replay:
         if local is not None:
             self._ns.tree.detach(batch, local)
         elif row is not None:
-            self._renew_inode(row)
+            self._ns.renew_inode(row)
         self._ns.tree.forget_listing(batch, parent)
         mine = self._ns.tree.attach(batch, _anew(file.entry), parent, name, before=local)
         for each in file.versions:

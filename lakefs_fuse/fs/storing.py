@@ -118,11 +118,14 @@ class Storing:
 
     def _packed(self, file: OpenFile, draft: Draft) -> Stored:
         draft.state = DraftState.PUBLISHED
+        assert draft.packed is not None, "its commit is in the store"
         entry = self._ns.tree.entry(file.entry.inode)
         extent = self._ns.extent(entry) if entry is not None else None
-        if entry is None or extent is None:  # the name went meanwhile; who has it open reads nothing any more
-            entry = msgspec.structs.replace(file.entry, size=0, flags=file.entry.flags & ~Flag.LOCAL)
-            extent = Extent(Version(file.key, "", 0), 0, 0)
+        if entry is None or extent is None or extent.version != draft.packed.version:
+            if extent is not None and entry is not None:  # another node's version is newer
+                self._ns.renew_inode(entry)
+            entry = msgspec.structs.replace(file.entry, size=draft.packed.size, flags=file.entry.flags & ~Flag.LOCAL)
+            extent = draft.packed
         return Stored(entry, extent, attributes.describe(entry, with_mtime=True), None)
 
     # -- as a plain object

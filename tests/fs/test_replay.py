@@ -903,3 +903,33 @@ async def test_a_mount_that_only_reads_leaves_what_was_accepted_alone(tmp_path: 
         assert await m.read("file") == noise(1, LARGE)
         await nothing_is_left(store, m)
         assert store.data("file") == noise(1, LARGE)
+
+
+async def test_pack_that_comes_after_another_nodes_newer_version_gives_the_name_another_inode(tmp_path: Path) -> None:
+    """That was applied here while the pack was on its way; the kernel keeps the size that it knows of an inode."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        writing_back(store, tmp_path / "cache", clock=clock, pack="always", delay_s=NEVER_S) as m,
+        lake(store, tmp_path / "theirs", clock=clock, pack="always") as theirs,
+    ):
+        await m.write("file", noise(1, 100))
+        ours = await m.found("file")
+
+        async def replace() -> None:
+            clock.advance(2)
+            await theirs.write("file", b"theirs")
+            await theirs.sync()
+            await m.poll()
+
+        def hook(request: Request, when: When) -> None:
+            if when == "before" and request.what == "put":
+                store.hook = lambda _request, _when: None
+                trio.from_thread.run(replace)
+
+        store.hook = hook
+        handle = await m.open("file")
+        await m.fs.make_durable()
+        assert await m.read("file") == b"theirs"
+        assert (await m.found("file")).inode != ours.inode
+        assert await m.read_handle(handle) in (noise(1, 100), b"")
+        await m.close(handle)
