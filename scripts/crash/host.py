@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from lakefs_fuse.control.mounts import mount_at
+from lakefs_fuse.control.mounts import abort, mount_at
 from scripts.crash.disk import Disk
 from tests import servers
 from tests.servers import Server
@@ -23,7 +23,6 @@ START_S_MAX = 60.0
 END_S_MAX = 120.0
 DEATH_S_MAX = 3.0
 """What is killed ends sooner, unless the kernel holds it in a request that it asked of itself."""
-CONNECTIONS = Path("/sys/fs/fuse/connections")
 LAKEFS = [sys.executable, "-P", "-m", "lakefs_fuse"]
 REPOSITORY = Path(__file__).parents[2]
 UNSYNCED = [sys.executable, "-P", "-m", "scripts.crash.unsynced"]
@@ -146,7 +145,7 @@ class Host:
         self.cut_off += 1
         mounted = mount_at(os.fspath(self.mountpoint))
         if mounted is not None:
-            (CONNECTIONS / mounted.device.partition(":")[2] / "abort").write_text("1")
+            abort(mounted)
 
     def clear(self) -> None:
         """Take the dead mount away, and what its disk had not synced."""
