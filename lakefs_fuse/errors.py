@@ -114,3 +114,7 @@ class Unavailable(StoreError):
     def __init__(self, message: str, *, throttled: bool = False) -> None:
         super().__init__(message)
         self.throttled = throttled
+
+
+class Conflict(Unavailable):
+    """The store is at work on another request for the same key (409); perhaps on an earlier attempt of this one."""

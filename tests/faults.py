@@ -23,11 +23,26 @@ from urllib.parse import urlsplit
 from tests.servers import Server
 
 Kind = Literal[
-    "slow_down", "error_500", "reset", "truncate", "stall", "lose_answer", "corrupt", "flip", "refuse", "forbid", "hang"
+    "slow_down", "error_500", "reset", "truncate", "stall", "lose_answer", "corrupt", "flip", "refuse", "forbid",
+    "hang", "conflict", "aborted", "odd_409", "gone",
 ]  # fmt: skip
 
 PIECE_BYTES = 1 << 18
-_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "expect"}
+_HOP = {
+    "connection", "keep-alive", "transfer-encoding", "content-length", "expect", "proxy-authorization",
+    "proxy-connection",
+}  # fmt: skip
+_ANSWERS: dict[str, tuple[int, bytes, bytes]] = {
+    "slow_down": (503, b"SlowDown", b"Please reduce your request rate."),
+    "error_500": (500, b"InternalError", b"We encountered an internal error."),
+    "refuse": (400, b"InvalidRequest", b"Checksum type mismatch occurred."),
+    "forbid": (403, b"AccessDenied", b"Access Denied."),
+    "conflict": (409, b"ConditionalRequestConflict", b"A conflicting operation occurred."),
+    "aborted": (409, b"OperationAborted", b"A conflicting operation is in progress."),
+    "odd_409": (409, b"ResourceBusy", b"Busy."),
+    "gone": (404, b"NoSuchUpload", b"The specified upload does not exist."),
+}
+"""Faults that answer without asking the store."""
 _BODY = b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>%s</Code><Message>%s</Message></Error>'
 
 
@@ -86,6 +101,22 @@ class Faults:
     def forbid(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
         """Answer 403 AccessDenied, without asking the store."""
         self._add("forbid", n, method, containing)
+
+    def conflict(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
+        """Answer 409 ConditionalRequestConflict, without asking the store."""
+        self._add("conflict", n, method, containing)
+
+    def aborted(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
+        """Answer 409 OperationAborted, without asking the store."""
+        self._add("aborted", n, method, containing)
+
+    def odd_409(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
+        """Answer 409 with a code that S3 does not know, without asking the store."""
+        self._add("odd_409", n, method, containing)
+
+    def gone(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
+        """Answer 404 NoSuchUpload, without asking the store."""
+        self._add("gone", n, method, containing)
 
     def reset(self, n: int = 1, *, method: str | None = None, containing: str = "") -> None:
         """Reset the connection (RST) instead of answering."""
@@ -204,18 +235,12 @@ class _Relay(BaseHTTPRequestHandler):
     def _relay(self) -> None:
         kind, released = self.controls.take(self.command, self.path)
         length = int(self.headers.get("Content-Length") or 0)
-        if kind in ("slow_down", "error_500", "refuse", "forbid", "reset", "hang"):
+        if kind in _ANSWERS or kind in ("reset", "hang"):
             self._drain(length)
             if kind == "hang":
                 released.wait(120)
-            if kind == "slow_down":
-                self._answer(503, b"SlowDown", b"Please reduce your request rate.")
-            elif kind == "error_500":
-                self._answer(500, b"InternalError", b"We encountered an internal error.")
-            elif kind == "refuse":
-                self._answer(400, b"InvalidRequest", b"Checksum type mismatch occurred.")
-            elif kind == "forbid":
-                self._answer(403, b"AccessDenied", b"Access Denied.")
+            if kind in _ANSWERS:
+                self._answer(*_ANSWERS[kind])
             else:
                 self._reset()
             return

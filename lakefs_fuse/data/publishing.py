@@ -4,7 +4,9 @@ Small files are one PUT. Others complete the upload that began while they were w
 copied from the base by the store itself. What is said of attributes in the object's metadata is fixed when its request
 begins; the caller says later changes elsewhere.
 
-`publish` may be called again after it failed; what the store has already is not sent twice. A crash before the
+`publish` may be called again after it failed; what the store has already is not sent twice. A conflict (409) on the
+completing request polls the object and completes the same upload again; only where the upload is gone (NoSuchUpload)
+is it sent anew. A crash before the
 completing request leaves the old version visible, after it the new one; which of both is told by the draft's id in the
 object's metadata.
 """
@@ -15,6 +17,7 @@ import errno
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import trio
@@ -146,12 +149,18 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
 
 async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
     """The store says that the name is taken, or the upload gone: perhaps by our own request, whose answer was lost."""
-    token, meta = await visible_token(draft)
-    if meta is not None and token == draft.token and meta.size == draft.size:
+    meta = await _find_completed(draft)
+    if meta is not None:
         return meta
     if isinstance(error, PreconditionFailed):
         raise FileError(errno.EEXIST, f"{draft.target.key}: created by somebody else meanwhile") from error
     raise error
+
+
+async def _find_completed(draft: Draft) -> ObjectMeta | None:
+    """The object, where it is what this attempt publishes."""
+    token, meta = await visible_token(draft)
+    return meta if meta is not None and token == draft.token and meta.size == draft.size else None
 
 
 async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
@@ -193,7 +202,8 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
             nursery.start_soon(_send_part, draft, index, start, start + length, few, copy)
     refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
     try:
-        return await client.complete_multipart(key, upload_id, refs, if_absent=draft.target.if_absent)
+        poll = partial(_find_completed, draft)
+        return await client.complete_multipart(key, upload_id, refs, if_absent=draft.target.if_absent, poll=poll)
     except (PreconditionFailed, NotFound) as error:
         return await _ours_after_all(draft, error)
 

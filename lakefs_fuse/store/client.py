@@ -25,13 +25,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.errors import AccessDenied, NotFound, PreconditionFailed, Unavailable
+from lakefs_fuse.errors import AccessDenied, Conflict, NotFound, PreconditionFailed, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.probeable import Unguarded
@@ -237,11 +237,13 @@ class StoreClient:
         return await self._call("copy", call)
 
     async def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
-    ) -> ObjectMeta:
-        """See `ObjectStore.complete_multipart`, and the module's head on NotFound after a retry."""
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False,
+        poll: Callable[[], Awaitable[ObjectMeta | None]] | None = None,
+    ) -> ObjectMeta:  # fmt: skip
+        """See `ObjectStore.complete_multipart`, and the module's head on NotFound after a retry. ``poll`` is asked
+        after each conflict whether the object is there by now; what it answers is the answer."""
         call = partial(self._store.complete_multipart, key, upload_id, parts, if_absent=if_absent)
-        return await self._call("other", call)
+        return await self._call("other", call, poll=poll)
 
     async def abort_multipart(self, key: str, upload_id: str) -> None:
         """See `ObjectStore.abort_multipart`."""
@@ -265,8 +267,9 @@ class StoreClient:
     # -- one call ------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, kind: str, call: Callable[[], T], *, abandon: bool = False, limiter: trio.CapacityLimiter | None = None
-    ) -> T:
+        self, kind: str, call: Callable[[], T], *, abandon: bool = False, limiter: trio.CapacityLimiter | None = None,
+        poll: Callable[[], Awaitable[T | None]] | None = None,
+    ) -> T:  # fmt: skip
         began = self._clock()
         attempt = 0
         while True:
@@ -280,7 +283,10 @@ class StoreClient:
                     raise
                 first = BACKOFF_S_FIRST_THROTTLED if error.throttled else BACKOFF_S_FIRST
                 pause_s = self._rng.uniform(0, min(BACKOFF_S_MAX, first * 2.0 ** min(attempt, 16)))
+                conflicts = isinstance(error, Conflict)
             await trio.sleep(min(pause_s, remaining))
+            if conflicts and poll is not None and (found := await poll()) is not None:
+                return found
             attempt += 1
             self.metrics.retries += 1
 

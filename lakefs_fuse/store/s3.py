@@ -21,6 +21,7 @@ from botocore import exceptions as boto
 
 from lakefs_fuse.errors import (
     AccessDenied,
+    Conflict,
     KeyRefused,
     LakeError,
     NotFound,
@@ -328,7 +329,12 @@ class S3Store:
             self._refuse_existing(key)
         elif if_absent:
             parameters["IfNoneMatch"] = "*"
-        answer = self._call("complete_multipart_upload", f"complete {key!r}", key, **parameters)
+        try:
+            answer = self._call("complete_multipart_upload", f"complete {key!r}", key, **parameters)
+        except PreconditionFailed as error:
+            if "IfNoneMatch" in parameters:
+                raise
+            raise Conflict(str(error)) from error  # A 409 with a code of the server's own.
         etag = _etag(answer)
         if looks or not etag or not self.capabilities.complete_etag:
             there = self.head(key)

@@ -19,6 +19,7 @@ from obstore import exceptions as obs
 
 from lakefs_fuse.errors import (
     AccessDenied,
+    Conflict,
     KeyRefused,
     NoSuchBucket,
     NotFound,
@@ -63,7 +64,7 @@ _KINDS: Mapping[str, type[StoreError]] = {
     "RequestTimeTooSkewed": AccessDenied,
     "InvalidSecurity": AccessDenied,
     "PreconditionFailed": PreconditionFailed,
-    "ConditionalRequestConflict": PreconditionFailed,
+    "ConditionalRequestConflict": Conflict,
     "InvalidRange": RangeNotSatisfiable,
     "NotImplemented": Unsupported,
     "MethodNotAllowed": Unsupported,
@@ -94,7 +95,7 @@ _KINDS: Mapping[str, type[StoreError]] = {
     "BandwidthLimitExceeded": Unavailable,
     "RequestTimeout": Unavailable,
     "InternalError": Unavailable,
-    "OperationAborted": Unavailable,
+    "OperationAborted": Conflict,
     "BadDigest": SumRefused,
     "XAmzContentChecksumMismatch": SumRefused,
     "IncompleteBody": Unavailable,

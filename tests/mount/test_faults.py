@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,67 @@ def test_a_write_survives(failing: Failing, kind: str, size: int) -> None:
     assert faults.injected[kind] == (2 if size < PART_BYTES else 4)
     assert failing.lake.number("store.retries") >= retries + faults.injected[kind]
     assert failing.lake.number("dirty.files") == 0
+
+
+@pytest.mark.parametrize("kind", ["conflict", "aborted", "odd_409"])
+def test_completion_conflict_sends_parts_once(failing: Failing, kind: str) -> None:
+    data = noise(2 * PART_BYTES + 9, 6)
+    inject(failing.faults, kind, 1, method="POST", containing=failing.url("f") + "?uploadId")
+    (failing.path / "f").write_bytes(data)
+    assert failing.here.stored("f") == data
+    assert failing.faults.injected[kind] == 1
+    assert sorted(part_numbers(failing.faults, failing.url("f"))) == [1, 2, 3]
+
+
+def test_three_completion_conflicts_send_parts_once(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:
+    proxied, controls = faults
+    data = noise(2 * PART_BYTES + 9, 6)
+    lake = make_lake("seaweedfs", through=proxied).mount()
+    controls.clear()
+    controls.conflict(3, method="POST", containing="/f?uploadId")
+    (lake.path / "f").write_bytes(data)
+    assert lake.outside.read("f") == data
+    assert controls.injected["conflict"] == 3
+    assert sorted(part_numbers(controls, "/f")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [70_000, 2 * MIB], ids=["obstore", "boto3"])
+def test_put_conflict_is_tried_again(failing: Failing, size: int) -> None:
+    data = noise(size, 6)
+    inject(failing.faults, "conflict", 2, method="PUT", containing=failing.url("f"))
+    (failing.path / "f").write_bytes(data)
+    assert failing.here.stored("f") == data
+    assert failing.faults.injected["conflict"] == 2
+
+
+def test_completion_conflict_then_no_such_upload_begins_anew(failing: Failing) -> None:
+    data = noise(2 * PART_BYTES + 9, 6)
+    for kind in ("conflict", "gone"):
+        inject(failing.faults, kind, 1, method="POST", containing=failing.url("f") + "?uploadId")
+    (failing.path / "f").write_bytes(data)
+    assert failing.here.stored("f") == data
+    assert sorted(part_numbers(failing.faults, failing.url("f"))) == [1, 1, 2, 2, 3, 3]
+
+
+def test_completion_conflict_without_end_fails_close_and_keeps_bytes(failing: Failing) -> None:
+    data = noise(2 * PART_BYTES + 9, 6)
+    inject(failing.faults, "conflict", 1_000_000, method="POST", containing=failing.url("f") + "?uploadId")
+    with pytest.raises(OSError) as caught:
+        (failing.path / "f").write_bytes(data)
+    assert caught.value.errno == errno.EIO
+    assert failing.lake.number("dirty.files") == 1
+    sent = part_numbers(failing.faults, failing.url("f"))
+    failing.faults.clear()
+    assert failing.lake.cli("flush", str(failing.lake.path)).returncode == 0
+    assert failing.here.stored("f") == data
+    assert sorted(sent) == [1, 2, 3]
+    assert part_numbers(failing.faults, failing.url("f")) == []
+
+
+def part_numbers(faults: Faults, url: str) -> list[int]:
+    """Of the parts of the object that were stored since faults were cleared."""
+    found = (re.search(r"partNumber=(\d+)", path) for path in list(faults.stored) if url + "?" in path)
+    return [int(match[1]) for match in found if match]
 
 
 def commits(lake: Lake) -> list[str]:

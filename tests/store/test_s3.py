@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.errors import (
     AccessDenied,
+    Conflict,
     KeyRefused,
     NoSuchBucket,
     NotFound,
@@ -301,7 +302,6 @@ def test_a_small_put_needs_no_head_and_a_copy_one(
         ("SignatureDoesNotMatch", 403, AccessDenied),
         ("403", 403, AccessDenied),
         ("PreconditionFailed", 412, PreconditionFailed),
-        ("ConditionalRequestConflict", 409, PreconditionFailed),
         ("NotImplemented", 501, Unsupported),
         ("", 501, Unsupported),
         ("MethodNotAllowed", 405, Unsupported),
@@ -313,6 +313,8 @@ def test_a_small_put_needs_no_head_and_a_copy_one(
         ("InternalError", 500, Unavailable),
         ("SlowDown", 503, Unavailable),
         ("RequestTimeout", 400, Unavailable),
+        ("ConditionalRequestConflict", 409, Conflict),
+        ("OperationAborted", 409, Conflict),
         ("BadDigest", 400, SumRefused),
         ("", 502, Unavailable),
         ("", 429, Unavailable),

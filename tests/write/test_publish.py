@@ -13,7 +13,7 @@ from lakefs_fuse.data.draft import DRAFT_METADATA
 from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.data.version import BLOCK_BYTES
-from lakefs_fuse.errors import AccessDenied, FileError, StoreError, Unavailable
+from lakefs_fuse.errors import AccessDenied, Conflict, FileError, NotFound, StoreError, Unavailable
 from tests.memory_store import Failures, Request, When
 from tests.write.drafting import PART, bench, noise
 
@@ -68,6 +68,85 @@ async def test_an_upload_that_is_gone_with_bytes_that_were_let_go_is_an_error(tm
             with pytest.raises(StoreError):
                 await b.publish(draft)
         assert "file" not in b.store.objects
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("if_absent", [False, True])
+@pytest.mark.parametrize("conflicts", [1, 3])
+async def test_completion_conflict_completes_the_same_upload(tmp_path: Path, conflicts: int, if_absent: bool) -> None:
+    data = noise(2, 5 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft(if_absent=if_absent)
+        await draft.write(0, data)
+        b.store.hook = Failures(what("complete_multipart"), Conflict("409"), count=conflicts)
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.count("complete_multipart") == conflicts + 1
+        assert b.store.count("create_multipart") == 1
+        assert sorted(b.store.parts_sent()) == [1, 2, 3, 4, 5]
+        draft.close(unlink=True)
+
+
+async def test_completion_conflict_with_our_own_attempt_is_found_by_polling(tmp_path: Path) -> None:
+    """The upload is complete; the store goes on answering that it is busy."""
+    data = noise(2, 5 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft(if_absent=True)
+        await draft.write(0, data)
+        b.store.hook = Failures(what("complete_multipart"), Conflict("409"), count=1_000_000, when="after")
+        published = await b.publish(draft)
+        assert published.meta.etag == b.store.head("file").etag
+        assert b.store.count("complete_multipart") == 1
+        draft.close(unlink=True)
+
+
+async def test_completion_conflict_with_another_creator_yields_to_it(tmp_path: Path) -> None:
+    async with bench(tmp_path) as b:
+        draft = b.draft(if_absent=True)
+        await draft.write(0, noise(2, 5 * PART))
+        await b.idle(draft)
+        b.store.hook = Failures(what("complete_multipart"), Conflict("409"))
+        b.store.give("file", b"theirs")
+        with pytest.raises(FileError) as caught:
+            await b.publish(draft)
+        assert caught.value.errno == errno.EEXIST
+        assert b.store.data("file") == b"theirs"
+        draft.close(unlink=True)
+
+
+async def test_completion_conflict_then_no_such_upload_begins_anew(tmp_path: Path) -> None:
+    data = noise(2, 5 * PART)
+    answers = [Conflict("409"), NotFound("NoSuchUpload")]
+
+    def hook(request: Request, when: When) -> None:
+        if request.what == "complete_multipart" and when == "before" and answers:
+            raise answers.pop(0)
+
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        b.store.hook = hook
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert b.store.count("create_multipart") == 2
+        assert sorted(b.store.parts_sent()) == sorted([1, 2, 3, 4, 5] * 2)
+        draft.close(unlink=True)
+
+
+async def test_completion_conflict_without_end_keeps_upload_and_bytes(tmp_path: Path) -> None:
+    data = noise(2, 5 * PART)
+    async with bench(tmp_path, retry_timeout_s=0) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        b.store.hook = Failures(what("complete_multipart"), Conflict("409"), count=2)
+        for _ in range(2):
+            with pytest.raises(Conflict):
+                await b.publish(draft)
+            assert draft.state is DraftState.FAILED
+            assert bytes(await draft.read(0, len(data))) == data
+        await b.publish(draft)
+        assert b.store.data("file") == data
+        assert sorted(b.store.parts_sent()) == [1, 2, 3, 4, 5]
         draft.close(unlink=True)
 
 
