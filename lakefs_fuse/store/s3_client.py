@@ -1,7 +1,8 @@
 """The boto3 client of one bucket, and what else boto3 knows that the fast paths need: where requests go, credentials.
 
 Always true: one call is one attempt; a response that stalls longer than the read timeout is an error; credentials stay
-inside boto3 and obstore and are never formatted.
+inside boto3 and obstore and are never formatted; every request goes where botocore reads from the environment
+(``https_proxy``, ``http_proxy``, ``no_proxy``) that it should.
 
 Made once per store by `opening`; the client may be used from many threads.
 """
@@ -11,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +26,8 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
 from botocore.config import Config
 from botocore.handlers import add_expect_header
+from botocore.httpsession import ProxyConfiguration
+from botocore.utils import get_environ_proxies
 
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
@@ -58,6 +61,13 @@ class S3Access:
     """What obstore calls when it needs credentials, in its form."""
     sign_get: Callable[[str, dict[str, str]], AWSPreparedRequest]
     """A GET of a URL with parameters, signed in its headers: the URL holds nothing secret."""
+    proxies: Mapping[str, str] = field(repr=False)
+    """What botocore's requests use: URLs by scheme, which may hold a password."""
+
+    @property
+    def proxy_url(self) -> str | None:
+        """The proxy of requests to the store; None where they go straight there."""
+        return ProxyConfiguration(dict(self.proxies)).proxy_url_for(self.base_url) or None
 
     @property
     def bucket_url(self) -> str:
@@ -108,7 +118,7 @@ def connect(config: StoreConfig) -> S3Access:
     if credentials is None:
         raise AccessDenied(f"{config.source}: {NO_CREDENTIALS}")
     base_url, virtual_host = _where(client, config.source.bucket)
-    return S3Access(
+    access = S3Access(
         client=client,
         bucket=config.source.bucket,
         prefix=config.source.prefix,
@@ -121,7 +131,11 @@ def connect(config: StoreConfig) -> S3Access:
         connections_max=connections_max,
         credentials=_provider(credentials),
         sign_get=_signer(credentials, region),
+        proxies=get_environ_proxies(client.meta.endpoint_url),
     )
+    if (access.proxy_url or "").count("://") > 1:  # botocore takes any other scheme for a host, and would quote it.
+        raise ConfigError("http_proxy or https_proxy: expected http://[user:password@]host:port")
+    return access
 
 
 def _checked_ca_bundle(path: object) -> str | None:

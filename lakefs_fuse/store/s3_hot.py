@@ -17,9 +17,10 @@ from datetime import datetime, timedelta
 from typing import Any, cast
 
 import obstore
+import obstore.exceptions
 import obstore.store
 
-from lakefs_fuse.errors import StoreError, Unavailable
+from lakefs_fuse.errors import ConfigError, StoreError, Unavailable
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
 from lakefs_fuse.store.s3_client import S3Access
 from lakefs_fuse.store.s3_errors import from_obstore
@@ -27,6 +28,10 @@ from lakefs_fuse.store.s3_errors import from_obstore
 SMALL_PUT_BYTES_MAX = 1 << 20
 REQUEST_TIMEOUT = timedelta(hours=1)
 """A ceiling only; a request that makes no progress ends with the read timeout."""
+
+_NO_PROXY = {"proxy_url": "http://127.0.0.1:9", "proxy_excludes": "*,0.0.0.0/0,::/0"}
+"""A proxy for no host: without one obstore reads the environment itself, and differently (``all_proxy``, ports and
+addresses in ``no_proxy``)."""
 
 _CONTROL = {*map(chr, range(32)), "\x7f"}
 _HEADERS = frozenset(
@@ -50,6 +55,7 @@ class S3Hot:
             "connect_timeout": timedelta(seconds=access.connect_timeout_s),
             "read_timeout": timedelta(seconds=access.read_timeout_s),
             "timeout": REQUEST_TIMEOUT,
+            **(_NO_PROXY if access.proxy_url is None else {"proxy_url": access.proxy_url}),
         }
         if access.ca_bundle is not None:
             with open(access.ca_bundle, "rb") as file:
@@ -63,13 +69,18 @@ class S3Hot:
             "skip_signature": False,
         }
         self._prefix = access.prefix
-        self._store: Any = obstore.store.S3Store(
-            access.bucket,
-            client_options=cast(Any, options),
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=access.read_timeout_s)},
-            credential_provider=cast(Any, access.credentials),
-            **configuration,
-        )
+        try:
+            self._store: Any = obstore.store.S3Store(
+                access.bucket,
+                client_options=cast(Any, options),
+                retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=access.read_timeout_s)},
+                credential_provider=cast(Any, access.credentials),
+                **configuration,
+            )
+        except obstore.exceptions.BaseError:
+            raise ConfigError(
+                "the HTTP client cannot be set up: check http_proxy, https_proxy and --ca-bundle"
+            ) from None
 
     def get(self, key: str, start: int, end: int, etag: str | None) -> Fetched:
         """Bytes [start, end) of a store that answers ranges with 206. The caller compares ETags."""

@@ -3,8 +3,8 @@
 An answer in the usual form, which is that of its first object for all of them, is taken apart by one regular
 expression; any other by expat (9 ms).
 
-The request is signed by botocore's signer and sent by botocore's own HTTP session, so proxies, credentials and
-certificates are treated as in every other call.
+The request is signed by botocore's signer and sent by botocore's own HTTP session, which is given the proxies and the
+certificates of every other call.
 
 Called from any worker thread.
 """
@@ -35,6 +35,7 @@ class S3Listing:
             verify=access.ca_bundle or True,
             timeout=(access.connect_timeout_s, access.read_timeout_s),
             max_pool_connections=access.connections_max,
+            proxies=dict(access.proxies),
         )
 
     def page(self, prefix: str, delimiter: str, start_after: str, token: str | None, keys_max: int) -> ListPage:
