@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lakefs_fuse.fs.asking import is_unasked
 from lakefs_fuse.fuse import direntries
 from lakefs_fuse.meta.entry import HEAD, UNSET, Entry, Flag, unpack
 
 FUSE = Path(__file__).parent.parent / "lakefs_fuse" / "fuse"
 DIRENTPLUS = struct.Struct("<QQQQIIQQQQQQIIIIIIIIIIQQII")
 """struct fuse_entry_out with its struct fuse_attr, then struct fuse_dirent, as linux/fuse.h has them."""
-SHOWN = direntries.Shown(11, 12, 0o40755, 0o644, 1 << 20, 1 << 17)
+SHOWN = direntries.Shown(11, 12, 0o40755, 0o644, 0o600, 1 << 20, 1 << 17)
 NS = 1_000_000_000
 PARENT = 77
 
@@ -35,7 +36,7 @@ def item(entry: Entry) -> tuple[bytes, bytes]:
 def expected(entry: Entry, timeout_s: float) -> bytes:
     mode = entry.mode
     if mode == UNSET:
-        mode = 0o755 if entry.is_dir else 0o644
+        mode = 0o755 if entry.is_dir else 0o600 if is_unasked(entry) else 0o644
     blksize = SHOWN.dir_blksize if entry.is_dir else SHOWN.file_blksize
     uid, gid = (given if given != UNSET else default for given, default in ((entry.uid, 11), (entry.gid, 12)))
     mtime, ctime = (divmod(ns, NS) for ns in (entry.mtime_ns, entry.ctime_ns))
@@ -91,7 +92,9 @@ ENTRIES = st.builds(
     st.just(0),
     st.binary(min_size=1, max_size=255).filter(lambda name: not set(b"/\0") & set(name) and name not in (b".", b"..")),
     st.integers(1, (1 << 64) - 1),
-    st.sampled_from([0, Flag.DIRECTORY, Flag.SYMLINK, Flag.LOCAL, Flag.DIRECTORY | Flag.MARKER, Flag.XATTRS]).map(int),
+    st.sampled_from(
+        [0, Flag.DIRECTORY, Flag.SYMLINK, Flag.LOCAL, Flag.ATTRIBUTES_KNOWN, Flag.DIRECTORY | Flag.MARKER, Flag.XATTRS]
+    ).map(int),
     st.one_of(st.just(UNSET), st.integers(0, 0o7777)),
     OWNERS,
     OWNERS,

@@ -164,14 +164,16 @@ class Filesystem:
         extent = None if entry.is_dir else self._ns.extent(entry)
         key = self._marker_key(entry) if extent is None else extent.version.key
         try:
-            meta = await self._client.head(key)
+            meta: ObjectMeta | None = await self._client.head(key)
         except NotFound:
-            if not entry.is_dir:
-                return
-            meta = ObjectMeta(key, 0, "", 0)
+            meta = ObjectMeta(key, 0, "", 0) if entry.is_dir else None
         now = self.entry(inode)
-        if now.is_dir or (extent is not None and extent == self._ns.extent(now) and extent.version.etag == meta.etag):
+        if not now.is_dir and (extent is None or extent != self._ns.extent(now)):
+            return
+        if meta is not None and (extent is None or extent.version.etag == meta.etag):
             self._files.learn(now, meta)
+        elif self.config.allow_other:  # the version there now decides whether another user is refused
+            await self._files.currency.renew(now)
 
     def _marker_key(self, entry: Entry) -> str:
         key = self._ns.key(entry)
@@ -557,6 +559,16 @@ class Filesystem:
 
 def file_type_and_mode(entry: Entry, config: MountConfig) -> int:
     """st_mode of an entry, with the mount's defaults where nobody has said."""
-    if entry.mode != UNSET:
-        return entry.file_type | entry.mode
-    return entry.file_type | (config.dir_mode if entry.is_dir else config.file_mode) & ~stat.S_IFMT(0xFFFF)
+    mode = entry.mode
+    if mode == UNSET:
+        mode = config.dir_mode if entry.is_dir else unasked_mode(config) if is_unasked(entry) else config.file_mode
+    return entry.file_type | mode & ~stat.S_IFMT(0xFFFF)
+
+
+def unasked_mode(config: MountConfig) -> int:
+    """Permissions of a file whose object was not asked for its mode.
+
+    With ``allow_other`` they are the owner's only: the kernel sends GETATTR before it refuses another user, and the
+    answer tells the mode.
+    """
+    return config.file_mode & stat.S_IRWXU if config.allow_other else config.file_mode

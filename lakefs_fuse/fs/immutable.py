@@ -29,7 +29,9 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.version import BLOCK_BYTES, Extent
-from lakefs_fuse.errors import ConfigError, FileError
+from lakefs_fuse.errors import ConfigError, FileError, LakeError
+from lakefs_fuse.fs.asking import is_unasked
+from lakefs_fuse.fs.attributes import learn
 from lakefs_fuse.fs.changed_names import ChangedNames
 from lakefs_fuse.fs.extents import extent_of, location_of
 from lakefs_fuse.fs.keys import NAME_BYTES_MAX, is_reserved
@@ -38,6 +40,7 @@ from lakefs_fuse.fs.opening import begin_counting, identity, opened_cache
 from lakefs_fuse.fs.states import Lake, State, States
 from lakefs_fuse.fs.verification import verification
 from lakefs_fuse.fs.views import Unfinished
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
@@ -104,6 +107,27 @@ class ImmutableFilesystem:
         if entry is None:
             raise FileError(errno.ESTALE)
         return msgspec.structs.replace(entry, inode=ROOT_INODE) if number == self._state.note.top else entry
+
+    async def getattr(self, inode: int) -> Entry:
+        """As `entry`. With ``allow_other`` an object that was not asked for its mode is, once: the kernel refuses other
+        users until it is known, and asks before it does."""
+        entry = self.entry(inode)
+        if not self.config.allow_other or entry.is_dir or not is_unasked(entry):
+            return entry
+        state = self._state
+        extent = extent_of(state.tree, entry)
+        try:
+            meta = None if extent is None else await self._lake.client.head(extent.version.key)
+        except LakeError as error:
+            log.info("the mode of inode %d is not known: %s", inode, error)
+            return self.entry(inode)
+        if meta is None or extent is None or extent.version.etag != meta.etag:
+            return self.entry(inode)
+        if state is self._state:
+            batch = Batch()
+            state.tree.update(batch, learn(entry, meta.metadata or {}))
+            state.database.commit(batch)
+        return self.entry(inode)
 
     def directory(self, inode: int) -> Entry:
         """As `entry`. Raises FileError(ENOTDIR), too."""

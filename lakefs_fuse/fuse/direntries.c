@@ -25,6 +25,7 @@
 
 enum { KEY_PREFIX = 9, KEY_BYTES = 17, HEAD_BYTES = 67, NAME_BYTES_MAX = 255, NS = 1000000000 };
 enum { DIRECTORY = 1, SYMLINK = 64, SHADOWED = 256 };
+enum { ASKED = 2 | 4 | SYMLINK }; /* no object has to be asked for the attributes: see asking.py */
 static const uint32_t UNSET = 0xffffffff;
 
 struct attributes {
@@ -43,7 +44,7 @@ struct entry {
 _Static_assert(sizeof(struct entry) == 152, "the kernel's layout");
 
 struct lakefs_shown {
-	uint32_t uid, gid, dir_mode, file_mode, dir_blksize, file_blksize;
+	uint32_t uid, gid, dir_mode, file_mode, unasked_mode, dir_blksize, file_blksize;
 };
 
 static PyObject *rows, *in_use, *substitute, *damaged;
@@ -133,7 +134,8 @@ static Py_ssize_t add(char *buffer, size_t room, const unsigned char *key, const
 	mode = (uint32_t)little(row + 10, 4);
 	type = flags & DIRECTORY ? S_IFDIR : flags & SYMLINK ? S_IFLNK : S_IFREG;
 	if (mode == UNSET)
-		mode = (flags & DIRECTORY ? shown.dir_mode : shown.file_mode) & 0xffff & ~S_IFMT;
+		mode = (flags & DIRECTORY ? shown.dir_mode : flags & ASKED ? shown.file_mode : shown.unasked_mode) &
+		       0xffff & ~S_IFMT;
 	entry.ino = entry.nodeid = entry.attributes.ino = little(row, 8);
 	entry.entry_valid = entry.attr_valid = (uint64_t)timeout_s;
 	entry.entry_valid_nsec = entry.attr_valid_nsec = (uint32_t)((timeout_s - (double)entry.entry_valid) * 1.0e9);

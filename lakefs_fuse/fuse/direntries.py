@@ -13,10 +13,11 @@ from pathlib import Path
 
 
 class Shown(ctypes.Structure):
-    """What is shown where nobody has said, and ``st_blksize``."""
+    """What is shown where nobody has said, or (``unasked_mode``) the object was not asked, and ``st_blksize``."""
 
     _fields_ = tuple(
-        (name, ctypes.c_uint32) for name in ("uid", "gid", "dir_mode", "file_mode", "dir_blksize", "file_blksize")
+        (name, ctypes.c_uint32)
+        for name in ("uid", "gid", "dir_mode", "file_mode", "unasked_mode", "dir_blksize", "file_blksize")
     )
 
 

@@ -78,7 +78,7 @@ class ImmutableOperations(pyfuse3.Operations):
 
     @upcall("getattr")
     async def getattr(self, inode: int, ctx: object = None) -> pyfuse3.EntryAttributes:
-        return attributes_of(self.fs.entry(inode), self.fs, FOREVER_S)
+        return attributes_of(await self.fs.getattr(inode), self.fs, FOREVER_S)
 
     @upcall("readlink")
     async def readlink(self, inode: int, ctx: object) -> bytes:

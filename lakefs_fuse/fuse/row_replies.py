@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from lakefs_fuse.fuse import direntries  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
 
+from lakefs_fuse.fs.filesystem import unasked_mode
 from lakefs_fuse.fuse.answers import DIRECTORY_BLKSIZE, FILE_BLKSIZE, Owned
 from lakefs_fuse.fuse.rows_ahead import RowsAhead
 from lakefs_fuse.meta.tree import Tree
@@ -28,8 +29,9 @@ class RowReplies:
         self.ahead = RowsAhead()
         self._nothing = pyfuse3.EntryAttributes()
         self._shown = direntries.Shown(
-            fs.default_uid, fs.default_gid, config.dir_mode, config.file_mode, DIRECTORY_BLKSIZE, FILE_BLKSIZE
-        )
+            fs.default_uid, fs.default_gid, config.dir_mode, config.file_mode, unasked_mode(config),
+            DIRECTORY_BLKSIZE, FILE_BLKSIZE,
+        )  # fmt: skip
         # An answer that is nobody's: whether what pyfuse3 adds to one goes through the library.
         pyfuse3.readdir_reply(pyfuse3.ReaddirToken(), pyfuse3.FileNameT(b"x"), self._nothing, 1)
         self.possible = direntries.is_reached()

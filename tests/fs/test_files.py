@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import stat
 from pathlib import Path
 
 import pytest
@@ -631,6 +632,41 @@ async def test_what_is_known_counts_on_while_the_store_is_away(tmp_path: Path) -
             assert caught.value.errno == errno.EIO
         store.hook = lambda request, when: None
         assert await m.names() == ["d", "file", "new", "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "known"), [({"mode": str(stat.S_IFREG | 0o600)}, 0o600), ({"mode": "0100664"}, 0o664), ({}, 0o755)]
+)
+async def test_file_mode_with_allow_other_is_the_owners_until_known(
+    tmp_path: Path, metadata: dict[str, str], known: int
+) -> None:
+    store = MemoryStore()
+    store.give("f", b"x", metadata)
+    async with lake(store, tmp_path, file_mode=0o755, dir_mode=0o755, allow_other=True) as m:
+        entry = await m.found("f")
+        assert file_type_and_mode(entry, m.fs.config) == stat.S_IFREG | 0o700
+        assert file_type_and_mode(await m.fs.stat(entry.inode), m.fs.config) == stat.S_IFREG | known
+        assert file_type_and_mode(m.fs.entry(1), m.fs.config) == stat.S_IFDIR | 0o755
+        asked = len(store.requests)
+        assert file_type_and_mode(await m.fs.stat(entry.inode), m.fs.config) == stat.S_IFREG | known
+        assert len(store.requests) == asked
+        handle = await m.create("new")
+        assert file_type_and_mode(await m.fs.getattr((await m.found("new")).inode), m.fs.config) & 0o044
+        await m.close(handle)
+
+
+async def test_stat_of_a_replaced_object_with_allow_other_finds_the_new_version(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("f", b"old")
+    async with lake(store, tmp_path, allow_other=True) as m:
+        entry = await m.found("f")
+        store.give("f", b"newer", {"mode": "0100640"})
+        with pytest.raises(FileError) as caught:
+            await m.fs.stat(entry.inode)
+        assert caught.value.errno == errno.ESTALE
+        now = await m.found("f")
+        assert now.inode != entry.inode
+        assert file_type_and_mode(await m.fs.stat(now.inode), m.fs.config) == stat.S_IFREG | 0o640
 
 
 async def test_metadata_that_says_nothing_shows_the_mounts_defaults(tmp_path: Path) -> None:
