@@ -1,6 +1,6 @@
 """Builds the optional C libraries; everything else is in pyproject.toml.
 
-`lakefs_fuse/fuse/hooks.c`, `receiving.c`, `remembered.c`, `creating.c` and `lent_names.c` become
+`lakefs_fuse/fuse/hooks.c`, `receiving.c`, `remembered.c`, `creating.c`, `lent_names.c` and `privileges.c` become
 `lakefs_fuse/fuse/_hooks*.so`, `direntries.c` becomes `_direntries*.so`: plain shared objects that the program loads
 with ctypes (they are not Python modules).
 Without a compiler or libfuse's headers the install goes on without them, and the mount works, slower.
@@ -18,8 +18,9 @@ HOOKS = "lakefs_fuse/fuse/hooks.c"
 RECEIVING = "lakefs_fuse/fuse/receiving.c"
 CREATING = "lakefs_fuse/fuse/creating.c"
 LENT_NAMES = "lakefs_fuse/fuse/lent_names.c"
+PRIVILEGES = "lakefs_fuse/fuse/privileges.c"
 REMEMBERED = "lakefs_fuse/fuse/remembered.c"
-HEADERS = ("receiving", "remembered", "creating", "lent_names", "slots")
+HEADERS = ("receiving", "remembered", "creating", "lent_names", "privileges", "slots")
 DIRENTRIES = "lakefs_fuse/fuse/direntries.c"
 
 
@@ -39,7 +40,7 @@ def hooks() -> list[Extension]:
     return [
         Extension(
             "lakefs_fuse.fuse._hooks",
-            sources=[HOOKS, RECEIVING, REMEMBERED, CREATING, LENT_NAMES],
+            sources=[HOOKS, RECEIVING, REMEMBERED, CREATING, LENT_NAMES, PRIVILEGES],
             depends=[f"lakefs_fuse/fuse/{name}.h" for name in HEADERS],
             define_macros=[("FUSE_USE_VERSION", "312"), ("_GNU_SOURCE", None)],
             extra_compile_args=["-O2", "-fvisibility=default", *fuse_flags("--cflags", "-I/usr/include/fuse3")],

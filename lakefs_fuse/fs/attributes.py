@@ -22,6 +22,11 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 
 
+def without_privileges(mode: int) -> int:
+    """A file's mode after a write or a change of its owner: no suid, and sgid only where the group may not execute."""
+    return mode & ~(stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0))
+
+
 def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
     """Metadata of an entry. Without mtime the object's LastModified stands for it."""
     described = {}

@@ -19,7 +19,7 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.asking import ask_all, is_unasked
-from lakefs_fuse.fs.attributes import PERMISSIONS
+from lakefs_fuse.fs.attributes import PERMISSIONS, without_privileges
 from lakefs_fuse.fs.changes import Changes
 from lakefs_fuse.fs.evidence import path_of
 from lakefs_fuse.fs.files import FileTable
@@ -57,6 +57,11 @@ class AttributeChange(msgspec.Struct, frozen=True):
     atime_ns: int | None = None
     ctime_ns: int | None = None
     """When that was asked for, by the kernel's clock; None where it is not said."""
+    kills_privileges: bool = False
+    """Drops suid and sgid of a file. A change of its owner always does."""
+    chowned_by: int | None = None
+    """The caller of a chown(2) that keeps owner and group. It drops suid and sgid; where a file has them the caller has
+    to be its owner. The kernel leaves both to us."""
 
 
 class Filesystem:
@@ -233,6 +238,8 @@ class Filesystem:
         """Size, mode, owner, times. Without an open writer the change is durable when this returns."""
         self._refuse_read_only()
         entry = await self.getattr(inode)
+        if not entry.is_dir:
+            change = self._without_privileges(entry, change)
         file = self._files.get(inode)
         if change.size is None and self.is_unlinked(inode):
             return self._set_unlinked(entry, change)
@@ -258,6 +265,23 @@ class Filesystem:
         finally:
             await self._files.release(file, writer=False)
         return file.current
+
+    def _without_privileges(self, entry: Entry, change: AttributeChange) -> AttributeChange:
+        if (change.chowned_by, change.uid, change.gid) == (None, None, None) and not change.kills_privileges:
+            return change
+        mode = self._mode(entry) if change.mode is None else change.mode
+        owner = self.default_uid if entry.uid == UNSET else entry.uid
+        if change.chowned_by not in (None, 0, owner) and mode != without_privileges(mode):
+            raise FileError(errno.EPERM)
+        return msgspec.structs.replace(change, mode=without_privileges(mode))
+
+    async def _kill_privileges(self, entry: Entry) -> Entry:
+        if self._mode(entry) == without_privileges(self._mode(entry)):
+            return entry
+        return await self.setattr(entry.inode, AttributeChange(kills_privileges=True))
+
+    def _mode(self, entry: Entry) -> int:
+        return file_type_and_mode(entry, self.config) & PERMISSIONS
 
     def _changed(self, entry: Entry, change: AttributeChange) -> Entry:
         """Only differences count: the defaults that an unset attribute shows are not a change when they are set."""
@@ -400,7 +424,7 @@ class Filesystem:
         except KeyError:
             raise FileError(errno.EBADF) from None
 
-    async def open(self, inode: int, flags: int, opener: int = 0) -> int:
+    async def open(self, inode: int, flags: int, opener: int = 0, *, kills_privileges: bool = False) -> int:
         """A handle, pinned to the version that the name has now. Raises FileError(ESTALE) where that is not this
         inode any more; the kernel then looks the name up again."""
         writable = flags & os.O_ACCMODE != os.O_RDONLY
@@ -416,6 +440,8 @@ class Filesystem:
             entry = now
         if writable or flags & os.O_TRUNC:
             entry = await self.getattr(inode)  # the next version takes over what this one's metadata says
+        if kills_privileges:
+            entry = await self._kill_privileges(entry)
         file = self._files.acquire(entry, writer=writable)
         try:
             if flags & os.O_TRUNC and file.current.size:
@@ -429,9 +455,10 @@ class Filesystem:
         return self._new_handle(file, writable, opener)
 
     async def create(
-        self, parent: int, name: bytes, mode: int, flags: int, uid: int, gid: int, opener: int = 0
-    ) -> tuple[int, Entry]:
-        """Seen on this node at once, in the store when it is closed."""
+        self, parent: int, name: bytes, mode: int, flags: int, uid: int, gid: int, opener: int = 0, *,
+        kills_privileges: bool = False,
+    ) -> tuple[int, Entry]:  # fmt: skip
+        """Seen on this node at once, in the store when it is closed. A file that is there already may lose suid."""
         self._refuse_read_only()
         above = self._directory(parent)
         gid = self._gid(above) if self._is_setgid(above) else gid
@@ -443,7 +470,8 @@ class Filesystem:
         if known is not None:
             if exclusive:
                 raise FileError(errno.EEXIST)
-            return await self.open(known.inode, flags, opener), self.entry(known.inode)
+            number = await self.open(known.inode, flags, opener, kills_privileges=kills_privileges)
+            return number, self.entry(known.inode)
         if self._writeback.is_for(key) and self._ns.tree.listing(parent) is None:
             self._ns.list_soon(parent)  # so that names can be made while the store is away
         if_absent = exclusive and self._client.capabilities.put_if_absent
@@ -463,8 +491,10 @@ class Filesystem:
         handle = self.handle(number)
         return await self._files.read(handle.file, offset, length, handle.readahead)
 
-    async def write(self, number: int, offset: int, data: Buffer) -> int:
+    async def write(self, number: int, offset: int, data: Buffer, *, kills_privileges: bool = False) -> int:
         file = self.handle(number).file
+        if kills_privileges:
+            await self._kill_privileges(file.current)
         await self._files.write(file, offset, data)
         file.written(self._clock_ns())
         return len(data)

@@ -162,9 +162,10 @@ static double seconds_left(const struct directory *directory)
 
 /* -- what is answered here */
 
-static int may_create(uint64_t parent, const char *name, uint32_t flags)
+/* What has suid or sgid would lose it with the first write: a case for Python. */
+static int may_create(uint64_t parent, const char *name, uint32_t flags, uint32_t mode)
 {
-	return (flags & O_TRUNC) && !(flags & (O_EXCL | O_APPEND)) && (flags & O_ACCMODE) != O_RDONLY &&
+	return (flags & O_TRUNC) && !(mode & (S_ISUID | S_ISGID)) && !(flags & (O_EXCL | O_APPEND)) && (flags & O_ACCMODE) != O_RDONLY &&
 	       inode_next < inode_end && used < FILES && !lakefs_lent_full() && lakefs_lent_lacking(parent, name);
 }
 
@@ -210,7 +211,8 @@ int lakefs_creating_answers(const struct fuse_in_header *head, const void *body,
 	case FUSE_LOOKUP:
 		return !!lakefs_lent_lacking(head->nodeid, body);
 	case FUSE_CREATE:
-		return may_create(head->nodeid, (const char *)(creating + 1), creating->flags);
+		return may_create(head->nodeid, (const char *)(creating + 1), creating->flags,
+				  creating->mode);
 	case FUSE_WRITE:
 		return bytes == sizeof(*writing) + writing->size &&
 		       may_write(head->nodeid, writing->offset, writing->size);
@@ -248,7 +250,7 @@ static void create(fuse_req_t request, fuse_ino_t parent, const char *name, mode
 	struct directory *directory;
 	struct created *file;
 
-	if (!may_create(parent, name, info->flags) || !(file = free_file())) {
+	if (!may_create(parent, name, info->flags, mode) || !(file = free_file())) {
 		next.create(request, parent, name, mode, info);
 		return;
 	}

@@ -23,6 +23,7 @@
 #include <time.h>
 
 #include "creating.h"
+#include "privileges.h"
 #include "receiving.h"
 #include "remembered.h"
 #include "slots.h"
@@ -34,6 +35,7 @@ enum feature {
 	STATELESS_OPEN = 4,	 /* the same for OPEN and READ */
 	NOFLUSH = 8,		 /* closing what was opened for reading sends no FLUSH */
 	CACHE_SYMLINKS = 16,
+	HANDLE_KILLPRIV = 32, /* dropping suid and sgid is left to us: privileges.c */
 };
 
 /* Handles of files that were opened for reading have this bit, as filesystem.py gives them out. */
@@ -99,7 +101,10 @@ static void init(void *userdata, struct fuse_conn_info *connection)
 	next.init(userdata, connection);
 	connection->want &= ~FUSE_CAP_ATOMIC_O_TRUNC;
 	connection->want &= ~FUSE_CAP_SPLICE_READ; /* what is written is looked at here */
+	connection->want &= ~FUSE_CAP_HANDLE_KILLPRIV; /* its first version does not tell who may keep suid */
 	granted = wanted & NOFLUSH;
+	if (wanted & HANDLE_KILLPRIV && lakefs_privileges_take())
+		granted |= HANDLE_KILLPRIV;
 	if (wanted & EXPLICIT_INVAL_DATA && connection->capable & FUSE_CAP_EXPLICIT_INVAL_DATA) {
 		/* AUTO_INVAL_DATA would take precedence. */
 		connection->want &= ~FUSE_CAP_AUTO_INVAL_DATA;

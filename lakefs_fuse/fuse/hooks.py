@@ -28,6 +28,8 @@ class Feature(IntFlag):
     """Closing what was opened for reading sends no FLUSH. The kernel's write-back cache sends it all the same, and it
     is answered without entering Python."""
     CACHE_SYMLINKS = 16
+    HANDLE_KILLPRIV = 32
+    """Dropping suid and sgid is left to us, and the kernel does not ask before each write(2) what there is to drop."""
 
 
 CREATING_OPCODES = {
@@ -115,6 +117,12 @@ def granted() -> Feature:
 def flush_pid() -> int:
     """Thread that sent the FLUSH being handled, to be asked before the handler's first await; 0 if not known."""
     return int(_library.lakefs_hooks_flush_pid()) if _library is not None else 0
+
+
+def kills_privileges() -> bool:
+    """The request being handled is to drop suid and sgid; to be asked before the handler's first await. Without
+    `Feature.HANDLE_KILLPRIV` none is."""
+    return _library is not None and bool(_library.lakefs_privileges_kills())
 
 
 def lend(inode: int, for_s: float) -> None:

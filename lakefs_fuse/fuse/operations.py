@@ -100,10 +100,12 @@ class Operations(pyfuse3.Operations):
         self._lent.answered(entry, attributes)
         return attributes
 
-    @upcall("setattr", about=About.INODE)
+    @upcall("setattr")
     async def setattr(
-        self, inode: int, attr: Any, fields: pyfuse3.SetattrFields, fh: int | None, ctx: object
+        self, inode: int, attr: Any, fields: pyfuse3.SetattrFields, fh: int | None, ctx: Any
     ) -> pyfuse3.EntryAttributes:
+        kills_privileges = hooks.kills_privileges()
+        await self.barrier.wait_for(About.INODE, inode)
         change = AttributeChange(
             size=attr.st_size if fields.update_size else None,
             mode=attr.st_mode if fields.update_mode else None,
@@ -112,7 +114,10 @@ class Operations(pyfuse3.Operations):
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
             ctime_ns=attr.st_ctime_ns if fields.update_ctime else None,
+            kills_privileges=kills_privileges,
         )
+        if change == AttributeChange(ctime_ns=change.ctime_ns) and fields.update_ctime:
+            change = AttributeChange(ctime_ns=change.ctime_ns, chowned_by=ctx.uid)
         entry = await self.fs.setattr(inode, change, fh)
         return self._attributes(entry, self.fs.attribute_fresh_s(entry))
 
@@ -220,11 +225,15 @@ class Operations(pyfuse3.Operations):
             self._lent.opened(inode, handle)
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
 
-    @upcall("create", about=About.NAME)
+    @upcall("create")
     async def create(
         self, parent: int, name: bytes, mode: int, flags: int, ctx: Any
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        handle, entry = await self.fs.create(parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid)
+        kills_privileges = hooks.kills_privileges()
+        await self.barrier.wait_for(About.NAME, parent, name)
+        handle, entry = await self.fs.create(
+            parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid, kills_privileges=kills_privileges
+        )
         self.creating.created(self.fs.handle(handle).file)
         info = pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
         return info, self._attributes(entry, self.config.metadata_ttl_s)
@@ -235,7 +244,7 @@ class Operations(pyfuse3.Operations):
 
     @upcall("write")
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        return await self.fs.write(fh, off, buf)
+        return await self.fs.write(fh, off, buf, kills_privileges=hooks.kills_privileges())
 
     @upcall("flush")
     async def flush(self, fh: int) -> None:

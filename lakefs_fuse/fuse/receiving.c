@@ -27,6 +27,7 @@
 #include <time.h>
 
 #include "creating.h"
+#include "privileges.h"
 #include "receiving.h"
 #include "remembered.h"
 
@@ -183,6 +184,7 @@ int lakefs_receiving_begin(void)
 	flags = fcntl(fd, F_GETFL);
 	if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0)
 		return 0;
+	lakefs_privileges_begin(session, fd);
 	begun = 1;
 	return 1;
 }

@@ -58,7 +58,7 @@ def features_for(config: MountConfig) -> Feature:
         return features | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
     if config.metadata_ttl_s >= LISTINGS_HELD_S_MIN:
         features |= Feature.STATELESS_OPENDIR
-    return features | Feature.NOFLUSH if config.read_only else features
+    return features | (Feature.NOFLUSH if config.read_only else Feature.HANDLE_KILLPRIV)
 
 
 def background_max(config: MountConfig) -> int:

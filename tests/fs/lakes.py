@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -149,7 +150,7 @@ class Lake:
     async def readlink(self, path: str) -> str:
         return self.fs.readlink((await self.found(path)).inode).decode()
 
-    async def setattr(self, path: str, **change: int) -> Entry:
+    async def setattr(self, path: str, **change: Any) -> Entry:
         return await self.fs.setattr((await self.found(path)).inode, AttributeChange(**change))
 
     async def getattr(self, path: str) -> Entry:

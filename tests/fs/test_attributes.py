@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakefs_fuse.fs.attributes import describe, learn
+from lakefs_fuse.fs.attributes import describe, learn, without_privileges
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 
 FILE = Entry(1, 2, b"name", 3, size=5, mtime_ns=77, etag="e")
@@ -104,3 +104,11 @@ def test_times_that_are_none(text: str) -> None:
 def test_owners_that_are_none(text: str) -> None:
     learnt = learn(FILE, {"uid": text, "gid": text})
     assert (learnt.uid, learnt.gid) == (UNSET, UNSET)
+
+
+@pytest.mark.parametrize(
+    ("mode", "after"),
+    [(0o644, 0o644), (0o4755, 0o755), (0o4644, 0o644), (0o2775, 0o775), (0o2666, 0o2666), (0o7777, 0o1777)],
+)
+def test_setgid_goes_where_the_group_may_execute(mode: int, after: int) -> None:
+    assert without_privileges(mode) == after

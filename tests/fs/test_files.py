@@ -702,3 +702,18 @@ async def test_a_pack_that_is_read_in_random_order_is_fetched_whole(tmp_path: Pa
             assert await m.read(name) == noise(int(name[1:]), 80_000)
         assert store.count("get") == gets
         assert m.metrics.cache.misses < 10
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_only_a_file_that_is_there_loses_privileges_when_it_is_created(tmp_path: Path, is_new: bool) -> None:
+    """As where another node made it, and the kernel takes its name for free."""
+    async with lake(MemoryStore(), tmp_path) as m:
+        if not is_new:
+            await m.close(await m.create("file"))
+            await m.setattr("file", mode=0o6755)
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
+        handle, entry = await m.fs.create(ROOT_INODE, b"file", 0o6755, flags, 0, 0, kills_privileges=True)
+        assert entry.mode == (0o6755 if is_new else 0o755)
+        await m.fs.write(handle, 0, b"bytes", kills_privileges=True)
+        await m.close(handle)
+        assert (await m.getattr("file")).mode == 0o755

@@ -52,6 +52,23 @@ class Fixture:
         _write("t")
         return "t"
 
+    def setid_file(self) -> str:
+        _write("t")
+        self._give("t")
+        os.chmod("t", 0o6775)
+        return "t"
+
+    def setid_file_of_root(self) -> str:
+        _write("t", 0o6777)
+        return "t"
+
+    def locking_file(self) -> str:
+        """Its setgid bit means mandatory locking: the group may not execute it."""
+        _write("t")
+        self._give("t")
+        os.chmod("t", 0o2666)
+        return "t"
+
     def directory(self) -> str:
         os.mkdir("t", 0o755)
         self._give("t")

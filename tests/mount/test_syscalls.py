@@ -26,6 +26,9 @@ SAME_SIZE = "`truncate` to the size that a file has leaves its times"
 DIFFERENCES = {
     "truncate 10 file": SAME_SIZE,
     "truncate 10 file_of_root": SAME_SIZE,
+    "truncate 10 setid_file": SAME_SIZE,
+    "truncate 10 setid_file_of_root": SAME_SIZE,
+    "truncate 10 locking_file": SAME_SIZE,
     "truncate 10 in_directory_of_root": SAME_SIZE,
     "truncate 10 in_sticky_directory": SAME_SIZE,
     "truncate 10 link_to_file": SAME_SIZE,

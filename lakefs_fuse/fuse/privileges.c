@@ -1,0 +1,108 @@
+/*
+ * FUSE_HANDLE_KILLPRIV_V2: suid and sgid of a file that is written or truncated are dropped by us, not by the kernel.
+ *
+ * A kernel that does it by itself asks for security.capability before every write(2). A kernel that leaves it to us asks
+ * once, and says with a flag of WRITE, SETATTR and CREATE that the caller lacks CAP_FSETID. OPEN never carries it:
+ * O_TRUNC comes as SETATTR here (`init` of hooks.c).
+ *
+ * libfuse before 3.17 neither knows the feature nor passes on any of the flags. So it reads requests and writes answers
+ * through the two functions below: one notes the flag of each request, the other adds the feature to the answer to INIT.
+ *
+ * Single-threaded, as hooks.c; only what is pushed to the kernel may be written by another thread.
+ */
+#include "privileges.h"
+
+#include <fuse_lowlevel.h>
+#include <linux/fuse.h>
+
+#include <dlfcn.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static uint64_t init_unique;
+static int offered, taken;
+static int kills;
+
+static int offers(const struct fuse_init_in *init)
+{
+	return init->major == FUSE_KERNEL_VERSION && init->flags & FUSE_HANDLE_KILLPRIV_V2;
+}
+
+static int carries_flag(const struct fuse_in_header *head)
+{
+	const void *body = head + 1;
+
+	switch (head->opcode) {
+	case FUSE_WRITE:
+		return !!(((const struct fuse_write_in *)body)->write_flags & FUSE_WRITE_KILL_SUIDGID);
+	case FUSE_SETATTR:
+		return !!(((const struct fuse_setattr_in *)body)->valid & FATTR_KILL_SUIDGID);
+	case FUSE_CREATE:
+		return !!(((const struct fuse_create_in *)body)->open_flags & FUSE_OPEN_KILL_SUIDGID);
+	default:
+		return 0;
+	}
+}
+
+/* A request as it comes from the kernel. */
+void lakefs_privileges_note(const struct fuse_in_header *head)
+{
+	kills = taken && carries_flag(head);
+	if (head->opcode == FUSE_INIT) {
+		init_unique = head->unique;
+		offered = offers((const struct fuse_init_in *)(head + 1));
+	}
+}
+
+/* An answer as it goes to the kernel. */
+void lakefs_privileges_amend(const struct iovec *iov, int count)
+{
+	const struct fuse_out_header *head = iov[0].iov_base;
+
+	if (taken && head->unique == init_unique && !head->error && count == 2 &&
+	    iov[1].iov_len >= offsetof(struct fuse_init_out, flags) + sizeof(uint32_t))
+		((struct fuse_init_out *)iov[1].iov_base)->flags |= FUSE_HANDLE_KILLPRIV_V2;
+}
+
+static ssize_t read_request(int fd, void *buf, size_t bytes, void *userdata)
+{
+	ssize_t size = read(fd, buf, bytes);
+
+	(void)userdata;
+	if (size >= (ssize_t)sizeof(struct fuse_in_header))
+		lakefs_privileges_note(buf);
+	return size;
+}
+
+static ssize_t write_answer(int fd, struct iovec *iov, int count, void *userdata)
+{
+	(void)userdata;
+	lakefs_privileges_amend(iov, count);
+	return writev(fd, iov, count);
+}
+
+void lakefs_privileges_begin(struct fuse_session *session, int fd)
+{
+	static const struct fuse_custom_io io = {.writev = write_answer, .read = read_request};
+	void *libfuse = dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL);
+	int (*set_io)(struct fuse_session *, const struct fuse_custom_io *, int) = NULL;
+
+	if (libfuse) /* since 3.13; later versions have another one of that name as well */
+		*(void **)&set_io = dlvsym(libfuse, "fuse_session_custom_io", "FUSE_3.0");
+	if (set_io)
+		set_io(session, &io, fd);
+}
+
+int lakefs_privileges_take(void)
+{
+	taken = offered;
+	return taken;
+}
+
+/* The request whose handler runs now is to drop suid and sgid. */
+int lakefs_privileges_kills(void)
+{
+	return kills;
+}
