@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import BotoCoreError, ClientError
 
 from lakefs_fuse.config import parse_size
 from tests.faults import Faults, faulty
@@ -124,6 +125,15 @@ def test_the_store_is_stopped_in_the_middle_of_many_saves(
     assert lake.outside.uploads() == []
 
 
+def can_read(lake: Lake, key: str) -> bool:
+    """A server that has just started answers 500 to some requests."""
+    try:
+        lake.outside.read(key)
+    except (BotoCoreError, ClientError):
+        return False
+    return True
+
+
 def test_parts_that_are_up_are_not_sent_again_by_the_next_daemon(
     apart: tuple[Lake, Faults], stoppable: StoppableStore
 ) -> None:
@@ -138,6 +148,7 @@ def test_parts_that_are_up_are_not_sent_again_by_the_next_daemon(
     refused = lake.try_mount()
     assert refused.returncode == 1, "there is no lake to look at"
     stoppable.start()
+    eventually(lambda: can_read(lake, ".lakefs/lake"), "the store has begun to serve", 60)
     lake.mount()
     assert (lake.path / "model").read_bytes() == data
     written_back(lake)
