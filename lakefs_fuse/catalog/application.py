@@ -298,12 +298,28 @@ class Application:
             same = current.is_symlink and self._tree.target(current.inode) == target
         else:
             same = current.size == entry.size and self._is_at(current, place, path)
-        if same or self._watcher.keeps(current):
+        if (same and not self._is_redated(current, entry)) or self._watcher.keeps(current):
             if self._own and not entry.flags & Flag.ATTRIBUTED:
                 entry = msgspec.structs.replace(entry, ctime_ns=self._watcher.ctime_ns(current))
             self._tree.update(batch, entry)
             return entry
         return self._tree.renew_inode(batch, entry)
+
+    def _is_redated(self, current: Entry, entry: Entry) -> bool:
+        """The kernel would go on showing another mtime, which it knows of the inode: the row's, or LastModified if no
+        commit spoke of the object before, and its metadata were read since."""
+        is_listed = current.is_plain and not current.stamp and not current.flags & Flag.ATTRIBUTED
+        is_known = current.mtime_ns == entry.mtime_ns and (not is_listed or current.ctime_ns == entry.mtime_ns)
+        if self._own or is_known or entry.is_symlink or self._watcher.keeps(current):
+            return False
+        return not self._watcher.redated(current)
+
+    def _update(self, batch: Batch, current: Entry, entry: Entry) -> Entry:
+        """The same bytes, with other attributes or in another place."""
+        if self._is_redated(current, entry):
+            return self._tree.renew_inode(batch, entry)
+        self._tree.update(batch, entry)
+        return entry
 
     def _remove(self, operation: Remove) -> None:
         above, _, last = operation.path.rpartition("/")
@@ -420,7 +436,7 @@ class Application:
             mtime_ns=operation.mtime_ns, ctime_ns=self._time,
         )  # fmt: skip
         batch = Batch()
-        self._tree.update(batch, entry)
+        entry = self._update(batch, current, entry)
         if flags & Flag.XATTRS or current.flags & Flag.XATTRS:
             self._tree.set_xattrs(batch, entry.inode, operation.xattrs)
         self._db.commit(batch)
@@ -457,10 +473,10 @@ class Application:
                 relocated, flags=current.flags | KNOWN, mode=operation.mode, uid=operation.uid, gid=operation.gid,
                 mtime_ns=operation.mtime_ns,
             )  # fmt: skip
-        self._tree.update(batch, relocated)
+        updated = self._update(batch, current, relocated)
         self._db.commit(batch)
         self._watcher.changing(current.parent, current.name)
-        self._watcher.relocated(relocated)
+        self._watcher.relocated(updated)
 
 
 def _says_what(operation: Operation) -> bool:

@@ -11,7 +11,8 @@ What always holds:
 * a plain object that the writer of a commit did not know of wins where its LastModified is not before the commit's
   second, because somebody outside put it there since; where what is known here leaves a doubt, the store is asked for
   the object before the commit is applied (`Applier.doubts`), as it may be older, or replaced or removed since;
-* the same bytes keep their inode; other bytes under the name get another, unless the file is being written here.
+* the same bytes keep their inode; other bytes under the name get another, unless the file is being written here; so
+  does a file to which another node gave another mtime, when nobody has it open.
 
 A change made here is applied at once under a `PENDING` stamp, which is newer than any commit, and gets the commit's
 time (`restamp`) when it has one. Trio thread only.
@@ -57,6 +58,11 @@ class Watcher:
 
     def keeps(self, entry: Entry) -> bool:
         """The file is being written here: its inode stays."""
+        return False
+
+    def redated(self, entry: Entry) -> bool:
+        """A file is about to have another mtime, and the kernel takes over none for an inode that it knows. Whether
+        it is in use: then it keeps its inode until it is closed."""
         return False
 
     def ctime_ns(self, entry: Entry) -> int:

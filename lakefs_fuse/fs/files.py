@@ -26,7 +26,7 @@ from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState, encode
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.version import Extent
-from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.currency import Currency
 from lakefs_fuse.fs.holes import Holes
@@ -202,6 +202,12 @@ class FileTable:
         del self._files[file.entry.inode]
         if file.extent is not None:
             self._cache.unpin(file.extent.version)
+        row = self._ns.tree.entry(file.entry.inode) if file.is_redated else None
+        if row is not None:
+            try:
+                self._ns.renew_inode(row)
+            except CacheError as error:
+                log.warning("%s goes on showing the mtime that it had: %s", file.key, error)
 
     async def _close_late(self, file: OpenFile) -> None:
         """Nobody waits for these bytes any more (a mapping outlived its file, a close was not the opener's)."""

@@ -75,7 +75,7 @@ class Lending:
 
     def allowed_s(self, file: OpenFile) -> float:
         """For how many seconds a file that is open may be opened for reading without asking; 0 where it may not."""
-        if file.draft is not None or file.unlinked or file.entry.is_local:
+        if file.draft is not None or file.unlinked or file.entry.is_local or file.is_redated:
             return 0.0
         return self._ns.answer_fresh_s(file.entry.parent, file.entry.name)
 

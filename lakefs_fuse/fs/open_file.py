@@ -55,6 +55,8 @@ class OpenFile:
     """Writes that were refused before the version that they were for could begin."""
     late_xattrs: dict[str, bytes] | None = None
     """Set while a version was being stored, which may not tell them."""
+    is_redated: bool = False
+    """Another node gave it another mtime: the last close gives it another inode, so that the kernel takes that over."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
     beginning: trio.Lock | None = None
     """Made, and held, by the one who makes the copy that the next version begins with."""

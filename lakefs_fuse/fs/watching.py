@@ -28,6 +28,13 @@ class FilesWatcher(Watcher):
     def keeps(self, entry: Entry) -> bool:
         return self._files.is_dirty(entry)
 
+    def redated(self, entry: Entry) -> bool:
+        file = self._files.lending.held(entry.inode)
+        if file is None:
+            return False
+        file.is_redated = True
+        return True
+
     def ctime_ns(self, entry: Entry) -> int:
         file = self._files.get(entry.inode)
         return entry.ctime_ns if file is None else file.entry.ctime_ns

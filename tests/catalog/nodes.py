@@ -53,15 +53,19 @@ def put(
 
 
 class Recorder(Watcher):
-    """Notes what it is told; ``kept`` are inodes that are being written here."""
+    """Notes what it is told; ``kept`` are inodes that are being written here, ``used`` those that are open."""
 
     def __init__(self) -> None:
         self.kept: set[int] = set()
+        self.used: set[int] = set()
         self.told: list[bytes] = []
         self.places: list[Entry] = []
 
     def keeps(self, entry: Entry) -> bool:
         return entry.inode in self.kept
+
+    def redated(self, entry: Entry) -> bool:
+        return entry.inode in self.used
 
     def changed(self, parent: int, name: bytes) -> None:
         self.told.append(name)

@@ -438,7 +438,7 @@ def test_a_relocated_file_keeps_its_inode_and_time(tmp_path: Path) -> None:
                 time=at(20),
                 objects=[ObjectRef(), ObjectRef(pack.key, pack.etag, pack.size)],
                 operations=[
-                    Relocate("f", OWN, 0, "e1", THIS, 500, 1, 0o644, 0, 0, 0, hides="e1"),
+                    Relocate("f", OWN, 0, "e1", THIS, 500, 1, 0o644, 0, 0, at(10), hides="e1"),
                     Relocate("g", 1, 100, "", THIS, 600, 4, 0o644, 0, 0, 0),
                     Relocate("g", 1, 999, "", THIS, 700, 4, 0o644, 0, 0, 0),
                     Relocate("absent", 1, 0, "", THIS, 800, 4, 0o644, 0, 0, 0),
@@ -465,6 +465,68 @@ def test_an_object_put_before_its_name_was_relocated_by_somebody_who_did_not_see
         assert n.found("f").place
         n.list(plain("f", "outside", 15))
         assert n.found("f").etag == "outside"
+
+
+def touched(seconds: float, mode: int = 0o644) -> SetAttr:
+    return SetAttr("f", OWN, 0, 1, "e1", mode, 0, 0, at(seconds), xattrs={"user.a": b"1"})
+
+
+def test_another_mtime_of_another_node_is_another_inode(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        n.commit(11, Put("f", OWN, 0, 1, 0o600, 0, 0, at(10.5), hides="e1"), writer="0000000b")
+        put_there = n.found("f")
+        assert (put_there.mtime_ns, put_there.mode, put_there.inode != listed.inode) == (at(10.5), 0o600, True)
+        n.commit(12, touched(10.5, 0o640), writer="0000000b")
+        assert (n.found("f").mode, n.found("f").inode) == (0o640, put_there.inode), "the kernel takes over a mode"
+        n.commit(13, touched(5), writer="0000000b")
+        entry = n.found("f")
+        assert (entry.mtime_ns, entry.inode != put_there.inode) == (at(5), True)
+        assert n.tree.xattrs(entry.inode) == {"user.a": b"1"}
+        n.commit(14, Relocate("f", OWN, 0, "e1", THIS, 500, 1, 0o644, 0, 0, 0, hides="e1"), writer="0000000b")
+        assert (n.found("f").mtime_ns, n.found("f").inode) == (at(5), entry.inode), "its attributes are known"
+
+
+def test_a_relocated_file_of_which_the_mtime_was_not_known_gets_another_inode(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        n.commit(20, Relocate("f", OWN, 0, "e1", THIS, 500, 1, 0o644, 0, 0, at(5), hides="e1"), writer="0000000b")
+        assert (n.found("f").mtime_ns, n.found("f").inode != listed.inode) == (at(5), True)
+
+
+def test_an_mtime_that_was_read_before_its_commit_is_another_inode(tmp_path: Path) -> None:
+    """The kernel has LastModified: it looked the name up before the metadata were read."""
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        batch = Batch()
+        n.tree.update(batch, msgspec.structs.replace(listed, mtime_ns=at(5), flags=Flag.ATTRIBUTES_KNOWN))
+        n.database.commit(batch)
+        n.commit(11, Put("f", OWN, 0, 1, 0o600, 0, 0, at(5), hides="e1"), writer="0000000b")
+        spoken_of = n.found("f")
+        assert (spoken_of.mtime_ns, spoken_of.inode != listed.inode) == (at(5), True)
+        n.commit(12, touched(5), writer="0000000b")
+        assert n.found("f").inode == spoken_of.inode
+
+
+def test_a_file_that_is_open_here_keeps_its_inode_whatever_its_mtime(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        n.watcher.used.add(listed.inode)
+        n.commit(13, touched(5), writer="0000000b")
+        assert (n.found("f").mtime_ns, n.found("f").inode) == (at(5), listed.inode)
+
+
+def test_an_mtime_that_was_set_here_keeps_the_inode(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        record = Record(writer=n.writer, time=at(13), operations=[touched(5)])
+        n.applier.apply(record, archive(record.time, record.writer), own=True)
+        assert (n.found("f").mtime_ns, n.found("f").inode) == (at(5), listed.inode)
 
 
 # -- moves

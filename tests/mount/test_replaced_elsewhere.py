@@ -16,6 +16,7 @@ from tests.mount.test_commits import another
 FILES = 30
 SIZES = (1, 30_000, 5_000, 70_000)
 DEADLINE_S = 60.0
+NS = 1_000_000_000
 
 
 @pytest.fixture
@@ -84,3 +85,52 @@ def test_tail_of_a_log_that_another_node_appends_to_shows_every_line(writer: Lak
             finally:
                 tail.terminate()
         assert "Stale" not in shown.read_text()
+
+
+@pytest.mark.parametrize("opened", [0, 1, 2])
+def test_mtime_set_elsewhere_is_seen_once_the_file_is_closed(make_lake: LakeMaker, tmp_path: Path, opened: int) -> None:
+    """Handles but the first are opened without asking the daemon."""
+    lake = make_lake("seaweedfs", "--refresh", "0.2").mount()
+    path, data = lake.path / "f", noise(5000)
+    path.write_bytes(data)
+    lake.sync()
+    with another(lake, tmp_path, "--metadata-ttl", "3600") as reader:
+        there = reader.path / "f"
+        assert there.read_bytes() == data
+        inode = there.stat().st_ino
+        fds = [os.open(there, os.O_RDONLY) for _ in range(opened)]
+        try:
+            os.utime(path, ns=(NS, NS))
+            path.chmod(0o600)
+            lake.sync()
+            eventually(lambda: there.stat().st_mode & 0o777 == 0o600, "the change is seen")
+            for fd in fds:
+                assert os.pread(fd, 5000, 0) == data
+            assert (there.stat().st_ino == inode) == bool(opened)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        eventually(lambda: there.stat().st_mtime_ns == NS, "the mtime is seen, well before the TTL ends")
+        assert there.read_bytes() == data
+        kept = there.stat().st_ino
+        there.chmod(0o640)
+        os.utime(there, ns=(2 * NS, 2 * NS))
+        reader.sync()
+        assert (there.stat().st_mtime_ns, there.stat().st_ino) == (2 * NS, kept), "what is set here keeps its inode"
+    eventually(lambda: path.stat().st_mtime_ns == 2 * NS, "the other way round")
+
+
+def test_mtime_that_was_read_before_its_commit_is_seen(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """The kernel knows LastModified, and the daemon the mtime, by the time it hears of the commit."""
+    lake = make_lake("seaweedfs", "--refresh", "2").mount()
+    with another(lake, tmp_path, "--metadata-ttl", "3600") as reader:
+        with (lake.path / "f").open("wb", buffering=0) as file:
+            file.write(b"data")
+            os.utime(file.fileno(), ns=(NS, NS))
+        polls = reader.number("commits.polls")
+        there = reader.path / "f"
+        before = there.stat().st_mtime_ns
+        assert there.read_bytes() == b"data"
+        if reader.number("commits.polls") == polls:
+            assert before != NS, "the store's listing says no mtime"
+        eventually(lambda: there.stat().st_mtime_ns == NS, "the mtime is seen, well before the TTL ends")
