@@ -10,8 +10,9 @@ all names, bytes, modes and times are compared with what the system calls had an
 flushed, unmounted and collected, and a node with an empty cache must see the same. Ends with 1, the history of the
 names concerned, and the directories kept, if anything differs. ``--harm`` breaks something on purpose.
 
-``--mounts 3`` has three daemons, each with a cache directory and writers of its own, on each lake; they also change a
-few names that are common to all, of which only the last version must be right. One of them dies, or several do.
+``--mounts 3`` has three daemons, each with a cache directory and writers of its own, on each lake. One of them dies, or
+several do. They also change a few names that are common to all, of which only the last version must be right; with
+``--no-common-names`` they do not.
 
 ``--power-cuts`` (root only) has the cache directory on an ext4 of its own, of which each death takes what was not
 synced: SIGKILL alone loses nothing that is in the page cache.
@@ -80,6 +81,7 @@ def main() -> int:
     parser.add_argument("--no-watch", action="store_true", help="no second mount that is looked at all the time")
     parser.add_argument("--allow-dangling", action="store_true", help="count names whose bytes were replaced in place")
     parser.add_argument("--mounts", type=int, default=1, help="daemons on each lake")
+    parser.add_argument("--no-common-names", action="store_true", help="each mount changes names of its own only")
     parser.add_argument("--power-cuts", action="store_true", help="what was not synced is lost with the daemon")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="append a row about this run to its table")
     parser.add_argument(
@@ -104,6 +106,7 @@ def main() -> int:
         watch=not options.no_watch,
         allow_dangling=options.allow_dangling,
         mounts=options.mounts,
+        common_names=not options.no_common_names,
         power_cuts=options.power_cuts,
     )
     directory = Path(options.directory or tempfile.mkdtemp(prefix="lakefs-crash-"))

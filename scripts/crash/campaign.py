@@ -66,6 +66,8 @@ class Plan:
     watch: bool = True
     """Every other lake of one mount has a second one, which is looked at all the time."""
     mounts: int = 1
+    common_names: bool = True
+    """A writer of each of several mounts changes names that the others change, too."""
     power_cuts: bool = False
     """Each death takes what was not synced to the disk of the cache directory."""
 
@@ -151,7 +153,7 @@ class Lake:
         self._crew.begin([
             Begin(
                 f"{plan.seed}/lake{self._number}/{number}", self._hosts[number % count].mountpoint, plan.durability,
-                mounts=count, power_cuts=plan.power_cuts,
+                mounts=count, contends=plan.common_names and number < count and count > 1, power_cuts=plan.power_cuts,
             )
             for number in self._crew.numbers
         ])  # fmt: skip

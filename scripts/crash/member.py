@@ -34,6 +34,7 @@ class Begin:
     root: Path
     durability: str
     mounts: int = 1
+    contends: bool = False
     power_cuts: bool = False
 
 
@@ -125,7 +126,7 @@ class _Loop:
         if isinstance(command, Begin):
             self._writer = Writer(
                 self._number, command.seed, command.root, durability=command.durability,
-                mounts=command.mounts, power_cuts=command.power_cuts,
+                mounts=command.mounts, contends=command.contends, power_cuts=command.power_cuts,
             )  # fmt: skip
             return Answer()
         writer = self._writer

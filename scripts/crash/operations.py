@@ -47,7 +47,7 @@ def act(w: Writer) -> None:
     count = sum(node.kind is Kind.FILE for node in w.tree.values())
     weights = dict(WEIGHTS)
     if w.mounts > 1:
-        weights |= {hot: 0, contend: CONTEND_WEIGHT if w.number < w.mounts else 0}
+        weights |= {hot: 0, contend: CONTEND_WEIGHT if w.contends else 0}
     if count > FILES_MAX:
         weights[delete] *= 5
         weights[create] = 1

@@ -83,12 +83,13 @@ class Writer:
     """See the module's head."""
 
     def __init__(
-        self, number: int, seed: str, root: Path, *, durability: str, mounts: int = 1, power_cuts: bool = False
-    ) -> None:
-        """Of several ``mounts`` one writer each changes names that those of other nodes change, too (`contest`).
+        self, number: int, seed: str, root: Path, *, durability: str, mounts: int = 1, contends: bool = False,
+        power_cuts: bool = False,
+    ) -> None:  # fmt: skip
+        """``contends``: it changes names that a writer of each of the other ``mounts`` changes, too (`contest`).
         ``power_cuts``: what was not synced may be gone after a death."""
         self.number, self.root, self.top = number, root, f"w{number}"
-        self.mounts, self.power_cuts = mounts, power_cuts
+        self.mounts, self.contends, self.power_cuts = mounts, contends, power_cuts
         self.is_writeback = durability == "writeback"
         self.random = random.Random(seed)
         self.tree: Tree = {}

@@ -41,11 +41,11 @@ def crash_test(directory: Path, *options: str) -> subprocess.CompletedProcess[st
 
 def test_crash_test_two_mounts_lose_nothing(tmp_path: Path) -> None:
     table = tmp_path / "ledger.md"
-    options = ["--mounts", "2", "--writers", "2", "--kills", "2", "--allow-dangling", "--ledger", str(table)]
+    options = ["--mounts", "2", "--no-common-names", "--writers", "2", "--kills", "2", "--ledger", str(table)]
     done = crash_test(tmp_path, *options)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert "2 kills" in done.stdout
-    assert "`--mounts 2 --writers 2 --allow-dangling`" in table.read_text()
+    assert "`--mounts 2 --no-common-names --writers 2`" in table.read_text()
 
 
 def test_crash_test_power_cuts_lose_nothing(disk: Path) -> None:
