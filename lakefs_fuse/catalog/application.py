@@ -6,6 +6,7 @@ one as long as no name comes twice. Who is newer is decided here, by `_is_older`
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -38,6 +39,8 @@ TOGETHER_MAX = 512
 """Files written in one batch."""
 COUNTED_PER_OPERATION = 100
 """So many operations are counted in the time in which one is applied."""
+CARRIED_OVER_MAX = 1_000_000
+"""A rename of more names by another node gives them other inodes: to keep them takes 300 bytes of memory a name."""
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, as nobody gave the name other bytes by it."""
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
@@ -93,22 +96,18 @@ class Application:
         """Apply so many operations at a time. Where it yields, everything so far is in the tree, and others may change
         the tree before the next step."""
         left: list[int] = []
-        if self._record.moves:
+        if self._record.moves and (self._own or len(self._record.operations) <= CARRIED_OVER_MAX):
             from lakefs_fuse.catalog.moves import carry_over
 
             left = carry_over(self._applier, self._record, self._stamp)
             if left:
                 self._watcher.moved()
         said: Counter[str] = Counter()
-        for number, operation in enumerate(self._record.operations, 1):
-            if _says_what(operation):
-                said[operation.path] += 1
-            if not number % (COUNTED_PER_OPERATION * operations_max):
-                yield
+        yield from self._count(said, operations_max)
         to_come = said.copy()
         for number, operation in enumerate(self._record.operations, 1):
-            self._is_last, self._is_only = True, False
-            if _says_what(operation):
+            self._is_last, self._is_only = True, self._whole and _says_what(operation)
+            if operation.path in said and _says_what(operation):
                 to_come[operation.path] -= 1
                 self._is_last, self._is_only = not to_come[operation.path], self._whole and said[operation.path] == 1
             is_apart = not isinstance(operation, Put)
@@ -123,6 +122,25 @@ class Application:
         self._write()
         for directory in left:
             self._applier.prune(directory)
+
+    def _count(self, said: Counter[str], operations_max: int) -> Iterator[None]:
+        """How often the record says what a name is, for all that it says more than once, and a few others: a bit for
+        each name, of eight an operation, tells which those may be."""
+        operations = self._record.operations
+        bits, again = bytearray(len(operations)), set[int]()
+        for number, operation in enumerate(operations, 1):
+            if _says_what(operation):
+                at = _bit(operation.path, len(bits))
+                if bits[at >> 3] & 1 << (at & 7):
+                    again.add(at)
+                bits[at >> 3] |= 1 << (at & 7)
+            if not number % (COUNTED_PER_OPERATION * operations_max):
+                yield
+        for number, operation in enumerate(operations if again else (), 1):
+            if _says_what(operation) and _bit(operation.path, len(bits)) in again:
+                said[operation.path] += 1
+            if not number % (COUNTED_PER_OPERATION * operations_max):
+                yield
 
     def _apply(self, operation: Operation) -> None:
         match operation:
@@ -477,6 +495,11 @@ class Application:
         self._db.commit(batch)
         self._watcher.changing(current.parent, current.name)
         self._watcher.relocated(updated)
+
+
+def _bit(path: str, length: int) -> int:
+    """Which bit of so many bytes a path has."""
+    return zlib.crc32(path.encode()) % (8 * length)
 
 
 def _says_what(operation: Operation) -> bool:

@@ -48,6 +48,8 @@ from lakefs_fuse.metrics import CommitMetrics
 NS = 1_000_000_000
 STEP_OPERATIONS = 32
 """Applied at one go where a record is applied in steps: 5 ms. A request takes some ten turns of the loop."""
+WORK_S, PAUSE_S = 0.004, 0.001
+"""After so much work steps make a pause, in which worker threads get the interpreter's lock from the busy loop."""
 BARRIER_PER_OPERATION = 8
 """So many names are looked up in the time in which one operation is applied."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -175,9 +177,14 @@ class Applier:
         application = Application(self, record, this, record.time, False, outdated, whole=True)
         try:
             await self._raise_barrier(record)
+            began = trio.current_time()
             for _ in application.steps(STEP_OPERATIONS):
                 failpoints.reached("apply.step")
-                await trio.lowlevel.checkpoint()
+                if trio.current_time() - began < WORK_S:
+                    await trio.lowlevel.checkpoint()
+                else:
+                    await trio.sleep(PAUSE_S)
+                    began = trio.current_time()
                 self._directories.clear()
             self._end(record)
         finally:

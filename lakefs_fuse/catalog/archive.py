@@ -50,6 +50,8 @@ TAIL_BYTES = 256 << 10
 """What is read of a commit at first; the record and the directory of a pack of a thousand files fit in it."""
 THREAD_BYTES_MIN = 256 << 10
 """Records from this size on are decoded in a thread, so that the loop goes on."""
+WINDOW_BYTES = 8 << 20
+"""What is read at a time of a record that does not fit in there."""
 ANSWERS_MAX = 3
 """As often is something asked for that comes damaged, before it is taken to lie in the store like that."""
 SLICE_BYTES_MAX = 8 << 20
@@ -286,7 +288,7 @@ def read_record(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Reco
     """The record found at ``where`` in the commit of this time and writer, but for `outside`. Raises DamagedCommit."""
     if len(raw) != where.length or zlib.crc32(raw) != where.crc:
         raise DamagedCommit("the CRC of its change record is wrong")
-    record = decode(bytes(raw))
+    record = decode(raw)
     if (record.time, record.writer) != (time, writer):
         raise DamagedCommit(f"its change record is that of {record.time:016x}-{record.writer}")
     return record
@@ -308,16 +310,22 @@ def _read_inside(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Rec
     return record
 
 
-async def fetch_record(client: StoreClient, meta: ObjectMeta, tail_bytes: int = TAIL_BYTES) -> Record:
-    """The checked record of the commit that LIST showed as ``meta``: one GET of its tail, a second where the record
-    does not fit in it; all again where it came damaged. Raises DamagedCommit that names the key, and StoreError kinds
-    (NotFound, PreconditionFailed)."""
+class LargeRecord(Exception):
+    """A record is larger than whoever asked for it has room."""
+
+
+async def fetch_record(
+    client: StoreClient, meta: ObjectMeta, tail_bytes: int = TAIL_BYTES, *, bytes_max: int = RECORD_BYTES_MAX
+) -> Record:
+    """The checked record of the commit that LIST showed as ``meta``: one GET of its tail, others of WINDOW_BYTES where
+    the record does not fit in it; all again where it came damaged. Raises DamagedCommit that names the key, LargeRecord
+    for one of more than ``bytes_max``, and StoreError kinds (NotFound, PreconditionFailed)."""
     named = parse_commit_key(meta.key)
     if named is None:
         raise DamagedCommit(f"{meta.key}: not the name of a commit")
 
     async def fetch() -> Record:
-        where, raw = await _fetch_raw(client, meta, tail_bytes)
+        where, raw = await _fetch_raw(client, meta, tail_bytes, bytes_max)
         read = partial(_read_inside, raw, where, *named)
         return read() if len(raw) < THREAD_BYTES_MIN else await trio.to_thread.run_sync(read)
 
@@ -333,7 +341,7 @@ async def fetch_newest_read(client: StoreClient, meta: ObjectMeta) -> int:
     """The newest format of records that the writer of a commit reads. Raises DamagedCommit, StoreError kinds."""
 
     async def fetch() -> int:
-        return newest_read((await _fetch_raw(client, meta, TAIL_BYTES))[1])
+        return newest_read((await _fetch_raw(client, meta, TAIL_BYTES, RECORD_BYTES_MAX))[1])
 
     return await fetch_undamaged(fetch)
 
@@ -347,7 +355,9 @@ async def fetch_undamaged(fetch: Callable[[], Awaitable[T]]) -> T:
     return await fetch()
 
 
-async def _fetch_raw(client: StoreClient, meta: ObjectMeta, tail_bytes: int) -> tuple[Whereabouts, Buffer]:
+async def _fetch_raw(
+    client: StoreClient, meta: ObjectMeta, tail_bytes: int, bytes_max: int
+) -> tuple[Whereabouts, Buffer]:
     tail_at = max(0, meta.size - max(tail_bytes, END.size + COMMENT_BYTES_MAX))
     if not meta.size:
         raise DamagedCommit("empty")
@@ -357,6 +367,13 @@ async def _fetch_raw(client: StoreClient, meta: ObjectMeta, tail_bytes: int) -> 
     where = locate(tail, meta.size)
     if where.offset >= tail_at:
         return where, tail[where.offset - tail_at :][: where.length]
-    missing_end = min(tail_at, where.offset + where.length)
-    first = (await client.get(meta.key, where.offset, missing_end, etag=meta.etag)).data
-    return where, b"".join((first, tail[: max(0, where.offset + where.length - tail_at)]))
+    if where.length > bytes_max:
+        raise LargeRecord
+    raw = bytearray(where.length)
+    for at in range(where.offset, min(tail_at, where.offset + where.length), WINDOW_BYTES):
+        end = min(at + WINDOW_BYTES, tail_at, where.offset + where.length)
+        data = (await client.get(meta.key, at, end, etag=meta.etag)).data
+        raw[at - where.offset : end - where.offset] = data
+    known = max(0, where.offset + where.length - tail_at)
+    raw[where.length - known :] = tail[:known]
+    return where, raw

@@ -13,6 +13,7 @@ older, and about to be found. Applied the other way round, the newer of the two 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -20,7 +21,7 @@ import trio
 
 from lakefs_fuse.catalog.application import Doubt
 from lakefs_fuse.catalog.apply import Applier
-from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
+from lakefs_fuse.catalog.archive import RECORD_BYTES_MAX, LargeRecord, fetch_record, parse_commit_key
 from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.catalog.clock import CONFIRM_S, HybridClock
 from lakefs_fuse.catalog.record import COMMITS, ObjectRef, Record
@@ -35,6 +36,8 @@ NS = 1_000_000_000
 FETCHES_AT_ONCE = 16
 FETCHED_MAX = 16
 """Records in memory at a time."""
+FETCHED_BYTES_MAX = 4 << 20
+"""Of each of them; a larger one is fetched when its turn has come, and is the only one."""
 CLOCK_CHECK_S = 600.0
 DOUBT_S_MAX = 1.0
 """From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
@@ -159,23 +162,19 @@ class Poller:
         return len(found)
 
     async def _apply(self, metas: Sequence[ObjectMeta], wait: bool) -> int:
-        records: dict[str, Record] = {}
+        records: dict[str, Record | None] = {}
         few = trio.CapacityLimiter(FETCHES_AT_ONCE)
 
         async def fetch(meta: ObjectMeta) -> None:
             async with few:
-                try:
-                    records[meta.key] = await fetch_record(self._client, meta)
-                except NotFound:
-                    pass  # collected meanwhile
-                except DamagedCommit as error:
-                    self._refuse(meta.key, str(error))
+                with contextlib.suppress(LargeRecord):
+                    records[meta.key] = await self._fetch(meta, FETCHED_BYTES_MAX)
 
         async with collecting() as nursery:
             for meta in metas:
                 nursery.start_soon(fetch, meta)
         for number, meta in enumerate(metas):
-            record = records.pop(meta.key, None)
+            record = records.pop(meta.key) if meta.key in records else await self._fetch(meta, RECORD_BYTES_MAX)
             if record is None or self._applier.is_applied(record.time, record.writer):
                 continue
             self._clock.seen(record.time)
@@ -192,6 +191,16 @@ class Poller:
             else:
                 self._applier.apply(record, this, outdated=outdated)
         return len(metas)
+
+    async def _fetch(self, meta: ObjectMeta, bytes_max: int) -> Record | None:
+        """None for what is not there any more, or cannot be read. Raises LargeRecord, LakeError."""
+        try:
+            return await fetch_record(self._client, meta, bytes_max=bytes_max)
+        except NotFound:
+            return None  # collected meanwhile
+        except DamagedCommit as error:
+            self._refuse(meta.key, str(error))
+            return None
 
     async def _outdated(self, record: Record) -> tuple[dict[str, str], bool]:
         """Which of the plain objects that are known here, and that its writer did not know of, the record stands above:

@@ -6,12 +6,18 @@ index exists, every number is in bounds. Records come from the store and are hos
 
 For each path the operation with the newest commit time wins (see `apply`). `SetAttr` and `Relocate` are conditional:
 they change a file that is still the version they name, and nothing else.
+
+A large record is kept as its bytes (`Operations`): as objects its operations would take four times as much memory.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from typing import TypeAlias
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TypeAlias, overload
 
 import msgspec
 
@@ -22,6 +28,8 @@ FORMATS = (1, 2)
 """Records that this program reads. They differ in the number only, which programs older than the lake record refuse."""
 SIZE_MAX = 1 << 60
 OPERATIONS_MAX = 20_000_000
+LAZY_BYTES_MIN = 1 << 20
+"""Records from this size on keep their operations as bytes."""
 KEY_BYTES_MAX = 1024
 NAME_BYTES_MAX = 255
 TARGET_BYTES_MAX = 4095
@@ -146,6 +154,50 @@ class Relocate(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="relo
 Operation: TypeAlias = Put | Mkdir | Symlink | Remove | SetAttr | Relocate
 
 
+class Operations(Sequence[Operation]):
+    """Operations as their bytes, each decoded whenever it is asked for: two answers are equal, and not the same object.
+    Costs 8 bytes an operation besides ``raw``."""
+
+    __slots__ = ("_ends", "_raw")
+
+    def __init__(self, raw: Buffer) -> None:
+        """``raw`` is an array in msgpack. Raises msgspec.DecodeError for anything else; whether its elements are
+        operations comes out when they are asked for."""
+        view = memoryview(raw)
+        lengths = [memoryview(each).nbytes for each in _ARRAY.decode(view)]
+        self._raw = view[view.nbytes - sum(lengths) :]
+        self._ends = array("Q", accumulate(lengths, initial=0))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Operation: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Operation]: ...
+
+    def __getitem__(self, index: int | slice) -> Operation | list[Operation]:
+        """Raises msgspec.DecodeError."""
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        return _OPERATION.decode(self._raw[self._ends[at] : self._ends[at + 1]])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[Operation]:
+        raw, ends, decode = self._raw, self._ends, _OPERATION.decode
+        return (decode(raw[ends[at] : ends[at + 1]]) for at in range(len(self)))
+
+
+_ARRAY = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_OPERATION: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation)
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """``time`` as in the commit's name. ``moves`` are pairs of paths that a rename moved: the operations say all that
     changed, the pairs only say that a directory or file kept its identity (an exchange has two pairs)."""
@@ -155,7 +207,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     time: int
     objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
     moves: list[tuple[str, str]] = []
-    operations: list[Operation] = []
+    operations: Sequence[Operation] = []
+
+
+class _Outline(Record, frozen=True, kw_only=True):
+    """A record with its operations as bytes."""
+
+    operations: msgspec.Raw = msgspec.Raw(b"\x90")  # type: ignore[assignment]
 
 
 class _Written(Record, frozen=True, kw_only=True):
@@ -172,7 +230,7 @@ class _Reads(msgspec.Struct):
 
 def encode(record: Record, format: int = 1) -> bytes:
     """``format`` is that of the lake, as `StoreClient` knows it."""
-    fields = msgspec.structs.asdict(record)
+    fields = {**msgspec.structs.asdict(record), "operations": list(record.operations)}
     return msgspec.msgpack.encode(_Written(**{**fields, "format": max(record.format, format)}))
 
 
@@ -184,17 +242,24 @@ def newest_read(raw: Buffer) -> int:
         raise DamagedCommit(f"not a change record: {str(error)[:200]}") from error
 
 
-def decode(raw: bytes) -> Record:
-    """Raises DamagedCommit for anything but a record whose every field can be used as it stands."""
+def decode(raw: Buffer) -> Record:
+    """A large ``raw`` is kept, and not to be changed. Raises DamagedCommit unless it is a record of which every field
+    can be used as it stands."""
     try:
-        record = msgspec.msgpack.decode(raw, type=Record)
+        record = msgspec.msgpack.decode(raw, type=Record) if len(raw) < LAZY_BYTES_MIN else _decode_lazily(raw)
+        if record.format not in FORMATS:
+            raise _other_format(record.format)
+        check(record)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         _check_format(raw)
         raise DamagedCommit(f"not a change record: {str(error)[:200]}") from error
-    if record.format not in FORMATS:
-        raise _other_format(record.format)
-    check(record)
     return record
+
+
+def _decode_lazily(raw: Buffer) -> Record:
+    outline = msgspec.msgpack.decode(raw, type=_Outline)
+    fields = msgspec.structs.asdict(outline)
+    return Record(**{**fields, "operations": Operations(memoryview(outline.operations))})
 
 
 class _Format(msgspec.Struct):
@@ -203,7 +268,7 @@ class _Format(msgspec.Struct):
     format: int
 
 
-def _check_format(raw: bytes) -> None:
+def _check_format(raw: Buffer) -> None:
     """Tells a record of another format from one that is damaged."""
     try:
         found = msgspec.msgpack.decode(raw, type=_Format).format

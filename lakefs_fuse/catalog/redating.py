@@ -99,6 +99,7 @@ class Redater:
         for meta in found:
             try:
                 record = await fetch_record(self._client, meta)
+                record = replace(record, operations=list(record.operations))  # to be told apart by what they are
             except (NotFound, PreconditionFailed, DamagedCommit) as error:
                 log.error("commit %s is dated too far ahead, and cannot be committed again: %s", meta.key, error)
                 continue

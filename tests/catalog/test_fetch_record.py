@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakefs_fuse.catalog import archive
-from lakefs_fuse.catalog.archive import TAIL_BYTES, build, commit_key, fetch_record, locate, outside
+from lakefs_fuse.catalog.archive import TAIL_BYTES, LargeRecord, build, commit_key, fetch_record, locate, outside
 from lakefs_fuse.catalog.record import THIS, Put, Record, Relocate, Remove, SetAttr, decode, encode
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -58,6 +58,26 @@ async def test_two_where_it_does_not_fit(tail_bytes: int) -> None:
     assert [operation.path for operation in record.operations] == list(FILES)
     offset = int(DATA[DATA.rindex(b"lakefs1 ") :].split()[1])
     assert client.metrics.requests["get"] == (1 if max(tail_bytes, 78) >= len(DATA) - offset else 2)
+
+
+@pytest.mark.parametrize("window_bytes", [1, 7, 64, len(DATA)])
+async def test_fetch_record_in_windows(monkeypatch: pytest.MonkeyPatch, window_bytes: int) -> None:
+    monkeypatch.setattr(archive, "WINDOW_BYTES", window_bytes)
+    for tail_bytes in range(0, len(DATA) + 2, 13):
+        store = MemoryStore()
+        client = client_of(store)
+        record = await fetch_record(client, store.give(KEY, DATA), tail_bytes)
+        assert [operation.path for operation in record.operations] == list(FILES)
+        assert client.metrics.bytes_read <= len(DATA)
+
+
+async def test_fetch_record_larger_than_wanted_is_not_read() -> None:
+    store = MemoryStore()
+    client, meta = client_of(store), store.give(KEY, DATA)
+    with pytest.raises(LargeRecord):
+        await fetch_record(client, meta, 0, bytes_max=10)
+    assert client.metrics.requests["get"] == 1
+    await fetch_record(client, meta, bytes_max=10)  # it came with the tail
 
 
 async def test_a_record_large_enough_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:

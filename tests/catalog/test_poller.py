@@ -9,12 +9,14 @@ import pytest
 import trio
 
 from lakefs_fuse.catalog import poller
-from lakefs_fuse.catalog.archive import commit_key
+from lakefs_fuse.catalog.archive import RECORD_BYTES_MAX, commit_key, fetch_record, parse_commit_key
 from lakefs_fuse.catalog.clock import COMMIT_AHEAD_MAX_S
 from lakefs_fuse.catalog.poller import FETCHED_MAX
 from lakefs_fuse.catalog.record import COMMITS, OWN, Operation, Record, Remove, SetAttr
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
 from tests.catalog.archives import commit_of
 from tests.catalog.committing import Daemon, Site, until
 from tests.catalog.nodes import at, plain
@@ -70,6 +72,29 @@ async def test_many_are_fetched_in_pieces_and_listed_in_pages(tmp_path: Path) ->
             commit(site, number / 10, f"f{number}")
         assert await a.poller.poll() == 2 * FETCHED_MAX + 5
         assert len(a.shown()) == 2 * FETCHED_MAX + 5
+
+
+async def test_large_records_are_fetched_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches: list[tuple[str, int]] = []
+
+    async def fetched(client: StoreClient, meta: ObjectMeta, *, bytes_max: int) -> Record:
+        named = parse_commit_key(meta.key)
+        assert named is not None
+        fetches.append((named[1], bytes_max))
+        return await fetch_record(client, meta, 0, bytes_max=bytes_max)
+
+    monkeypatch.setattr(poller, "fetch_record", fetched)
+    monkeypatch.setattr(poller, "FETCHED_BYTES_MAX", 1000)
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        for number in range(4):
+            files = {f"f{number}-{name}": b"x" for name in range(40 if number % 2 else 1)}
+            commit_also(site, number, files, writer=f"0000000{number}")
+        assert await a.poller.poll() == 4
+        assert [a.found(f"f{number}-0").size for number in range(4)] == [1] * 4
+    together = {(f"0000000{number}", 1000) for number in range(4)}
+    assert set(fetches[:4]) == together
+    assert fetches[4:] == [("00000001", RECORD_BYTES_MAX), ("00000003", RECORD_BYTES_MAX)], "those that are large"
 
 
 async def test_a_late_one_inside_the_window_is_found(tmp_path: Path) -> None:

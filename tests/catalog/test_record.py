@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import resource
 import struct
+import subprocess
+import sys
 import time as clock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from lakefs_fuse.catalog.record import (
     Mkdir,
     ObjectRef,
     Operation,
+    Operations,
     Put,
     Record,
     Relocate,
@@ -43,6 +46,15 @@ WITH_A_PATH: tuple[Callable[[str], Operation], ...] = (
 )
 
 
+@pytest.fixture(autouse=True, scope="module", params=["objects", "bytes"])
+def kept_as(request: pytest.FixtureRequest) -> Iterator[str]:
+    """As what the operations of a decoded record are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "bytes":
+            patch.setattr(rec, "LAZY_BYTES_MIN", 0)
+        yield request.param
+
+
 def refused(record: Record) -> None:
     with pytest.raises(DamagedCommit):
         decode(encode(record))
@@ -50,7 +62,25 @@ def refused(record: Record) -> None:
 
 @given(valid_records())
 def test_what_is_written_comes_back(record: Record) -> None:
-    assert decode(encode(record)) == record
+    raw = encode(record)
+    again = decode(raw)
+    assert again == record
+    assert encode(again) == raw
+
+
+@given(valid_records(), st.data())
+def test_operations_are_a_sequence(kept_as: str, record: Record, data: st.DataObject) -> None:
+    found, wanted = decode(encode(record)).operations, record.operations
+    assert isinstance(found, Operations) == (kept_as == "bytes")
+    assert len(found) == len(wanted)
+    indices = st.none() | st.integers(-len(wanted) - 2, len(wanted) + 2)
+    part = slice(data.draw(indices), data.draw(indices), data.draw(indices.filter(lambda step: step != 0)))
+    assert found[part] == wanted[part]
+    if wanted:
+        at = data.draw(st.integers(-len(wanted), len(wanted) - 1))
+        assert found[at] == wanted[at]
+    with pytest.raises(IndexError):
+        found[len(wanted)]
 
 
 @given(st.binary(max_size=300))
@@ -272,3 +302,31 @@ def test_more_operations_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(rec, "OPERATIONS_MAX", 3)
     decode(encode(record_of(*[Remove("a")] * 3)))
     refused(record_of(*[Remove("a")] * 4))
+
+
+def test_large_record_takes_little_more_memory_than_its_bytes() -> None:
+    """In a process of its own, whose peak is nothing else's."""
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120)
+    length, grown = map(int, done.stdout.split())
+    assert length > 30 << 20
+    assert grown < length
+
+
+PEAK = r"""
+import resource
+import msgspec
+from lakefs_fuse.catalog.record import Mkdir, Record, decode, encode
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+count = 300_000
+one = msgspec.msgpack.encode(Mkdir("d" * 100 + "/name", 0o755, 0, 0, 1))
+field = b"\xaaoperations"
+raw = encode(Record(writer="0badcafe", time=1))
+raw = raw.replace(field + b"\x90", field + b"\xdd" + count.to_bytes(4, "big") + one * count)
+before = peak()
+record = decode(raw)
+assert sum(operation.mode == 0o755 for operation in record.operations) == count
+print(len(raw), peak() - before)
+"""
