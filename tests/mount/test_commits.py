@@ -378,6 +378,8 @@ def make_tree(root: Path) -> None:
     (root / "bin" / "private").chmod(0o600)
     (root / "link").symlink_to("bin/run")
     (root / "dangling").symlink_to("nowhere")
+    for link in ("link", "dangling"):  # rsync sets no time of a link that differs by less than a second
+        os.utime(root / link, ns=(1, 1_450_000_000_987_654_321), follow_symlinks=False)
     (root / "empty").mkdir()
     os.utime(root / "src", ns=(1, 1_400_000_000_000_000_000))
 
