@@ -153,18 +153,18 @@ class Commits:
 
 
 class Assembly:
-    """The parts, joined; `start` sets them going."""
+    """The parts, joined; `start` sets them going. Programs use `filesystem`; the others are for who looks inside."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
         watcher = FilesWatcher()
-        namespace = Namespace(
+        self.namespace = namespace = Namespace(
             database, ground.client, metrics.namespace, ground.nursery, ttl_s=config.metadata_ttl_s,
             source_prefix_bytes=len(config.store.source.prefix.encode()), clock_ns=ground.clock_ns,
             keep=watcher.keeps, changed=watcher.changed,
         )  # fmt: skip
         self._commits = commits = Commits(ground, namespace, watcher)
-        committer, deletions = commits.committer, commits.deletions
+        self.committer, self.deletions = committer, deletions = commits.committer, commits.deletions
         reader = ground.reader(watcher.learned)
         copies = BegunCopies(database)
         storing = Storing(namespace, committer, deletions, copies, shown=ground.shown)
@@ -172,7 +172,7 @@ class Assembly:
             database, namespace, ground.cache, reader, lambda save: ground.services(reader, save), storing,
             new_id=lambda: f"{ground.ids.getrandbits(128):032x}", look_again=commits.poller.poll,
         )  # fmt: skip
-        self._relocator = relocator = Relocator(
+        self.relocator = relocator = Relocator(
             database, namespace, files, committer, deletions, ground.client, metrics.commits, copies,
             after_s=config.relocate_after_s, hide_at=storing.hide_at, clock_ns=ground.clock_ns,
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
@@ -202,7 +202,7 @@ class Assembly:
             config, database, ground.client, namespace, files, self.recovery, committer, deletions, relocator,
             writeback, status, lending, metrics, clock_ns=ground.clock_ns,
         )  # fmt: skip
-        files.keeper = keeper = Keeper(
+        self.keeper = files.keeper = keeper = Keeper(
             database, namespace, ground.cache, Units(config.rules),
             is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
         )  # fmt: skip
@@ -215,6 +215,19 @@ class Assembly:
                 ground.database, committer, namespace, ground.cache, metrics.commits, ground.nursery,
                 policy=Rules.of(config).pack_for, being_written=files.being_written,
             )  # fmt: skip
+
+    @property
+    def poller(self) -> Poller:
+        return self._commits.poller
+
+    @property
+    def cache(self) -> BlockCache:
+        return self._ground.cache
+
+    @property
+    def staging(self) -> Staging:
+        """Where drafts have their bytes."""
+        return self.files.services.staging
 
     def _write_back(self) -> WriteBack:
         ground, committer, files = self._ground, self._commits.committer, self.files
@@ -247,5 +260,5 @@ class Assembly:
             nursery.start_soon(self.writeback.run)
             nursery.start_soon(self._commits.committer.run)
             nursery.start_soon(self._commits.deletions.run)
-            self._relocator.load()
-            nursery.start_soon(self._relocator.run)
+            self.relocator.load()
+            nursery.start_soon(self.relocator.run)

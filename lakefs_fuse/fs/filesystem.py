@@ -91,13 +91,13 @@ class Filesystem:
         self._recovery, self._status, self._clock_ns = recovery, status, clock_ns
         self.on_change: Callable[[int, bytes], None] = lambda _parent, _name: None
         """Told of names that changed behind the kernel's back; the adapter above sets it."""
-        self._changes = Changes(
+        self.changes = Changes(
             config, database, namespace, files, committer, client.capabilities,
             relocator=relocator, writeback=writeback, clock_ns=clock_ns, touched_root=self._touched_root,
         )  # fmt: skip
         self.on_statistics: Callable[[], dict[str, object]] = dict
         """Called before counters are read: the adapter above adds what it counts elsewhere, and says more."""
-        self.new_files = NewFiles(config, database, namespace, files, self._changes, writeback, clock_ns=clock_ns)
+        self.new_files = NewFiles(config, database, namespace, files, self.changes, writeback, clock_ns=clock_ns)
         self.settle: Callable[[], None] = lambda: None
         """Takes what the adapter above has received of new files, for somebody who asks for all that is not durable."""
         self.lending = lending
@@ -117,14 +117,14 @@ class Filesystem:
             return file.current
         entry = self._root if inode == ROOT_INODE else self._ns.tree.entry(inode)
         if entry is None:
-            entry = self._changes.unlinked.get(inode)
+            entry = self.changes.unlinked.get(inode)
         if entry is None:
             raise FileError(errno.ESTALE)
         return entry
 
     def is_unlinked(self, inode: int) -> bool:
         """No name leads to the inode any more, because this node took it away."""
-        return inode in self._changes.unlinked
+        return inode in self.changes.unlinked
 
     def _directory(self, inode: int) -> Entry:
         """Raises FileError(ENOENT) for a directory that was removed."""
@@ -312,14 +312,14 @@ class Filesystem:
             raise FileError(errno.EPERM, "the root's attributes are options of the mount")
         changed = self._changed(entry, change)
         if changed == entry:
-            self._changes.note_changed(entry.inode)
+            self.changes.note_changed(entry.inode)
             return self.entry(entry.inode)
-        return self._changes.set_attributes(changed)
+        return self.changes.set_attributes(changed)
 
     def _set_unlinked(self, entry: Entry, change: AttributeChange) -> Entry:
         """Attributes of an inode without a name are seen by those who have it open, and stored nowhere."""
         changed = msgspec.structs.replace(self._changed(entry, change), ctime_ns=self._ctime_ns(change))
-        self._changes.unlinked.put(changed)
+        self.changes.unlinked.put(changed)
         file = self._files.get(entry.inode)
         if file is not None:
             file.entry = changed
@@ -343,31 +343,31 @@ class Filesystem:
         self._refuse_read_only()
         if self._is_setgid(above := self._directory(parent)):
             mode, gid = mode | stat.S_ISGID, self._gid(above)
-        return await self._changes.mkdir(parent, name, mode, uid, gid)
+        return await self.changes.mkdir(parent, name, mode, uid, gid)
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         self._refuse_read_only()
         self._directory(parent)
-        await self._changes.rmdir(parent, name)
+        await self.changes.rmdir(parent, name)
 
     async def unlink(self, parent: int, name: bytes) -> None:
         """The name is gone here when this returns, and from the store soon after; who has the file open keeps it."""
         self._refuse_read_only()
         self._directory(parent)
-        await self._changes.unlink(parent, name)
+        await self.changes.unlink(parent, name)
 
     async def rename(self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int = 0) -> None:
         """In the store when this returns, at once for every observer. ``flags`` as renameat2(2)."""
         self._refuse_read_only()
         self._directory(parent_old)
         self._directory(parent_new)
-        await self._changes.rename(parent_old, name_old, parent_new, name_new, flags)
+        await self.changes.rename(parent_old, name_old, parent_new, name_new, flags)
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
         self._refuse_read_only()
         above = self._directory(parent)
         gid = self._gid(above) if self._is_setgid(above) else gid
-        return await self._changes.symlink(parent, name, target, uid, gid)
+        return await self.changes.symlink(parent, name, target, uid, gid)
 
     def _is_setgid(self, directory: Entry) -> bool:
         """What is made in the directory gets its group, and directories that bit as well."""
@@ -377,18 +377,18 @@ class Filesystem:
         return self.default_gid if entry.gid == UNSET else entry.gid
 
     def readlink(self, inode: int) -> bytes:
-        return self._changes.readlink(self.entry(inode))
+        return self.changes.readlink(self.entry(inode))
 
     def xattr(self, inode: int, name: str) -> bytes:
-        return self._changes.xattr(self.entry(inode), name)
+        return self.changes.xattr(self.entry(inode), name)
 
     def xattr_names(self, inode: int) -> list[str]:
-        return self._changes.xattr_names(self.entry(inode))
+        return self.changes.xattr_names(self.entry(inode))
 
     async def set_xattr(self, inode: int, name: str, value: bytes | None) -> None:
         """``value`` None removes it."""
         self._refuse_read_only()
-        self._changes.set_xattr(await self.getattr(inode), name, value)
+        self.changes.set_xattr(await self.getattr(inode), name, value)
 
     async def sync_directory(self, inode: int) -> None:
         """Every change of a name made before is in the store when this returns, and so is every file that write-back
@@ -462,7 +462,7 @@ class Filesystem:
         self._refuse_read_only()
         above = self._directory(parent)
         gid = self._gid(above) if self._is_setgid(above) else gid
-        key = self._changes.checked_path(parent, name)
+        key = self.changes.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
         if self._writeback.is_for(key):
             await self._writeback.wait_room(self.config.staging_timeout_s)

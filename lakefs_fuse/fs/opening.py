@@ -141,11 +141,25 @@ async def open_filesystem(
     metrics: Metrics,
     *,
     clock_ns: Callable[[], int] = time.time_ns,
+    rng: random.Random | None = None,
+) -> AsyncIterator[Filesystem]:
+    """The filesystem of `assembled`."""
+    async with assembled(config, client, metrics, clock_ns=clock_ns, rng=rng) as parts:
+        yield parts.filesystem
+
+
+@asynccontextmanager
+async def assembled(
+    config: MountConfig,
+    client: StoreClient,
+    metrics: Metrics,
+    *,
+    clock_ns: Callable[[], int] = time.time_ns,
     steady_ns: Callable[[], int] | None = None,
     rng: random.Random | None = None,
     spans: tuple[tuple[int, int], ...] = SPANS,
-) -> AsyncIterator[Filesystem]:
-    """A filesystem ready to serve, orphans dealt with as ``config.orphans`` says.
+) -> AsyncIterator[Assembly]:
+    """A filesystem ready to serve, with its parts, orphans dealt with as ``config.orphans`` says.
 
     ``steady_ns`` is a clock that nobody sets; None: the time since boot beside the system's clock, else ``clock_ns``.
 
@@ -167,13 +181,13 @@ async def open_filesystem(
                 parts = Assembly(
                     Ground(config, client, metrics, database, cache, nursery, clock_ns, ids, spans, steady_ns)
                 )
-                filesystem, files = parts.filesystem, parts.files
+                files = parts.files
                 await parts.begin()
-                await _deal_with_orphans(config, filesystem, parts.recovery)
+                await _deal_with_orphans(config, parts.filesystem, parts.recovery)
                 parts.start()
                 begin_counting(cache, nursery)
                 try:
-                    yield filesystem
+                    yield parts
                 finally:
                     client.abandon_requests()
                     nursery.cancel_scope.cancel()

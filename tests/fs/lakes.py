@@ -16,8 +16,9 @@ import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.errors import FileError, LakeError
-from lakefs_fuse.fs import Filesystem, open_filesystem
-from lakefs_fuse.fs.filesystem import AttributeChange
+from lakefs_fuse.fs.assembly import Assembly
+from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem
+from lakefs_fuse.fs.opening import assembled
 from lakefs_fuse.fs.renaming import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.metrics import Metrics
@@ -51,9 +52,13 @@ class Clock:
 class Lake:
     """A mounted filesystem, with paths instead of inodes."""
 
-    fs: Filesystem
+    parts: Assembly
     metrics: Metrics
     changes: list[tuple[int, bytes]] = field(default_factory=list)
+
+    @property
+    def fs(self) -> Filesystem:
+        return self.parts.filesystem
 
     async def lookup(self, path: str) -> Entry | None:
         """Each component asked for, as the kernel does when it knows nothing."""
@@ -180,9 +185,7 @@ class Lake:
 
     async def poll(self) -> int:
         """Apply what others committed; answers how many commits that were."""
-        applied = await self.fs._files.look_again()
-        assert isinstance(applied, int)
-        return applied
+        return await self.parts.poller.poll()
 
     async def sync(self) -> None:
         """Changes of names are in the store, and the objects that they left behind are gone from it."""
@@ -190,7 +193,7 @@ class Lake:
         with trio.fail_after(SETTLE_S_MAX):
             while self.commits()["deletions_waiting"]:
                 with suppress(LakeError):  # tried again
-                    await self.fs._deletions.drain()
+                    await self.parts.deletions.drain()
                 await trio.sleep(0.002)
 
     def commits(self) -> dict[str, int]:
@@ -235,9 +238,9 @@ async def lake(
         **{"refresh_s": NEVER_S, "relocate_after_s": 0.0} | config,  # type: ignore[arg-type]
     )
     rng = None if seed is None else random.Random(repr(seed))
-    async with open_filesystem(settings, client, metrics, clock_ns=clock, rng=rng, spans=SPANS) as fs:
-        mounted = Lake(fs, metrics)
-        fs.on_change = lambda parent, name: mounted.changes.append((parent, name))
+    async with assembled(settings, client, metrics, clock_ns=clock, rng=rng, spans=SPANS) as parts:
+        mounted = Lake(parts, metrics)
+        parts.filesystem.on_change = lambda parent, name: mounted.changes.append((parent, name))
         yield mounted
 
 

@@ -531,7 +531,7 @@ class Model:
             if token is None:
                 break
         own = [key for key in keys if not key.startswith(".lakefs/")]
-        used = {row.key for row in self.mounted.fs._ns.tree.objects.rows() if row.entries}
+        used = {row.key for row in self.mounted.parts.namespace.tree.objects.rows() if row.entries}
         for key in own:
             plain = self.plain / key
             if key not in used:

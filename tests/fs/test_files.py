@@ -32,7 +32,7 @@ def is_put(request: Request) -> bool:
 async def durable(m: Lake) -> None:
     """Until nothing is on its way to the store, and nothing is kept for it."""
     with trio.fail_after(10):
-        while m.fs.unfinished() or len(m.fs._files):
+        while m.fs.unfinished() or len(m.parts.files):
             await trio.sleep(0.002)
 
 
@@ -86,7 +86,7 @@ async def test_a_failed_close_keeps_the_bytes(tmp_path: Path, size: int) -> None
         assert store.data("file") == noise(2, size)
         assert len(store.parts_sent()) == sent
         assert m.fs.unfinished() == []
-        assert len(m.fs._files) == 0
+        assert len(m.parts.files) == 0
 
 
 async def test_a_failed_file_may_be_written_on(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ async def test_a_deletion_that_the_journal_refused_changed_nothing(
             raise CacheError("no room")
 
         with monkeypatch.context() as patch:
-            patch.setattr(m.fs._committer, "enqueue", full)
+            patch.setattr(m.parts.committer, "enqueue", full)
             with pytest.raises(CacheError):
                 await m.unlink("file")
         assert await m.names() == ["file"]
@@ -561,7 +561,7 @@ async def test_open_of_a_replaced_file_moves_the_name_to_the_new_version(tmp_pat
     store.give("file", b"old")
     async with lake(store, tmp_path) as m:
         with trio.fail_after(60):
-            while not m.fs._files._cache.counted:
+            while not m.parts.cache.counted:
                 await trio.sleep(0.002)
         inode = (await m.found("file")).inode
         store.give("file", b"the new version")
@@ -577,7 +577,7 @@ async def test_open_of_a_replaced_file_moves_the_name_to_the_new_version(tmp_pat
             for _ in range(3):
                 nursery.start_soon(open_stale)
         assert stale == 3
-        assert len(m.fs._files) == 0
+        assert len(m.parts.files) == 0
         now = await m.found("file")
         assert (now.inode != inode, now.size) == (True, 15)
         gets = store.count("get")

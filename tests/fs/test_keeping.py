@@ -22,7 +22,7 @@ def keep(glob: str, count: int = 1) -> tuple[Rule, ...]:
 
 
 def keeper(mounted: Lake) -> Keeper:
-    return mounted.fs._files.keeper
+    return mounted.parts.keeper
 
 
 async def kept(mounted: Lake) -> dict[str, int]:
@@ -47,7 +47,7 @@ async def gets_of(mounted: Lake, path: str) -> int:
 
 def empty_cache(mounted: Lake) -> None:
     """All goes that may."""
-    while mounted.fs._files._cache.evict(64 * MIB):
+    while mounted.parts.cache.evict(64 * MIB):
         pass
 
 
@@ -59,7 +59,7 @@ async def survivors(mounted: Lake, *paths: str) -> list[str]:
     for path in paths:
         extent = mounted.fs.namespace.extent(await mounted.found(path))
         assert extent is not None
-        if all(mounted.fs._files._cache.has_blocks(extent.version, 0, extent.version.blocks)):
+        if all(mounted.parts.cache.has_blocks(extent.version, 0, extent.version.blocks)):
             found.append(path)
     return found
 
@@ -133,7 +133,7 @@ async def test_it_is_kept_across_remounts(tmp_path: Path) -> None:
             empty_cache(mounted)  # before anything had to be asked for
             assert await gets_of(mounted, "ckpt/2.pt") == 0
             assert await gets_of(mounted, "ckpt/1.pt") > 0
-            assert mounted.fs._files._cache.statistics().versions_pinned == 1
+            assert mounted.parts.cache.statistics().versions_pinned == 1
     async with lake(store, tmp_path, pack="never") as mounted:  # the rule is gone, and its rows with it
         assert await survivors(mounted, "ckpt/2.pt") == []
     async with lake(store, tmp_path, rules=keep("ckpt/**")) as mounted:
@@ -159,7 +159,7 @@ async def test_a_replaced_file_lets_the_old_version_go(tmp_path: Path) -> None:
             assert (await kept(mounted))["checkpoints"] == (2 if turn else 1)
             await mounted.rename("ckpt/last.pt.tmp", "ckpt/last.pt")
             assert (await kept(mounted))["checkpoints"] == 1
-            assert mounted.fs._files._cache.statistics().versions_pinned == 1
+            assert mounted.parts.cache.statistics().versions_pinned == 1
         assert await survivors(mounted, "ckpt/last.pt") == ["ckpt/last.pt"]
         assert await mounted.read("ckpt/last.pt") == noise(2, SIZE)
 
@@ -281,7 +281,7 @@ async def test_what_the_cache_has_follows_the_object_to_its_new_key(tmp_path: Pa
         await save(mounted, "model.tmp", 1)
         await mounted.rename("model.tmp", "ckpt/model.pt")
         clock.advance(200)
-        assert await mounted.fs._status._relocator.relocate_due() == 1
+        assert await mounted.parts.relocator.relocate_due() == 1
         assert "ckpt/model.pt" in store.objects
         assert await gets_of(mounted, "ckpt/model.pt") == 0
         if rule:

@@ -85,7 +85,7 @@ async def renamed_away(m: Lake, clock: Clock) -> None:
 
 
 async def relocate(m: Lake) -> int:
-    return await m.fs._status._relocator.relocate_due()
+    return await m.parts.relocator.relocate_due()
 
 
 async def died_copying(store: MemoryStore, root: Path, clock: Clock, kept: Kept, when: When) -> Path:
@@ -307,7 +307,7 @@ async def test_a_listing_under_way_shows_no_copy_that_was_begun_meanwhile(tmp_pa
             await reached(made.reached)
             listing.resume()
             await trio.sleep(A_WHILE_S)
-            assert m.fs._ns.tree.entry(inode) is not None
+            assert m.parts.namespace.tree.entry(inode) is not None
             made.resume()
         assert (await m.found("d/name")).inode == inode
 

@@ -656,9 +656,9 @@ async def test_a_list_under_way_undoes_nothing(
             nursery.start_soon(m.fs.opendir, ROOT_INODE)
             await reached(pause.reached)
             # The kernel's own cache answers its lookups meanwhile.
-            m.fs._ns.fresh_s = lambda directory: TTL_S  # type: ignore[method-assign]
+            m.parts.namespace.fresh_s = lambda directory: TTL_S  # type: ignore[method-assign]
             await change(m)
-            del m.fs._ns.fresh_s
+            del m.parts.namespace.fresh_s
             pause.resume()
         assert await m.names() == names
         if change is overwrite:
@@ -905,7 +905,7 @@ async def test_a_large_listing_again_changes_nothing(tmp_path: Path, capabilitie
     async with lake(store, tmp_path, clock=clock) as m:
         assert await m.names() == sorted(keys[:700])
         assert m.hidden() == {"conflict": 14, "long": 300}
-        listing = m.fs._ns.tree.listing(ROOT_INODE)
+        listing = m.parts.namespace.tree.listing(ROOT_INODE)
         assert listing is not None
         metrics = m.metrics.namespace
         before = (metrics.entries_added, metrics.entries_changed, metrics.entries_removed)
@@ -914,7 +914,7 @@ async def test_a_large_listing_again_changes_nothing(tmp_path: Path, capabilitie
         assert await m.names() == sorted(set(keys[:700]) - {"n0007"})
         assert m.hidden() == {"conflict": 14, "long": 300}
         assert (metrics.entries_added, metrics.entries_changed, metrics.entries_removed) == (*before[:2], before[2] + 1)
-        again = m.fs._ns.tree.listing(ROOT_INODE)
+        again = m.parts.namespace.tree.listing(ROOT_INODE)
         assert again is not None
         assert again.entries == 699
 

@@ -201,8 +201,8 @@ async def test_the_journal_cannot_be_written(tmp_path: Path, monkeypatch: pytest
         def fails(*_: object, **__: object) -> None:
             raise CacheError("no room")
 
-        failing: list[tuple[object, str]] = [(m.fs.database, "commit"), (m.fs._changes, "touch")]
-        failing.append((m.fs._files.services.staging, "take"))  # which may have to note that others made room
+        failing: list[tuple[object, str]] = [(m.fs.database, "commit"), (m.fs.changes, "touch")]
+        failing.append((m.parts.staging, "take"))  # which may have to note that others made room
         for where, what in failing:
             with monkeypatch.context() as patch:
                 patch.setattr(where, what, fails)
@@ -355,7 +355,7 @@ async def test_it_could_not_be_removed_while_its_close_waited(tmp_path: Path, mo
             with pytest.raises(CacheError):
                 await m.unlink("second")
 
-        monkeypatch.setattr(m.fs._changes, "_unlink_now", fails)
+        monkeypatch.setattr(m.fs.changes, "_unlink_now", fails)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(remove)
             await trio.testing.wait_all_tasks_blocked(0.05)

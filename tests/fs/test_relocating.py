@@ -24,7 +24,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def relocate(m: Lake, clock: Clock) -> int:
     clock.advance(20 * AFTER_S)
-    return await m.fs._status._relocator.relocate_due()
+    return await m.parts.relocator.relocate_due()
 
 
 async def died_having_copied(store: MemoryStore, root: Path, clock: Clock) -> Path:
@@ -43,7 +43,7 @@ async def died_having_copied(store: MemoryStore, root: Path, clock: Clock) -> Pa
         await m.tree()  # so that the copy is not found by a listing
         store.hook = copied
         with pytest.raises(LakeError):
-            await m.fs._status._relocator.relocate_due()
+            await m.parts.relocator.relocate_due()
     store.hook = lambda _request, _when: None
     assert store.data("name") == b"bytes"
     return dead
@@ -162,7 +162,7 @@ async def test_a_key_whose_object_somebody_removed_can_be_freed(tmp_path: Path) 
         await m.write("old", b"bytes")
         await m.rename("old", "name")
         store.take("old")
-        relocator = m.fs._status._relocator
+        relocator = m.parts.relocator
         await relocator.free("old")
         assert relocator.copies.paths() == []
 
@@ -267,7 +267,7 @@ async def test_the_old_object_stays_while_others_do_not_know_that_nobody_needs_i
         await m.fs.write(others, 0, b"others")
         await m.close(others)
         await until(lambda: b"others" in [data for data, _ in store.objects.values()])
-        await m.fs._deletions.drain()
+        await m.parts.deletions.drain()
         assert store.data("d/old") == b"bytes"
         async with lake(store, tmp_path / "other") as other:
             assert (await other.tree())["d/name"] == b"bytes"

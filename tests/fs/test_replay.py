@@ -48,7 +48,7 @@ async def nothing_is_left(store: MemoryStore, m: Lake) -> None:
     await m.fs.make_durable()
     await m.sync()
     await until(lambda: not store.uploads)
-    await until(lambda: m.fs._files.services.staging.bytes_used == 0)
+    await until(lambda: m.parts.staging.bytes_used == 0)
     assert m.fs.unfinished() == []
 
 
@@ -314,10 +314,10 @@ async def test_what_is_replayed_counts_as_staged(tmp_path: Path) -> None:
     Outage(store)
     async with writing_back(store, tmp_path / "cache") as m:
         await m.write("file", noise(1, LARGE))
-        used = m.fs._files.services.staging.bytes_used
+        used = m.parts.staging.bytes_used
         dead = die(tmp_path / "cache", tmp_path / "dead")
     async with writing_back(store, dead) as m:
-        assert m.fs._files.services.staging.bytes_used == used >= LARGE
+        assert m.parts.staging.bytes_used == used >= LARGE
 
 
 async def test_order_holds_across_a_death(tmp_path: Path) -> None:

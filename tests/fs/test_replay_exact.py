@@ -168,7 +168,7 @@ async def test_what_replaced_a_journaled_change_stays_when_its_commit_is_found(
             await m.write("second", b"two")
             await m.rename("second", "target")
         dies_when_sent(monkeypatch, tmp_path)
-        await (m.fs.make_durable() if how == "stored along" else m.fs._committer.flush())
+        await (m.fs.make_durable() if how == "stored along" else m.parts.committer.flush())
     async with writing_back(store, tmp_path / "dead", pack="always", clock=clock) as m:
         await m.fs.make_durable()
         await m.sync()
@@ -185,9 +185,9 @@ async def test_a_name_that_is_to_go_when_its_pack_has_come_is_in_the_pack(
     store = MemoryStore()
     async with writing_back(store, tmp_path / "cache", pack="always") as m:
         async with trio.open_nursery() as nursery:
-            async with m.fs._committer.quiet():
+            async with m.parts.committer.quiet():
                 await m.write("file", b"bytes")
-                (file,) = m.fs._files.in_use()
+                (file,) = m.parts.files.in_use()
                 await until(file.publishing.locked)
                 nursery.start_soon(m.unlink, "file")
                 await trio.testing.wait_all_tasks_blocked(0.01)
@@ -209,10 +209,10 @@ async def test_a_version_keeps_its_attributes_when_the_next_begins_while_it_is_s
     pause = Pause(lambda request: request.what == "put" and request.key == "file")
     async with writing_back(store, tmp_path / "cache", pack=pack) as m:
         store.hook = pause
-        async with m.fs._committer.quiet():
+        async with m.parts.committer.quiet():
             await m.write("file", b"bytes")
             await m.setattr("file", mtime_ns=chosen_ns)
-            (file,) = m.fs._files.in_use()
+            (file,) = m.parts.files.in_use()
             await until(file.publishing.locked)
             handle = await m.open("file", os.O_WRONLY | os.O_TRUNC)
         pause.resume()

@@ -279,7 +279,7 @@ async def test_others_have_their_turn_while_a_pack_is_noted(tmp_path: Path) -> N
     waiting: list[int] = []
 
     async def look(m: Lake) -> None:
-        while count := len(m.fs._writeback):
+        while count := len(m.parts.writeback):
             waiting.append(count)
             await trio.lowlevel.checkpoint()
 
@@ -364,7 +364,7 @@ async def test_whoever_asks_is_served_first(tmp_path: Path, how: str) -> None:
         elif how == "flush":
             await m.fs.make_durable("b")
         else:
-            await m.fs._writeback.drain(m.fs._writeback.below("b"))
+            await m.parts.writeback.drain(m.parts.writeback.below("b"))
         assert [await state(m, path) for path in ("b/before", "b/file")] == ["durable", "durable"]
         assert await state(m, "a/other") == "dirty"
 
@@ -461,7 +461,7 @@ async def test_a_large_one_that_is_replaced_leaves_no_upload(tmp_path: Path) -> 
         await stored(m)
         await until(lambda: not store.uploads)
         assert store.data("file") == b"small"
-        await until(lambda: m.fs._files.services.staging.bytes_used == 0)
+        await until(lambda: m.parts.staging.bytes_used == 0)
 
 
 async def test_an_upload_that_nobody_wants_is_ended_when_the_store_is_back(
@@ -519,7 +519,7 @@ async def test_a_copy_that_shrinks_below_a_part_is_packed_without_leaving_an_upl
         await m.fs.make_durable()
         await until(lambda: not store.uploads)
         assert await m.read("file") == noise(1, LARGE)[:1]
-        await until(lambda: m.fs._files.services.staging.bytes_used == 0)
+        await until(lambda: m.parts.staging.bytes_used == 0)
 
 
 async def test_writers_at_once_begin_with_one_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,7 +589,7 @@ async def test_a_large_file_is_not_changed_in_place_where_the_store_stays_away(
         await m.fs.write(handle, 10, b"patched")  # into nothing: nobody waits for that
         assert (await m.read_handle(handle))[10:17] == b"patched"
         await m.close(handle)
-        await until(lambda: m.fs._files.services.staging.bytes_used == 0)
+        await until(lambda: m.parts.staging.bytes_used == 0)
 
 
 async def test_appending_to_a_file_that_waits(tmp_path: Path) -> None:
@@ -677,7 +677,7 @@ async def test_a_file_that_is_removed_is_never_seen(tmp_path: Path, size: int, h
         await m.fs.make_durable()
         await m.sync()
         await until(lambda: not store.uploads and not entries_of(store))
-        await until(lambda: m.fs._files.services.staging.bytes_used == 0)
+        await until(lambda: m.parts.staging.bytes_used == 0)
         assert told(m)["files"] == 0
     assert list((tmp_path / "staging").glob("[0-9a-f]*")) == []
 
@@ -693,8 +693,8 @@ async def test_a_removed_file_that_is_open_can_be_read_and_written(tmp_path: Pat
         await m.fs.write(handle, 0, b"changed")
         assert (await m.read_handle(handle))[:7] == b"changed"
         await m.close(handle)
-        await until(lambda: m.fs._files.services.staging.bytes_used == 0)
-        assert len(m.fs._files) == 0
+        await until(lambda: m.parts.staging.bytes_used == 0)
+        assert len(m.parts.files) == 0
 
 
 @pytest.mark.parametrize("size", [100, LARGE])

@@ -112,7 +112,7 @@ async def test_an_older_version_that_a_pack_passed_does_not_come_back(
         await m.fs.make_durable()
         assert told(m)["conflicts"] == 0
         assert await m.tree() == {"a": b"second", "b": b"after it"}
-        await until(lambda: m.fs._files.services.staging.bytes_used == 0)
+        await until(lambda: m.parts.staging.bytes_used == 0)
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -254,7 +254,7 @@ async def test_rename_of_a_changed_file_twice_shows_no_older_bytes_between(tmp_p
         await m.rename("b", "c")
         outage.away = False
         await reached(pause.reached)
-        await m.fs._committer.flush()
+        await m.parts.committer.flush()
         async with lake(store, tmp_path / "other") as other:
             assert "b" not in await other.names()
         pause.resume()
