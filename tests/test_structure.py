@@ -1,0 +1,44 @@
+"""Counts that say how hard the source is to follow: their bounds only ever go down."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from scripts.measure_journeys import measure
+from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, statements, widest_constructor
+
+CLOSE = 49, 155
+RENAME = 42, 1400
+CYCLES = 5
+ASSIGNED_OUTSIDE = 44
+PARAMETERS = 14
+
+
+async def test_requests_cross_no_more_modules_than_before(tmp_path: Path) -> None:
+    """Bounds: modules, and switches with some room for what runs beside."""
+    journeys = await measure(tmp_path)
+    for name, (most, switches) in {"close": CLOSE, "rename": RENAME}.items():
+        found = journeys[name]
+        assert 10 < len(found.modules) <= most, sorted(found.modules)
+        assert found.switches <= switches, f"{name}: {found.switches} switches"
+
+
+def test_source_has_no_more_knots_than_before() -> None:
+    trees = modules(ROOT)
+    assert len(cycles(trees)) <= CYCLES, cycles(trees)
+    assert len(assigned_outside(trees)) <= ASSIGNED_OUTSIDE, assigned_outside(trees)
+    assert widest_constructor(trees)[0] <= PARAMETERS, widest_constructor(trees)
+
+
+def test_measures_of_a_source_that_is_known() -> None:
+    one = ast.parse(
+        '"""Text."""\nfrom lakefs_fuse import two\nclass A:\n    def __init__(self, x, *, y):\n        self.hook = x\n'
+    )
+    two = ast.parse("def late(a):\n    import lakefs_fuse.one\n    a.hook, a.other = 1, 2\n")
+    record = ast.parse("class B(msgspec.Struct):\n    other: int\n    def f(self):\n        self.hook.other = 1\n")
+    trees = {"lakefs_fuse.one": one, "lakefs_fuse.two": two, "lakefs_fuse.three": record}
+    assert [statements(tree) for tree in trees.values()] == [4, 3, 4]
+    assert cycles(trees) == [["lakefs_fuse.one", "lakefs_fuse.two"]]
+    assert assigned_outside(trees) == {"hook": ["lakefs_fuse.two:3 a.hook"]}
+    assert widest_constructor(trees) == (2, "lakefs_fuse.one.A")
