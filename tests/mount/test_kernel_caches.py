@@ -12,7 +12,7 @@ from typing import BinaryIO
 import pytest
 
 from tests.mount.conftest import LakeMaker
-from tests.mount.counting import costs, upcalls
+from tests.mount.counting import costs, costs_at_last, upcalls
 from tests.mount.lakes import MIB, Lake, eventually, noise
 from tests.mount.test_commits import another
 
@@ -232,8 +232,7 @@ def test_a_read_only_mount_sends_no_flush(make_lake: LakeMaker) -> None:
     names = fill(lake)
     lake.mount()
     use(lake, names)
-    with costs(lake, open=FILES, release=FILES):
-        use(lake, names)
+    costs_at_last(lake, lambda: use(lake, names), open=FILES, release=FILES)
     with costs(lake):
         for name in names:
             (lake.path / name).stat()

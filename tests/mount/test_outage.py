@@ -18,6 +18,7 @@ import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
 from lakefs_fuse.config import parse_size
+from lakefs_fuse.data.staging import FREE_AGE_S
 from tests.faults import Faults, faulty
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import MIB, PART_BYTES, Lake, eventually, noise, s3_lake, scale
@@ -335,6 +336,7 @@ def test_the_staging_disk_fills(make_lake: LakeMaker, faults: tuple[Server, Faul
         faults[1].reset(FOR_EVER, method=method)
     (lake.path / "accepted").write_bytes(noise(4 * MIB, 2))
     hog = small_disk.fill(left=2 * MIB)
+    time.sleep(2 * FREE_AGE_S)  # what the disk had free a moment ago counts until then
     began = time.monotonic()
     with pytest.raises(OSError) as raised:
         (lake.path / "f").write_bytes(noise(4 * MIB, 3))
