@@ -27,14 +27,17 @@ def costs(lake: Lake, **expected: int) -> Iterator[None]:
 
 
 PASSES = 5
+DROPPED = {"read", "readdir", "getattr"}
+"""What the kernel asks for when it has dropped pages, of files or of listings: some machines have it drop all that was
+not used for a minute."""
 
 
-def costs_nothing(lake: Lake, body: Callable[[], None]) -> None:
+def costs_nothing(lake: Lake, body: Callable[[], object]) -> None:
     """The body sends nothing to the daemon."""
     costs_at_last(lake, body)
 
 
-def costs_at_last(lake: Lake, body: Callable[[], None], **expected: int) -> None:
+def costs_at_last(lake: Lake, body: Callable[[], object], **expected: int) -> None:
     """The body sends this to the daemon and nothing else; where the kernel itself had dropped pages, and reads them
     again, it is done once more."""
     spent: list[dict[str, int]] = []
@@ -44,6 +47,7 @@ def costs_at_last(lake: Lake, body: Callable[[], None], **expected: int) -> None
         after = upcalls(lake)
         spent.append({name: count - before[name] for name, count in after.items() if count != before[name]})
         spent[-1].pop("forget", None)
-        if spent[-1].keys() != {*expected, "read"}:
+        more = spent[-1].keys() - expected.keys()
+        if not more or not more <= DROPPED:
             break
     assert spent[-1] == expected, spent
