@@ -124,8 +124,8 @@ class Application:
             self._applier.prune(directory)
 
     def _count(self, said: Counter[str], operations_max: int) -> Iterator[None]:
-        """How often the record says what a name is, for all that it says more than once, and a few others: a bit for
-        each name, of eight an operation, tells which those may be."""
+        """Count operations by path in ``said``, for paths that occur more than once. A bitmap of eight bits for each
+        operation finds the candidates in the first pass; a few others pass it, too."""
         operations = self._record.operations
         bits, again = bytearray(len(operations)), set[int]()
         for number, operation in enumerate(operations, 1):
@@ -324,8 +324,8 @@ class Application:
         return self._tree.renew_inode(batch, entry)
 
     def _is_redated(self, current: Entry, entry: Entry) -> bool:
-        """The kernel would go on showing another mtime, which it knows of the inode: the row's, or LastModified if no
-        commit spoke of the object before, and its metadata were read since."""
+        """The kernel may hold an older mtime of this inode, which it never updates: that of the row, or for an object
+        that was only listed LastModified."""
         is_listed = current.is_plain and not current.stamp and not current.flags & Flag.ATTRIBUTED
         is_known = current.mtime_ns == entry.mtime_ns and (not is_listed or current.ctime_ns == entry.mtime_ns)
         if self._own or is_known or entry.is_symlink or self._watcher.keeps(current):

@@ -11,8 +11,8 @@ What always holds:
 * a plain object that the writer of a commit did not know of wins where its LastModified is not before the commit's
   second, because somebody outside put it there since; where what is known here leaves a doubt, the store is asked for
   the object before the commit is applied (`Applier.doubts`), as it may be older, or replaced or removed since;
-* the same bytes keep their inode; other bytes under the name get another, unless the file is being written here; so
-  does a file to which another node gave another mtime, when nobody has it open.
+* the same bytes keep their inode; other bytes under the name get another, unless the file is being written here; a
+  file whose mtime another node changed gets another, unless it is open here.
 
 A change made here is applied at once under a `PENDING` stamp, which is newer than any commit, and gets the commit's
 time (`restamp`) when it has one. Trio thread only.
@@ -63,8 +63,8 @@ class Watcher:
         return False
 
     def redated(self, entry: Entry) -> bool:
-        """A file is about to have another mtime, and the kernel takes over none for an inode that it knows. Whether
-        it is in use: then it keeps its inode until it is closed."""
+        """The mtime of a file changes, which the kernel ignores for an inode that it holds. Answers whether the file is
+        open here: then it keeps its inode until the last close."""
         return False
 
     def ctime_ns(self, entry: Entry) -> int:

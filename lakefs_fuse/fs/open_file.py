@@ -56,7 +56,7 @@ class OpenFile:
     late_xattrs: dict[str, bytes] | None = None
     """Set while a version was being stored, which may not tell them."""
     is_redated: bool = False
-    """Another node gave it another mtime: the last close gives it another inode, so that the kernel takes that over."""
+    """Another node changed the mtime, which the kernel ignores for this inode: the file gets a new one when closed."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
     beginning: trio.Lock | None = None
     """Made, and held, by the one who makes the copy that the next version begins with."""
@@ -87,6 +87,7 @@ class OpenFile:
         """The bytes changed just now."""
         flags = int(self.entry.flags & ~Flag.MTIME_KEPT)
         self.entry = msgspec.structs.replace(self.entry, flags=flags, mtime_ns=now_ns, ctime_ns=now_ns)
+        self.is_redated = False  # the kernel's mtime is the newest again
 
     @property
     def versions(self) -> list[OpenFile]:

@@ -15,7 +15,7 @@ from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, U
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.filesystem import AttributeChange, file_type_and_mode
 from lakefs_fuse.meta.entry import ROOT_INODE
-from tests.fs.lakes import NEVER_S, TTL_S, Clock, Lake, entries_of, lake
+from tests.fs.lakes import NEVER_S, NS, TTL_S, Clock, Lake, entries_of, lake, two_lakes
 from tests.fs.writing_back import writing_back
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.write.drafting import noise, reached
@@ -717,3 +717,20 @@ async def test_only_a_file_that_is_there_loses_privileges_when_it_is_created(tmp
         await m.fs.write(handle, 0, b"bytes", kills_privileges=True)
         await m.close(handle)
         assert (await m.getattr("file")).mode == 0o755
+
+
+@pytest.mark.parametrize("writes", [False, True])
+async def test_open_file_with_mtime_set_elsewhere_keeps_inode_if_written_here(tmp_path: Path, writes: bool) -> None:
+    async with two_lakes(MemoryStore(), tmp_path, pack="never") as (one, two):
+        await one.write("f", b"data")
+        inode = (await two.found("f")).inode
+        handle = await two.open("f", os.O_RDWR)
+        await one.setattr("f", mtime_ns=5 * NS, atime_ns=5 * NS)
+        await one.sync()
+        await two.poll()
+        assert ((await two.found("f")).inode, (await two.found("f")).mtime_ns) == (inode, 5 * NS)
+        if writes:
+            await two.fs.write(handle, 0, b"more")
+        await two.close(handle)
+        assert ((await two.found("f")).inode == inode) == writes
+        assert await two.read("f") == (b"more" if writes else b"data")
