@@ -38,8 +38,8 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.mounts import detach, is_dead, mount_at
 from lakefs_fuse.control.runtime import server_socket_path
 from lakefs_fuse.control.server import ControlServer, FilesystemView, not_durable, serve_control
+from lakefs_fuse.environment.descriptor_limit import raise_file_limit
 from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, ConfigError, LakeError, MountError
-from lakefs_fuse.file_limit import raise_file_limit
 from lakefs_fuse.logs import open_logs
 
 DRAIN_S_MAX = 3600.0

@@ -16,8 +16,8 @@ from functools import partial
 import trio
 from msgspec import structs
 
-from lakefs_fuse import file_limit
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.fs import Filesystem, open_filesystem
 from lakefs_fuse.fs.immutable import ImmutableFilesystem, open_immutable
 from lakefs_fuse.metrics import Metrics

@@ -30,10 +30,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lakefs_fuse import failpoints, notify
+from lakefs_fuse import notify
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.mounts import abort, detach, mount_at
 from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, Claim
+from lakefs_fuse.environment import failpoints
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
 from lakefs_fuse.logs import open_supervisor_log
 

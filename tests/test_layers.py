@@ -11,36 +11,35 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lakefs_fuse"
 
-FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "file_limit", "metrics"})
-"""What every layer may use. Among themselves: config and file_limit use errors."""
+FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "metrics"})
+"""What every layer may use. Among themselves: config uses errors."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "lakefs_fuse": frozenset(),
     "errors": frozenset(),
     "metrics": frozenset(),
     "config": frozenset({"errors"}),
-    "file_limit": frozenset({"errors", "lakefs_fuse"}),
-    "nurseries": frozenset({"errors"}),
+    "environment": frozenset({"errors"}),
     "rules": frozenset({"errors", "config"}),
-    "failpoints": frozenset(),
     "checkpoints": FOUNDATION,
+    "nurseries": frozenset({"errors"}),
     "logs": FOUNDATION,
+    "notify": frozenset(),
     "store": FOUNDATION | {"nurseries"},
-    "meta": FOUNDATION,
-    "data": FOUNDATION | {"failpoints", "nurseries", "store"},
-    "catalog": FOUNDATION | {"failpoints", "nurseries", "store", "meta", "rules"},
-    "fs": FOUNDATION | {"checkpoints", "failpoints", "nurseries", "store", "meta", "data", "catalog", "rules"},
-    "fuse": FOUNDATION | {"fs", "meta"},
+    "meta": FOUNDATION | {"environment"},
+    "data": FOUNDATION | {"environment", "nurseries", "store"},
+    "catalog": FOUNDATION | {"environment", "nurseries", "store", "meta"},
+    "fs": FOUNDATION | {"environment", "rules", "checkpoints", "nurseries", "store", "meta", "data", "catalog"},
+    "fuse": FOUNDATION | {"meta", "fs"},
     "control": FOUNDATION,
     "offline_protocol": FOUNDATION,
-    "cli": FOUNDATION | {"checkpoints", "control", "rules", "offline_protocol"},
+    "cli": FOUNDATION | {"rules", "checkpoints", "control", "offline_protocol"},
     "__main__": frozenset({"cli"}),
-    "lake": FOUNDATION | {"store", "fs"},
-    "notify": frozenset(),
-    "daemon": FOUNDATION | {"lake", "fuse", "control", "logs", "notify"},
-    "supervisor": FOUNDATION | {"control", "logs", "notify", "failpoints"},
+    "lake": FOUNDATION | {"environment", "store", "fs"},
     "admin": FOUNDATION | {"checkpoints", "nurseries", "store", "meta", "data", "catalog", "fs", "offline_protocol"},
-    "offline": FOUNDATION | {"store", "catalog", "admin", "offline_protocol"},
+    "offline": FOUNDATION | {"store", "catalog", "offline_protocol", "admin"},
+    "supervisor": FOUNDATION | {"environment", "logs", "notify", "control"},
+    "daemon": FOUNDATION | {"environment", "logs", "notify", "fuse", "control", "lake"},
 }
 """By first component of the module. `fuse` takes entries of `meta` as `fs` hands them out; `control` is given a view
 of the filesystem; `lake`, `daemon` and `offline` put the layers together."""

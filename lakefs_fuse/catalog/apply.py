@@ -26,7 +26,6 @@ from types import MappingProxyType
 import msgspec
 import trio
 
-from lakefs_fuse import failpoints
 from lakefs_fuse.catalog.application import TOGETHER_MAX, Application, Doubt
 from lakefs_fuse.catalog.record import (
     Mkdir,
@@ -38,6 +37,7 @@ from lakefs_fuse.catalog.record import (
     SetAttr,
 )
 from lakefs_fuse.catalog.redating import Original
+from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta import tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag

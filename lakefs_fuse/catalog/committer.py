@@ -34,8 +34,8 @@ from lakefs_fuse.catalog.leaving import Leaving
 from lakefs_fuse.catalog.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr, encode
 from lakefs_fuse.catalog.redating import Redated, Redater
 from lakefs_fuse.catalog.window import WINDOW_NS
+from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
-from lakefs_fuse.failpoints import reached
 from lakefs_fuse.meta import tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING

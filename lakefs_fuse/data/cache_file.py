@@ -30,9 +30,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from lakefs_fuse.data import disk
-from lakefs_fuse.data.freeing import close_removed
 from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.environment import local_disk as disk
+from lakefs_fuse.environment.deferred_removal import close_removed
 from lakefs_fuse.store.protocol import Buffer
 
 ALIGN_BYTES = 4096

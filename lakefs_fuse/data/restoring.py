@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from lakefs_fuse.data.disk import data_runs
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
@@ -18,6 +17,7 @@ from lakefs_fuse.data.refusals import Refusals
 from lakefs_fuse.data.segments import Spot
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.version import Extent, Version
+from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import CacheError
 
 

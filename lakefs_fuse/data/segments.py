@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 
-from lakefs_fuse.data.disk import pwrite_all
-from lakefs_fuse.data.freeing import close_removed
+from lakefs_fuse.environment.deferred_removal import close_removed
+from lakefs_fuse.environment.local_disk import pwrite_all
 
 PREFIX = "segment-"
 MAGIC = b"LFS1"

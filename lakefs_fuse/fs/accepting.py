@@ -21,8 +21,8 @@ from lakefs_fuse.data.draft_record import record_of
 from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.record import encode
 from lakefs_fuse.data.segments import Group, Spot
+from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, LakeError
-from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.journal import Journal

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import trio
 
-from lakefs_fuse import file_limit
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.committer import Committer
@@ -25,6 +24,7 @@ from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
 from lakefs_fuse.data.zeros import ZeroObjects
+from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.evidence import Evidence
 from lakefs_fuse.fs.files import FileTable

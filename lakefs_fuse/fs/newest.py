@@ -20,8 +20,8 @@ from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_services import DraftEnded, DraftTarget
 from lakefs_fuse.data.record import DraftState, encode
+from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
-from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.accepted import Accepted
 from lakefs_fuse.fs.files import FileTable

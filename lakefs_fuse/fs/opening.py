@@ -24,8 +24,8 @@ from lakefs_fuse.catalog.clock import AHEAD_NS_MAX, boottime_ns
 from lakefs_fuse.catalog.index import bring_in
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.disk import free_bytes
 from lakefs_fuse.data.parts import SPANS
+from lakefs_fuse.environment.local_disk import free_bytes
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
 from lakefs_fuse.fs.assembly import Assembly, Ground
 from lakefs_fuse.fs.files import FileTable

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from lakefs_fuse.catalog.record import OBJECTS
-from lakefs_fuse.data.disk import allocated_bytes
 from lakefs_fuse.data.draft_services import DraftServices
 from lakefs_fuse.data.record import DraftRecord, DraftState, decode
 from lakefs_fuse.data.refusals import UNKNOWN, Refusals
@@ -26,6 +25,7 @@ from lakefs_fuse.data.segments import PREFIX, entries
 from lakefs_fuse.data.spills import delete_spills
 from lakefs_fuse.data.staging import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
 from lakefs_fuse.data.strays import abort_strays
+from lakefs_fuse.environment.local_disk import allocated_bytes
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.fs.evidence import Evidence, path_of
 from lakefs_fuse.fs.namespace import Namespace

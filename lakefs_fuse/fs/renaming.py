@@ -21,8 +21,8 @@ from lakefs_fuse.catalog.change import Change
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import Remove
+from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError, LakeError
-from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace

@@ -21,8 +21,8 @@ from lakefs_fuse.data.publishing import forget_upload
 from lakefs_fuse.data.record import DraftRecord, decode
 from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.data.version import Version
+from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError, LakeError
-from lakefs_fuse.failpoints import reached
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.accepted import Accepted
 from lakefs_fuse.fs.evidence import Evidence, path_of

@@ -50,7 +50,7 @@ from rocksdict import (
     WriteOptions,
 )
 
-from lakefs_fuse import file_limit
+from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.errors import CacheError
 
 SCHEMA = b"2"

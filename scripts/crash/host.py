@@ -71,7 +71,7 @@ class Host:
     # -- the daemon
 
     def start(self, failpoint: str = "") -> None:
-        """Start the daemon; does not wait for the mount. ``failpoint`` as `lakefs_fuse.failpoints` has it."""
+        """Start the daemon; does not wait for the mount. ``failpoint`` names a point of `environment.failpoints`."""
         assert self._process is None
         command = [*self._command, "mount", self.source, str(self.mountpoint), "--foreground", "--no-supervise"]
         command += ["--cache-dir", str(self.cache), "--log-file", str(self.log), "--free-space", "64M"]

@@ -135,7 +135,7 @@ def test_large_files_lose_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_large_files_go_whole_where_there_are_no_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "LARGE_BYTES", MIB)
-    monkeypatch.setattr("lakefs_fuse.data.disk.punch_hole", lambda *_: False)
+    monkeypatch.setattr("lakefs_fuse.environment.local_disk.punch_hole", lambda *_: False)
     cache = make_cache(tmp_path)
     cache.write_blocks(Version("large", "e", 3 * MIB), 0, [bytes(MIB)] * 3)
     assert cache.evict(1) >= 3 * MIB

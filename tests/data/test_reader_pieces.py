@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import trio
 
-from lakefs_fuse.data import disk
 from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.cache_files import FILES_OPEN_MAX, TOUCH_S
 from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.readahead import Readahead
+from lakefs_fuse.environment import local_disk as disk
 from tests.data.reading import MIB, cache_files, content, reads_now
 from tests.data.test_reader import DATA, KIB, Lake, lake_at
 

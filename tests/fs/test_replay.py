@@ -20,8 +20,8 @@ import trio
 
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.data.promptness import Promptness
+from lakefs_fuse.environment.failpoints import NAMES
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
-from lakefs_fuse.failpoints import NAMES
 from lakefs_fuse.fs import accepting, newest, renaming, replay
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.tree import Tree

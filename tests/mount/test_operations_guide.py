@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.failpoints import NAMES
+from lakefs_fuse.environment.failpoints import NAMES
 from tests.mount.lakes import CLI, environment, noise
 from tests.servers import REGION, Server
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 
-from lakefs_fuse.data.disk import allocated_bytes
+from lakefs_fuse.environment.local_disk import allocated_bytes
 
 THREAD_BYTES_MIN = 2 << 20
 """What holds less is closed at once, which takes less than a millisecond."""

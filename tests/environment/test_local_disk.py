@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data import disk
+from lakefs_fuse.environment import local_disk as disk
 from tests.data.reading import reads_now
 
 KIB = 1024
