@@ -5,8 +5,9 @@
 Starts SeaweedFS, mounts lakes on it, lets several processes write, append, truncate, rename (files and directories),
 delete, link, chmod and sync, and kills the daemon with SIGKILL: at random moments, at each named boundary of
 `lakefs_fuse/environment/failpoints.py`, while it starts and replays, and after a flush together with its cache
-directory. After each kill, what lies in the store is read with boto3 and the reader of docs/format.md, the lake is mounted again, and
-all names, bytes, modes and times are compared with what the system calls had answered. After every 40 kills the lake is
+directory. After each kill, what lies in the store is read with boto3 and the reader of docs/format.md, the lake is
+mounted again, and all names, bytes, modes and times are compared with what the system calls had answered. After every
+40 kills the lake is
 flushed, unmounted and collected, and a node with an empty cache must see the same. Ends with 1, the history of the
 names concerned, and the directories kept, if anything differs. ``--harm`` breaks something on purpose.
 

@@ -16,7 +16,6 @@ import msgspec
 import trio
 
 from lakefs_fuse import offline_protocol as protocol
-from lakefs_fuse.admin.at_once import for_each
 from lakefs_fuse.admin.checkpoint_report import Checked, Report, mismatches_count
 from lakefs_fuse.admin.checkpoint_sums import (
     ZIP_MAGIC,
@@ -40,8 +39,9 @@ from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.data.version import Extent
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.parallel import for_each
 
 WINDOW_BYTES = 4 * MIB
 WINDOWS = 4

@@ -18,9 +18,9 @@ from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, Fetched
+from lakefs_fuse.sync.nursery import collecting
 
 GETS_AT_ONCE = 16
 CHUNK_BYTES = 16 * MIB

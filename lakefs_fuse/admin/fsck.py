@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from lakefs_fuse.admin.at_once import for_each
 from lakefs_fuse.admin.headless import Headless
 from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
 from lakefs_fuse.catalog.audit import Audit, Fault, verify
@@ -38,6 +37,7 @@ from lakefs_fuse.meta.objects import ObjectRow
 from lakefs_fuse.meta.rows import damaged_rows
 from lakefs_fuse.meta.tables import missing_before
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
+from lakefs_fuse.sync.parallel import for_each
 
 AUDITS_AT_ONCE = 4
 """Each holds a window of 8 MiB."""

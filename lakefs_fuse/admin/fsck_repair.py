@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import zlib
 
-from lakefs_fuse.admin.at_once import for_each
 from lakefs_fuse.admin.extents import Moving
 from lakefs_fuse.admin.fsck import Checker, Hurt, Kind, Problem
 from lakefs_fuse.admin.headless import Headless
@@ -27,6 +26,7 @@ from lakefs_fuse.catalog.redating import Redater
 from lakefs_fuse.config import MIB
 from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError, Unavailable
+from lakefs_fuse.sync.parallel import for_each
 
 DAMAGED = ".lakefs/damaged/"
 READ_BYTES = 8 * MIB

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 
 import trio
 
-from lakefs_fuse.admin.at_once import for_each
 from lakefs_fuse.admin.extents import Moving
 from lakefs_fuse.admin.gc_note import Note, read_note, write_note
 from lakefs_fuse.admin.headless import NS, Headless
@@ -47,6 +46,7 @@ from lakefs_fuse.data.spills import SPILLED
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.store.client import DELETE_KEYS_MAX
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.parallel import for_each
 
 LIVE_BELOW = 0.75
 """A dataset of which half was removed has packs with a little more, and a little less, than half of their bytes

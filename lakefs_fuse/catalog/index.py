@@ -35,9 +35,9 @@ from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import tables
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.tables import DumpedFile, Marks
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
+from lakefs_fuse.sync.nursery import collecting
 
 INDEX = ".lakefs/index/"
 """Where indexes lie."""

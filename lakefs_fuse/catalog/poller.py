@@ -28,9 +28,9 @@ from lakefs_fuse.catalog.record import COMMITS, ObjectRef, Record
 from lakefs_fuse.catalog.window import WINDOW_NS
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, Unsupported
 from lakefs_fuse.metrics import CommitMetrics
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.nursery import collecting
 
 NS = 1_000_000_000
 FETCHES_AT_ONCE = 16

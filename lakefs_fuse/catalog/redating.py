@@ -38,9 +38,9 @@ from lakefs_fuse.catalog.record import (
     encode,
 )
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.nursery import collecting
 
 REQUESTS_AT_ONCE = 16
 TASKS_MAX = 512

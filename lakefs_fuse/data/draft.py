@@ -26,12 +26,10 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 
 import trio
 
-from lakefs_fuse.data.bell import Bell
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_record import record_of
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
 from lakefs_fuse.data.draft_uploads import upload_in_background, write_out_complete
-from lakefs_fuse.data.gate import Gate
 from lakefs_fuse.data.hashing import BlockHasher, hash_blocks
 from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
 from lakefs_fuse.data.record import DraftRecord, DraftState
@@ -42,6 +40,8 @@ from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.data.version import BLOCK_BYTES, Extent
 from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
+from lakefs_fuse.sync.shared_lock import Gate
+from lakefs_fuse.sync.wakeup import Bell
 
 DRAFT_METADATA = "lakefs-draft"
 """User metadata key of the token: the draft an object was made from, and after a dot which change of it, if any."""

@@ -38,8 +38,8 @@ from lakefs_fuse.errors import (
     StoreError,
     Unsupported,
 )
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
+from lakefs_fuse.sync.nursery import collecting
 
 BODY_BYTES_MAX = 1 << 20
 """Up to here an object is sent from memory, by the client's fast path."""

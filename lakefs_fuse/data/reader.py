@@ -29,7 +29,6 @@ from typing import TypeVar
 import trio
 
 from lakefs_fuse.data.blocks import BlockCache, CacheState
-from lakefs_fuse.data.budget import ByteBudget
 from lakefs_fuse.data.loads import Load, PendingBlock, runs
 from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
@@ -41,6 +40,7 @@ from lakefs_fuse.data.write_behind import WriteBehind
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
+from lakefs_fuse.sync.byte_budget import ByteBudget
 
 T = TypeVar("T")
 

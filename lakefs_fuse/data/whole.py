@@ -21,7 +21,7 @@ from lakefs_fuse.data.blocks import BlockCache, CacheState
 from lakefs_fuse.data.version import Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.metrics import CacheMetrics
-from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.sync.nursery import collecting
 
 MISSED_SHARE = 16
 """One block of so many is enough to go by …"""

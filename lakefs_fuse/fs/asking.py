@@ -12,7 +12,7 @@ from itertools import islice
 
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.sync.nursery import collecting
 
 ASKED_AT_ONCE = 256
 """Entries in memory, and tasks, at a time; how many requests run at once is the client's bound."""

@@ -14,9 +14,9 @@ import trio
 from lakefs_fuse.fs.keys import PLACEHOLDER
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.nursery import collecting
 
 LISTED_AT_ONCE = 8
 """Directories listed at a time."""

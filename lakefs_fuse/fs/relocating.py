@@ -39,9 +39,9 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.objects import ObjectRow, is_pack_key
 from lakefs_fuse.metrics import CommitMetrics
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
+from lakefs_fuse.sync.nursery import collecting
 
 NS = 1_000_000_000
 COPY_BYTES_MAX = 5 << 30

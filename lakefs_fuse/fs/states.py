@@ -37,8 +37,8 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.sync.nursery import collecting
 
 NEVER_S = 10 * 365 * 86400.0
 NOTE = b"Mstate"

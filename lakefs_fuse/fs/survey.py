@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.entry import ROOT_INODE
-from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.sync.nursery import collecting
 
 LISTINGS_AT_ONCE = 16
 log = logging.getLogger(__name__)

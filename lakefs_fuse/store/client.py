@@ -33,7 +33,6 @@ import trio
 
 from lakefs_fuse.errors import AccessDenied, Conflict, NotFound, PreconditionFailed, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.probeable import Unguarded
 from lakefs_fuse.store.protocol import (
     Body,
@@ -45,6 +44,7 @@ from lakefs_fuse.store.protocol import (
     PartRef,
     UploadRef,
 )
+from lakefs_fuse.sync.nursery import collecting
 
 BACKOFF_S_FIRST = 0.1
 BACKOFF_S_FIRST_THROTTLED = 0.5

@@ -22,10 +22,10 @@ from itertools import pairwise
 
 import trio
 
-from lakefs_fuse.nurseries import collecting
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.key_space import LAST, KeySpace
 from lakefs_fuse.store.protocol import ListPage
+from lakefs_fuse.sync.nursery import collecting
 
 KEYS_MAX = 1000
 """S3's largest page."""

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.data.gate import Gate
+from lakefs_fuse.sync.shared_lock import Gate
 
 
 async def test_shared_holders_are_together() -> None:

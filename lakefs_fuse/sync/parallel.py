@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
-from lakefs_fuse.nurseries import collecting
+from lakefs_fuse.sync.nursery import collecting
 
 T = TypeVar("T")
 

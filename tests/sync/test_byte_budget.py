@@ -1,7 +1,7 @@
 import trio
 import trio.testing
 
-from lakefs_fuse.data.budget import ByteBudget
+from lakefs_fuse.sync.byte_budget import ByteBudget
 
 
 async def test_first_come_first_served() -> None:

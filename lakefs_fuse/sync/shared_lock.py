@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from lakefs_fuse.data.bell import Bell
+from lakefs_fuse.sync.wakeup import Bell
 
 
 class Gate:

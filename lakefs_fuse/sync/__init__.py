@@ -1,0 +1,1 @@
+"""Primitives that tasks of one trio loop wait on: locks, wakeups, budgets, nurseries."""
