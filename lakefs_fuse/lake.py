@@ -23,9 +23,9 @@ from lakefs_fuse.fs.immutable import ImmutableFilesystem, open_immutable
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import KEY, Opened, open_record
-from lakefs_fuse.store.opening import open_store
-from lakefs_fuse.store.pace import Pacable, Pace
-from lakefs_fuse.store.places import find_lake
+from lakefs_fuse.store.lake_root import find_lake
+from lakefs_fuse.store.open import open_store
+from lakefs_fuse.store.rate_limit import Pacable, Pace
 
 log = logging.getLogger(__name__)
 

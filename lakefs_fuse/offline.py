@@ -39,8 +39,8 @@ from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import LakeRecord, change_record, open_record
-from lakefs_fuse.store.opening import open_store
-from lakefs_fuse.store.places import find_lake
+from lakefs_fuse.store.lake_root import find_lake
+from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.protocol import ObjectStore
 
 if TYPE_CHECKING:

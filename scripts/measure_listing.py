@@ -24,7 +24,7 @@ from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.fs.filesystem import Filesystem
 from lakefs_fuse.lake import open_lake
 from lakefs_fuse.meta.entry import ROOT_INODE
-from lakefs_fuse.store import split_listing
+from lakefs_fuse.store.listing import parallel_listing as split_listing
 from scripts.bench import stage, tally
 from scripts.bench.sizes import FULL
 from scripts.bench.stage import BUCKET

@@ -30,7 +30,7 @@ from lakefs_fuse.meta.tables import Dump
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.local import LocalStore
+from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.protocol import Capabilities
 from scripts.bench import machine
 from scripts.bench.peers.ours import lakefs, statistics_of

@@ -18,8 +18,8 @@ from lakefs_fuse import offline
 from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.errors import ConfigError, LakeError
-from lakefs_fuse.store import places
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store import lake_root as places
+from lakefs_fuse.store.open import open_store
 from tests.servers import Server
 from tests.store.lakes import s3_config
 

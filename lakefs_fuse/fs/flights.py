@@ -14,7 +14,7 @@ import trio
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.listing import DirectoryMerge
-from lakefs_fuse.store.split_listing import SplitProgress
+from lakefs_fuse.store.listing.parallel_listing import SplitProgress
 
 FLIGHTS_SHOWN_MAX = 16
 

@@ -32,8 +32,8 @@ from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.listing.parallel_listing import SplitListing
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
-from lakefs_fuse.store.split_listing import SplitListing
 
 NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000

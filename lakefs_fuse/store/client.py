@@ -33,7 +33,7 @@ import trio
 
 from lakefs_fuse.errors import AccessDenied, Conflict, NotFound, PreconditionFailed, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
-from lakefs_fuse.store.probeable import Unguarded
+from lakefs_fuse.store.capability_hooks import Unguarded
 from lakefs_fuse.store.protocol import (
     Body,
     Capabilities,

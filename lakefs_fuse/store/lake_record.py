@@ -27,9 +27,9 @@ from msgspec.structs import replace
 from lakefs_fuse import __version__
 from lakefs_fuse.config import RESERVED_NAME, StoreConfig
 from lakefs_fuse.errors import ConfigError, LakeError, NotFound, PreconditionFailed
-from lakefs_fuse.store.patience import patiently
+from lakefs_fuse.store.capability_hooks import Adaptable, Conditional, Introducing
+from lakefs_fuse.store.open_retries import patiently
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.probeable import Adaptable, Conditional, Introducing
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 
 KEY = f"{RESERVED_NAME}/lake"

@@ -32,8 +32,8 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
-from lakefs_fuse.store.patience import patiently
-from lakefs_fuse.store.probeable import Adaptable, Conditional, Observable, Summing
+from lakefs_fuse.store.capability_hooks import Adaptable, Conditional, Observable, Summing
+from lakefs_fuse.store.open_retries import patiently
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectStore, PartRef
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import LakeError, StoreFull
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Body, FileSlice, ObjectMeta, ObjectStore
 from tests.servers import Server

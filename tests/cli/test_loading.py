@@ -49,7 +49,7 @@ def test_a_directory_as_the_store_loads_no_s3(tmp_path: Path) -> None:
     opening = """
 from lakefs_fuse import daemon, lake
 from lakefs_fuse.config import Source, StoreConfig
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.open import open_store
 open_store(StoreConfig(source=Source.parse('file://' + sys.argv[1]))).close()
 """
     modules = loaded(opening, str(tmp_path))

@@ -23,7 +23,7 @@ from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.filesystem import AttributeChange, file_type_and_mode
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
-from lakefs_fuse.store.local import LocalStore
+from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.protocol import ObjectStore
 from tests.fs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake
 from tests.memory_store import MemoryStore

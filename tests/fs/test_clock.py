@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.store.local import LocalStore
+from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.protocol import ObjectStore
 from tests.fs.lakes import Clock, lake
 from tests.memory_store import MemoryStore

@@ -20,7 +20,7 @@ import msgspec
 import trio
 
 from lakefs_fuse.config import Source, StoreConfig
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 from tests.fs.lakes import Clock, Lake, lake

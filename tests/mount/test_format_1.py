@@ -19,7 +19,7 @@ from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import FORMAT_2, change_record, open_record
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.open import open_store
 from tests import servers
 from tests.mount import kept
 from tests.mount.lakes import Lake

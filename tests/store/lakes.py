@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.config import Source, StoreConfig
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.capability_hooks import Adaptable
+from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.probeable import Adaptable
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 from tests.servers import Server
 

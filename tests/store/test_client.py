@@ -18,7 +18,7 @@ import trio.testing
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import AWAY_S_MIN, SILENT_S_MIN, StoreClient
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, Fetched, ObjectMeta, ObjectStore
 from tests.faults import Faults

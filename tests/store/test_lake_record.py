@@ -12,9 +12,9 @@ import pytest
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.errors import AccessDenied, ConfigError, PreconditionFailed
 from lakefs_fuse.store import lake_record
+from lakefs_fuse.store.capability_hooks import Summing
 from lakefs_fuse.store.lake_record import FORMAT_2, KEPT_NS, KEY, LakeRecord, Opened, change_record, open_record
-from lakefs_fuse.store.opening import open_store
-from lakefs_fuse.store.probeable import Summing
+from lakefs_fuse.store.open import open_store
 from tests.faults import faulty
 from tests.memory_store import MemoryStore, Request, When
 from tests.servers import Server

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.errors import AccessDenied, KeyRefused, NotFound, PreconditionFailed, StoreError, StoreFull
-from lakefs_fuse.store import local_listing
-from lakefs_fuse.store.local import LocalStore
-from lakefs_fuse.store.local_tree import TMP_AGE_S_MAX
+from lakefs_fuse.store.local import listing as local_listing
+from lakefs_fuse.store.local.store import LocalStore
+from lakefs_fuse.store.local.tree import TMP_AGE_S_MAX
 
 
 @pytest.fixture
@@ -342,6 +342,6 @@ def test_what_may_not_be_read_is_denied(store: LocalStore, monkeypatch: pytest.M
     def refuse(*_: object) -> int:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("lakefs_fuse.store.local_tree.os.open", refuse)
+    monkeypatch.setattr("lakefs_fuse.store.local.tree.os.open", refuse)
     with pytest.raises(AccessDenied, match="owner and mode"):
         store.get("a", 0, 1)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.errors import ConfigError, KeyRefused, LakeError, PreconditionFailed, Unavailable, Unsupported
-from lakefs_fuse.store.local import LocalStore
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.local.store import LocalStore
+from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 from tests import servers

@@ -12,8 +12,8 @@ import pytest
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import ConfigError, Unavailable
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.store.s3 import S3Store
-from lakefs_fuse.store.s3_client import connect
+from lakefs_fuse.store.s3.client import connect
+from lakefs_fuse.store.s3.store import S3Store
 from tests.forward_proxy import HOST, PASSWORD, ForwardProxy, encrypted, forward_proxy
 from tests.servers import Server, free_port
 from tests.store.lakes import s3_config

@@ -31,14 +31,14 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
-from lakefs_fuse.store import s3_listing
 from lakefs_fuse.store.protocol import Capabilities, FileSlice, ObjectMeta
-from lakefs_fuse.store.s3 import S3Store
-from lakefs_fuse.store.s3_body import BodyReader
-from lakefs_fuse.store.s3_client import connect
-from lakefs_fuse.store.s3_errors import SumRefused, WrongRegion, from_answer, from_xml
-from lakefs_fuse.store.s3_hot import expressible
-from lakefs_fuse.store.s3_listing import parse_page
+from lakefs_fuse.store.s3 import list_parser as s3_listing
+from lakefs_fuse.store.s3.body import BodyReader
+from lakefs_fuse.store.s3.client import connect
+from lakefs_fuse.store.s3.errors import SumRefused, WrongRegion, from_answer, from_xml
+from lakefs_fuse.store.s3.fast_path import expressible
+from lakefs_fuse.store.s3.list_parser import parse_page
+from lakefs_fuse.store.s3.store import S3Store
 from tests.faults import Faults
 from tests.servers import Server, s3_client
 from tests.store.lakes import s3_config

@@ -22,8 +22,8 @@ import obstore.store
 
 from lakefs_fuse.errors import ConfigError, StoreError, Unavailable
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
-from lakefs_fuse.store.s3_client import S3Access
-from lakefs_fuse.store.s3_errors import from_obstore
+from lakefs_fuse.store.s3.client import S3Access
+from lakefs_fuse.store.s3.errors import from_obstore
 
 SMALL_PUT_BYTES_MAX = 1 << 20
 REQUEST_TIMEOUT = timedelta(hours=1)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import AccessDenied, ConfigError, NoSuchBucket, NotFound, StoreError, Unavailable
-from lakefs_fuse.store.patience import patiently
-from lakefs_fuse.store.s3 import S3Store
-from lakefs_fuse.store.s3_client import connect
-from lakefs_fuse.store.s3_errors import WrongRegion
+from lakefs_fuse.store.open_retries import patiently
+from lakefs_fuse.store.s3.client import connect
+from lakefs_fuse.store.s3.errors import WrongRegion
+from lakefs_fuse.store.s3.store import S3Store
 
 
 def open_s3(config: StoreConfig, sleep: Callable[[float], None]) -> S3Store:

@@ -9,8 +9,8 @@ import hashlib
 import os
 import zlib
 
-from lakefs_fuse.store.pace import Pace
 from lakefs_fuse.store.protocol import Body
+from lakefs_fuse.store.rate_limit import Pace
 
 PIECE_BYTES = 1 << 20
 

@@ -22,8 +22,8 @@ from botocore.exceptions import BotoCoreError
 from botocore.httpsession import URLLib3Session
 
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
-from lakefs_fuse.store.s3_client import S3Access
-from lakefs_fuse.store.s3_errors import from_boto, from_xml
+from lakefs_fuse.store.s3.client import S3Access
+from lakefs_fuse.store.s3.errors import from_boto, from_xml
 
 
 class S3Listing:

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable
-from lakefs_fuse.store.local_listing import LocalListing
-from lakefs_fuse.store.local_tree import LocalTree, file_etag, translated
-from lakefs_fuse.store.local_uploads import LocalUploads, copy_bytes
-from lakefs_fuse.store.pace import Pace
+from lakefs_fuse.store.local.listing import LocalListing
+from lakefs_fuse.store.local.tree import LocalTree, file_etag, translated
+from lakefs_fuse.store.local.uploads import LocalUploads, copy_bytes
 from lakefs_fuse.store.protocol import Body, Fetched, ListPage, ObjectMeta, PartRef, UploadRef
+from lakefs_fuse.store.rate_limit import Pace
 
 
 class LocalStore:

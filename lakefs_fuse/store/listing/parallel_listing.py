@@ -23,7 +23,7 @@ from itertools import pairwise
 import trio
 
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.key_space import LAST, KeySpace
+from lakefs_fuse.store.listing.key_space import LAST, KeySpace
 from lakefs_fuse.store.protocol import ListPage
 from lakefs_fuse.sync.nursery import collecting
 

@@ -21,7 +21,7 @@ from itertools import islice
 
 from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import StoreError, Unsupported
-from lakefs_fuse.store.local_tree import HIDDEN, LocalTree, empty_directory, file_etag, translated, was_emptied
+from lakefs_fuse.store.local.tree import HIDDEN, LocalTree, empty_directory, file_etag, translated, was_emptied
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
 NAMES_MAX = 65_536

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 
 from lakefs_fuse.errors import NotFound, StoreError
-from lakefs_fuse.store.local_tree import UPLOADS_DIR, LocalTree, encode_metadata, file_etag, sync_directory, translated
+from lakefs_fuse.store.local.tree import UPLOADS_DIR, LocalTree, encode_metadata, file_etag, sync_directory, translated
 from lakefs_fuse.store.protocol import PARTS_MAX, FileSlice, ObjectMeta, PartRef, UploadRef
 
 _ID = re.compile(r"[0-9a-f]{32}")

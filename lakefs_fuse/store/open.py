@@ -17,11 +17,11 @@ from lakefs_fuse.store.protocol import ObjectStore
 def open_store(config: StoreConfig, *, sleep: Callable[[float], None] = time.sleep) -> ObjectStore:
     """Raises ConfigError, NoSuchBucket, AccessDenied, Unavailable, or another StoreError."""
     if config.source.scheme == "file":
-        from lakefs_fuse.store.local import LocalStore
+        from lakefs_fuse.store.local.store import LocalStore
 
         return LocalStore(config.source.bucket)
     if config.source.scheme != "s3":
         raise ConfigError(f"source {config.source}: expected s3://… or file:///…")
-    from lakefs_fuse.store.s3_opening import open_s3
+    from lakefs_fuse.store.s3.open import open_s3
 
     return open_s3(config, sleep)

@@ -31,7 +31,7 @@ from botocore.utils import get_environ_proxies
 
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
-from lakefs_fuse.store.s3_errors import NO_CREDENTIALS, from_boto
+from lakefs_fuse.store.s3.errors import NO_CREDENTIALS, from_boto
 
 DEFAULT_REGION = "us-east-1"
 CONNECTIONS_MIN = 64

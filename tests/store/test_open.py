@@ -13,7 +13,7 @@ import pytest
 
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError, NoSuchBucket, Unavailable
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from tests import servers
 from tests.faults import Faults

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from lakefs_fuse.errors import StoreError, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.listing.parallel_listing import CHAINS_MAX, PAGES_FOR_A_GUESS, SplitListing
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
-from lakefs_fuse.store.split_listing import CHAINS_MAX, PAGES_FOR_A_GUESS, SplitListing
 from tests.memory_store import Failures, MemoryStore
 from tests.store.lakes import Lake
 from tests.store.test_contract import ODD_KEYS, all_pages

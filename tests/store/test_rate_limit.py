@@ -16,11 +16,11 @@ import trio
 from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.metrics import StoreMetrics, UploadMetrics
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.local import LocalStore
-from lakefs_fuse.store.opening import open_store
-from lakefs_fuse.store.pace import PIECES_S, Pacable, Pace
+from lakefs_fuse.store.local.store import LocalStore
+from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import FileSlice, ObjectStore
+from lakefs_fuse.store.rate_limit import PIECES_S, Pacable, Pace
 from tests.servers import Server
 from tests.store.lakes import s3_config
 

@@ -30,7 +30,6 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
-from lakefs_fuse.store.pace import Pace
 from lakefs_fuse.store.protocol import (
     Body,
     Capabilities,
@@ -41,13 +40,14 @@ from lakefs_fuse.store.protocol import (
     PartRef,
     UploadRef,
 )
-from lakefs_fuse.store.s3_body import length_of, md5_of_sent
-from lakefs_fuse.store.s3_client import S3Access
-from lakefs_fuse.store.s3_errors import RangeNotSatisfiable, from_boto
-from lakefs_fuse.store.s3_get import range_from_answer
-from lakefs_fuse.store.s3_hot import S3Hot, expressible
-from lakefs_fuse.store.s3_listing import S3Listing
-from lakefs_fuse.store.s3_send import Answer, S3Sender
+from lakefs_fuse.store.rate_limit import Pace
+from lakefs_fuse.store.s3.body import length_of, md5_of_sent
+from lakefs_fuse.store.s3.client import S3Access
+from lakefs_fuse.store.s3.errors import RangeNotSatisfiable, from_boto
+from lakefs_fuse.store.s3.fast_path import S3Hot, expressible
+from lakefs_fuse.store.s3.list_parser import S3Listing
+from lakefs_fuse.store.s3.ranges import range_from_answer
+from lakefs_fuse.store.s3.upload import Answer, S3Sender
 
 _XML_ILLEGAL = frozenset(map(chr, range(32))) - {"\t", "\n"}
 

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from lakefs_fuse.config import RESERVED_NAME, Source, StoreConfig
 from lakefs_fuse.errors import AccessDenied
-from lakefs_fuse.store.opening import open_store
+from lakefs_fuse.store.open import open_store
 
 KEPT_THERE = ("commits", "index", "snapshots")
 """What makes a place a lake's root, below its reserved name."""

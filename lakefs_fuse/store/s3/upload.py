@@ -22,10 +22,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lakefs_fuse.errors import Unavailable
-from lakefs_fuse.store.pace import Pace
 from lakefs_fuse.store.protocol import Body
-from lakefs_fuse.store.s3_body import crc32_of, md5_of, md5_of_sent, outgoing
-from lakefs_fuse.store.s3_errors import SumRefused
+from lakefs_fuse.store.rate_limit import Pace
+from lakefs_fuse.store.s3.body import crc32_of, md5_of, md5_of_sent, outgoing
+from lakefs_fuse.store.s3.errors import SumRefused
 
 Answer = Mapping[str, Any]
 

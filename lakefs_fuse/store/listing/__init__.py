@@ -1,0 +1,1 @@
+"""LIST of many pages as several chains of requests side by side."""

@@ -1,0 +1,1 @@
+"""The `file:///dir` store: objects are plain files under a directory."""
