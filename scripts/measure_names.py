@@ -26,7 +26,7 @@ import trio
 from lakefs_fuse.catalog.index import write_index
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
-from lakefs_fuse.meta.tables import Dump
+from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient

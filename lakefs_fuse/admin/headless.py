@@ -24,7 +24,7 @@ from lakefs_fuse.fs import Filesystem, open_filesystem
 from lakefs_fuse.fs.keys import why_hidden
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
-from lakefs_fuse.meta.tables import missing_before
+from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient

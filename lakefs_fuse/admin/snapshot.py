@@ -29,9 +29,9 @@ from lakefs_fuse.catalog.window import WINDOW_NS
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported
 from lakefs_fuse.fs import Filesystem
 from lakefs_fuse.fs.survey import list_everything
-from lakefs_fuse.meta import tables
+from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.tables import DumpedFile
+from lakefs_fuse.meta.sorted_tables import DumpedFile
 from lakefs_fuse.store.client import StoreClient
 
 Report = Callable[[str, int, int], None]

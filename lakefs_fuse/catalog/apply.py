@@ -38,7 +38,7 @@ from lakefs_fuse.catalog.record import (
 )
 from lakefs_fuse.catalog.redating import Original
 from lakefs_fuse.environment import failpoints
-from lakefs_fuse.meta import tables
+from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tombstones import Tombstone

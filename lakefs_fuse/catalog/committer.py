@@ -36,7 +36,7 @@ from lakefs_fuse.catalog.redating import Redated, Redater
 from lakefs_fuse.catalog.window import WINDOW_NS
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
-from lakefs_fuse.meta import tables
+from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING
 from lakefs_fuse.metrics import CommitMetrics

@@ -32,9 +32,9 @@ import xxhash
 from lakefs_fuse.catalog.archive import fetch_undamaged
 from lakefs_fuse.catalog.record import SIZE_MAX, TIME_NS_MAX
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
-from lakefs_fuse.meta import tables
+from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.tables import DumpedFile, Marks
+from lakefs_fuse.meta.sorted_tables import DumpedFile, Marks
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
 from lakefs_fuse.sync.nursery import collecting

@@ -19,10 +19,10 @@ import msgspec
 from lakefs_fuse.catalog.index import MANIFEST, MANIFEST_BYTES_MAX, Manifest, decode, fetch_files, write_index
 from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import ConfigError, DamagedCommit, LakeError, NotFound
-from lakefs_fuse.meta import tables
+from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.objects import Objects
-from lakefs_fuse.meta.tables import DumpedFile
+from lakefs_fuse.meta.object_table import Objects
+from lakefs_fuse.meta.sorted_tables import DumpedFile
 from lakefs_fuse.store.client import StoreClient
 
 SNAPSHOTS = ".lakefs/snapshots/"

@@ -32,7 +32,7 @@ from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem
 from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.meta.database import Database
-from lakefs_fuse.meta.tables import are_names_outdated, drop_names, marks_of
+from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, marks_of
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 

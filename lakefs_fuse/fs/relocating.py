@@ -37,7 +37,7 @@ from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
-from lakefs_fuse.meta.objects import ObjectRow, is_pack_key
+from lakefs_fuse.meta.object_table import ObjectRow, is_pack_key
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef

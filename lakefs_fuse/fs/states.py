@@ -32,7 +32,7 @@ from lakefs_fuse.fs.asking import ask_all
 from lakefs_fuse.fs.assembly import Assembly, Ground
 from lakefs_fuse.fs.changed_names import ChangedNames
 from lakefs_fuse.fs.survey import list_everything
-from lakefs_fuse.meta import tables
+from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tree import Tree

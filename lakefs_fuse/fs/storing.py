@@ -28,7 +28,7 @@ from lakefs_fuse.fs.committed import ChangeBuilder
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
-from lakefs_fuse.meta.objects import ObjectRow
+from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.store.protocol import ObjectMeta
 
 if TYPE_CHECKING:

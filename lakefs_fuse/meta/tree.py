@@ -18,7 +18,7 @@ import msgspec
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import FLAGS_LOW, HEAD, NOWHERE, PLACE, ROOT_INODE, UNSET, Entry, Flag, unpack
-from lakefs_fuse.meta.objects import Objects
+from lakefs_fuse.meta.object_table import Objects
 from lakefs_fuse.meta.tombstones import Tombstones
 
 _PAIR = struct.Struct(">QQ")

@@ -13,7 +13,7 @@ from lakefs_fuse.catalog.archive import Member, build, commit_key
 from lakefs_fuse.catalog.index import write_index
 from lakefs_fuse.catalog.record import COMMITS, THIS, ObjectRef, Operation, Put, Record, encode
 from lakefs_fuse.config import Source, StoreConfig
-from lakefs_fuse.meta.tables import Dump
+from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from tests.fs.lakes import Clock

@@ -11,7 +11,7 @@ from lakefs_fuse.admin.fsck import Checker, Kind
 from lakefs_fuse.catalog.record import Mkdir, Put, Remove, Symlink
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.rows import damaged_rows
+from lakefs_fuse.meta.row_decoders import damaged_rows
 from tests.admin.lakes import dataset, fold_all, give_commit, give_pack, headless, silent
 from tests.fs.lakes import Clock, lake
 from tests.memory_store import MemoryStore

@@ -11,7 +11,7 @@ from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.catalog.index import INDEX, Manifest, manifests
 from lakefs_fuse.catalog.record import COMMITS, Mkdir, Remove, Symlink
 from lakefs_fuse.errors import LakeError, StoreError
-from lakefs_fuse.meta import tables
+from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.tree import Tree
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
 from tests.fs.lakes import Clock, Lake, lake, two_lakes

@@ -14,10 +14,10 @@ from rocksdict import Rdict, SstFileWriter
 from lakefs_fuse.catalog import index
 from lakefs_fuse.catalog.index import INDEX, IndexFile, Manifest, bring_in, decode, manifests, remove_old, write_index
 from lakefs_fuse.errors import DamagedCommit, StoreError, Unavailable
-from lakefs_fuse.meta import tables
+from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
-from lakefs_fuse.meta.tables import Dump
+from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.meta.tree import Listing, Tree
 from tests.catalog.archives import client_of
 from tests.memory_store import START_NS, Failures, MemoryStore, Request

@@ -11,7 +11,7 @@ from lakefs_fuse.catalog.change import Change
 from lakefs_fuse.catalog.clock import CONFIRM_S
 from lakefs_fuse.catalog.record import OWN, Put, Remove
 from lakefs_fuse.errors import StoreError, Unsupported
-from lakefs_fuse.meta.tables import drop_names
+from lakefs_fuse.meta.sorted_tables import drop_names
 from tests.catalog.committing import Clock, Daemon, Site
 from tests.catalog.nodes import at, put
 from tests.memory_store import Failures

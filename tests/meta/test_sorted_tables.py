@@ -9,10 +9,10 @@ import pytest
 from rocksdict import SstFileWriter
 
 from lakefs_fuse.errors import CacheError, DamagedCommit
-from lakefs_fuse.meta import tables
+from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
-from lakefs_fuse.meta.tables import Dump, Marks
+from lakefs_fuse.meta.sorted_tables import Dump, Marks
 from lakefs_fuse.meta.tree import Tree
 
 ROWS = 1_000_000

@@ -8,7 +8,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 
-from lakefs_fuse.meta import entry, objects, tombstones, tree
+from lakefs_fuse.meta import entry, tombstones, tree
+from lakefs_fuse.meta import object_table as objects
 from lakefs_fuse.meta.database import Database
 
 PAIR_BYTES = 16
