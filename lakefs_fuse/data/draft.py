@@ -26,6 +26,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 
 import trio
 
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_record import record_of
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
@@ -37,7 +38,6 @@ from lakefs_fuse.data.refusals import Refusals
 from lakefs_fuse.data.spills import Spills, delete_spills, spill
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.strays import abort_strays
-from lakefs_fuse.data.version import BLOCK_BYTES, Extent
 from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
 from lakefs_fuse.sync.shared_lock import Gate

@@ -8,11 +8,11 @@ from typing import Protocol
 
 import trio
 
+from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.data.parts import PartLayout
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
-from lakefs_fuse.data.version import Version
 from lakefs_fuse.data.zeros import ZeroObjects
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.store.client import StoreClient

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from lakefs_fuse.data.cache_file import block_hash
-from lakefs_fuse.data.version import BLOCK_BYTES
+from lakefs_fuse.blockcache.cache_file import block_hash
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 
 _ZEROS_HASH = block_hash(bytes(BLOCK_BYTES))
 

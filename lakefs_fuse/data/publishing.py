@@ -22,12 +22,12 @@ from itertools import islice
 
 import trio
 
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.data.draft import DRAFT_METADATA, Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.hashing import hash_blocks, hash_zeros
 from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.data.staged_file import THREAD_BYTES_MIN
-from lakefs_fuse.data.version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.errors import (
     AccessDenied,
     FileError,

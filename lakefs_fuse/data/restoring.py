@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
@@ -16,7 +17,6 @@ from lakefs_fuse.data.record import DraftRecord, DraftState
 from lakefs_fuse.data.refusals import Refusals
 from lakefs_fuse.data.segments import Spot
 from lakefs_fuse.data.staged_file import StagedFile
-from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import CacheError
 

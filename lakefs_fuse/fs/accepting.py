@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import msgspec
 import trio
 
+from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_record import record_of
-from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.record import encode
 from lakefs_fuse.data.segments import Group, Spot
 from lakefs_fuse.environment.failpoints import reached

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import trio
 
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.catalog.apply import Applier
 from lakefs_fuse.catalog.clock import HybridClock
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.catalog.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft_services import DraftServices
 from lakefs_fuse.data.parts import PartLayout
-from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord
 from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots

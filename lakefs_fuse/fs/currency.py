@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.readahead import WHOLE_BYTES_MAX, Readahead
-from lakefs_fuse.data.reader import BlockReader
-from lakefs_fuse.data.version import Version
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.readahead import WHOLE_BYTES_MAX, Readahead
+from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.entry import Entry

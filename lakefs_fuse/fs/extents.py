@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.config import Source
-from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.tree import Tree

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.catalog.record import OBJECTS
-from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
 from lakefs_fuse.data.publishing import visible_token
-from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState, encode
 from lakefs_fuse.data.staged_file import StagedFile
-from lakefs_fuse.data.version import Extent
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.currency import Currency

@@ -25,10 +25,10 @@ from pathlib import Path
 import msgspec
 import trio
 
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
+from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.data.reader import BlockReader
-from lakefs_fuse.data.version import BLOCK_BYTES, Extent
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.fs.asking import is_unasked
 from lakefs_fuse.fs.attributes import learn

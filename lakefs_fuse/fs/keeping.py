@@ -26,9 +26,9 @@ from itertools import islice
 import msgspec
 import trio
 
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.checkpoints.names import MARKERS, looks_temporary
-from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs.keep_units import Unit, Units
 from lakefs_fuse.fs.namespace import Namespace

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-from lakefs_fuse.data.readahead import Readahead
+from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.open_file import READING, OpenFile

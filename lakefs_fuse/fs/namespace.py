@@ -21,7 +21,7 @@ from contextlib import contextmanager
 
 import trio
 
-from lakefs_fuse.data.version import Extent
+from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.errors import AccessDenied, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.extents import extent_of, key_of, prefix_of
 from lakefs_fuse.fs.flights import Flight, described

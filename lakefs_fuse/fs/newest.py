@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import msgspec
 import trio
 
-from lakefs_fuse.data.blocks import BlockCache
+from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_services import DraftEnded, DraftTarget
 from lakefs_fuse.data.record import DraftState, encode

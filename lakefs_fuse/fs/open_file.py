@@ -12,10 +12,10 @@ from enum import StrEnum
 import msgspec
 import trio
 
+from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.readahead import Readahead
 from lakefs_fuse.data.refusals import Refusals
-from lakefs_fuse.data.version import Extent
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.meta.entry import Entry, Flag
 

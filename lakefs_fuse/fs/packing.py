@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.catalog.archive import Member
 from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE, Change
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import THIS, Operation, Put
 from lakefs_fuse.config import MIB
-from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.record import DraftState, encode
-from lakefs_fuse.data.version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database

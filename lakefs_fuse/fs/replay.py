@@ -15,12 +15,12 @@ from functools import partial
 
 import msgspec
 
+from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.publishing import forget_upload
 from lakefs_fuse.data.record import DraftRecord, decode
 from lakefs_fuse.data.restoring import restored
-from lakefs_fuse.data.version import Version
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.fs import attributes

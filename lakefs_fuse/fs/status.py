@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
-from lakefs_fuse.data.blocks import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import PartState
-from lakefs_fuse.data.reader import BlockReader
 from lakefs_fuse.data.record import DraftRecord, DraftState
 from lakefs_fuse.data.refusals import Refusals
 from lakefs_fuse.data.staging import StagingState

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.record import OBJECTS, Remove
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.publishing import Published, publish, visible_token
 from lakefs_fuse.data.record import DraftState
-from lakefs_fuse.data.version import Extent, Version
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.committed import ChangeBuilder

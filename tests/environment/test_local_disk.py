@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.environment import local_disk as disk
-from tests.data.reading import reads_now
+from tests.blockcache.reading import reads_now
 
 KIB = 1024
 

@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.data.readahead import WHOLE_BYTES_MAX
+from lakefs_fuse.blockcache.readahead import WHOLE_BYTES_MAX
 from lakefs_fuse.errors import FileError, NoSuchBucket
 from lakefs_fuse.fs import namespace as namespace_module
 from lakefs_fuse.fs.keys import PLACEHOLDER

@@ -11,10 +11,10 @@ import pytest
 import trio
 import trio.testing
 
+from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.config import Rule
 from lakefs_fuse.data import segments, staged_file
 from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import bursts, writeback
 from lakefs_fuse.fs.new_files import Received

@@ -18,8 +18,8 @@ from typing import cast
 import pytest
 import trio
 
+from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.catalog import committer
-from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.environment.failpoints import NAMES
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.fs import accepting, newest, renaming, replay

@@ -9,9 +9,9 @@ import pytest
 import trio
 import trio.testing
 
+from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.promptness import Promptness
 from lakefs_fuse.data.segments import Group
 from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.errors import Unavailable

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data.version import BLOCK_BYTES
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from tests.mount.conftest import LakeMaker
 from tests.mount.counting import costs, costs_nothing, upcalls
 from tests.mount.lakes import Directory, Lake, eventually, file_lake, is_running, noise

@@ -6,9 +6,15 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakefs_fuse.data.readahead import LOCAL_WINDOW_BYTES_MAX, PIECE_BYTES, SLACK_BYTES, WINDOW_BYTES_MAX, Readahead
-from lakefs_fuse.data.version import BLOCK_BYTES
-from tests.data.reading import MIB
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
+from lakefs_fuse.blockcache.readahead import (
+    LOCAL_WINDOW_BYTES_MAX,
+    PIECE_BYTES,
+    SLACK_BYTES,
+    WINDOW_BYTES_MAX,
+    Readahead,
+)
+from tests.blockcache.reading import MIB
 
 KIB = 1024
 SIZE = 1 << 30

@@ -9,7 +9,7 @@ Pure logic for the trio thread; the reader tells `dropped` where it did not foll
 
 from __future__ import annotations
 
-from lakefs_fuse.data.version import BLOCK_BYTES
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 
 PIECE_BYTES = 8 * BLOCK_BYTES
 """What one GET brings at most, and where larger plans end: at a multiple of it, so that they are whole pieces."""

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import trio
 
-from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.cache_files import FILES_OPEN_MAX, TOUCH_S
-from lakefs_fuse.data.promptness import Promptness
-from lakefs_fuse.data.readahead import Readahead
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.cache_directory import FILES_OPEN_MAX, TOUCH_S
+from lakefs_fuse.blockcache.disk_latency import Promptness
+from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.environment import local_disk as disk
-from tests.data.reading import MIB, cache_files, content, reads_now
-from tests.data.test_reader import DATA, KIB, Lake, lake_at
+from tests.blockcache.reading import MIB, cache_files, content, reads_now
+from tests.blockcache.test_reader import DATA, KIB, Lake, lake_at
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.data import write_behind
-from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
-from lakefs_fuse.data.write_behind import SMALL_BYTES_MAX, WriteBehind
-from tests.data.reading import content, make_cache
+from lakefs_fuse.blockcache import write_behind
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.write_behind import SMALL_BYTES_MAX, WriteBehind
+from tests.blockcache.reading import content, make_cache
 
 FILES = 30
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lakefs_fuse.data.promptness import PAUSE_S_FIRST, PAUSE_S_MAX, PROMPT_S, SLOW_S, WEIGHT, Promptness
+from lakefs_fuse.blockcache.disk_latency import PAUSE_S_FIRST, PAUSE_S_MAX, PROMPT_S, SLOW_S, WEIGHT, Promptness
 
 
 class Disk:

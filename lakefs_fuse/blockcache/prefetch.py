@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from lakefs_fuse.data.blocks import BlockCache, CacheState
-from lakefs_fuse.data.version import Version
+from lakefs_fuse.blockcache.cache import BlockCache, CacheState
+from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.sync.nursery import collecting

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data import cache_file, cache_files
-from lakefs_fuse.data.blocks import BLOCK_BYTES, BlockCache, CacheState, Version, block_hash
-from lakefs_fuse.data.cache_health import FAILED_RETRY_S, FULL_RETRY_S
+from lakefs_fuse.blockcache import cache_directory as cache_files
+from lakefs_fuse.blockcache import cache_file
+from lakefs_fuse.blockcache.cache import BLOCK_BYTES, BlockCache, CacheState, Version, block_hash
+from lakefs_fuse.blockcache.health import FAILED_RETRY_S, FULL_RETRY_S
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.metrics import CacheMetrics
-from tests.data.reading import MIB, block_of, content, make_cache
-from tests.data.reading import cache_files as files_in
+from tests.blockcache.reading import MIB, block_of, content, make_cache
+from tests.blockcache.reading import cache_files as files_in
 
 SIZE = 2 * MIB + 777
 DATA = content("blocks", SIZE)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.data.reader import BlockReader
-from lakefs_fuse.data.version import Version
-from lakefs_fuse.data.whole import FETCHES_AT_ONCE
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.prefetch import FETCHES_AT_ONCE
+from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.metrics import CacheMetrics
-from tests.data.reading import MIB, MemoryStore, content, make_cache
+from tests.blockcache.reading import MIB, MemoryStore, content, make_cache
 
 BLOCKS = 96
 ENOUGH = 6

@@ -19,8 +19,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lakefs_fuse.data.cache_file import DamagedFile, punch, read_hashes, read_layout
-from lakefs_fuse.data.version import BLOCK_BYTES
+from lakefs_fuse.blockcache.cache_file import DamagedFile, punch, read_hashes, read_layout
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.environment import local_disk as disk
 
 FAN_OUT = 1 << 12

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.data.reader import BlockReader
-from lakefs_fuse.data.verified_get import ANSWERS_MAX, Spans, VerifiedGet
-from lakefs_fuse.data.version import Version
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.blockcache.verified_get import ANSWERS_MAX, Spans, VerifiedGet
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Buffer, Fetched
-from tests.data.reading import MIB, MemoryStore, cache_files, content, make_cache
+from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, make_cache
 
 DATA = content("sums", 2 * MIB + 11)
 ODD = "0123456789abcdef" * 2

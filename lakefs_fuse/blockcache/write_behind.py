@@ -15,8 +15,8 @@ from functools import partial
 
 import trio
 
-from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 
 _log = logging.getLogger(__name__)
 

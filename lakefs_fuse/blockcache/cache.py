@@ -25,10 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lakefs_fuse.data.cache_file import ALIGN_BYTES, CacheFile, block_hash
-from lakefs_fuse.data.cache_files import CacheFiles
-from lakefs_fuse.data.cache_health import CacheHealth, CacheState
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.cache_directory import CacheFiles
+from lakefs_fuse.blockcache.cache_file import ALIGN_BYTES, CacheFile, block_hash
+from lakefs_fuse.blockcache.health import CacheHealth, CacheState
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.environment import local_disk as disk
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.metrics import CacheMetrics

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data import cache_file, cache_files, eviction
-from lakefs_fuse.data.blocks import BlockCache, CacheState, Version, block_hash
-from lakefs_fuse.data.cache_file import PIECE_BYTES
-from lakefs_fuse.data.cache_health import FAILED_RETRY_S
+from lakefs_fuse.blockcache import cache_directory as cache_files
+from lakefs_fuse.blockcache import cache_file, eviction
+from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version, block_hash
+from lakefs_fuse.blockcache.cache_file import PIECE_BYTES
+from lakefs_fuse.blockcache.health import FAILED_RETRY_S
 from lakefs_fuse.metrics import CacheMetrics
-from tests.data.reading import MIB, block_of, content, make_cache
-from tests.data.reading import cache_files as files_in
-from tests.data.test_blocks import BOTH, DATA, SIZE, VERSION, WHOLE, Clock, failing, fill, flip
+from tests.blockcache.reading import MIB, block_of, content, make_cache
+from tests.blockcache.reading import cache_files as files_in
+from tests.blockcache.test_cache import BOTH, DATA, SIZE, VERSION, WHOLE, Clock, failing, fill, flip
 
 
 def part(cache: BlockCache, start: int, end: int) -> bytes | None:

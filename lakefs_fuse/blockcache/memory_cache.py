@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 
 ENTRY_BYTES = 1024
 """What an entry costs beside its bytes, so that a million tiny objects are bounded too."""

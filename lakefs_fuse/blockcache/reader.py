@@ -28,15 +28,15 @@ from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.data.blocks import BlockCache, CacheState
-from lakefs_fuse.data.loads import Load, PendingBlock, runs
-from lakefs_fuse.data.promptness import Promptness
-from lakefs_fuse.data.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
-from lakefs_fuse.data.recent import RecentBlocks, RecentParts
-from lakefs_fuse.data.verified_get import Getter, Spans, VerifiedGet
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
-from lakefs_fuse.data.whole import WholeObjects
-from lakefs_fuse.data.write_behind import WriteBehind
+from lakefs_fuse.blockcache.cache import BlockCache, CacheState
+from lakefs_fuse.blockcache.disk_latency import Promptness
+from lakefs_fuse.blockcache.fetches import Load, PendingBlock, runs
+from lakefs_fuse.blockcache.memory_cache import RecentBlocks, RecentParts
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.prefetch import WholeObjects
+from lakefs_fuse.blockcache.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
+from lakefs_fuse.blockcache.verified_get import Getter, Spans, VerifiedGet
+from lakefs_fuse.blockcache.write_behind import WriteBehind
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from lakefs_fuse.data import eviction
-from lakefs_fuse.data.blocks import BlockCache, CacheState, Version
-from lakefs_fuse.data.cache_file import name_digest
+from lakefs_fuse.blockcache import eviction
+from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version
+from lakefs_fuse.blockcache.cache_file import name_digest
 from lakefs_fuse.metrics import CacheMetrics
-from tests.data.reading import MIB, block_of, cache_files, content, make_cache
+from tests.blockcache.reading import MIB, block_of, cache_files, content, make_cache
 
 
 def version(number: int, size: int = 100_000) -> Version:

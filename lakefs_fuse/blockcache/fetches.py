@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 import trio
 
-from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.data.verified_get import Spans
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.blockcache.verified_get import Spans
 from lakefs_fuse.errors import FileError, LakeError
 
 

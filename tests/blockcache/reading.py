@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta

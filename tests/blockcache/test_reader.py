@@ -11,14 +11,14 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.data.blocks import BlockCache, CacheState
-from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.data.reader import BlockReader
-from lakefs_fuse.data.version import Version
+from lakefs_fuse.blockcache.cache import BlockCache, CacheState
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import AccessDenied, FileError, Unavailable
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
-from tests.data.reading import MIB, MemoryStore, cache_files, content, make_cache
+from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, make_cache
 
 KIB = 1024
 DATA = content("reader", 20 * MIB + 123)

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data import eviction
-from lakefs_fuse.data.blocks import BlockCache, CacheState, Version
-from lakefs_fuse.data.cache_file import name_digest
-from lakefs_fuse.data.cache_files import SCAN_DIRECTORIES
-from lakefs_fuse.data.presence import BITS, Presence
-from tests.data.reading import MIB, cache_files, content, make_cache
+from lakefs_fuse.blockcache import eviction
+from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version
+from lakefs_fuse.blockcache.cache_directory import SCAN_DIRECTORIES
+from lakefs_fuse.blockcache.cache_file import name_digest
+from lakefs_fuse.blockcache.presence_filter import BITS, Presence
+from tests.blockcache.reading import MIB, cache_files, content, make_cache
 
 
 def small(number: int) -> Version:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.data.reading import CACHES_MADE
+from tests.blockcache.reading import CACHES_MADE
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakefs_fuse.data.blocks import BlockCache
-from lakefs_fuse.data.readahead import Readahead
-from lakefs_fuse.data.reader import BlockReader
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.metrics import CacheMetrics
-from tests.data.reading import MIB, MemoryStore, cache_files, content, make_cache
+from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, make_cache
 
 OBJECTS = {"tiny": 1, "block": MIB, "tail": 2 * MIB + 4095, "large": 7 * MIB + 1}
 DATA = {key: content(key, size) for key, size in OBJECTS.items()}

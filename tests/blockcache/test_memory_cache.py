@@ -1,6 +1,6 @@
-from lakefs_fuse.data.recent import ENTRY_BYTES, RecentBlocks
-from lakefs_fuse.data.version import Version
-from tests.data.reading import MIB
+from lakefs_fuse.blockcache.memory_cache import ENTRY_BYTES, RecentBlocks
+from lakefs_fuse.blockcache.object_version import Version
+from tests.blockcache.reading import MIB
 
 A = Version("a", "1", 20 * MIB)
 B = Version("b", "1", 20 * MIB)

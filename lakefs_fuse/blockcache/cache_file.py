@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from lakefs_fuse.data.version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.environment import local_disk as disk
 from lakefs_fuse.environment.deferred_removal import close_removed
 from lakefs_fuse.store.protocol import Buffer

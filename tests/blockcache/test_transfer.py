@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data import eviction
-from lakefs_fuse.data.blocks import Version
-from lakefs_fuse.data.cache_file import name_digest, relabel
+from lakefs_fuse.blockcache import eviction
+from lakefs_fuse.blockcache.cache import Version
+from lakefs_fuse.blockcache.cache_file import name_digest, relabel
 from lakefs_fuse.metrics import CacheMetrics
-from tests.data.reading import MIB, block_of, cache_files, content, make_cache
+from tests.blockcache.reading import MIB, block_of, cache_files, content, make_cache
 
 DATA = content("moved", 2 * MIB + 100)
 OLD, NEW = Version("old", "etag", len(DATA)), Version("new", "other", len(DATA))

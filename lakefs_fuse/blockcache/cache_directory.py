@@ -31,11 +31,11 @@ from pathlib import Path
 
 import msgspec
 
-from lakefs_fuse.data import eviction
-from lakefs_fuse.data.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
-from lakefs_fuse.data.presence import Presence
-from lakefs_fuse.data.promptness import at_once
-from lakefs_fuse.data.version import Version
+from lakefs_fuse.blockcache import eviction
+from lakefs_fuse.blockcache.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
+from lakefs_fuse.blockcache.disk_latency import at_once
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.presence_filter import Presence
 from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.environment import local_disk as disk
 from lakefs_fuse.metrics import CacheMetrics
