@@ -27,11 +27,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "notify": frozenset(),
     "store": FOUNDATION | {"sync"},
     "meta": FOUNDATION | {"environment"},
-    "data": FOUNDATION | {"environment", "sync", "store", "blockcache"},
+    "data": FOUNDATION | {"environment", "sync", "store", "blockcache", "staging"},
     "blockcache": FOUNDATION | {"environment", "sync", "store"},
+    "staging": FOUNDATION | {"environment", "store", "blockcache"},
     "catalog": FOUNDATION | {"environment", "sync", "store", "meta"},
     "fs": FOUNDATION
-    | {"environment", "sync", "rules", "checkpoints", "store", "meta", "data", "blockcache", "catalog"},
+    | {"environment", "sync", "rules", "checkpoints", "store", "meta", "data", "blockcache", "staging", "catalog"},
     "fuse": FOUNDATION | {"meta", "fs"},
     "control": FOUNDATION,
     "offline_protocol": FOUNDATION,
@@ -39,7 +40,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     "lake": FOUNDATION | {"environment", "store", "fs"},
     "admin": FOUNDATION
-    | {"sync", "checkpoints", "store", "meta", "data", "blockcache", "catalog", "fs", "offline_protocol"},
+    | {"sync", "checkpoints", "store", "meta", "data", "blockcache", "staging", "catalog", "fs", "offline_protocol"},
     "offline": FOUNDATION | {"store", "catalog", "offline_protocol", "admin"},
     "supervisor": FOUNDATION | {"environment", "logs", "notify", "control"},
     "daemon": FOUNDATION | {"environment", "logs", "notify", "fuse", "control", "lake"},

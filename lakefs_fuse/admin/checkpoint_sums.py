@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Protocol
 
 from lakefs_fuse.config import GIB, MIB
-from lakefs_fuse.data.parts import SPANS, PartLayout
+from lakefs_fuse.staging.part_layout import SPANS, PartLayout
 
 SAFETENSORS_HEADER_BYTES_MAX = 100 * MIB
 """As the library itself has it."""

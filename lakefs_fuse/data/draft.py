@@ -31,14 +31,14 @@ from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_record import record_of
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
 from lakefs_fuse.data.draft_uploads import upload_in_background, write_out_complete
-from lakefs_fuse.data.hashing import BlockHasher, hash_blocks
-from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
-from lakefs_fuse.data.record import DraftRecord, DraftState
-from lakefs_fuse.data.refusals import Refusals
 from lakefs_fuse.data.spills import Spills, delete_spills, spill
-from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
+from lakefs_fuse.staging.block_hashes import BlockHasher, hash_blocks
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
+from lakefs_fuse.staging.page_map import PAGE_BYTES, PageMap
+from lakefs_fuse.staging.refused_ranges import Refusals
+from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
 from lakefs_fuse.sync.shared_lock import Gate
 from lakefs_fuse.sync.wakeup import Bell

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lakefs_fuse.data.draft_parts import PartState
-from lakefs_fuse.data.record import BaseExtent, DraftRecord, DraftState, UploadedPart
-from lakefs_fuse.data.segments import Spot
+from lakefs_fuse.staging.draft_record import BaseExtent, DraftRecord, DraftState, UploadedPart
+from lakefs_fuse.staging.segments import Spot
 
 if TYPE_CHECKING:
     from lakefs_fuse.data.draft import Draft

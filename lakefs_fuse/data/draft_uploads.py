@@ -11,8 +11,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from lakefs_fuse.data.draft_parts import Part
-from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.errors import LakeError, Unavailable
+from lakefs_fuse.staging.draft_record import DraftState
 
 if TYPE_CHECKING:
     from lakefs_fuse.data.draft import Draft

@@ -25,9 +25,6 @@ import trio
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.data.draft import DRAFT_METADATA, Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
-from lakefs_fuse.data.hashing import hash_blocks, hash_zeros
-from lakefs_fuse.data.record import DraftState
-from lakefs_fuse.data.staged_file import THREAD_BYTES_MIN
 from lakefs_fuse.errors import (
     AccessDenied,
     FileError,
@@ -38,6 +35,9 @@ from lakefs_fuse.errors import (
     StoreError,
     Unsupported,
 )
+from lakefs_fuse.staging.block_hashes import hash_blocks, hash_zeros
+from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.staging.staged_file import THREAD_BYTES_MIN
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import collecting
 

@@ -13,12 +13,12 @@ from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
-from lakefs_fuse.data.record import DraftRecord, DraftState
-from lakefs_fuse.data.refusals import Refusals
-from lakefs_fuse.data.segments import Spot
-from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import CacheError
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
+from lakefs_fuse.staging.refused_ranges import Refusals
+from lakefs_fuse.staging.segments import Spot
+from lakefs_fuse.staging.staged_file import StagedFile
 
 
 def restored(services: DraftServices, record: DraftRecord, describe: Callable[[bool], Mapping[str, str]]) -> Draft:

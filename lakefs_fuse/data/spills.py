@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.data.draft_parts import PartState
-from lakefs_fuse.data.pagemap import PAGE_BYTES, PageMap
-from lakefs_fuse.data.parts import PartLayout
-from lakefs_fuse.data.record import DraftState, SpilledPart
 from lakefs_fuse.errors import LakeError
+from lakefs_fuse.staging.draft_record import DraftState, SpilledPart
+from lakefs_fuse.staging.page_map import PAGE_BYTES, PageMap
+from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, FileSlice
 

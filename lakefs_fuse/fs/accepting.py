@@ -19,13 +19,13 @@ import trio
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_record import record_of
-from lakefs_fuse.data.record import encode
-from lakefs_fuse.data.segments import Group, Spot
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import encode
+from lakefs_fuse.staging.segments import Group, Spot
 
 AT_ONCE_BYTES_MAX = 4 << 20
 PROMPT_S = 0.004

@@ -19,9 +19,6 @@ from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.catalog.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.draft_services import DraftServices
-from lakefs_fuse.data.parts import PartLayout
-from lakefs_fuse.data.record import DraftRecord
-from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
 from lakefs_fuse.data.zeros import ZeroObjects
 from lakefs_fuse.environment import descriptor_limit as file_limit
@@ -48,6 +45,9 @@ from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.rules import Rules
+from lakefs_fuse.staging.draft_record import DraftRecord
+from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 

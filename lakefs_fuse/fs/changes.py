@@ -29,7 +29,6 @@ from lakefs_fuse.catalog.record import (
 )
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.committed import ChangeBuilder
@@ -47,6 +46,7 @@ from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
 
 TARGET_BYTES_MAX = 4095

@@ -24,8 +24,6 @@ from lakefs_fuse.catalog.record import OBJECTS
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
 from lakefs_fuse.data.publishing import visible_token
-from lakefs_fuse.data.record import DraftRecord, DraftState, encode
-from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.currency import Currency
@@ -37,6 +35,8 @@ from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, encode
+from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 
-from lakefs_fuse.data.record import encode
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
@@ -21,6 +20,7 @@ from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import encode
 
 log = logging.getLogger(__name__)
 

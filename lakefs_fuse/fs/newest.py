@@ -19,7 +19,6 @@ import trio
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_services import DraftEnded, DraftTarget
-from lakefs_fuse.data.record import DraftState, encode
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.fs import attributes
@@ -33,6 +32,7 @@ from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import DraftState, encode
 
 COPY_BYTES_MAX = 64 << 20
 """An accepted file up to this size is copied when it is changed before it is in the store; a larger one waits."""

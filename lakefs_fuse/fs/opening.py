@@ -24,7 +24,6 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.catalog.clock import AHEAD_NS_MAX, boottime_ns
 from lakefs_fuse.catalog.index import bring_in
 from lakefs_fuse.config import MIB, MountConfig
-from lakefs_fuse.data.parts import SPANS
 from lakefs_fuse.environment.local_disk import free_bytes
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
 from lakefs_fuse.fs.assembly import Assembly, Ground
@@ -34,6 +33,7 @@ from lakefs_fuse.fs.recovery import Recovery
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, marks_of
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
 
 ROOM_BYTES_MIN = 64 * MIB

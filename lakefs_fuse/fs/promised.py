@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import msgspec
 
-from lakefs_fuse.data.record import encode
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import encode
 
 
 def note_moved(journal: Journal, batch: Batch, file: OpenFile | None, path: str) -> None:

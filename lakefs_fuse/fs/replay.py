@@ -19,7 +19,6 @@ from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.data.publishing import forget_upload
-from lakefs_fuse.data.record import DraftRecord, decode
 from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError, LakeError
@@ -35,6 +34,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.metrics import WriteBackMetrics
+from lakefs_fuse.staging.draft_record import DraftRecord, decode
 from lakefs_fuse.store.protocol import ObjectMeta
 
 CONFLICT_CHARACTERS = 8

@@ -26,7 +26,6 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.catalog.index import bring_in, manifests
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.data.parts import SPANS
 from lakefs_fuse.errors import CacheError, LakeError, MountError
 from lakefs_fuse.fs.asking import ask_all
 from lakefs_fuse.fs.assembly import Assembly, Ground
@@ -37,6 +36,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.sync.nursery import collecting
 

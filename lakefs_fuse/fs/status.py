@@ -11,9 +11,6 @@ from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_parts import PartState
-from lakefs_fuse.data.record import DraftRecord, DraftState
-from lakefs_fuse.data.refusals import Refusals
-from lakefs_fuse.data.staging import StagingState
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.recovery import Recovery
@@ -21,6 +18,9 @@ from lakefs_fuse.fs.relocating import Relocator
 from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.fs.writeback import WriteBack
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
+from lakefs_fuse.staging.refused_ranges import Refusals
+from lakefs_fuse.staging.staging_area import StagingState
 from lakefs_fuse.store.protocol import Capabilities
 
 NS = 1_000_000_000

@@ -21,7 +21,6 @@ from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.record import OBJECTS, Remove
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.publishing import Published, publish, visible_token
-from lakefs_fuse.data.record import DraftState
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.committed import ChangeBuilder
@@ -29,6 +28,7 @@ from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
+from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import ObjectMeta
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from lakefs_fuse.admin.checkpoint_sums import (
     read_directory,
 )
 from lakefs_fuse.config import MIB
-from lakefs_fuse.data.parts import PartLayout
+from lakefs_fuse.staging.part_layout import PartLayout
 
 
 def run(check: Check, data: bytes, pieces: Sequence[int] = ()) -> Finding:

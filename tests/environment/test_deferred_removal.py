@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.data import staging as staging_module
-from lakefs_fuse.data.segments import SEGMENT_BYTES, Segments
-from lakefs_fuse.data.staged_file import StagedFile
-from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.environment.deferred_removal import THREAD_BYTES_MIN, close_removed, is_under_way
 from lakefs_fuse.metrics import UploadMetrics
+from lakefs_fuse.staging import staging_area as staging_module
+from lakefs_fuse.staging.segments import SEGMENT_BYTES, Segments
+from lakefs_fuse.staging.staged_file import StagedFile
+from lakefs_fuse.staging.staging_area import Staging
 
 WAIT_S_MAX = 20.0
 LARGE = 2 * THREAD_BYTES_MIN

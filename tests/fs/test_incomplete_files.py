@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.data import staged_file
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.staging import staged_file
 from tests.fs.lakes import Lake, lake
 from tests.fs.writing_back import Outage, die, state, stored, told, until, writing_back
 from tests.memory_store import MemoryStore

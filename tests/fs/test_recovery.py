@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.data.parts import PartLayout
-from lakefs_fuse.data.record import DraftState
-from lakefs_fuse.data.staging import KEY_XATTR
 from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError, LakeError, Unavailable
 from lakefs_fuse.fs.views import Unfinished
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.staging_area import KEY_XATTR
 from tests.fs.lakes import SPANS, TTL_S, Clock, Lake, lake
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.write.drafting import noise, reached

@@ -12,13 +12,13 @@ import trio.testing
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.catalog import committer
 from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.segments import Group
-from lakefs_fuse.data.staged_file import StagedFile
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.fs import accepting, writeback
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.staging.segments import Group
+from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.store.protocol import Buffer
 from tests.fs.lakes import TTL_S, Clock, lake
 from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back

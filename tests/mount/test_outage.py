@@ -18,7 +18,7 @@ import pytest
 from botocore.exceptions import BotoCoreError, ClientError
 
 from lakefs_fuse.config import parse_size
-from lakefs_fuse.data.staging import FREE_AGE_S
+from lakefs_fuse.staging.staging_area import FREE_AGE_S
 from tests.faults import Faults, faulty
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import MIB, PART_BYTES, Lake, eventually, noise, s3_lake, scale

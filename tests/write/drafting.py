@@ -14,13 +14,13 @@ import trio
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
-from lakefs_fuse.data.parts import PartLayout
 from lakefs_fuse.data.publishing import Published, publish
-from lakefs_fuse.data.record import DraftRecord
-from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.data.uploader import UploadSlots
 from lakefs_fuse.data.zeros import ZeroObjects
 from lakefs_fuse.metrics import StoreMetrics, UploadMetrics
+from lakefs_fuse.staging.draft_record import DraftRecord
+from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, Capabilities
 from tests.memory_store import MemoryStore

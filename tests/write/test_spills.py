@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.data.record import DraftRecord, decode, encode
 from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.data.spills import SPILLED
 from lakefs_fuse.errors import FileError, StagingFull
+from lakefs_fuse.staging.draft_record import DraftRecord, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
 from tests.memory_store import Pause
 from tests.write.drafting import PART, Bench, bench, noise, reached

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.config import GIB, MIB, TIB
-from lakefs_fuse.data.parts import SPANS, STAGING_PARTS_MIN, PartLayout
+from lakefs_fuse.staging.part_layout import SPANS, STAGING_PARTS_MIN, PartLayout
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, PARTS_MAX
 
 PAGE = 4096

@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 
 import trio
 
-from lakefs_fuse.data.segments import Spot
-from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.environment.deferred_removal import close_removed
 from lakefs_fuse.environment.local_disk import punch_hole, pwrite_all, start_writeout
+from lakefs_fuse.staging.segments import Spot
+from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.protocol import Buffer
 
 MEMORY_BYTES_MAX = 256 << 10

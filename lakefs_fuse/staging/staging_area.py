@@ -20,12 +20,12 @@ from typing import Protocol
 
 import trio
 
-from lakefs_fuse.data.descriptor_pool import DescriptorPool
-from lakefs_fuse.data.segments import Segments
 from lakefs_fuse.environment.deferred_removal import is_under_way
 from lakefs_fuse.environment.local_disk import free_bytes
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
+from lakefs_fuse.staging.descriptor_pool import DescriptorPool
+from lakefs_fuse.staging.segments import Segments
 
 FREE_AGE_S = 0.05
 IN_FLIGHT_BYTES = 16 << 20

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from lakefs_fuse.data.parts import PartLayout
+from lakefs_fuse.staging.part_layout import PartLayout
 
 PAGE_BYTES = 4096
 FULL = -1

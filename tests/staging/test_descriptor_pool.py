@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data import segments as segments_module
-from lakefs_fuse.data.segments import Segments, Spot
-from lakefs_fuse.data.staged_file import StagedFile
-from lakefs_fuse.data.staging import Staging
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.metrics import UploadMetrics
+from lakefs_fuse.staging import segments as segments_module
+from lakefs_fuse.staging.segments import Segments, Spot
+from lakefs_fuse.staging.staged_file import StagedFile
+from lakefs_fuse.staging.staging_area import Staging
 
 
 def staging_in(directory: Path, files_open_max: int) -> Staging:

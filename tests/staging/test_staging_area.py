@@ -10,9 +10,9 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.data.staging import IN_FLIGHT_BYTES, KEY_XATTR, UPLOAD_XATTR, Staging
 from lakefs_fuse.errors import CacheError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
+from lakefs_fuse.staging.staging_area import IN_FLIGHT_BYTES, KEY_XATTR, UPLOAD_XATTR, Staging
 
 
 class Stager:
