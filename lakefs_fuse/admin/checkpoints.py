@@ -36,12 +36,12 @@ from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.catalog.record import COMMITS
 from lakefs_fuse.checkpoints.model import Listing, Seen, is_wanted, make_listing, markers_asked
 from lakefs_fuse.config import KIB, MIB
-from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.sync.nursery import collecting
 from lakefs_fuse.sync.parallel import for_each
+from lakefs_fuse.upload.publish import token_of
 
 WINDOW_BYTES = 4 * MIB
 WINDOWS = 4

@@ -42,11 +42,11 @@ from lakefs_fuse.catalog import snapshots
 from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
 from lakefs_fuse.catalog.index import manifests
 from lakefs_fuse.catalog.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
-from lakefs_fuse.data.spills import SPILLED
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.store.client import DELETE_KEYS_MAX
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.parallel import for_each
+from lakefs_fuse.upload.spilled_parts import SPILLED
 
 LIVE_BELOW = 0.75
 """A dataset of which half was removed has packs with a little more, and a little less, than half of their bytes

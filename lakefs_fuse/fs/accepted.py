@@ -10,9 +10,9 @@ from typing import Protocol
 
 import trio
 
-from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.open_file import OpenFile
+from lakefs_fuse.upload.draft import Draft
 
 
 @dataclass(slots=True, eq=False)

@@ -17,8 +17,6 @@ import msgspec
 import trio
 
 from lakefs_fuse.blockcache.disk_latency import Promptness
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_record import record_of
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.fs.open_file import OpenFile
@@ -26,6 +24,8 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.staging.segments import Group, Spot
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_snapshot import record_of
 
 AT_ONCE_BYTES_MAX = 4 << 20
 PROMPT_S = 0.004

@@ -18,9 +18,6 @@ from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
 from lakefs_fuse.catalog.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.data.draft_services import DraftServices
-from lakefs_fuse.data.uploader import UploadSlots
-from lakefs_fuse.data.zeros import ZeroObjects
 from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.evidence import Evidence
@@ -50,6 +47,9 @@ from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.upload.draft_services import DraftServices
+from lakefs_fuse.upload.upload_slots import UploadSlots
+from lakefs_fuse.upload.zero_objects import ZeroObjects
 
 HEARD_S_MAX = 60.0
 """Nodes are expected to look for commits at least so often."""

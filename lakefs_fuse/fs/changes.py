@@ -28,7 +28,6 @@ from lakefs_fuse.catalog.record import (
     Symlink,
 )
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.committed import ChangeBuilder
@@ -48,6 +47,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.upload.draft import Draft
 
 TARGET_BYTES_MAX = 4095
 XATTR_STATE, XATTR_LOCATION = "user.lakefs.state", "user.lakefs.location"

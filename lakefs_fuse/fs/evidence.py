@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.errors import NotFound
 from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.upload.publish import token_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,6 @@ from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.catalog.record import OBJECTS
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
-from lakefs_fuse.data.publishing import visible_token
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.currency import Currency
@@ -38,6 +35,9 @@ from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, encode
 from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_services import DraftEnded, DraftServices, DraftTarget
+from lakefs_fuse.upload.publish import visible_token
 
 if TYPE_CHECKING:
     from lakefs_fuse.fs.incomplete_files import IncompleteFiles

@@ -18,7 +18,6 @@ import trio
 
 from lakefs_fuse.catalog.change import Change
 from lakefs_fuse.catalog.committer import Committer
-from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.committed import ChangeBuilder
@@ -26,6 +25,7 @@ from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.upload.publish import token_of
 
 OBJECTS_MAX = 512
 """Objects of one commit, and HEADs at once."""

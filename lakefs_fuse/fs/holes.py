@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.staging.page_map import PAGE_BYTES
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.part_state import PartState
 
 KNOWN_MAX = 1000
 """A listing looks at all of them."""

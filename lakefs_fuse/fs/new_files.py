@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs.attributes import PERMISSIONS
 from lakefs_fuse.fs.changes import Changes
@@ -27,6 +26,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import encode
+from lakefs_fuse.upload.draft import Draft
 
 NAMES_MAX = 8192
 """A directory with more is not lent: telling all of them takes too long."""

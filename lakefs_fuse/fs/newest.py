@@ -17,8 +17,6 @@ import msgspec
 import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_services import DraftEnded, DraftTarget
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.fs import attributes
@@ -33,6 +31,8 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import DraftState, encode
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_services import DraftEnded, DraftTarget
 
 COPY_BYTES_MAX = 64 << 20
 """An accepted file up to this size is copied when it is changed before it is in the store; a larger one waits."""

@@ -14,10 +14,10 @@ import trio
 
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.blockcache.readahead import Readahead
-from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.staging.refused_ranges import Refusals
+from lakefs_fuse.upload.draft import Draft
 
 READING = 1 << 62
 """In the numbers of handles that were opened for reading: whoever closes one need not be asked what that means."""

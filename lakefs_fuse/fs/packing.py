@@ -23,7 +23,6 @@ from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Doomed
 from lakefs_fuse.catalog.record import THIS, Operation, Put
 from lakefs_fuse.config import MIB
-from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.database import Batch, Database
@@ -32,6 +31,7 @@ from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.rules import PackPolicy
 from lakefs_fuse.staging.draft_record import DraftState, encode
+from lakefs_fuse.upload.draft import Draft
 
 if TYPE_CHECKING:
     from lakefs_fuse.fs.open_file import OpenFile

@@ -17,10 +17,6 @@ from pathlib import Path
 import msgspec
 
 from lakefs_fuse.catalog.record import OBJECTS
-from lakefs_fuse.data.draft_services import DraftServices
-from lakefs_fuse.data.restoring import restored
-from lakefs_fuse.data.spills import delete_spills
-from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.environment.local_disk import allocated_bytes
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.fs.evidence import Evidence, path_of
@@ -33,6 +29,10 @@ from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
 from lakefs_fuse.staging.refused_ranges import UNKNOWN, Refusals
 from lakefs_fuse.staging.segments import PREFIX, entries
 from lakefs_fuse.staging.staging_area import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
+from lakefs_fuse.upload.draft_services import DraftServices
+from lakefs_fuse.upload.orphaned_uploads import abort_strays
+from lakefs_fuse.upload.restore import restored
+from lakefs_fuse.upload.spilled_parts import delete_spills
 
 UNKNOWN_PREFIX = "unrecorded "
 log = logging.getLogger(__name__)

@@ -27,7 +27,6 @@ from lakefs_fuse.catalog.change import Change
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.record import OWN, THIS, ObjectRef, Put, Relocate
-from lakefs_fuse.data.publishing import token_of
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.fs.attributes import learn
 from lakefs_fuse.fs.begun_copies import BegunCopies, BegunCopy
@@ -42,6 +41,7 @@ from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.upload.publish import token_of
 
 NS = 1_000_000_000
 COPY_BYTES_MAX = 5 << 30

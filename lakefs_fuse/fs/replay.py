@@ -16,10 +16,6 @@ from functools import partial
 import msgspec
 
 from lakefs_fuse.blockcache.object_version import Version
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_parts import PartState
-from lakefs_fuse.data.publishing import forget_upload
-from lakefs_fuse.data.restoring import restored
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.fs import attributes
@@ -36,6 +32,10 @@ from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord, decode
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.part_state import PartState
+from lakefs_fuse.upload.publish import forget_upload
+from lakefs_fuse.upload.restore import restored
 
 CONFLICT_CHARACTERS = 8
 log = logging.getLogger(__name__)

@@ -9,8 +9,6 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.recovery import Recovery
@@ -22,6 +20,8 @@ from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.refused_ranges import Refusals
 from lakefs_fuse.staging.staging_area import StagingState
 from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.part_state import PartState
 
 NS = 1_000_000_000
 

@@ -19,8 +19,6 @@ from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.catalog.committer import Committer
 from lakefs_fuse.catalog.deletions import Deletions, Doomed
 from lakefs_fuse.catalog.record import OBJECTS, Remove
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.publishing import Published, publish, visible_token
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.committed import ChangeBuilder
@@ -30,6 +28,8 @@ from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.publish import Published, publish, visible_token
 
 if TYPE_CHECKING:
     from lakefs_fuse.fs.open_file import OpenFile

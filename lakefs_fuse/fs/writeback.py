@@ -26,8 +26,6 @@ from itertools import islice
 
 import trio
 
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_uploads import start_uploads
 from lakefs_fuse.errors import (
     AccessDenied,
     CacheError,
@@ -46,6 +44,8 @@ from lakefs_fuse.fs.packing import PACK_BYTES_MAX, PACK_FILES_MAX
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.rules import Rules
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.part_upload import start_uploads
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 1.0, 30.0
 """Between attempts while the store is away."""

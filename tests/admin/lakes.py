@@ -18,7 +18,7 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from tests.fs.lakes import Clock
 from tests.memory_store import MemoryStore
-from tests.write.drafting import noise
+from tests.upload.drafting import noise
 
 STORE = StoreConfig(source=Source("file", "/nowhere", ""))
 WRITER = "0badcafe"

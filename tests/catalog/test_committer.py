@@ -17,7 +17,7 @@ from lakefs_fuse.meta.entry import PENDING
 from tests.catalog.committing import Daemon, Site, until
 from tests.catalog.nodes import at
 from tests.memory_store import Failures, Pause, Request, When
-from tests.write.drafting import reached
+from tests.upload.drafting import reached
 
 
 def mkdir(path: str) -> Mkdir:

@@ -16,7 +16,7 @@ from lakefs_fuse.meta.database import Batch
 from tests.catalog.committing import Daemon, Site, until
 from tests.catalog.nodes import at
 from tests.memory_store import Failures, Pause, Request
-from tests.write.drafting import reached
+from tests.upload.drafting import reached
 
 
 def is_delete(request: Request) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lakefs_fuse.data import publishing
 from lakefs_fuse.fs import newest, packing, writeback
+from lakefs_fuse.upload import publish as publishing
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.protocol import ObjectStore
 from tests.fs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake
 from tests.memory_store import MemoryStore
-from tests.write.drafting import noise
+from tests.upload.drafting import noise
 
 NS = 1_000_000_000
 FILES = ("a", "b", "d/x", "d/y", "d/e/z", "d/e")

@@ -14,7 +14,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.fs.lakes import lake, permissions
 from tests.fs.writing_back import die
 from tests.memory_store import MemoryStore, Pause
-from tests.write.drafting import reached
+from tests.upload.drafting import reached
 
 
 class Death:

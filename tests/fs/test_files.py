@@ -18,7 +18,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.fs.lakes import NEVER_S, NS, TTL_S, Clock, Lake, entries_of, lake, two_lakes
 from tests.fs.writing_back import writing_back
 from tests.memory_store import Failures, MemoryStore, Pause, Request
-from tests.write.drafting import noise, reached
+from tests.upload.drafting import noise, reached
 
 KIB = 1024
 LARGE = 300 * KIB

@@ -18,7 +18,7 @@ from lakefs_fuse.staging import staged_file
 from tests.fs.lakes import Lake, lake
 from tests.fs.writing_back import Outage, die, state, stored, told, until, writing_back
 from tests.memory_store import MemoryStore
-from tests.write.drafting import noise
+from tests.upload.drafting import noise
 
 KIB = 1024
 SIZE = 500 * KIB

@@ -12,7 +12,7 @@ from lakefs_fuse.fs.keep_units import Unit, Units
 from lakefs_fuse.fs.keeping import Keeper
 from tests.fs.lakes import Clock, Lake, lake, two_lakes
 from tests.memory_store import MemoryStore
-from tests.write.drafting import noise
+from tests.upload.drafting import noise
 
 SIZE = 100 * KIB
 

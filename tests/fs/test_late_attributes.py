@@ -14,7 +14,7 @@ from lakefs_fuse.meta.database import Batch
 from tests.fs.lakes import Clock, lake, permissions
 from tests.fs.writing_back import LARGE, NEVER_S, die, rewrite, until, writing_back
 from tests.memory_store import MemoryStore, Pause, Request
-from tests.write.drafting import reached
+from tests.upload.drafting import reached
 
 NS = 1_000_000_000
 CHOSEN_NS = 1_600_000_000 * NS + 5

@@ -15,7 +15,7 @@ from lakefs_fuse.fs import begun_copies, relocating
 from tests.fs.lakes import Clock, Lake, lake
 from tests.fs.writing_back import LARGE, die, rewrite, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
-from tests.write.drafting import reached
+from tests.upload.drafting import reached
 
 AFTER_S = 10.0
 NEVER_S = 1e6

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.fs.lakes import RENAME_EXCHANGE, RENAME_NOREPLACE
 from tests.fs.model import DIRECTORIES, FILES, PATHS, Model, Operation, searched
-from tests.write.drafting import noise
+from tests.upload.drafting import noise
 
 MODES = (0o600, 0o644, 0o755) if os.geteuid() == 0 else (0o700, 0o744, 0o755)
 """The plain directory refuses to go into a directory that its owner may not search, unless root asks."""

@@ -12,7 +12,7 @@ import trio
 from lakefs_fuse.errors import FileError, Unavailable
 from tests.fs.lakes import RENAME_EXCHANGE, RENAME_NOREPLACE, TTL_S, Clock, Lake, entries_of, lake, two_lakes
 from tests.memory_store import Failures, MemoryStore, Pause, Request
-from tests.write.drafting import noise, reached
+from tests.upload.drafting import noise, reached
 
 LARGE = 300 * 1024
 

@@ -21,7 +21,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import Capabilities
 from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake, two_lakes
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
-from tests.write.drafting import reached
+from tests.upload.drafting import reached
 
 UNSORTED = Capabilities(name="unsorted", sorted_listing=False)
 AT_MOUNT = ("list", "time_ns", "list")

@@ -13,7 +13,6 @@ import trio.testing
 
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.config import Rule
-from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import bursts, writeback
 from lakefs_fuse.fs.new_files import Received
@@ -21,6 +20,7 @@ from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.staging import segments, staged_file
+from lakefs_fuse.upload.draft import Draft
 from tests.fs.lakes import Lake, lake
 from tests.fs.writing_back import Outage, die, told, writing_back
 from tests.memory_store import START_NS, MemoryStore

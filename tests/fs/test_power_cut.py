@@ -14,7 +14,7 @@ from lakefs_fuse.catalog.record import COMMITS, decode
 from lakefs_fuse.meta.database import Batch, Database
 from tests.fs.writing_back import LARGE, NEVER_S, Outage, rewrite, stored, told, writing_back
 from tests.memory_store import MemoryStore, Request, When
-from tests.write.drafting import noise
+from tests.upload.drafting import noise
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 

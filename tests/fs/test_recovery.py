@@ -24,7 +24,7 @@ from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import KEY_XATTR
 from tests.fs.lakes import SPANS, TTL_S, Clock, Lake, lake
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
-from tests.write.drafting import noise, reached
+from tests.upload.drafting import noise, reached
 
 KIB = 1024
 PART = 64 * KIB

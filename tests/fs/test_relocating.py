@@ -12,7 +12,7 @@ from lakefs_fuse.fs import writeback
 from tests.fs.lakes import Clock, Lake, lake
 from tests.fs.writing_back import LARGE, NEVER_S, Outage, die, rewrite, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
-from tests.write.drafting import reached
+from tests.upload.drafting import reached
 
 AFTER_S = 10.0
 

@@ -12,7 +12,7 @@ import trio
 from tests.fs.lakes import TTL_S, Clock, lake, two_lakes
 from tests.fs.writing_back import KIB, LARGE, Outage, die, until, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
-from tests.write.drafting import noise, reached
+from tests.upload.drafting import noise, reached
 
 
 async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tests.fs.lakes import Clock, Lake, entries_of, lake, permissions
 from tests.fs.writeback_model import Line
 from tests.fs.writing_back import LARGE, NEVER_S, PART, Outage, die, rewrite, state, stored, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
-from tests.write.drafting import noise, reached
+from tests.upload.drafting import noise, reached
 
 pytestmark = pytest.mark.usefixtures("short_pauses", "noted_one_by_one")
 

@@ -11,7 +11,6 @@ import trio.testing
 
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.catalog import committer
-from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.fs import accepting, writeback
 from lakefs_fuse.fs.files import FileTable
@@ -20,10 +19,11 @@ from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.staging.segments import Group
 from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.upload.draft import Draft
 from tests.fs.lakes import TTL_S, Clock, lake
 from tests.fs.writing_back import NEVER_S, Outage, die, rewrite, told, until, writing_back
 from tests.memory_store import Failures, MemoryStore, Pause
-from tests.write.drafting import noise, reached
+from tests.upload.drafting import noise, reached
 
 
 @pytest.fixture(autouse=True)

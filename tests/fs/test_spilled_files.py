@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data import spills
-from lakefs_fuse.data.spills import SPILLED
+from lakefs_fuse.upload import spilled_parts as spills
+from lakefs_fuse.upload.spilled_parts import SPILLED
 from tests.fs.lakes import Lake, lake
 from tests.fs.writing_back import die
 from tests.memory_store import MemoryStore
-from tests.write.drafting import noise
+from tests.upload.drafting import noise
 
 PART = 64 * 1024
 COUNT = 40

@@ -14,12 +14,12 @@ import pytest
 import trio
 
 from lakefs_fuse.config import Rule
-from lakefs_fuse.data.draft import Draft
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, StagingFull, StoreError, Unavailable
 from lakefs_fuse.fs import newest, writeback
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.staging import staging_area as staging
+from lakefs_fuse.upload.draft import Draft
 from tests.fs.lakes import TTL_S, Clock, Lake, entries_of, lake, permissions
 from tests.fs.writing_back import (
     LARGE,
@@ -36,7 +36,7 @@ from tests.fs.writing_back import (
     writing_back,
 )
 from tests.memory_store import Failures, MemoryStore, Pause, Request
-from tests.write.drafting import noise, reached
+from tests.upload.drafting import noise, reached
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 

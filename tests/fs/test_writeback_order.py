@@ -16,7 +16,7 @@ from lakefs_fuse.fs import newest
 from tests.fs.lakes import Lake, lake
 from tests.fs.writing_back import LARGE, NEVER_S, Outage, die, made_visible, rewrite, told, until, writing_back
 from tests.memory_store import MemoryStore, Pause, Request, When
-from tests.write.drafting import noise, reached
+from tests.upload.drafting import noise, reached
 
 pytestmark = pytest.mark.usefixtures("noted_one_by_one")
 

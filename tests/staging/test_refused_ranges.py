@@ -14,7 +14,7 @@ from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.staging import staged_file
 from lakefs_fuse.staging.draft_record import DraftState, decode, encode
 from lakefs_fuse.staging.refused_ranges import RANGES_MAX, Refusals
-from tests.write.drafting import PART, bench, noise
+from tests.upload.drafting import PART, bench, noise
 
 PAGE = 4096
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.data.restoring import restored
-from lakefs_fuse.data.spills import SPILLED
 from lakefs_fuse.errors import FileError, StagingFull
 from lakefs_fuse.staging.draft_record import DraftRecord, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.upload.restore import restored
+from lakefs_fuse.upload.spilled_parts import SPILLED
 from tests.memory_store import Pause
-from tests.write.drafting import PART, Bench, bench, noise, reached
+from tests.upload.drafting import PART, Bench, bench, noise, reached
 
 LARGE_PART = 4 << 20
 SPANS = ((LARGE_PART, 9000),)

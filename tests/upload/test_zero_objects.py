@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.data import publishing
 from lakefs_fuse.errors import AccessDenied
 from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.upload import publish as publishing
 from tests.memory_store import Failures, Request
-from tests.write.drafting import PART, Bench, bench, noise
+from tests.upload.drafting import PART, Bench, bench, noise
 
 SPANS = ((PART, 4), (4 * PART, 9996))
 ZEROS, LARGE_ZEROS = f".lakefs/zeros/{PART}", f".lakefs/zeros/{4 * PART}"

@@ -13,16 +13,16 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from lakefs_fuse.config import RESERVED_NAME
-from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.staging.draft_record import DraftState, SpilledPart
 from lakefs_fuse.staging.page_map import PAGE_BYTES, PageMap
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, FileSlice
+from lakefs_fuse.upload.part_state import PartState
 
 if TYPE_CHECKING:
-    from lakefs_fuse.data.draft import Draft
+    from lakefs_fuse.upload.draft import Draft
 
 SPILLED = f"{RESERVED_NAME}/staging/"
 SPILL_BYTES_MIN = 1 << 20

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from lakefs_fuse.data.draft_parts import Part
 from lakefs_fuse.errors import LakeError, Unavailable
 from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.upload.part_state import Part
 
 if TYPE_CHECKING:
-    from lakefs_fuse.data.draft import Draft
+    from lakefs_fuse.upload.draft import Draft
 
 RETRY_S_FIRST, RETRY_S_MAX = 1.0, 30.0
 log = logging.getLogger(__name__)

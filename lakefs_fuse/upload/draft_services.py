@@ -9,14 +9,14 @@ from typing import Protocol
 import trio
 
 from lakefs_fuse.blockcache.object_version import Version
-from lakefs_fuse.data.uploader import UploadSlots
-from lakefs_fuse.data.zeros import ZeroObjects
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.upload.upload_slots import UploadSlots
+from lakefs_fuse.upload.zero_objects import ZeroObjects
 
 
 class DraftEnded(Exception):

@@ -27,12 +27,6 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 import trio
 
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
-from lakefs_fuse.data.draft_parts import Part, PartState
-from lakefs_fuse.data.draft_record import record_of
-from lakefs_fuse.data.draft_services import DraftEnded, DraftServices, DraftTarget
-from lakefs_fuse.data.draft_uploads import upload_in_background, write_out_complete
-from lakefs_fuse.data.spills import Spills, delete_spills, spill
-from lakefs_fuse.data.strays import abort_strays
 from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.staging.block_hashes import BlockHasher, hash_blocks
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
@@ -42,6 +36,12 @@ from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
 from lakefs_fuse.sync.shared_lock import Gate
 from lakefs_fuse.sync.wakeup import Bell
+from lakefs_fuse.upload.draft_services import DraftEnded, DraftServices, DraftTarget
+from lakefs_fuse.upload.draft_snapshot import record_of
+from lakefs_fuse.upload.orphaned_uploads import abort_strays
+from lakefs_fuse.upload.part_state import Part, PartState
+from lakefs_fuse.upload.part_upload import upload_in_background, write_out_complete
+from lakefs_fuse.upload.spilled_parts import Spills, delete_spills, spill
 
 DRAFT_METADATA = "lakefs-draft"
 """User metadata key of the token: the draft an object was made from, and after a dot which change of it, if any."""

@@ -12,17 +12,17 @@ from pathlib import Path
 import trio
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
-from lakefs_fuse.data.publishing import Published, publish
-from lakefs_fuse.data.uploader import UploadSlots
-from lakefs_fuse.data.zeros import ZeroObjects
 from lakefs_fuse.metrics import StoreMetrics, UploadMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, Capabilities
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_services import DraftServices, DraftTarget
+from lakefs_fuse.upload.publish import Published, publish
+from lakefs_fuse.upload.upload_slots import UploadSlots
+from lakefs_fuse.upload.zero_objects import ZeroObjects
 from tests.memory_store import MemoryStore
 
 KIB = 1024

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.staging.draft_record import BaseExtent, DraftRecord, DraftState, UploadedPart
 from lakefs_fuse.staging.segments import Spot
+from lakefs_fuse.upload.part_state import PartState
 
 if TYPE_CHECKING:
-    from lakefs_fuse.data.draft import Draft
+    from lakefs_fuse.upload.draft import Draft
 
 
 def record_of(draft: Draft, *, accepted: int = 0, spot: Spot | None = None) -> DraftRecord:

@@ -23,8 +23,6 @@ from itertools import islice
 import trio
 
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
-from lakefs_fuse.data.draft import DRAFT_METADATA, Draft
-from lakefs_fuse.data.draft_parts import Part, PartState
 from lakefs_fuse.errors import (
     AccessDenied,
     FileError,
@@ -40,6 +38,8 @@ from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.staged_file import THREAD_BYTES_MIN
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft
+from lakefs_fuse.upload.part_state import Part, PartState
 
 BODY_BYTES_MAX = 1 << 20
 """Up to here an object is sent from memory, by the client's fast path."""

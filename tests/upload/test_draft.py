@@ -13,14 +13,14 @@ import trio
 
 from lakefs_fuse.blockcache.cache_file import block_hash
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
-from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.environment.local_disk import pwrite_all
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, StagingFull, Unavailable
 from lakefs_fuse.staging import staged_file
 from lakefs_fuse.staging.draft_record import DraftState, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.upload.part_state import PartState
 from tests.memory_store import Failures, Pause, Request
-from tests.write.drafting import KIB, PART, bench, noise, reached
+from tests.upload.drafting import KIB, PART, bench, noise, reached
 
 
 def is_part(number: int = 0) -> Callable[[Request], bool]:

@@ -10,15 +10,15 @@ import os
 from collections.abc import Callable, Mapping
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
-from lakefs_fuse.data.draft import Draft
-from lakefs_fuse.data.draft_parts import Part, PartState
-from lakefs_fuse.data.draft_services import DraftServices, DraftTarget
 from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.refused_ranges import Refusals
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staged_file import StagedFile
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_services import DraftServices, DraftTarget
+from lakefs_fuse.upload.part_state import Part, PartState
 
 
 def restored(services: DraftServices, record: DraftRecord, describe: Callable[[bool], Mapping[str, str]]) -> Draft:

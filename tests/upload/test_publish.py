@@ -10,12 +10,12 @@ import pytest
 
 from lakefs_fuse.blockcache.cache_file import block_hash
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
-from lakefs_fuse.data.draft import DRAFT_METADATA
-from lakefs_fuse.data.draft_parts import PartState
 from lakefs_fuse.errors import AccessDenied, Conflict, FileError, NotFound, StoreError, Unavailable
 from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.upload.draft import DRAFT_METADATA
+from lakefs_fuse.upload.part_state import PartState
 from tests.memory_store import Failures, Request, When
-from tests.write.drafting import PART, bench, noise
+from tests.upload.drafting import PART, bench, noise
 
 MIB = 1 << 20
 

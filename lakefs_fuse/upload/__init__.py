@@ -1,0 +1,1 @@
+"""Drafts: files being written, uploaded in parts, published as objects."""
