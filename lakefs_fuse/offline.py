@@ -99,8 +99,8 @@ class Command(Generic[Args]):
 
 
 async def _ingest(context: Context, args: protocol.IngestArgs) -> protocol.Finished:
-    from lakefs_fuse.catalog.ingest import Ingest, Totals
-    from lakefs_fuse.catalog.ingest_source import open_source
+    from lakefs_fuse.ingest.ingest import Ingest, Totals
+    from lakefs_fuse.ingest.source import open_source
 
     def report(done: Totals, total: Totals | None) -> None:
         context.report(

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "staging": FOUNDATION | {"environment", "store", "blockcache"},
     "upload": FOUNDATION | {"environment", "sync", "store", "blockcache", "staging"},
     "catalog": FOUNDATION | {"environment", "sync", "store", "meta"},
+    "ingest": FOUNDATION | {"store", "catalog"},
     "fs": FOUNDATION
     | {"environment", "sync", "rules", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "catalog"},
     "fuse": FOUNDATION | {"meta", "fs"},
@@ -42,7 +43,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "lake": FOUNDATION | {"environment", "store", "fs"},
     "admin": FOUNDATION
     | {"sync", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "catalog", "fs", "offline_protocol"},
-    "offline": FOUNDATION | {"store", "catalog", "offline_protocol", "admin"},
+    "offline": FOUNDATION | {"store", "ingest", "offline_protocol", "admin"},
     "supervisor": FOUNDATION | {"environment", "logs", "notify", "control"},
     "daemon": FOUNDATION | {"environment", "logs", "notify", "fuse", "control", "lake"},
 }

@@ -19,15 +19,15 @@ from typing import Any, BinaryIO, cast
 import pytest
 import trio
 
-from lakefs_fuse.catalog import ingest as ingest_module
-from lakefs_fuse.catalog import ingest_pack
-from lakefs_fuse.catalog.ingest import Ingest, Totals
-from lakefs_fuse.catalog.ingest_source import Bytes, File, Item, Source, SourceError, attributes, open_source
-from lakefs_fuse.catalog.ingest_tar import TarSource
-from lakefs_fuse.catalog.ingest_tree import TreeSource
 from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, Put, Record, Symlink, decode
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import LakeError, StoreFull
+from lakefs_fuse.ingest import ingest as ingest_module
+from lakefs_fuse.ingest import pack_filler as ingest_pack
+from lakefs_fuse.ingest.ingest import Ingest, Totals
+from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, attributes, open_source
+from lakefs_fuse.ingest.tar_source import TarSource
+from lakefs_fuse.ingest.tree_source import TreeSource
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.open import open_store

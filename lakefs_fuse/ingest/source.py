@@ -190,8 +190,8 @@ def attributes(mode: int, mtime_ns: int, uid: int, gid: int) -> Attributes:
 
 def open_source(name: str) -> Source:
     """A directory, a tar archive, or ``-``. Raises SourceError where it cannot be read."""
-    from lakefs_fuse.catalog.ingest_tar import TarSource
-    from lakefs_fuse.catalog.ingest_tree import TreeSource
+    from lakefs_fuse.ingest.tar_source import TarSource
+    from lakefs_fuse.ingest.tree_source import TreeSource
 
     if name == "-":
         return TarSource(os.dup(0), "standard input")

@@ -15,7 +15,10 @@ from typing import BinaryIO
 
 from lakefs_fuse.catalog.archive import ArchiveBuilder, Member, fd_sink
 from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE
-from lakefs_fuse.catalog.ingest_source import (
+from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Symlink, encode
+from lakefs_fuse.config import MIB
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.ingest.source import (
     Attributes,
     Changed,
     Content,
@@ -29,9 +32,6 @@ from lakefs_fuse.catalog.ingest_source import (
     is_reserved,
     refusal,
 )
-from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Symlink, encode
-from lakefs_fuse.config import MIB
-from lakefs_fuse.errors import LakeError
 from lakefs_fuse.store.protocol import Buffer, FileSlice
 
 PACK_BYTES = 64 * MIB

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 
-from lakefs_fuse.catalog.ingest_source import (
+from lakefs_fuse.ingest.source import (
     Attributes,
     Bytes,
     Changed,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from typing import IO, TYPE_CHECKING
 
-from lakefs_fuse.catalog.ingest_source import (
+from lakefs_fuse.ingest.source import (
     Attributes,
     Directory,
     File,

@@ -27,11 +27,11 @@ import trio
 
 from lakefs_fuse.catalog.archive import build, commit_key, parse_commit_key
 from lakefs_fuse.catalog.clock import HybridClock
-from lakefs_fuse.catalog.ingest_pack import CopyOf, Full, LargeFile, NeedsStored, Pack, Packer, Totals
-from lakefs_fuse.catalog.ingest_source import Attributes, Changed, Refused, Source, SourceError
 from lakefs_fuse.catalog.record import COMMITS, THIS, UNSET, ObjectRef, Operation, Put, Record, encode
 from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Unsupported
+from lakefs_fuse.ingest.pack_filler import CopyOf, Full, LargeFile, NeedsStored, Pack, Packer, Totals
+from lakefs_fuse.ingest.source import Attributes, Changed, Refused, Source, SourceError
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import PARTS_MAX, Body, ObjectMeta, PartRef
 

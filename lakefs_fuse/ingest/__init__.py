@@ -1,0 +1,1 @@
+"""Loads trees and tar streams into a lake, past any mount."""
