@@ -23,7 +23,7 @@ from typing import Any
 
 import trio
 
-from lakefs_fuse.catalog.index import write_index
+from lakefs_fuse.commits.index.index import write_index
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.meta.sorted_tables import Dump

@@ -31,10 +31,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "blockcache": FOUNDATION | {"environment", "sync", "store"},
     "staging": FOUNDATION | {"environment", "store", "blockcache"},
     "upload": FOUNDATION | {"environment", "sync", "store", "blockcache", "staging"},
-    "catalog": FOUNDATION | {"environment", "sync", "store", "meta"},
-    "ingest": FOUNDATION | {"store", "catalog"},
+    "commits": FOUNDATION | {"environment", "sync", "store", "meta"},
+    "ingest": FOUNDATION | {"store", "commits"},
     "fs": FOUNDATION
-    | {"environment", "sync", "rules", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "catalog"},
+    | {"environment", "sync", "rules", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "commits"},
     "fuse": FOUNDATION | {"meta", "fs"},
     "control": FOUNDATION,
     "offline_protocol": FOUNDATION,
@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     "lake": FOUNDATION | {"environment", "store", "fs"},
     "admin": FOUNDATION
-    | {"sync", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "catalog", "fs", "offline_protocol"},
+    | {"sync", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "commits", "fs", "offline_protocol"},
     "offline": FOUNDATION | {"store", "ingest", "offline_protocol", "admin"},
     "supervisor": FOUNDATION | {"environment", "logs", "notify", "control"},
     "daemon": FOUNDATION | {"environment", "logs", "notify", "fuse", "control", "lake"},

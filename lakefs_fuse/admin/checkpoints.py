@@ -33,8 +33,8 @@ from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.extents import ExtentReader, Moving, chunks
 from lakefs_fuse.admin.headless import Headless, open_headless
 from lakefs_fuse.blockcache.object_version import Extent
-from lakefs_fuse.catalog.record import COMMITS
 from lakefs_fuse.checkpoints.model import Listing, Seen, is_wanted, make_listing, markers_asked
+from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry

@@ -16,7 +16,7 @@ from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.admin import fsck, fsck_repair, gc, repack
 from lakefs_fuse.admin.headless import NS, open_headless
 from lakefs_fuse.admin.snapshot import fold
-from lakefs_fuse.catalog import snapshots
+from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import NotFound
 from lakefs_fuse.store.client import StoreClient

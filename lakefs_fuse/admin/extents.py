@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import trio
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
-from lakefs_fuse.catalog.audit import checksums
-from lakefs_fuse.catalog.record import COMMITS
+from lakefs_fuse.commits.archive_check import checksums
+from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry

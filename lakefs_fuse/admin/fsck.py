@@ -26,10 +26,10 @@ from enum import StrEnum
 from pathlib import Path
 
 from lakefs_fuse.admin.headless import Headless
-from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
-from lakefs_fuse.catalog.audit import Audit, Fault, verify
-from lakefs_fuse.catalog.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
-from lakefs_fuse.catalog.record import COMMITS, OBJECTS, THIS, Put, Record, Relocate, Remove
+from lakefs_fuse.commits.archive import fetch_record, parse_commit_key
+from lakefs_fuse.commits.archive_check import Audit, Fault, verify
+from lakefs_fuse.commits.index.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
+from lakefs_fuse.commits.record import COMMITS, OBJECTS, THIS, Put, Record, Relocate, Remove
 from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.meta.entry import Entry, Flag

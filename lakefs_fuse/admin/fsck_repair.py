@@ -21,9 +21,9 @@ from lakefs_fuse.admin.fsck import Checker, Hurt, Kind, Problem
 from lakefs_fuse.admin.headless import Headless
 from lakefs_fuse.admin.relocating import RelocationBuilder, Relocator
 from lakefs_fuse.blockcache.object_version import Extent, Version
-from lakefs_fuse.catalog import snapshots
-from lakefs_fuse.catalog.record import COMMITS, OWN
-from lakefs_fuse.catalog.redating import Redater
+from lakefs_fuse.commits.future_commits import Redater
+from lakefs_fuse.commits.index import snapshots
+from lakefs_fuse.commits.record import COMMITS, OWN
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.sync.parallel import for_each

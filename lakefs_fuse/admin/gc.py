@@ -38,10 +38,10 @@ from lakefs_fuse.admin.gc_note import Note, read_note, write_note
 from lakefs_fuse.admin.headless import NS, Headless
 from lakefs_fuse.admin.leftovers import Swept, delete, sweep
 from lakefs_fuse.admin.relocating import Moved, Relocator
-from lakefs_fuse.catalog import snapshots
-from lakefs_fuse.catalog.archive import fetch_record, parse_commit_key
-from lakefs_fuse.catalog.index import manifests
-from lakefs_fuse.catalog.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
+from lakefs_fuse.commits.archive import fetch_record, parse_commit_key
+from lakefs_fuse.commits.index import snapshots
+from lakefs_fuse.commits.index.index import manifests
+from lakefs_fuse.commits.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.store.client import DELETE_KEYS_MAX
 from lakefs_fuse.store.protocol import ObjectMeta

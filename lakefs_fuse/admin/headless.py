@@ -14,10 +14,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from lakefs_fuse.catalog.apply import refused_commits
-from lakefs_fuse.catalog.archive import commit_key, parse_commit_key
-from lakefs_fuse.catalog.clock import HybridClock
-from lakefs_fuse.catalog.record import COMMITS
+from lakefs_fuse.commits.applier import refused_commits
+from lakefs_fuse.commits.archive import commit_key, parse_commit_key
+from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
 from lakefs_fuse.errors import LakeError, Unsupported
 from lakefs_fuse.fs import Filesystem, open_filesystem

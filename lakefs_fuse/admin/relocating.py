@@ -21,9 +21,9 @@ import trio
 from lakefs_fuse.admin.extents import ExtentReader, Moving, chunks
 from lakefs_fuse.admin.headless import Headless
 from lakefs_fuse.blockcache.object_version import Extent
-from lakefs_fuse.catalog.archive import ArchiveBuilder, Member, build, fd_sink
-from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE
-from lakefs_fuse.catalog.record import COMMITS, OWN, THIS, ObjectRef, Record, Relocate, encode
+from lakefs_fuse.commits.archive import ArchiveBuilder, Member, build, fd_sink
+from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
+from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Record, Relocate, encode
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import LakeError, NotFound
 from lakefs_fuse.fs.attributes import learn

@@ -25,7 +25,7 @@ from lakefs_fuse.admin.extents import CHUNK_BYTES, ExtentReader, Moving
 from lakefs_fuse.admin.headless import Headless
 from lakefs_fuse.admin.leftovers import Swept, delete, sweep
 from lakefs_fuse.admin.relocating import Moved, RelocationBuilder, Relocator
-from lakefs_fuse.catalog.record import OWN
+from lakefs_fuse.commits.record import OWN
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed
 from lakefs_fuse.fs.attributes import describe

@@ -20,12 +20,12 @@ import time as clocks
 from collections.abc import Callable
 from pathlib import Path
 
-from lakefs_fuse.catalog import snapshots
-from lakefs_fuse.catalog.apply import forget_refused, refused_commits
-from lakefs_fuse.catalog.archive import commit_key
-from lakefs_fuse.catalog.clock import HybridClock
-from lakefs_fuse.catalog.index import Manifest, find, manifests, remove_old, write_index
-from lakefs_fuse.catalog.window import WINDOW_NS
+from lakefs_fuse.commits.applier import forget_refused, refused_commits
+from lakefs_fuse.commits.archive import commit_key
+from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.index import snapshots
+from lakefs_fuse.commits.index.index import Manifest, find, manifests, remove_old, write_index
+from lakefs_fuse.commits.window import WINDOW_NS
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported
 from lakefs_fuse.fs import Filesystem
 from lakefs_fuse.fs.survey import list_everything

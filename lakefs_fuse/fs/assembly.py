@@ -12,11 +12,11 @@ import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.reader import BlockReader
-from lakefs_fuse.catalog.apply import Applier
-from lakefs_fuse.catalog.clock import HybridClock
-from lakefs_fuse.catalog.committer import Committer
-from lakefs_fuse.catalog.deletions import Deletions
-from lakefs_fuse.catalog.poller import DOUBT_S_MAX, Poller
+from lakefs_fuse.commits.applier import Applier
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.fs.begun_copies import BegunCopies

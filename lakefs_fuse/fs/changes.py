@@ -15,10 +15,10 @@ from functools import partial
 
 import msgspec
 
-from lakefs_fuse.catalog.change import Change
-from lakefs_fuse.catalog.committer import Committer
-from lakefs_fuse.catalog.deletions import Doomed
-from lakefs_fuse.catalog.record import (
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Doomed
+from lakefs_fuse.commits.record import (
     XATTR_PREFIX,
     XATTR_RESERVED,
     XATTRS_BYTES_MAX,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lakefs_fuse.catalog.change import Change
-from lakefs_fuse.catalog.record import OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.record import OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
 

@@ -20,7 +20,7 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
-from lakefs_fuse.catalog.record import OBJECTS
+from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.currency import Currency

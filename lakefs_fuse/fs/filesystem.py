@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from lakefs_fuse.blockcache.readahead import Readahead
-from lakefs_fuse.catalog.committer import Committer
-from lakefs_fuse.catalog.deletions import Deletions
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.fs.asking import ask_all, is_unasked

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from lakefs_fuse.catalog.change import Change
-from lakefs_fuse.catalog.committer import Committer
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.committed import ChangeBuilder

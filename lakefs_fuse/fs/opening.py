@@ -21,8 +21,8 @@ from pathlib import Path
 import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.catalog.clock import AHEAD_NS_MAX, boottime_ns
-from lakefs_fuse.catalog.index import bring_in
+from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX, boottime_ns
+from lakefs_fuse.commits.index.index import bring_in
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.environment.local_disk import free_bytes
 from lakefs_fuse.errors import CacheError, MountError, Unsupported

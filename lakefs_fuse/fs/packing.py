@@ -17,11 +17,11 @@ import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
-from lakefs_fuse.catalog.archive import Member
-from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE, Change
-from lakefs_fuse.catalog.committer import Committer
-from lakefs_fuse.catalog.deletions import Doomed
-from lakefs_fuse.catalog.record import THIS, Operation, Put
+from lakefs_fuse.commits.archive import Member
+from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Doomed
+from lakefs_fuse.commits.record import THIS, Operation, Put
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.namespace import Namespace

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from lakefs_fuse.catalog.record import OBJECTS
+from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.environment.local_disk import allocated_bytes
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.fs.evidence import Evidence, path_of

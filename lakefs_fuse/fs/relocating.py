@@ -22,11 +22,11 @@ import msgspec
 import trio
 
 from lakefs_fuse.blockcache.object_version import Version
-from lakefs_fuse.catalog.apply import files_below
-from lakefs_fuse.catalog.change import Change
-from lakefs_fuse.catalog.committer import Committer
-from lakefs_fuse.catalog.deletions import Deletions, Doomed
-from lakefs_fuse.catalog.record import OWN, THIS, ObjectRef, Put, Relocate
+from lakefs_fuse.commits.applier import files_below
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
+from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.fs.attributes import learn
 from lakefs_fuse.fs.begun_copies import BegunCopies, BegunCopy

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lakefs_fuse.catalog.apply import files_below
-from lakefs_fuse.catalog.change import Change
-from lakefs_fuse.catalog.committer import Committer
-from lakefs_fuse.catalog.deletions import Doomed
-from lakefs_fuse.catalog.record import Remove
+from lakefs_fuse.commits.applier import files_below
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Doomed
+from lakefs_fuse.commits.record import Remove
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.fs.committed import ChangeBuilder

@@ -23,8 +23,8 @@ import trio
 from msgspec import structs
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.catalog import snapshots
-from lakefs_fuse.catalog.index import bring_in, manifests
+from lakefs_fuse.commits.index import snapshots
+from lakefs_fuse.commits.index.index import bring_in, manifests
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import CacheError, LakeError, MountError
 from lakefs_fuse.fs.asking import ask_all

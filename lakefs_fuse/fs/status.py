@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.reader import BlockReader
-from lakefs_fuse.catalog.committer import Committer
-from lakefs_fuse.catalog.deletions import Deletions
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.fs.recovery import Recovery

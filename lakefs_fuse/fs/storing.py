@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
-from lakefs_fuse.catalog.committer import Committer
-from lakefs_fuse.catalog.deletions import Deletions, Doomed
-from lakefs_fuse.catalog.record import OBJECTS, Remove
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
+from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.fs import attributes
 from lakefs_fuse.fs.begun_copies import BegunCopies
 from lakefs_fuse.fs.committed import ChangeBuilder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lakefs_fuse.catalog.apply import Watcher
+from lakefs_fuse.commits.applier import Watcher
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.fs.files import FileTable
 from lakefs_fuse.fs.filesystem import Filesystem

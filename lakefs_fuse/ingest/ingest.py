@@ -25,9 +25,9 @@ from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.catalog.archive import build, commit_key, parse_commit_key
-from lakefs_fuse.catalog.clock import HybridClock
-from lakefs_fuse.catalog.record import COMMITS, THIS, UNSET, ObjectRef, Operation, Put, Record, encode
+from lakefs_fuse.commits.archive import build, commit_key, parse_commit_key
+from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.record import COMMITS, THIS, UNSET, ObjectRef, Operation, Put, Record, encode
 from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Unsupported
 from lakefs_fuse.ingest.pack_filler import CopyOf, Full, LargeFile, NeedsStored, Pack, Packer, Totals

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from lakefs_fuse.catalog.archive import ArchiveBuilder, Member, fd_sink
-from lakefs_fuse.catalog.change import OPERATIONS_AT_ONCE
-from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Symlink, encode
+from lakefs_fuse.commits.archive import ArchiveBuilder, Member, fd_sink
+from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Symlink, encode
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.ingest.source import (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from lakefs_fuse.catalog.record import (
+from lakefs_fuse.commits.record import (
     KEY_BYTES_MAX,
     NAME_BYTES_MAX,
     TARGET_BYTES_MAX,

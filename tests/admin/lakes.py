@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from lakefs_fuse.admin.headless import Headless, open_headless
-from lakefs_fuse.catalog.archive import Member, build, commit_key
-from lakefs_fuse.catalog.index import write_index
-from lakefs_fuse.catalog.record import COMMITS, THIS, ObjectRef, Operation, Put, Record, encode
+from lakefs_fuse.commits.archive import Member, build, commit_key
+from lakefs_fuse.commits.index.index import write_index
+from lakefs_fuse.commits.record import COMMITS, THIS, ObjectRef, Operation, Put, Record, encode
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.metrics import Metrics

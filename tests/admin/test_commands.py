@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.catalog.archive import build
-from lakefs_fuse.catalog.record import THIS, Put, Record, encode
+from lakefs_fuse.commits.archive import build
+from lakefs_fuse.commits.record import THIS, Put, Record, encode
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Bucket, Lake, eventually, noise
 

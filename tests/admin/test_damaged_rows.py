@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.admin.fsck import Checker, Kind
-from lakefs_fuse.catalog.record import Mkdir, Put, Remove, Symlink
+from lakefs_fuse.commits.record import Mkdir, Put, Remove, Symlink
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.row_decoders import damaged_rows

@@ -8,8 +8,8 @@ import pytest
 
 from lakefs_fuse.admin import fsck_repair
 from lakefs_fuse.admin.fsck import Checked, Checker, Kind
-from lakefs_fuse.catalog.archive import build, commit_key
-from lakefs_fuse.catalog.record import OWN, THIS, ObjectRef, Put, Relocate, Remove, encode
+from lakefs_fuse.commits.archive import build, commit_key
+from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate, Remove, encode
 from lakefs_fuse.errors import StoreError
 from lakefs_fuse.meta.entry import Entry
 from tests.admin.lakes import WRITER, commits, dataset, fold_all, give_commit, give_pack, headless, record, silent

@@ -9,8 +9,8 @@ from itertools import count, islice
 import pytest
 
 from lakefs_fuse.admin.fsck import Checked, Checker, Kind
-from lakefs_fuse.catalog.archive import build, commit_key
-from lakefs_fuse.catalog.record import COMMITS, OWN, THIS, ObjectRef, Put, Relocate, Remove, encode
+from lakefs_fuse.commits.archive import build, commit_key
+from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Put, Relocate, Remove, encode
 from tests.admin.lakes import WRITER, commits, dataset, fold_all, give_commit, give_pack, headless, record, silent
 from tests.fs.lakes import Clock
 from tests.memory_store import MemoryStore, Request, When

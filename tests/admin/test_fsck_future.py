@@ -8,8 +8,8 @@ import pytest
 
 from lakefs_fuse.admin.fsck import Kind
 from lakefs_fuse.admin.gc import Collector, Options
-from lakefs_fuse.catalog.archive import commit_key
-from lakefs_fuse.catalog.record import OWN, ObjectRef, Put, Remove, SetAttr
+from lakefs_fuse.commits.archive import commit_key
+from lakefs_fuse.commits.record import OWN, ObjectRef, Put, Remove, SetAttr
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
 from tests.admin.test_fsck import check, kinds

@@ -13,7 +13,7 @@ import trio
 
 from lakefs_fuse.admin.gc import Collected, Collector, Options
 from lakefs_fuse.admin.gc_note import NOTES, Note, read_note
-from lakefs_fuse.catalog.record import COMMITS, OWN, ObjectRef, Put, Remove
+from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent
 from tests.fs.lakes import Clock, Lake, lake

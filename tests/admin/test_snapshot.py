@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.admin.snapshot import fold
-from lakefs_fuse.catalog.index import INDEX, Manifest, manifests
-from lakefs_fuse.catalog.record import COMMITS, Mkdir, Remove, Symlink
+from lakefs_fuse.commits.index.index import INDEX, Manifest, manifests
+from lakefs_fuse.commits.record import COMMITS, Mkdir, Remove, Symlink
 from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.tree import Tree

@@ -11,8 +11,8 @@ import pytest
 from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
-from lakefs_fuse.catalog.archive import build, commit_key
-from lakefs_fuse.catalog.record import Mkdir, Record
+from lakefs_fuse.commits.archive import build, commit_key
+from lakefs_fuse.commits.record import Mkdir, Record
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from lakefs_fuse.catalog.record import OBJECTS
+from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.fs.filesystem import AttributeChange, file_type_and_mode
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.catalog import committer
-from lakefs_fuse.catalog.apply import Applier
+from lakefs_fuse.commits import committer
+from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.fs.lakes import lake, permissions
 from tests.fs.writing_back import die

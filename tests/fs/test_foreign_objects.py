@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lakefs_fuse.catalog.record import COMMITS
+from lakefs_fuse.commits.record import COMMITS
 from tests.fs.lakes import TTL_S, Clock, lake
 from tests.fs.writing_back import rewrite, until
 from tests.memory_store import MemoryStore

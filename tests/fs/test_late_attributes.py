@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.catalog import committer
+from lakefs_fuse.commits import committer
 from lakefs_fuse.fs import newest
 from lakefs_fuse.fs.storing import Late
 from lakefs_fuse.meta.database import Batch

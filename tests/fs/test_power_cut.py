@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.catalog.archive import RECORD_NAME
-from lakefs_fuse.catalog.record import COMMITS, decode
+from lakefs_fuse.commits.archive import RECORD_NAME
+from lakefs_fuse.commits.record import COMMITS, decode
 from lakefs_fuse.meta.database import Batch, Database
 from tests.fs.writing_back import LARGE, NEVER_S, Outage, rewrite, stored, told, writing_back
 from tests.memory_store import MemoryStore, Request, When

@@ -19,7 +19,7 @@ import pytest
 import trio
 
 from lakefs_fuse.blockcache.disk_latency import Promptness
-from lakefs_fuse.catalog import committer
+from lakefs_fuse.commits import committer
 from lakefs_fuse.environment.failpoints import NAMES
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.fs import accepting, newest, renaming, replay

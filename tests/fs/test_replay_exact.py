@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from lakefs_fuse.blockcache.disk_latency import Promptness
-from lakefs_fuse.catalog import committer
+from lakefs_fuse.commits import committer
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.fs import accepting, writeback
 from lakefs_fuse.fs.files import FileTable

@@ -8,9 +8,9 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.catalog import committer
-from lakefs_fuse.catalog.archive import locate, parse_commit_key, read_record
-from lakefs_fuse.catalog.record import Put
+from lakefs_fuse.commits import committer
+from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
+from lakefs_fuse.commits.record import Put
 from lakefs_fuse.errors import StoreError
 from lakefs_fuse.fs import newest
 from tests.fs.lakes import Lake, lake

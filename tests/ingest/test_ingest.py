@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 import pytest
 import trio
 
-from lakefs_fuse.catalog.record import OWN, THIS, Mkdir, Put, Record, Symlink, decode
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, Put, Record, Symlink, decode
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import LakeError, StoreFull
 from lakefs_fuse.ingest import ingest as ingest_module

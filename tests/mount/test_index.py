@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from lakefs_fuse.catalog.archive import Member, build, commit_key
-from lakefs_fuse.catalog.record import THIS, Operation, Put, Record, Remove, encode
+from lakefs_fuse.commits.archive import Member, build, commit_key
+from lakefs_fuse.commits.record import THIS, Operation, Put, Record, Remove, encode
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, noise, scale
 

@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from lakefs_fuse.catalog.archive import build, commit_key
-from lakefs_fuse.catalog.record import Mkdir, Operation, Record, encode
+from lakefs_fuse.commits.archive import build, commit_key
+from lakefs_fuse.commits.record import Mkdir, Operation, Record, encode
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, eventually
 

@@ -12,8 +12,8 @@ import shutil
 import time
 from pathlib import Path
 
-from lakefs_fuse.catalog.archive import Member, build, commit_key
-from lakefs_fuse.catalog.record import THIS, Put, Record, encode
+from lakefs_fuse.commits.archive import Member, build, commit_key
+from lakefs_fuse.commits.record import THIS, Put, Record, encode
 from scripts.measure_names import make_lake as make_names
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import MIB, Lake, given_away, number, scale

@@ -1,0 +1,400 @@
+"""Commits merged into the tree: for each path the operation with the newest commit time wins.
+
+What always holds:
+
+* a record is applied between two awaits, so other tasks see all of it or nothing; one of many operations is applied in
+  steps (`Applier.apply_in_steps`), and requests about its names wait at the tree's `Barrier` until it is whole;
+  the note that it was applied is written last, so after a crash half-way it is applied again, before anybody is
+  served, which changes nothing that was done already;
+* the order in which commits arrive does not matter, as long as a commit comes after those its writer had seen: every
+  name carries the time of the commit that set it (its tombstone carries it where the name is gone);
+* a plain object that the writer of a commit did not know of wins where its LastModified is not before the commit's
+  second, because somebody outside put it there since; where what is known here leaves a doubt, the store is asked for
+  the object before the commit is applied (`Applier.doubts`), as it may be older, or replaced or removed since;
+* the same bytes keep their inode; other bytes under the name get another, unless the file is being written here; a
+  file whose mtime another node changed gets another, unless it is open here.
+
+A change made here is applied at once under a `PENDING` stamp, which is newer than any commit, and gets the commit's
+time (`restamp`) when it has one. Trio thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import msgspec
+import trio
+
+from lakefs_fuse.commits.apply_record import TOGETHER_MAX, Application, Doubt
+from lakefs_fuse.commits.future_commits import Original
+from lakefs_fuse.commits.record import (
+    Mkdir,
+    ObjectRef,
+    Operation,
+    Record,
+    Relocate,
+    Remove,
+    SetAttr,
+)
+from lakefs_fuse.environment import failpoints
+from lakefs_fuse.meta import sorted_tables as tables
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.tombstones import Tombstone
+from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.metrics import CommitMetrics
+
+NS = 1_000_000_000
+STEP_OPERATIONS = 32
+"""Applied at one go where a record is applied in steps: 5 ms. A request takes some ten turns of the loop."""
+WORK_S, PAUSE_S = 0.004, 0.001
+"""After so much work steps make a pause, in which worker threads get the interpreter's lock from the busy loop."""
+BARRIER_PER_OPERATION = 8
+"""So many names are looked up in the time in which one operation is applied."""
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class Watcher:
+    """Whoever has to know what changes; the filesystem overrides what it needs."""
+
+    def keeps(self, entry: Entry) -> bool:
+        """The file is being written here: its inode stays."""
+        return False
+
+    def redated(self, entry: Entry) -> bool:
+        """The mtime of a file changes, which the kernel ignores for an inode that it holds. Answers whether the file is
+        open here: then it keeps its inode until the last close."""
+        return False
+
+    def ctime_ns(self, entry: Entry) -> int:
+        """When an inode was changed here last: what this node's own commits say of it does not move that."""
+        return entry.ctime_ns
+
+    def changing(self, parent: int, name: bytes) -> None:
+        """A listing under way must not undo this."""
+
+    def changed(self, parent: int, name: bytes) -> None:
+        """The kernel may remember the name wrongly."""
+
+    def updated(self, entry: Entry) -> None:
+        """A file's row has other attributes, another place or another name."""
+
+    def relocated(self, entry: Entry) -> None:
+        """The same bytes are in another place."""
+
+    def moved(self) -> None:
+        """Directories moved: paths of files in use may be others."""
+
+
+class Applier:
+    """See the module's head."""
+
+    def __init__(
+        self, database: Database, tree: Tree, metrics: CommitMetrics, watcher: Watcher, *, clock_ns: Callable[[], int]
+    ) -> None:
+        self._db, self._tree, self._metrics, self._watcher = database, tree, metrics, watcher
+        self._clock_ns = clock_ns
+        self._directories: dict[str, int] = {}
+        self._quiet = False
+
+    # -- which commits were applied
+
+    def is_applied(self, time: int, writer: str) -> bool:
+        return self._db.get(_applied_key(time, writer)) is not None
+
+    def forget_applied_before(self, time: int) -> None:
+        """No poll asks for commits older than this any more."""
+        batch = Batch()
+        batch.delete_range(b"A", _applied_key(time, ""))
+        self._db.commit(batch)
+
+    def forget_applied(self) -> None:
+        """The next poll applies every commit again, which changes nothing that is newer."""
+        batch = Batch()
+        batch.delete_range(b"A", b"B")
+        batch.delete(b"Mnewest")
+        self._db.commit(batch)
+
+    def forget_applied_since(self, time: int) -> None:
+        """The next poll asks for commits from this time on. Names that others set later than the store's clock may be
+        among those here: the next mount reads all of them anew."""
+        batch = Batch()
+        batch.delete_range(_applied_key(time, ""), b"B")
+        batch.put(b"Mnewest", time.to_bytes(8, "big"))
+        tables.outdate_names(batch)
+        self._db.commit(batch)
+
+    def newest(self) -> int:
+        """Time of the newest commit applied; 0 where there is none."""
+        return int.from_bytes(self._db.get(b"Mnewest") or b"", "big")
+
+    def note_refused(self, time: int, writer: str) -> None:
+        """A commit is left out: what is known here must not be folded into an index that stands for it."""
+        batch = Batch()
+        batch.put(_refused_key(time, writer), b"")
+        self._db.commit(batch)
+
+    def _note(self, record: Record) -> None:
+        batch = Batch()
+        batch.put(_applied_key(record.time, record.writer), b"")
+        batch.delete(_refused_key(record.time, record.writer))
+        if record.time > self.newest():
+            batch.put(b"Mnewest", record.time.to_bytes(8, "big"))
+        self._db.commit(batch)
+
+    # -- applying
+
+    def doubts(self, record: Record) -> Iterator[Doubt | None]:
+        """Names of plain objects that the record's writer did not know of, and that are perhaps not older: one answer
+        for each operation. Whoever awaits in between calls `forget_paths`."""
+        self._directories.clear()
+        return Application(self, record, ObjectRef(), record.time, False, NOTHING).doubts()
+
+    def apply(
+        self,
+        record: Record,
+        this: ObjectRef,
+        *,
+        own: bool = False,
+        outdated: Mapping[str, str] = NOTHING,
+        whole: bool = True,
+    ) -> None:
+        """``this`` is the archive as the store has it. ``own``: this node's kernel knows of the change already.
+        ``outdated``: the answer to `doubts`, paths and the ETags that are not there any more. ``whole``: the record is
+        all that its commit says."""
+        self._run(record, this, record.time, own, outdated, whole=whole)
+        self._end(record)
+
+    def _end(self, record: Record) -> None:
+        self._note(record)
+        self._metrics.applied += 1
+        self._metrics.operations_applied += len(record.operations)
+
+    async def apply_in_steps(self, record: Record, this: ObjectRef, *, outdated: Mapping[str, str] = NOTHING) -> None:
+        """As `apply`, for a whole record of somebody else: other tasks go on after every STEP_OPERATIONS, and requests
+        about the names concerned wait for the end. One at a time."""
+        application = Application(self, record, this, record.time, False, outdated, whole=True)
+        try:
+            await self._raise_barrier(record)
+            began = trio.current_time()
+            for _ in application.steps(STEP_OPERATIONS):
+                failpoints.reached("apply.step")
+                if trio.current_time() - began < WORK_S:
+                    await trio.lowlevel.checkpoint()
+                else:
+                    await trio.sleep(PAUSE_S)
+                    began = trio.current_time()
+                self._directories.clear()
+            self._end(record)
+        finally:
+            self._directories.clear()
+            self._tree.barrier.lower()
+
+    async def _raise_barrier(self, record: Record) -> None:
+        """Before every name that the record changes; where its directory is missing, before that of the directory."""
+        self._directories.clear()
+        for number, operation in enumerate(record.operations, 1):
+            above, _, name = operation.path.rpartition("/")
+            while (directory := self.directory(above)) is None:
+                above, _, name = above.rpartition("/")
+            self._tree.barrier.add(directory, name.encode())
+            if not number % (BARRIER_PER_OPERATION * STEP_OPERATIONS):
+                await trio.lowlevel.checkpoint()
+                self._directories.clear()
+
+    def apply_pending(self, record: Record, stamp: int) -> None:
+        """A change made here, before any commit has it."""
+        self._run(record, ObjectRef(), stamp, own=True)
+
+    def _run(
+        self,
+        record: Record,
+        this: ObjectRef,
+        stamp: int,
+        own: bool,
+        outdated: Mapping[str, str] = NOTHING,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._quiet = own
+        self._directories.clear()
+        try:
+            Application(self, record, this, stamp, own, outdated, whole=whole).run()
+        finally:
+            self._quiet = False
+            self._directories.clear()
+
+    def is_in_effect(self, operations: Sequence[Operation], stamp: int) -> bool:
+        """Whether `apply_pending` came to the end of these under a stamp; what sets attributes leaves no mark."""
+        last = next((each for each in reversed(operations) if not isinstance(each, SetAttr | Relocate)), None)
+        if last is None:
+            return not operations
+        directory = isinstance(last, Mkdir) or (isinstance(last, Remove) and last.directory)
+        entry = self._named(last.path, directory)
+        tombstone = self._tree.tombstones.get(last.path.encode() + (b"/" if directory else b""))
+        return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.stamp == stamp)
+
+    def restamp(self, record: Record, pending: int, time: int) -> None:
+        """What `apply_pending` did under ``pending`` is in the commit of this time now, unless it changed since."""
+        attributes = [operation for operation in record.operations if isinstance(operation, SetAttr)]
+        if attributes:
+            self._run(msgspec.structs.replace(record, operations=attributes, moves=[]), ObjectRef(), time, own=True)
+        self._restamp(record.operations, pending, time)
+
+    def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:
+        """What a commit did here has another time now, as it was committed again; what was left out of that is as old
+        as the commit."""
+        numbers = {id(each) for each in kept}
+        left = [each for each in original.record.operations if id(each) not in numbers]
+        self._restamp(kept, original.record.time, time)
+        self._restamp(left, original.record.time, original.made_ns)
+        batch = Batch()
+        for operation in kept:
+            entry = self._named(operation.path, False) if isinstance(operation, SetAttr) else None
+            if entry is not None and entry.ctime_ns > time:  # else nobody's later attributes would count here
+                self._tree.update(batch, msgspec.structs.replace(entry, ctime_ns=time))
+        self._db.commit(batch)
+
+    def _restamp(self, operations: Sequence[Operation], before: int, time: int) -> None:
+        """Names that were set, or removed, at one time were so at another."""
+        batch = Batch()
+        for number, operation in enumerate(operations, 1):
+            directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
+            path = operation.path.encode() + (b"/" if directory else b"")
+            entry = self._named(operation.path, directory)
+            if entry is not None and entry.stamp == before:
+                self._tree.update(batch, msgspec.structs.replace(entry, stamp=time))
+            tombstone = self._tree.tombstones.get(path)
+            if tombstone is not None and tombstone.stamp == before:
+                self._tree.tombstones.put(batch, path, Tombstone(time, tombstone.etag))
+            if not number % TOGETHER_MAX:
+                self._db.commit(batch)
+                batch = Batch()
+        self._db.commit(batch)
+
+    def _named(self, path: str, directory: bool) -> Entry | None:
+        above, _, name = path.rpartition("/")
+        parent = self.directory(above)
+        if parent is None:
+            return None
+        return self._tree.named(parent, name.encode() + (b"/" if directory else b""))
+
+    # -- directories
+
+    def directory(self, path: str) -> int | None:
+        """Inode of a directory by its path ("" is the root); None where there is none."""
+        if not path:
+            return ROOT_INODE
+        known = self._directories.get(path)
+        if known is None:
+            above, _, name = path.rpartition("/")
+            parent = self.directory(above)
+            entry = None if parent is None else self._tree.named(parent, name.encode() + b"/")
+            if entry is None:
+                return None
+            known = self._directories[path] = entry.inode
+        return known
+
+    def ensure_directory(self, path: str, time: int) -> int:
+        """As `directory`, made where it is missing: it is there because something below it is."""
+        found = self.directory(path)
+        if found is not None:
+            return found
+        above, _, name = path.rpartition("/")
+        parent = self.ensure_directory(above, time)
+        return self.insert_directory(parent, path, name.encode(), Flag.DIRECTORY, time).inode
+
+    def insert_directory(self, parent: int, path: str, name: bytes, flags: int, time: int, **attributes: int) -> Entry:
+        batch = Batch()
+        file = self._tree.named(parent, name)
+        if file is not None and (file.stamp or self._watcher.keeps(file)):
+            self._tree.update(batch, msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED))
+        elif file is not None:
+            self._tree.remove(batch, file)
+            self._tree.forget_listing(batch, parent)
+        attributes = {"mtime_ns": time, "ctime_ns": time, **attributes}
+        entry = self._tree.insert(batch, parent, name, flags, **attributes)
+        self._db.commit(batch)
+        self._directories[path] = entry.inode
+        self.tell(parent, name)
+        return entry
+
+    def remove_directory(self, entry: Entry, batch: Batch | None = None) -> None:
+        """An empty directory's row goes, and what ``batch`` says is noted; a file of the same name comes into sight."""
+        batch = Batch() if batch is None else batch
+        self._tree.remove(batch, entry)
+        self.show_file(batch, entry)
+        self._db.commit(batch)
+        self._directories.clear()
+        self.tell(entry.parent, entry.name)
+
+    def show_file(self, batch: Batch, directory: Entry) -> None:
+        """A directory goes: a file of the same name comes into sight."""
+        file = self._tree.named(directory.parent, directory.name) if directory.is_dir else None
+        if file is not None and file.flags & Flag.SHADOWED:
+            self._tree.update(batch, msgspec.structs.replace(file, flags=file.flags & ~Flag.SHADOWED))
+
+    def prune(self, inode: int) -> None:
+        """Directories that were there only because of what was below them go when nothing is."""
+        while inode != ROOT_INODE:
+            entry = self._tree.entry(inode)
+            if entry is None or entry.stamp or entry.flags & (Flag.MARKER | Flag.LISTED):
+                return
+            if self._tree.has_children(inode):
+                return
+            self.remove_directory(entry)
+            inode = entry.parent
+
+    def tell(self, parent: int, name: bytes) -> None:
+        self._watcher.changing(parent, name)
+        if not self._quiet:
+            self._watcher.changed(parent, name)
+
+    def forget_paths(self) -> None:
+        """Paths lead elsewhere now."""
+        self._directories.clear()
+
+    @property
+    def tree(self) -> Tree:
+        return self._tree
+
+    @property
+    def watcher(self) -> Watcher:
+        return self._watcher
+
+    @property
+    def database(self) -> Database:
+        return self._db
+
+    def now_ns(self) -> int:
+        return self._clock_ns()
+
+
+def _applied_key(time: int, writer: str) -> bytes:
+    return b"A" + time.to_bytes(8, "big") + writer.encode("ascii")
+
+
+def _refused_key(time: int, writer: str) -> bytes:
+    return b"R" + time.to_bytes(8, "big") + writer.encode("ascii")
+
+
+def forget_refused(database: Database, time: int, writer: str) -> None:
+    """The commit is not there any more."""
+    batch = Batch()
+    batch.delete(_refused_key(time, writer))
+    database.commit(batch)
+
+
+def refused_commits(database: Database) -> list[tuple[int, str]]:
+    """Time and writer of every commit that was left out since the names here began, and not applied since."""
+    return [(int.from_bytes(key[1:9], "big"), key[9:].decode()) for key, _ in database.scan(b"R", b"S")]
+
+
+def files_below(tree: Tree, directory: int, path: str) -> Iterator[tuple[str, Entry]]:
+    """Every entry below a directory with its path, directories before what is in them."""
+    for entry in tree.children(directory):
+        below = f"{path}/{entry.name.decode('utf-8', 'surrogatepass')}" if path else entry.name.decode()
+        yield below, entry
+        if entry.is_dir:
+            yield from files_below(tree, entry.inode, below)

@@ -1,0 +1,379 @@
+"""The commit object: a ZIP archive of files whose last member is the change record. `docs/format.md` has every byte.
+
+Always true of what is written here: members are stored, not compressed, one behind the other without a gap, sizes and
+CRC-32 in front of their bytes; the archive's comment says where the record is, so that a reader needs the tail only;
+``unzip`` and Python's zipfile read it. ZIP64 fields appear only where a number needs them.
+
+Building is plain blocking code for any one thread at a time and keeps about 200 bytes a member in memory besides what
+its sink keeps. Reading (`fetch_record`) is for tasks of the trio loop. A crash in the midst of building leaves nothing
+in the store: the object is put whole, when it is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import struct
+import time as clock
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from lakefs_fuse.commits.record import (
+    COMMITS,
+    THIS,
+    TIME_NS_MAX,
+    UNSET,
+    WRITER,
+    Put,
+    Record,
+    Relocate,
+    SetAttr,
+    decode,
+    newest_read,
+)
+from lakefs_fuse.errors import DamagedCommit
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
+
+T = TypeVar("T")
+
+RECORD_NAME = ".lakefs/record"
+RECORD_BYTES_MAX = 1 << 30
+TAIL_BYTES = 256 << 10
+"""What is read of a commit at first; the record and the directory of a pack of a thousand files fit in it."""
+THREAD_BYTES_MIN = 256 << 10
+"""Records from this size on are decoded in a thread, so that the loop goes on."""
+WINDOW_BYTES = 8 << 20
+"""What is read at a time of a record that does not fit in there."""
+ANSWERS_MAX = 3
+"""As often is something asked for that comes damaged, before it is taken to lie in the store like that."""
+SLICE_BYTES_MAX = 8 << 20
+"""A longer slice of a file is read twice, for its CRC and to be written, in place of being held in memory."""
+
+MODE_DEFAULT = 0o644
+
+Sink = Callable[[Buffer], object]
+"""Takes bytes in order, all of them: ``write`` of a buffered binary file, ``append`` of a list, `fd_sink`."""
+
+LOCAL = struct.Struct("<4s5HIIIHH")
+CENTRAL = struct.Struct("<4s6HIIIHHHHHII")
+END = struct.Struct("<4sHHHHIIH")
+END64 = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR64 = struct.Struct("<4sIQI")
+_ATTRIBUTES = struct.Struct("<HHBiHHBBIBI")
+_OWNERS = struct.Struct("<HHBBIBI")
+
+LOCAL_MAGIC, CENTRAL_MAGIC, END_MAGIC = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
+END64_MAGIC, LOCATOR64_MAGIC = b"PK\x06\x06", b"PK\x06\x07"
+FLAG_UTF8 = 1 << 11
+MAX16, MAX32 = 0xFFFF, 0xFFFF_FFFF
+_NEEDS, _NEEDS_ZIP64 = 20, 45
+_MADE_BY_UNIX = 3 << 8 | _NEEDS_ZIP64
+_DOS_TIME_MIN, _DOS_TIME_MAX = 0x21 << 16, 0xFF9F_BF7D
+_DOS_S_MIN, _DOS_S_END = 315_532_800, 4_354_819_200
+"""1980-01-01 to 2108-01-01, in seconds since 1970."""
+
+_KEY = re.compile(re.escape(COMMITS) + r"([0-9a-f]{16})-([0-9a-f]{8})\.zip")
+_COMMENT = re.compile(rb"lakefs1 (0|[1-9][0-9]{0,18}) ([1-9][0-9]{0,18}) ([0-9a-f]{8})")
+COMMENT_BYTES_MAX = 56
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file for an archive: ``size`` bytes of ``data``. ``mode`` is permission bits, or with a file type (S_IFLNK: the
+    bytes are the link's target). UNSET attributes are shown as 0644 and 0. A slice must not change while it is added.
+    """
+
+    path: str
+    data: Buffer | FileSlice
+    size: int
+    mode: int = UNSET
+    mtime_ns: int = 0
+    uid: int = UNSET
+    gid: int = UNSET
+
+
+def commit_key(time: int, writer: str) -> str:
+    """The key of a commit; ``time`` in nanoseconds since 1970, ``writer`` 8 hex digits. Raises ValueError."""
+    if not 0 <= time <= TIME_NS_MAX or not WRITER.fullmatch(writer):
+        raise ValueError(f"no commit of time {time} by {writer!r}")
+    return f"{COMMITS}{time:016x}-{writer}.zip"
+
+
+def parse_commit_key(key: str) -> tuple[int, str] | None:
+    """Time and writer, or None for anything that `commit_key` does not make."""
+    match = _KEY.fullmatch(key)
+    if match is None or (time := int(match[1], 16)) > TIME_NS_MAX:
+        return None
+    return time, match[2]
+
+
+def fd_sink(fd: int) -> Sink:
+    """Writes to a descriptor, at its position."""
+
+    def write(data: Buffer) -> None:
+        written = os.write(fd, data)
+        if written < len(data):
+            rest = memoryview(data)[written:]
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+
+    return write
+
+
+class ArchiveBuilder:
+    """Writes one archive to a sink; where something raised the archive is of no use. ``size`` is bytes so far,
+    ``members`` their number."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.size = 0
+        self.members = 0
+        self._sink = sink
+        self._directory = bytearray()
+        self._finished = False
+
+    def add(self, member: Member) -> int:
+        """Write one member; answers the offset of its data. Raises ValueError where ``size`` is not the data's, OSError
+        of the slice or the sink."""
+        if self._finished:
+            raise ValueError("the archive is finished")
+        data = member.data
+        if isinstance(data, FileSlice):
+            length = data.length
+            if length <= SLICE_BYTES_MAX:
+                data = b"".join(data.pieces(SLICE_BYTES_MAX))
+        else:
+            length = len(data)
+        if length != member.size:
+            raise ValueError(f"{member.path!r}: {length} bytes, not {member.size}")
+        mode = MODE_DEFAULT if member.mode == UNSET else member.mode
+        uid = 0 if member.uid == UNSET else member.uid
+        gid = 0 if member.gid == UNSET else member.gid
+        attributes = _attributes(member.mtime_ns // 1_000_000_000, uid, gid)
+        crc = _crc(data) if isinstance(data, FileSlice) else zlib.crc32(data)
+        offset = self._begin(member.path.encode(), length, crc, mode, _dos_time(member.mtime_ns), attributes)
+        if isinstance(data, FileSlice):
+            for piece in data.pieces():
+                self._sink(piece)
+        elif length:
+            self._sink(data)
+        self.size += length
+        return offset
+
+    def finish(self, record: bytes) -> int:
+        """Write the record, the directory and the end; answers the size of the archive in bytes. Raises ValueError for
+        a record that no reader would take."""
+        if self._finished or not 0 < len(record) <= RECORD_BYTES_MAX:
+            raise ValueError(f"a record of {len(record)} bytes")
+        crc = zlib.crc32(record)
+        offset = self._begin(RECORD_NAME.encode(), len(record), crc, MODE_DEFAULT, _DOS_TIME_MIN, b"")
+        self._sink(record)
+        self.size += len(record)
+        self._finished = True
+        end = _end(self.members, len(self._directory), self.size, b"lakefs1 %d %d %08x" % (offset, len(record), crc))
+        self._sink(bytes(self._directory))  # joining what can change would keep every other thread waiting
+        self._sink(end)
+        self.size += len(self._directory) + len(end)
+        return self.size
+
+    def _begin(self, name: bytes, length: int, crc: int, mode: int, dos_time: int, attributes: bytes) -> int:
+        """Local header to the sink, entry to the directory; answers where the data begins."""
+        header_at = self.size
+        needs, short_length, short_at = _NEEDS, length, header_at
+        local_extra = central_extra = attributes
+        if length >= MAX32 or header_at >= MAX32:
+            numbers: list[int] = []
+            if length >= MAX32:
+                needs, short_length, numbers = _NEEDS_ZIP64, MAX32, [length, length]
+                local_extra = _zip64_extra(numbers) + attributes
+            if header_at >= MAX32:
+                needs, short_at, numbers = _NEEDS_ZIP64, MAX32, [*numbers, header_at]
+            central_extra = _zip64_extra(numbers) + attributes
+        name_length = len(name)
+        common = needs, FLAG_UTF8, 0, dos_time & MAX16, dos_time >> 16, crc, short_length, short_length, name_length
+        header = LOCAL.pack(LOCAL_MAGIC, *common, len(local_extra)) + name + local_extra
+        kind = (stat.S_IFMT(mode) or stat.S_IFREG) | stat.S_IMODE(mode)
+        self._directory += CENTRAL.pack(
+            CENTRAL_MAGIC, _MADE_BY_UNIX, *common, len(central_extra), 0, 0, 0, kind << 16, short_at
+        )
+        self._directory += name + central_extra
+        self._sink(header)
+        self.members += 1
+        self.size += len(header)
+        return self.size
+
+
+def build(members: Iterable[Member], make_record: Callable[[list[int]], bytes]) -> bytes:
+    """A small archive in memory. ``make_record`` is given the offsets of the members' data, in order."""
+    pieces: list[Buffer] = []
+    builder = ArchiveBuilder(pieces.append)
+    builder.finish(make_record([builder.add(member) for member in members]))
+    return b"".join(pieces)
+
+
+def _attributes(mtime_s: int, uid: int, gid: int) -> bytes:
+    """The extra fields 0x5455 (where 32 bits hold the time) and 0x7875."""
+    if -(1 << 31) <= mtime_s < 1 << 31:
+        return _ATTRIBUTES.pack(0x5455, 5, 1, mtime_s, 0x7875, 11, 1, 4, uid, 4, gid)
+    return _OWNERS.pack(0x7875, 11, 1, 4, uid, 4, gid)
+
+
+def _zip64_extra(numbers: list[int]) -> bytes:
+    return struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers)
+
+
+def _dos_time(time_ns: int) -> int:
+    """Date and time of day in UTC, to two seconds; the extra field has the second and the record the nanosecond."""
+    time_s = time_ns // 1_000_000_000
+    if not _DOS_S_MIN <= time_s < _DOS_S_END:
+        return _DOS_TIME_MIN if time_s < _DOS_S_MIN else _DOS_TIME_MAX
+    year, month, day, hour, minute, second = clock.gmtime(time_s)[:6]
+    return (year - 1980) << 25 | month << 21 | day << 16 | hour << 11 | minute << 5 | second >> 1
+
+
+def _crc(data: FileSlice) -> int:
+    crc = 0
+    for piece in data.pieces():
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def _end(members: int, directory_length: int, directory_at: int, comment: bytes) -> bytes:
+    """What follows the central directory."""
+    zip64 = b""
+    if members >= MAX16 or directory_length >= MAX32 or directory_at >= MAX32:
+        at = directory_at + directory_length
+        zip64 = END64.pack(
+            END64_MAGIC, 44, _MADE_BY_UNIX, _NEEDS_ZIP64, 0, 0, members, members, directory_length, directory_at
+        ) + LOCATOR64.pack(LOCATOR64_MAGIC, 0, at, 1)
+    count = min(members, MAX16)
+    length, at = min(directory_length, MAX32), min(directory_at, MAX32)
+    return zip64 + END.pack(END_MAGIC, 0, 0, count, count, length, at, len(comment)) + comment
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where the record of an archive is, in bytes, and its CRC-32; ``end_at``: where the archive's end begins."""
+
+    offset: int
+    length: int
+    crc: int
+    end_at: int
+
+
+def locate(tail: Buffer, size: int) -> Whereabouts:
+    """Read the comment at the end of an archive of ``size`` bytes. Raises DamagedCommit."""
+    last = bytes(tail[-(END.size + COMMENT_BYTES_MAX) :])
+    at = last.rfind(END_MAGIC)
+    match = _COMMENT.fullmatch(last, at + END.size) if 0 <= at <= len(last) - END.size else None
+    if match is None:
+        raise DamagedCommit("cut short, or no commit: its end is not that of one")
+    if END.unpack_from(last, at)[-1] != len(match[0]):
+        raise DamagedCommit("the length of its comment is wrong")
+    offset, length, crc = int(match[1]), int(match[2]), int(match[3], 16)
+    end_at = size - len(last) + at
+    if offset < LOCAL.size + len(RECORD_NAME) or offset + length > end_at or length > RECORD_BYTES_MAX:
+        raise DamagedCommit(f"a record of {length} bytes at {offset} of {size}")
+    return Whereabouts(offset, length, crc, end_at)
+
+
+def read_record(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Record:
+    """The record found at ``where`` in the commit of this time and writer, but for `outside`. Raises DamagedCommit."""
+    if len(raw) != where.length or zlib.crc32(raw) != where.crc:
+        raise DamagedCommit("the CRC of its change record is wrong")
+    record = decode(raw)
+    if (record.time, record.writer) != (time, writer):
+        raise DamagedCommit(f"its change record is that of {record.time:016x}-{record.writer}")
+    return record
+
+
+def outside(record: Record, where: Whereabouts) -> Iterator[str]:
+    """Paths whose bytes are said to be in this archive where no file of it can be."""
+    for operation in record.operations:
+        if not isinstance(operation, Put | Relocate | SetAttr) or operation.object != THIS:
+            continue
+        if operation.offset + operation.size > where.offset:
+            yield operation.path
+
+
+def _read_inside(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Record:
+    record = read_record(raw, where, time, writer)
+    for path in outside(record, where):
+        raise DamagedCommit(f"{path!r} is outside of its files")
+    return record
+
+
+class LargeRecord(Exception):
+    """A record is larger than whoever asked for it has room."""
+
+
+async def fetch_record(
+    client: StoreClient, meta: ObjectMeta, tail_bytes: int = TAIL_BYTES, *, bytes_max: int = RECORD_BYTES_MAX
+) -> Record:
+    """The checked record of the commit that LIST showed as ``meta``: one GET of its tail, others of WINDOW_BYTES where
+    the record does not fit in it; all again where it came damaged. Raises DamagedCommit that names the key, LargeRecord
+    for one of more than ``bytes_max``, and StoreError kinds (NotFound, PreconditionFailed)."""
+    named = parse_commit_key(meta.key)
+    if named is None:
+        raise DamagedCommit(f"{meta.key}: not the name of a commit")
+
+    async def fetch() -> Record:
+        where, raw = await _fetch_raw(client, meta, tail_bytes, bytes_max)
+        read = partial(_read_inside, raw, where, *named)
+        return read() if len(raw) < THREAD_BYTES_MIN else await trio.to_thread.run_sync(read)
+
+    try:
+        record = await fetch_undamaged(fetch)
+    except DamagedCommit as error:
+        raise DamagedCommit(f"{meta.key}: {error}") from error
+    client.commit_format = max(client.commit_format, record.format)
+    return record
+
+
+async def fetch_newest_read(client: StoreClient, meta: ObjectMeta) -> int:
+    """The newest format of records that the writer of a commit reads. Raises DamagedCommit, StoreError kinds."""
+
+    async def fetch() -> int:
+        return newest_read((await _fetch_raw(client, meta, TAIL_BYTES, RECORD_BYTES_MAX))[1])
+
+    return await fetch_undamaged(fetch)
+
+
+async def fetch_undamaged(fetch: Callable[[], Awaitable[T]]) -> T:
+    """What ``fetch`` answers, which is called again where it raises DamagedCommit: a bit may have changed on the way.
+    Raises the last DamagedCommit after ANSWERS_MAX."""
+    for _ in range(ANSWERS_MAX - 1):
+        with contextlib.suppress(DamagedCommit):
+            return await fetch()
+    return await fetch()
+
+
+async def _fetch_raw(
+    client: StoreClient, meta: ObjectMeta, tail_bytes: int, bytes_max: int
+) -> tuple[Whereabouts, Buffer]:
+    tail_at = max(0, meta.size - max(tail_bytes, END.size + COMMENT_BYTES_MAX))
+    if not meta.size:
+        raise DamagedCommit("empty")
+    tail = memoryview((await client.get(meta.key, tail_at, meta.size, etag=meta.etag)).data)
+    if len(tail) != meta.size - tail_at:
+        raise DamagedCommit(f"{len(tail)} bytes where LIST said {meta.size - tail_at}")
+    where = locate(tail, meta.size)
+    if where.offset >= tail_at:
+        return where, tail[where.offset - tail_at :][: where.length]
+    if where.length > bytes_max:
+        raise LargeRecord
+    raw = bytearray(where.length)
+    for at in range(where.offset, min(tail_at, where.offset + where.length), WINDOW_BYTES):
+        end = min(at + WINDOW_BYTES, tail_at, where.offset + where.length)
+        data = (await client.get(meta.key, at, end, etag=meta.etag)).data
+        raw[at - where.offset : end - where.offset] = data
+    known = max(0, where.offset + where.length - tail_at)
+    raw[where.length - known :] = tail[:known]
+    return where, raw

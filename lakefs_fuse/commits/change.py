@@ -1,0 +1,113 @@
+"""What a commit is made of before it is one: changes of names, and the note of a commit on its way.
+
+Values only, which the journal keeps as they are: a field is added with a default, and none is taken away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from lakefs_fuse.commits.objects.deletion_queue import Doomed
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
+
+Told = Callable[[str], Awaitable[None]]
+"""Told of a commit's key before anything of it is sent."""
+OPERATIONS_AT_ONCE = 1536
+"""As many files as one commit packs: it is applied at one go, here and on every other node, and all wait for that. One
+of more operations is applied in steps (`Applier.apply_in_steps`)."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """Operations that belong together. ``objects`` as in `Record`; a `Put` into THIS has the index of its member as
+    ``offset``. ``doomed`` are objects to delete once this is committed."""
+
+    operations: list[Operation] = []
+    objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
+    moves: list[tuple[str, str]] = []
+    doomed: list[Doomed] = []
+    after: int = 0
+    """Everything that write-back accepted up to this number is in the store before."""
+    ahead: bool = False
+    """Says where a file is that was accepted before whatever is held."""
+
+    def mentions(self, key: str) -> bool:
+        """A name is said to be the object at ``key``, or to be it no more though it has another path."""
+        own = (each.path for each in self.operations if isinstance(each, Put) and each.object == OWN)
+        return key in own or key in self.leaving() or any(ref.key == key for ref in self.objects[1:])
+
+    def leaving(self) -> list[str]:
+        """Keys of doomed objects that had the bytes of a name at another path."""
+        paths = {each.path for each in self.operations} if self.doomed else ()
+        return [each.key for each in self.doomed if each.key not in paths]
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """The object that a commit became, its bytes (none where there was nothing to say), and the offsets of the data of
+    its members."""
+
+    ref: ObjectRef
+    body: bytes
+    offsets: Sequence[int] = ()
+
+
+class Sending(msgspec.Struct, frozen=True):
+    """A commit that was, or is about to be, sent with these journaled changes, and ahead of others that are held
+    (``passed``), which know less than it does of ``paths``."""
+
+    time: int
+    key: str
+    sequences: list[int] = []
+    passed: list[int] = []
+    paths: list[str] = []
+    operations: int = 0
+    """So many of its operations, the first, are those of journaled changes."""
+    moves: int = 0
+    """So many of its moves."""
+
+
+class Unsure(msgspec.Struct, frozen=True):
+    """A commit that may be in the store, though its PUT failed; ``doomed`` go if it is."""
+
+    record: Record
+    doomed: list[Doomed]
+
+
+def merged(changes: Sequence[Change], writer: str, time: int, offsets: Sequence[int] = ()) -> Record:
+    """One record of several changes, in their order."""
+    objects = [ObjectRef()]
+    numbers: dict[ObjectRef, int] = {}
+    operations: list[Operation] = []
+    for change in changes:
+        places = [THIS]
+        for ref in change.objects[1:]:
+            if ref not in numbers:
+                numbers[ref] = len(objects)
+                objects.append(ref)
+            places.append(numbers[ref])
+        operations += [_renumbered(operation, places, offsets) for operation in change.operations]
+    moves = [pair for change in changes for pair in change.moves]
+    return Record(writer=writer, time=time, objects=objects, moves=moves, operations=operations)
+
+
+def paths_of(operations: Sequence[Operation]) -> set[str]:
+    """Of the files that these say something about the bytes of."""
+    return {each.path for each in operations if not isinstance(each, SetAttr) and not is_of_directory(each)}
+
+
+def is_of_directory(operation: Operation) -> bool:
+    return isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
+
+
+def _renumbered(operation: Operation, places: list[int], offsets: Sequence[int]) -> Operation:
+    if isinstance(operation, Put) and operation.object == THIS:
+        return msgspec.structs.replace(operation, offset=offsets[operation.offset])
+    if isinstance(operation, Put | SetAttr) and operation.object > THIS:
+        return msgspec.structs.replace(operation, object=places[operation.object])
+    if isinstance(operation, Relocate):
+        there = places[operation.object] if operation.object > THIS else operation.object
+        before = places[operation.from_object] if operation.from_object > THIS else operation.from_object
+        offset = offsets[operation.offset] if operation.object == THIS else operation.offset
+        return msgspec.structs.replace(operation, object=there, from_object=before, offset=offset)
+    return operation

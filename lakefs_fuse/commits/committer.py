@@ -1,0 +1,543 @@
+"""Changes made here, on their way into the store: journaled, gathered, one PUT a batch.
+
+What always holds:
+
+* one commit is written at a time, and takes along everything journaled before it, in order, but for what is held:
+  a change that came after files that write-back accepted is not sent before they are in the store, nor is what was
+  journaled behind it, unless it belongs to one of those files (`Change.ahead`);
+* a change that is journaled (`enqueue`) is in effect here at once and survives a crash of the daemon; it is in the
+  store at most ``delay_s`` after, or when `flush` returns; a change that is committed (`commit`) is in effect here and
+  everywhere when the call returns, or nowhere;
+* a PUT whose answer was lost is asked for before anything is sent again, so a change is never made twice;
+* names go first, then the plain objects that they leave behind (see `deletions`).
+
+A crash before the PUT leaves the journal, which the next mount sends; a crash after it leaves a commit, and a journal
+whose part in it is known by a note made before the PUT: the next mount applies the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+import trio
+from msgspec.structs import replace
+
+from lakefs_fuse.commits.applier import Applier
+from lakefs_fuse.commits.archive import Member, build, commit_key, fetch_record
+from lakefs_fuse.commits.change import Change, Committed, Sending, Told, Unsure, is_of_directory, merged, paths_of
+from lakefs_fuse.commits.future_commits import Redated, Redater
+from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
+from lakefs_fuse.commits.objects.reserved_keys import Leaving
+from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr, encode
+from lakefs_fuse.commits.window import WINDOW_NS
+from lakefs_fuse.environment.failpoints import reached
+from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
+from lakefs_fuse.meta import sorted_tables as tables
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+
+NS = 1_000_000_000
+ASK_S_MAX = 5.0
+"""So long the store is asked about a commit that it did not answer."""
+THREAD_BYTES_MIN = 1 << 20
+LATE_NS = WINDOW_NS // 2
+PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
+log = logging.getLogger(__name__)
+
+
+class Committer:
+    """See the module's head. Trio thread only."""
+
+    def __init__(
+        self,
+        database: Database,
+        client: StoreClient,
+        applier: Applier,
+        deletions: Deletions,
+        clock: HybridClock,
+        metrics: CommitMetrics,
+        *,
+        writer: str,
+        delay_s: float = 1.0,
+    ) -> None:
+        self._db, self._client, self._applier, self._deletions = database, client, applier, deletions
+        self._clock, self._metrics, self._delay_s = clock, metrics, delay_s
+        self.writer = writer
+        self._lock = trio.Lock()
+        self._kick = trio.Event()
+        self._pending: dict[int, Change] = {}
+        self.leaving = Leaving()
+        self._sequence = 0
+        self._writer_before = ""
+        """Who committed from this cache directory before."""
+        self._sending: Sending | None = None
+        self._unsure: Unsure | None = None
+        deletions.waive = self._waive
+        self.reached: Callable[[int], bool] = lambda _: True
+        """Whether everything that write-back accepted up to a number is in the store; told of by `progress`."""
+        self.error: LakeError | None = None
+        """Why the last attempt to send what is journaled failed."""
+
+    def load(self) -> None:
+        """What a daemon that ended left in the journal; called once."""
+        self._writer_before = (self._db.get(b"Mwriter") or b"").decode()
+        for key, raw in self._db.scan(b"C", b"D"):
+            self._sequence = int.from_bytes(key[1:], "big")
+            self._wait(self._sequence, msgspec.msgpack.decode(raw, type=Change))
+        raw_sending = self._db.get(b"Msending")
+        if raw_sending is not None:
+            self._sending = msgspec.msgpack.decode(raw_sending, type=Sending)
+            self._sequence = max([self._sequence, *self._sending.sequences])
+        if tables.reapply_wanted(self._db):
+            for sequence, change in self._pending.items():
+                self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+            tables.reapplied(self._db)
+        elif self._pending:  # the daemon may have died before its last change was in effect
+            sequence, change = next(reversed(self._pending.items()))
+            if not self._applier.is_in_effect(change.operations, PENDING | sequence):
+                self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+        if self._pending:
+            self._kick.set()
+
+    async def settle_journal(self) -> None:
+        """Ask the store whether it has the commit that the last daemon was sending when it ended. Where it has, the
+        changes in it leave the journal, and their rows get its time instead of the pending stamp that is newer than any
+        commit; what else it says is applied. To be called after `load` and before the first poll: the poll would
+        otherwise hold what it says for older than these rows, or apply it over what came after. Raises LakeError."""
+        async with self._lock:
+            await self._settle_sending()
+
+    async def redate_before(self) -> bool:
+        """Commit again what the last daemon of this cache directory dated too far ahead; answers whether it did.
+        Raises LakeError."""
+        done = Redated()
+        if self._metrics.future and self._writer_before:
+            async with self._lock:
+                done = await self._redate({self._writer_before})
+        batch = Batch()
+        batch.put(b"Mwriter", self.writer.encode())
+        self._db.commit(batch)
+        return bool(done.originals)
+
+    async def redate(self) -> None:
+        """Where the clock went back: commit again what this daemon dated too far ahead. Raises LakeError."""
+        async with self._lock:
+            await self._redate_if_behind()
+
+    async def _redate_if_behind(self) -> None:
+        if self._clock.went_back:
+            done = await self._redate({self.writer})
+            self._applier.forget_applied_since(done.oldest_ns or self._clock.wall_ns() - WINDOW_NS)
+            self._clock.went_back = False
+
+    async def _redate(self, writers: set[str]) -> Redated:
+        done = await Redater(self._client, self._clock, writer=self.writer).run(writers, repeated=self._applier.redate)
+        self._metrics.redated += len(done.originals)
+        if done.originals:
+            log.warning(
+                "%d commits of this node were dated in the future: what they say was committed again, but for %d of "
+                "%d changes that others made again since; `lakefs-fuse fsck --repair` removes them",
+                len(done.originals), done.superseded, done.superseded + done.operations,
+            )  # fmt: skip
+        return done
+
+    def set_attributes_again(self) -> None:
+        """Commits were applied again: attributes that are in none yet were undone by that. Raises CacheError."""
+        for sequence, change in self._pending.items():
+            said = [each for each in change.operations if isinstance(each, SetAttr)]
+            if said:
+                again = replace(change, operations=said, moves=[])
+                self._applier.apply_pending(merged([again], self.writer, 0), PENDING | sequence)
+
+    @property
+    def waiting(self) -> int:
+        """Operations journaled and in no commit yet."""
+        return sum(len(change.operations) for change in self._pending.values())
+
+    @property
+    def held_until(self) -> int:
+        """What write-back has to have stored before everything journaled can be sent; 0 where nothing is held."""
+        return max((change.after for change in self._pending.values() if self._is_held(change)), default=0)
+
+    @property
+    def newest_after(self) -> int:
+        """The newest number of write-back that a journaled change names."""
+        return max((change.after for change in self._pending.values()), default=0)
+
+    def _is_held(self, change: Change) -> bool:
+        return bool(change.after) and not self.reached(change.after)
+
+    def _sendable(self) -> dict[int, Change]:
+        found: dict[int, Change] = {}
+        held = False
+        for sequence, change in self._pending.items():
+            held = held or self._is_held(change)
+            if not held or (change.ahead and not self._is_held(change)):
+                found[sequence] = change
+        return found
+
+    def progress(self) -> None:
+        """Write-back stored something: what was held may be sent now."""
+        if self._pending:
+            self._kick.set()
+
+    def may_have(self, path: str) -> bool:
+        """A commit that names the path may be in the store, and not in effect here."""
+        return self._unsure is not None and any(each.path == path for each in self._unsure.record.operations)
+
+    def mentions(self, key: str) -> bool:
+        """What is journaled, and not held, speaks of the object at ``key``: see `Change.mentions`."""
+        return any(change.mentions(key) for change in self._sendable().values())
+
+    # -- journaled changes
+
+    def enqueue(self, change: Change, batch: Batch | None = None) -> None:
+        """Make a change here now, and everywhere within ``delay_s``; journaled with ``batch``. Raises CacheError; then
+        nothing happened."""
+        sequence = self._sequence + 1
+        batch = Batch() if batch is None else batch
+        if change.ahead:
+            sendable = self._sendable()
+            self._outdate(batch, paths_of(change.operations), [each for each in self._pending if each not in sendable])
+        batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
+        self._db.commit(batch)
+        self._sequence = sequence
+        self._wait(sequence, change)
+        self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
+        self._kick.set()
+
+    def _wait(self, sequence: int, change: Change) -> None:
+        self._pending[sequence] = change
+        self.leaving.begin(sequence, change)
+
+    def retire(self, doomed: Doomed) -> None:
+        """An object goes when what is journaled now is in the store: others need it until then. Raises CacheError."""
+        if self._pending:
+            self.enqueue(Change(doomed=[doomed]))
+        else:
+            self._deletions.doom(doomed)
+
+    def _outdate(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
+        """Others are sent ahead of these changes, which shall not say later where the same files were. With ``time``,
+        rows that they were in effect on are older than that."""
+        for sequence in passed:
+            change = self._pending.get(sequence)
+            if change is None:
+                continue
+            gone = [each for each in change.operations if each.path in paths and not is_of_directory(each)]
+            if not gone:
+                continue
+            kept = [each for each in change.operations if each not in gone]
+            moves = [pair for pair in change.moves if not paths.intersection(pair)]
+            if time:
+                said = [each for each in gone if not isinstance(each, SetAttr)]
+                said_change = replace(change, operations=said, moves=[])
+                self._applier.restamp(merged([said_change], self.writer, 0), PENDING | sequence, time)
+            self._pending[sequence] = replace(change, operations=kept, moves=moves)
+            batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
+
+    @property
+    def newest(self) -> int:
+        """The newest change that was journaled."""
+        return self._sequence
+
+    def withhold(self, path: str, since: int, until: int, newest: int) -> None:
+        """Nobody wants the versions of a file that were accepted from ``since`` on. Held changes that came after them,
+        up to ``newest``, and name its older bytes do not show these in their place; the rest of them waits for what was
+        accepted up to ``until``. Raises CacheError."""
+        batch = Batch()
+        for sequence, change in self._pending.items():
+            if sequence > newest:
+                break
+            gone = [each for each in change.operations if isinstance(each, Put) and each.path == path]
+            if change.after < since or not gone:
+                continue
+            older = replace(change, operations=gone, moves=[])
+            self._applier.restamp(merged([older], self.writer, 0), PENDING | sequence, self._clock.now())
+            kept = [each for each in change.operations if each not in gone]
+            moves = [pair for pair in change.moves if path not in pair]
+            after = max(change.after, until)
+            self._pending[sequence] = replace(change, operations=kept, moves=moves, after=after)
+            batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
+        self._db.commit(batch)
+
+    def _let_pass(self, sending: Sending) -> None:
+        batch = Batch()
+        self._outdate(batch, set(sending.paths), sending.passed, sending.time - 1)
+        self._db.commit(batch)
+
+    @asynccontextmanager
+    async def quiet(self) -> AsyncIterator[None]:
+        """No commit is on its way: what it says of names was looked up before."""
+        async with self._lock:
+            yield
+
+    async def run(self) -> None:
+        """Send what is journaled, once in ``delay_s``, for as long as the mount lives."""
+        pause_s = PAUSE_S_FIRST
+        while True:
+            while not self._sendable():
+                self._kick = trio.Event()
+                await self._kick.wait()
+            await trio.sleep(self._delay_s)
+            try:
+                await self.flush()
+                pause_s = PAUSE_S_FIRST
+            except LakeError as error:
+                log.warning("%d changes of names are not in the store yet: %s", self.waiting, error)
+                await trio.sleep(pause_s)
+                pause_s = min(2 * pause_s, PAUSE_S_MAX)
+            except Exception as error:
+                self.error = LakeError(f"committing failed: {error!r}")
+                log.exception("committing")
+                await trio.sleep(PAUSE_S_MAX)
+
+    async def flush(self) -> None:
+        """Everything journaled before the call, and not held, is in the store when this returns. Raises LakeError."""
+        await self.settle()
+        wanted = self._sequence
+        while next(iter(self._sendable()), wanted + 1) <= wanted:
+            await self._commit(None, ())
+
+    # -- commits
+
+    async def commit(
+        self,
+        change: Change | Callable[[], Change],
+        members: Sequence[Member] = (),
+        *,
+        sending: Told | None = None,
+    ) -> Committed:
+        """Make a change everywhere, with the bytes of ``members`` in the same object. A function is called when its
+        turn has come, and what it raises is raised; ``sending`` is told the commit's key before anything is sent.
+        Raises LakeError; then nothing of it was made, or (where the store did not answer) all of it may appear later.
+        """
+        return await self._commit(change, members, sending)
+
+    async def _commit(
+        self,
+        change: Change | Callable[[], Change] | None,
+        members: Sequence[Member],
+        sending: Told | None = None,
+    ) -> Committed:
+        async with self._lock:
+            try:
+                await self._redate_if_behind()
+                await self._settle_sending()
+                await self._settle_unsure()
+                committed = await self._send(change() if callable(change) else change, members, sending)
+                self.error = None
+                return committed
+            except LakeError as error:
+                self.error = error
+                raise
+
+    async def _send(self, change: Change | None, members: Sequence[Member], told: Told | None) -> Committed:
+        journaled = self._sendable()
+        changes = [*journaled.values(), *([change] if change is not None else [])]
+        if not any(each.operations for each in changes):
+            self._drop(journaled, self._clock.now())
+            self._end_sending()
+            return Committed(ObjectRef(), b"")
+        time = self._clock.now()
+        self._metrics.clock_jumps, self._metrics.clock_offset_s = self._clock.jumps, self._clock.offset_ns / NS
+        key = commit_key(time, self.writer)
+        if told is not None:
+            await told(key)
+        records: list[Record] = []
+        places: list[int] = []
+
+        def make_record(offsets: Sequence[int]) -> bytes:
+            places.extend(offsets)
+            records.append(merged(changes, self.writer, time, offsets))
+            return encode(records[0], self._client.commit_format)
+
+        if sum(member.size for member in members) < THREAD_BYTES_MIN:
+            body = build(members, make_record)
+        else:
+            body = await trio.to_thread.run_sync(build, members, make_record)
+        own, doomed = (change.operations, change.doomed) if change is not None else ([], [])
+        passed = [each for each in self._pending if own and each not in journaled]
+        sending = Sending(
+            time, key, list(journaled), passed, sorted(paths_of(own)) if passed else [],
+            sum(len(each.operations) for each in journaled.values()),
+            sum(len(each.moves) for each in journaled.values()),
+        )  # fmt: skip
+        if journaled or passed:
+            self._note_sending(sending)
+            await trio.to_thread.run_sync(self._db.sync)  # or a power cut leaves a commit that nobody knows
+        reached("commit.noted")
+        meta = await self._put(key, body, Unsure(records[0], doomed))
+        reached("commit.sent")
+        self._metrics.note_written(len(records[0].operations))
+        this = ObjectRef(key, meta.etag, len(body))
+        self._settle(sending, journaled, doomed, records[0], this)
+        if self._clock.wall_ns() - time > LATE_NS:
+            await self._say_again(records[0], this)
+        return Committed(this, body, places)
+
+    async def _put(self, key: str, body: bytes, unsure: Unsure) -> ObjectMeta:
+        """Where the PUT fails, the store is asked whether it was made all the same. Raises LakeError."""
+        try:
+            return await self._client.put(key, body)
+        except LakeError:
+            self._metrics.failures += 1
+            self._unsure = unsure
+            with trio.move_on_after(ASK_S_MAX):
+                try:
+                    meta = await self._client.head(key)
+                    self._unsure = None
+                    return meta
+                except NotFound:
+                    self._unsure = None
+                except LakeError:
+                    pass
+            raise
+        except BaseException:
+            self._metrics.failures += 1
+            raise
+
+    async def settle(self) -> None:
+        """No commit that failed is in the store without being in effect here. Raises LakeError."""
+        if self._unsure is not None:
+            async with self._lock:
+                await self._settle_sending()
+                await self._settle_unsure()
+
+    async def _settle_unsure(self) -> None:
+        """An earlier commit failed, and the store did not say whether it has it: what comes next builds on that."""
+        if self._unsure is None:
+            return
+        record = self._unsure.record
+        try:
+            meta = await self._client.head(commit_key(record.time, self.writer))
+        except NotFound:
+            self._unsure = None
+            return
+        if not self._applier.is_applied(record.time, self.writer):
+            self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size))
+        for doomed in self._unsure.doomed:
+            self._deletions.doom(doomed)
+        self._unsure = None
+
+    async def _say_again(self, record: Record, this: ObjectRef) -> None:
+        """The PUT took so long that others may not look for this commit's time any more: they are told by another."""
+        log.warning("commit %s took long to store: what it says is said again", this.key)
+        objects = [*record.objects, this]
+        last = len(record.objects)
+        operations = [
+            replace(operation, object=last)
+            if isinstance(operation, Put | Relocate) and operation.object == THIS
+            else operation
+            for operation in record.operations
+        ]
+        time = self._clock.now()
+        again = replace(record, time=time, objects=objects, operations=operations)
+        key = commit_key(time, self.writer)
+        meta = await self._client.put(key, build([], lambda _: encode(again, self._client.commit_format)))
+        self._applier.apply(again, ObjectRef(key, meta.etag, meta.size), own=True)
+
+    def _settle(
+        self, sending: Sending, journaled: dict[int, Change], doomed: list[Doomed], record: Record, this: ObjectRef
+    ) -> None:
+        """The commit is in the store: note that here. What cannot be noted is applied by the next poll."""
+        try:
+            self._drop(journaled, record.time)
+            self._let_pass(sending)
+            self._applier.apply(_own_part(record, sending), this, own=True, whole=False)
+            self._end_sending()
+            if doomed:
+                batch = Batch()
+                for each in doomed:
+                    self._deletions.add(batch, each)
+                self._db.commit(batch)
+        except CacheError as error:
+            log.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
+
+    def _waive(self, key: str) -> list[Doomed]:
+        """An object that journaled changes were to delete gets new bytes: they will not. Raises CacheError."""
+        waived: list[Doomed] = []
+        for sequence, change in self._pending.items():
+            kept = [doomed for doomed in change.doomed if doomed.key != key]
+            if len(kept) < len(change.doomed):
+                waived += [doomed for doomed in change.doomed if doomed.key == key]
+                change = self._pending[sequence] = replace(change, doomed=kept)
+                batch = Batch()
+                batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
+                self._db.commit(batch)
+        return waived
+
+    def _drop(self, journaled: dict[int, Change], time: int) -> None:
+        """Journaled changes are in the store under this commit time. Attributes that were set again since, and are in
+        no commit yet, stay as they are here."""
+        later = {
+            each.path: sequence
+            for sequence, change in self._pending.items()
+            if sequence not in journaled
+            for each in change.operations
+            if isinstance(each, SetAttr)
+        }
+        for sequence, change in journaled.items():
+            counts = [
+                each
+                for each in change.operations
+                if not isinstance(each, SetAttr) or later.get(each.path, 0) < sequence
+            ]
+            counting = change if len(counts) == len(change.operations) else replace(change, operations=counts)
+            self._applier.restamp(merged([counting], self.writer, time), PENDING | sequence, time)
+            batch = Batch()
+            batch.delete(b"C" + sequence.to_bytes(8, "big"))
+            for doomed in self._pending.get(sequence, change).doomed:  # some were waived since, perhaps
+                self._deletions.add(batch, doomed)
+            self._db.commit(batch)
+            self._pending.pop(sequence, None)
+            self.leaving.end(sequence)
+
+    def _end_sending(self) -> None:
+        if self._sending is not None:
+            batch = Batch()
+            batch.delete(b"Msending")
+            self._db.commit(batch)
+            self._sending = None
+
+    def _note_sending(self, sending: Sending) -> None:
+        batch = Batch()
+        batch.put(b"Msending", msgspec.msgpack.encode(sending))
+        self._db.commit(batch)
+        self._sending = sending
+
+    async def _settle_sending(self) -> None:
+        """An earlier commit with journaled changes was sent, and its answer is not known."""
+        sending = self._sending
+        if sending is None:
+            return
+        try:
+            meta = await self._client.head(sending.key)
+            record = await fetch_record(self._client, meta)
+        except NotFound:
+            self._sending = None
+            return
+        except DamagedCommit as error:  # nobody takes it: what is journaled is sent again
+            log.error("%s", error)
+            self._end_sending()
+            return
+        done = {sequence: self._pending[sequence] for sequence in sending.sequences if sequence in self._pending}
+        self._drop(done, sending.time)
+        self._let_pass(sending)
+        if not self._applier.is_applied(record.time, record.writer):
+            self._clock.seen(record.time)
+            this = ObjectRef(meta.key, meta.etag, meta.size)
+            self._applier.apply(_own_part(record, sending), this, whole=False)
+        self._end_sending()
+
+
+def _own_part(record: Record, sending: Sending) -> Record:
+    """What a commit says besides the journaled changes in it, which are in effect here, or were changed again since."""
+    return replace(record, operations=record.operations[sending.operations :], moves=record.moves[sending.moves :])

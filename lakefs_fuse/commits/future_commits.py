@@ -1,0 +1,226 @@
+"""Commits that are dated too far ahead, committed again under right dates.
+
+A daemon whose clock was wrong, and whose store told no better, dates commits farther ahead than any mount follows. What
+they say is committed again: links into the same objects, in the same order. When such a commit was really made is what
+its LastModified says, or (where that is wrong as well) that of the writer's next.
+
+What always holds: an operation whose path got another version since then, from a commit with a right date or from a
+plain object, is left out. So doing it again changes nothing: after a crash in between, or by two nodes, what was
+committed again once is newer. The objects stay; names have bytes in them (see `fsck --repair`).
+
+Memory: the paths of the commits made since the first of them. Tasks of one trio loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+import trio
+from msgspec.structs import replace
+
+from lakefs_fuse.commits.archive import build, commit_key, fetch_record, parse_commit_key
+from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change, is_of_directory, merged
+from lakefs_fuse.commits.hybrid_clock import NS, HybridClock
+from lakefs_fuse.commits.record import (
+    COMMITS,
+    THIS,
+    ObjectRef,
+    Operation,
+    Put,
+    Record,
+    Relocate,
+    Remove,
+    SetAttr,
+    Symlink,
+    encode,
+)
+from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.nursery import collecting
+
+REQUESTS_AT_ONCE = 16
+TASKS_MAX = 512
+Item = TypeVar("Item")
+log = logging.getLogger(__name__)
+
+Said: TypeAlias = tuple[str, bool, bool]
+"""What an operation speaks of: a path, whether of the directory there, whether of attributes only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """A commit that is dated too far ahead, and when it was made."""
+
+    meta: ObjectMeta
+    record: Record
+    made_ns: int
+
+
+@dataclass(slots=True)
+class Redated:
+    """What was done. ``oldest_ns``: when the first of the commits was made."""
+
+    originals: list[str] = field(default_factory=list)
+    operations: int = 0
+    superseded: int = 0
+    oldest_ns: int = 0
+
+
+Repeated: TypeAlias = Callable[[Original, Sequence[Operation], int], None]
+"""Told of a commit whose operations, but for those left out, are in the store under another time."""
+
+
+def ignore(_original: Original, _operations: Sequence[Operation], _time: int) -> None:
+    """For who keeps no names."""
+
+
+class Redater:
+    """See the module's head. ``writer`` is who commits."""
+
+    def __init__(self, client: StoreClient, clock: HybridClock, *, writer: str) -> None:
+        self._client, self._clock, self._writer = client, clock, writer
+        self._newer: dict[Said, int] = {}
+        self._waiting: list[tuple[Original, list[Operation]]] = []
+
+    async def run(self, writers: Collection[str] | None = None, *, repeated: Repeated = ignore) -> Redated:
+        """Commit again what these writers (None: all) have dated too far ahead. Raises LakeError; what was done by then
+        stays."""
+        done = Redated()
+        found = await self._find(writers)
+        if not found:
+            return done
+        made = self._times_made(found)
+        done.oldest_ns = min(made.values())
+        await self._read_newer(done.oldest_ns)
+        for meta in found:
+            try:
+                record = await fetch_record(self._client, meta)
+                record = replace(record, operations=list(record.operations))  # to be told apart by what they are
+            except (NotFound, PreconditionFailed, DamagedCommit) as error:
+                log.error("commit %s is dated too far ahead, and cannot be committed again: %s", meta.key, error)
+                continue
+            original = Original(meta, record, made[meta.key])
+            kept = await self._still_newest(original)
+            done.originals.append(meta.key)
+            done.operations += len(kept)
+            done.superseded += len(record.operations) - len(kept)
+            self._waiting.append((original, kept))
+            if sum(len(operations) for _, operations in self._waiting) >= OPERATIONS_AT_ONCE:
+                await self._commit(repeated)
+        await self._commit(repeated)
+        return done
+
+    async def _find(self, writers: Collection[str] | None) -> list[ObjectMeta]:
+        """In the order of their times."""
+        found: list[ObjectMeta] = []
+        async for page in self._client.list_all(COMMITS, start_after=f"{COMMITS}{self._clock.ahead_ns() + 1:016x}"):
+            for meta in page.objects:
+                named = parse_commit_key(meta.key)
+                if named is not None and (writers is None or named[1] in writers):
+                    found.append(meta)
+        return sorted(found, key=lambda meta: meta.key)
+
+    def _times_made(self, found: Sequence[ObjectMeta]) -> dict[str, int]:
+        latest_ns: dict[str, int] = {}
+        made: dict[str, int] = {}
+        now_ns = self._clock.wall_ns()
+        for meta in reversed(found):
+            named = parse_commit_key(meta.key)
+            writer = named[1] if named is not None else ""
+            known_ns = latest_ns.get(writer, now_ns)
+            made[meta.key] = latest_ns[writer] = min(meta.mtime_ns, known_ns)
+        return made
+
+    async def _read_newer(self, since_ns: int) -> None:
+        """What commits with right dates say since a time."""
+        metas: list[ObjectMeta] = []
+        last = f"{COMMITS}{self._clock.ahead_ns() + 1:016x}"
+        async for page in self._client.list_all(COMMITS, start_after=f"{COMMITS}{since_ns:016x}"):
+            metas += [meta for meta in page.objects if meta.key < last and parse_commit_key(meta.key) is not None]
+
+        async def read(meta: ObjectMeta) -> None:
+            try:
+                record = await fetch_record(self._client, meta)
+            except (NotFound, PreconditionFailed, DamagedCommit):
+                return
+            for operation in record.operations:
+                said = _said(operation)
+                self._newer[said] = max(record.time, self._newer.get(said, 0))
+
+        await _for_each(metas, read)
+
+    async def _still_newest(self, original: Original) -> list[Operation]:
+        """Operations on paths that nobody gave another version since. Raises LakeError."""
+        exact = 0 if original.meta.mtime_ns % NS else NS - 1  # LastModified may say no more than the second
+        since_ns = original.made_ns + exact
+        left = [each for each in original.record.operations if not self._is_superseded(each, since_ns)]
+        replaced: set[tuple[str, str]] = set()
+
+        async def ask(operation: Put | Symlink | Remove) -> None:
+            try:
+                there = await self._client.head(operation.path)
+            except NotFound:
+                return
+            if there.etag != operation.hides and there.mtime_ns > since_ns:
+                replaced.add((operation.path, operation.hides))
+
+        of_names = [each for each in left if isinstance(each, Put | Symlink | Remove) and not is_of_directory(each)]
+        await _for_each(of_names, ask)
+        gone = [each for each in of_names if (each.path, each.hides) in replaced]
+        return [each for each in left if each not in gone] if gone else left
+
+    def _is_superseded(self, operation: Operation, since_ns: int) -> bool:
+        if isinstance(operation, Relocate):
+            return False  # applies to one version only
+        path, is_directory, is_attributes = _said(operation)
+        newer = self._newer.get((path, is_directory, False), 0)
+        if is_attributes:
+            newer = max(newer, self._newer.get((path, is_directory, True), 0))
+        return newer > since_ns
+
+    async def _commit(self, repeated: Repeated) -> None:
+        """What waits, as one commit."""
+        waiting, self._waiting = self._waiting, []
+        changes = [_linked(original, operations) for original, operations in waiting if operations]
+        time = self._clock.now()
+        if changes:
+            record = merged(changes, self._writer, time)
+            raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record, self._client.commit_format)))
+            await self._client.put(commit_key(time, self._writer), raw)
+        for original, operations in waiting:
+            repeated(original, operations, time)
+
+
+async def _for_each(items: Sequence[Item], do: Callable[[Item], Awaitable[None]]) -> None:
+    few = trio.CapacityLimiter(REQUESTS_AT_ONCE)
+
+    async def limited(item: Item) -> None:
+        async with few:
+            await do(item)
+
+    for at in range(0, len(items), TASKS_MAX):
+        async with collecting() as nursery:
+            for item in items[at : at + TASKS_MAX]:
+                nursery.start_soon(limited, item)
+
+
+def _said(operation: Operation) -> Said:
+    return operation.path, is_of_directory(operation), isinstance(operation, SetAttr | Relocate)
+
+
+def _linked(original: Original, operations: Iterable[Operation]) -> Change:
+    """The same, with what was in the commit itself as links into it."""
+    meta, record = original.meta, original.record
+    last = len(record.objects)
+    linked: list[Operation] = []
+    for operation in operations:
+        if isinstance(operation, Put | SetAttr | Relocate) and operation.object == THIS:
+            operation = replace(operation, object=last)
+        if isinstance(operation, Relocate) and operation.from_object == THIS:
+            operation = replace(operation, from_object=last)
+        linked.append(operation)
+    return Change(operations=linked, objects=[*record.objects, ObjectRef(meta.key, meta.etag, meta.size)])

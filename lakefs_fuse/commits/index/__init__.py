@@ -1,0 +1,1 @@
+"""The index that fresh mounts begin with, and named snapshots."""

@@ -1,0 +1,241 @@
+"""Commits of other nodes: found with one LIST a poll, applied in the order of their times.
+
+A poll asks for names after the newest commit time seen less `WINDOW_NS`, and applies what was not applied yet. So a
+commit is found as long as its time is no more than that window behind the newest one when it becomes visible. Times
+come from clocks that are corrected by the store's, and a request takes at most a minute; two nodes' clocks may differ
+by the rest. What cannot be read is told, counted, and left out; it is never half applied. What is dated farther ahead
+of the store's time than COMMIT_AHEAD_MAX_S is told, counted, and left out until its time has come.
+
+A commit that names a path where a plain object lies which its writer did not know, put in the same second, waits up to
+`DOUBT_S_MAX`, and so do those behind it: if somebody who knew that object has replaced or removed it, that commit is
+older, and about to be found. Applied the other way round, the newer of the two would be left out for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+
+from lakefs_fuse.commits.applier import Applier
+from lakefs_fuse.commits.apply_record import Doubt
+from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, LargeRecord, fetch_record, parse_commit_key
+from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
+from lakefs_fuse.commits.hybrid_clock import CONFIRM_S, HybridClock
+from lakefs_fuse.commits.record import COMMITS, ObjectRef, Record
+from lakefs_fuse.commits.window import WINDOW_NS
+from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, Unsupported
+from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.nursery import collecting
+
+NS = 1_000_000_000
+FETCHES_AT_ONCE = 16
+FETCHED_MAX = 16
+"""Records in memory at a time."""
+FETCHED_BYTES_MAX = 4 << 20
+"""Of each of them; a larger one is fetched when its turn has come, and is the only one."""
+CLOCK_CHECK_S = 600.0
+DOUBT_S_MAX = 1.0
+"""From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
+DOUBT_PAUSE_S_FIRST = 0.25
+"""The next is twice as long each time."""
+log = logging.getLogger(__name__)
+
+
+class Poller:
+    """See the module's head. Trio thread only."""
+
+    def __init__(
+        self,
+        client: StoreClient,
+        applier: Applier,
+        clock: HybridClock,
+        metrics: CommitMetrics,
+        *,
+        refresh_s: float,
+        redate: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    ) -> None:
+        """``redate`` is asked to commit again what was dated too far ahead."""
+        self._client, self._applier, self._clock, self._metrics = client, applier, clock, metrics
+        self._refresh_s, self._redate = refresh_s, redate
+        self._refused: set[str] = set()
+        self._ahead: set[str] = set()
+        """Commits that were left out because of their time, on the first page of them."""
+        self._lock = trio.Lock()
+
+    async def run(self) -> None:
+        """Poll for as long as the mount lives; trouble with the store is told once and tried again."""
+        checked_at, failing, jumps = trio.current_time(), False, self._clock.jumps
+        while True:
+            await trio.sleep(self._refresh_s)
+            try:
+                if self._clock.jumps > jumps or not self._clock.is_settled:
+                    check_s: float = CONFIRM_S
+                else:
+                    check_s = CLOCK_CHECK_S
+                if trio.current_time() - checked_at > check_s:
+                    jumps = self._clock.jumps
+                    checked_at = trio.current_time()
+                    await self.correct_clock()
+                if self._clock.went_back:
+                    await self._redate()
+                await self.poll()
+                failing = False
+            except LakeError as error:
+                if not failing:
+                    log.warning("looking for commits of other nodes failed: %s", error)
+                failing = True
+            except Exception:
+                log.exception("looking for commits of other nodes")
+
+    async def correct_clock(self) -> None:
+        """Ask the store for its time; one that tells none goes by this machine's clock. Raises LakeError."""
+        asked = self._clock.wall_ns()
+        try:
+            store_ns = await self._client.time_ns()
+        except Unsupported:
+            store_ns = self._clock.machine_ns()
+        self._clock.correct(store_ns, self._clock.wall_ns() - asked)
+        self._metrics.clock_jumps = self._clock.jumps
+        self._metrics.clock_offset_s = self._clock.offset_ns / NS
+
+    async def poll(self) -> int:
+        """Apply what is new; answers how many commits that were. Raises LakeError."""
+        async with self._lock:
+            self._metrics.polls += 1
+            count, pause_s = 0, DOUBT_PAUSE_S_FIRST
+            give_up_at = trio.current_time() + DOUBT_S_MAX
+            while True:
+                found = await self._find()
+                done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
+                count += done
+                if done:
+                    self._applier.forget_applied_before(max(0, self._applier.newest() - 2 * WINDOW_NS))
+                if done == len(found):
+                    return count
+                await trio.sleep(pause_s)
+                pause_s *= 2
+
+    async def _find(self) -> list[tuple[int, str, ObjectMeta]]:
+        """Commits that are not applied, the oldest first."""
+        ahead_ns = self._clock.ahead_ns()
+        since = max(0, min(self._applier.newest(), ahead_ns) - WINDOW_NS)
+        found: list[tuple[int, str, ObjectMeta]] = []
+        token: str | None = None
+        start = f"{COMMITS}{since:016x}" if since else ""
+        while True:
+            page = await self._client.list_page(COMMITS, start_after=start, token=token)
+            ahead: list[tuple[int, str, ObjectMeta]] = []
+            for meta in page.objects:
+                named = parse_commit_key(meta.key)
+                if named is not None and meta.key not in self._refused and not self._applier.is_applied(*named):
+                    (found if named[0] <= ahead_ns else ahead).append((*named, meta))
+            self._leave_out([item for item in ahead if item[2].key not in self._ahead])
+            token = None if ahead else page.next_token  # all that follow are later still
+            if token is None:
+                return sorted(found, key=lambda item: item[:2])
+
+    def _leave_out(self, ahead: Sequence[tuple[int, str, ObjectMeta]]) -> None:
+        """Commits that are dated too far ahead, until their time has come."""
+        for time, writer, meta in ahead:
+            self._ahead.add(meta.key)
+            self._applier.note_refused(time, writer)
+        self._metrics.future += len(ahead)
+        if ahead:
+            log.error(
+                "%d commits are left out until their time has come, as they are dated %.0f s and more ahead of the "
+                "store's clock, the first is %s: correct that node's clock, then run `lakefs-fuse fsck --repair`",
+                len(ahead), (ahead[0][0] - self._clock.wall_ns()) / NS, ahead[0][2].key,
+            )  # fmt: skip
+
+    async def _apply_all(self, found: Sequence[tuple[int, str, ObjectMeta]], *, wait: bool) -> int:
+        """Answers how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
+        for at in range(0, len(found), FETCHED_MAX):
+            metas = [meta for _, _, meta in found[at : at + FETCHED_MAX]]
+            done = await self._apply(metas, wait)
+            if done < len(metas):
+                return at + done
+        return len(found)
+
+    async def _apply(self, metas: Sequence[ObjectMeta], wait: bool) -> int:
+        records: dict[str, Record | None] = {}
+        few = trio.CapacityLimiter(FETCHES_AT_ONCE)
+
+        async def fetch(meta: ObjectMeta) -> None:
+            async with few:
+                with contextlib.suppress(LargeRecord):
+                    records[meta.key] = await self._fetch(meta, FETCHED_BYTES_MAX)
+
+        async with collecting() as nursery:
+            for meta in metas:
+                nursery.start_soon(fetch, meta)
+        for number, meta in enumerate(metas):
+            record = records.pop(meta.key) if meta.key in records else await self._fetch(meta, RECORD_BYTES_MAX)
+            if record is None or self._applier.is_applied(record.time, record.writer):
+                continue
+            self._clock.seen(record.time)
+            self._ahead.discard(meta.key)
+            self._metrics.lag_s = max(0.0, (self._clock.wall_ns() - record.time) / NS)
+            outdated, is_sure = await self._outdated(record)
+            if wait and not is_sure and self._clock.wall_ns() - record.time < DOUBT_S_MAX * NS:
+                return number
+            if self._applier.is_applied(record.time, record.writer):
+                continue
+            this = ObjectRef(meta.key, meta.etag, meta.size)
+            if len(record.operations) > OPERATIONS_AT_ONCE:
+                await self._applier.apply_in_steps(record, this, outdated=outdated)
+            else:
+                self._applier.apply(record, this, outdated=outdated)
+        return len(metas)
+
+    async def _fetch(self, meta: ObjectMeta, bytes_max: int) -> Record | None:
+        """None for what is not there any more, or cannot be read. Raises LargeRecord, LakeError."""
+        try:
+            return await fetch_record(self._client, meta, bytes_max=bytes_max)
+        except NotFound:
+            return None  # collected meanwhile
+        except DamagedCommit as error:
+            self._refuse(meta.key, str(error))
+            return None
+
+    async def _outdated(self, record: Record) -> tuple[dict[str, str], bool]:
+        """Which of the plain objects that are known here, and that its writer did not know of, the record stands above:
+        paths and ETags of those that are gone, are what it knew of, or are older by the store's date. And whether that
+        is all there is to know: no other is dated in the record's own second. Raises LakeError."""
+        outdated: dict[str, str] = {}
+        few = trio.CapacityLimiter(FETCHES_AT_ONCE)
+        is_sure = True
+
+        async def ask(doubt: Doubt) -> None:
+            nonlocal is_sure
+            async with few:
+                try:
+                    there = await self._client.head(doubt.path)
+                except NotFound:
+                    outdated[doubt.path] = doubt.etag
+                    return
+                if there.etag == doubt.hides or there.mtime_ns + NS <= record.time:
+                    outdated[doubt.path] = doubt.etag
+                elif there.mtime_ns <= record.time:
+                    is_sure = False
+
+        async with collecting() as nursery:
+            for number, doubt in enumerate(self._applier.doubts(record), 1):
+                if doubt is not None:
+                    nursery.start_soon(ask, doubt)
+                if not number % OPERATIONS_AT_ONCE:
+                    await trio.lowlevel.checkpoint()
+                    self._applier.forget_paths()
+        return outdated, is_sure
+
+    def _refuse(self, key: str, why: str) -> None:
+        self._refused.add(key)
+        named = parse_commit_key(key)
+        if named is not None:
+            self._applier.note_refused(*named)
+        self._metrics.damaged += 1
+        log.error("commit %s is left out: %s", key, why)

@@ -1,0 +1,45 @@
+"""Commit objects for tests, and a client over a store in memory to read them through."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from lakefs_fuse.commits.archive import Member, build, commit_key
+from lakefs_fuse.commits.record import Operation, Record, encode
+from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.store.client import StoreClient
+from tests.commits.records import TIME, WRITER, put, record_of
+from tests.memory_store import MemoryStore
+
+KEY = commit_key(TIME, WRITER)
+FILES = {"data/a.bin": b"the first file", "data/empty": b"", "ünï/😀.txt": b"\0\1\2" * 50}
+
+
+def member(path: str, data: bytes = b"") -> Member:
+    return Member(path, data, len(data))
+
+
+def commit_of(files: dict[str, bytes], *, record: Record | None = None, more: Sequence[Operation] = ()) -> bytes:
+    """A commit that puts these files."""
+
+    def make_record(offsets: list[int]) -> bytes:
+        puts = [
+            put(path, offset=offset, size=len(data))
+            for (path, data), offset in zip(files.items(), offsets, strict=True)
+        ]
+        base = record_of() if record is None else record
+        return encode(msgspec.structs.replace(base, operations=[*puts, *base.operations, *more]))
+
+    return build([member(path, data) for path, data in files.items()], make_record)
+
+
+def client_of(store: MemoryStore) -> StoreClient:
+    return StoreClient(store, store.capabilities, StoreMetrics(), retry_timeout_s=0, rng=random.Random(1))
+
+
+def fixed(raw: bytes) -> Callable[[list[int]], bytes]:
+    """Makes this record wherever the files are."""
+    return lambda _offsets: raw

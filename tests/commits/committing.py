@@ -1,0 +1,109 @@
+"""A node that commits into a store in memory, and may die at any moment."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
+from lakefs_fuse.commits.poller import Poller
+from lakefs_fuse.commits.record import COMMITS, Operation
+from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.store.client import StoreClient
+from tests.commits.nodes import Node, at
+from tests.memory_store import MemoryStore
+
+
+async def until(done: Callable[[], bool]) -> None:
+    """Wait for a task to get somewhere."""
+    with trio.fail_after(20):
+        while not done():
+            await trio.sleep(0.002)
+
+
+class Clock:
+    """Wall time that tests set."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> int:
+        return at(self.seconds)
+
+
+class Daemon(Node):
+    """A node with everything that sends and reads commits."""
+
+    def __init__(
+        self,
+        directory: Path,
+        store: MemoryStore,
+        clock: Clock,
+        *,
+        writer: str,
+        delay_s: float,
+        steady: Clock | None = None,
+    ) -> None:
+        super().__init__(directory, writer=writer, clock_ns=clock)
+        store.clock = clock
+        self.directory, self.store, self.clock = directory, store, HybridClock(clock, steady_ns=steady)
+        self.client = StoreClient(store, store.capabilities, StoreMetrics(), retry_timeout_s=0, rng=random.Random(1))
+        self.deletions = Deletions(self.database, self.client, self.tree, self.metrics, clock_ns=clock)
+        self.committer = Committer(
+            self.database,
+            self.client,
+            self.applier,
+            self.deletions,
+            self.clock,
+            self.metrics,
+            writer=writer,
+            delay_s=delay_s,
+        )
+        self.poller = Poller(
+            self.client, self.applier, self.clock, self.metrics, refresh_s=0.01, redate=self.committer.redate
+        )
+        self.committer.load()
+
+    def enqueue(self, *operations: Operation, doomed: tuple[Doomed, ...] = ()) -> None:
+        self.committer.enqueue(Change(operations=list(operations), doomed=list(doomed)))
+
+    def doomed(self) -> list[str]:
+        """Keys noted, which are the same in both orders that they are kept in."""
+        keys = [key[1:].decode() for key, _ in self.database.scan(b"G", b"H")]
+        assert sorted(key[9:].decode() for key, _ in self.database.scan(b"H", b"I")) == keys
+        return keys
+
+
+class Site:
+    """One store, and daemons that come and go."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.store, self.clock = root, MemoryStore(), Clock()
+        self._serial = 0
+
+    @contextmanager
+    def daemon(self, name: str, *, delay_s: float = 1.0, steady: Clock | None = None) -> Iterator[Daemon]:
+        """The daemon of a cache directory; each start is another writer."""
+        self._serial += 1
+        daemon = Daemon(
+            self.root / name, self.store, self.clock, writer=f"{self._serial:08x}", delay_s=delay_s, steady=steady
+        )
+        try:
+            yield daemon
+        finally:
+            daemon.close()
+
+    def kill(self, daemon: Daemon, name: str) -> None:
+        """What a daemon that died now leaves, as another's cache directory."""
+        shutil.copytree(daemon.directory, self.root / name)
+
+    def commits(self) -> list[str]:
+        return sorted(key for key in self.store.objects if key.startswith(COMMITS))

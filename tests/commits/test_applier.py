@@ -1,0 +1,656 @@
+"""Commits merged into a tree: whatever the order in which they arrive, every node shows the same."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lakefs_fuse.commits import apply_record as application
+from lakefs_fuse.commits.change import Change, merged
+from lakefs_fuse.commits.record import (
+    OWN,
+    THIS,
+    Mkdir,
+    ObjectRef,
+    Operation,
+    Put,
+    Record,
+    Relocate,
+    Remove,
+    SetAttr,
+    Symlink,
+)
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import PENDING, Flag
+from tests.commits.nodes import NS, Node, archive, at, node, plain, put
+
+WRITERS = ("0000000a", "0000000b", "0000000c")
+NAMES = ("a", "b", "d/x", "d/y", "d/e/z", "q")
+DIRECTORIES = ("d", "d/e", "q")
+
+
+def mkdir(path: str, mode: int = 0o755) -> Mkdir:
+    return Mkdir(path, mode, 0, 0, 0)
+
+
+# -- the same for everybody
+
+
+class Writer:
+    """A node that commits what it likes and has seen some of what others committed."""
+
+    def __init__(self, made: Node, skew_ns: int) -> None:
+        self.node, self.seen, self._skew_ns, self._last = made, set[int](), skew_ns, 0
+
+    def see(self, number: int, commits: list[tuple[Record, frozenset[int]]]) -> None:
+        """With everything that its writer had seen."""
+        for before in sorted({number, *commits[number][1]} - self.seen, key=lambda index: commits[index][0].time):
+            record = commits[before][0]
+            self.node.apply(record)
+            self._last = max(self._last, record.time)
+            self.seen.add(before)
+
+    def act(self, rng: random.Random, tick: int) -> Record:
+        self._last = max(self._last + rng.randint(1, 1 << 20), at(tick) + self._skew_ns + rng.randrange(NS))
+        made = self.node
+        path, directory = rng.choice(NAMES), rng.choice(DIRECTORIES)
+        there = [path for path in NAMES if (entry := made.find(path)) is not None and not entry.is_dir]
+        what = rng.randrange(9)
+        if what == 0:
+            return self._commit(mkdir(directory, rng.choice((0o700, 0o755))))
+        known = made.find(directory)
+        if what == 1 and known is not None and known.is_dir and not made.tree.has_children(known.inode):
+            return self._commit(Remove(directory, directory=True))
+        if what == 2 and there:
+            path = rng.choice(there)
+            return self._commit(Remove(path, hides=made.found(path).etag))
+        if what in (3, 4) and there:
+            return self._change(made.chmod(rng.choice(there), rng.choice((0o600, 0o640, 0o444))))
+        if what == 5:
+            return self._commit(Symlink(path, rng.choice(("x", "y")), 0, 0, 0))
+        if what == 6 and there:
+            target = f"moved{rng.randrange(3)}"
+            return self._change(made.rename(rng.choice(there), target))
+        if what == 7 and made.find(directory) is not None and made.found(directory).is_dir:
+            return self._change(made.rename(directory, f"moved-directory{rng.randrange(2)}"))
+        return self._commit(put(path, rng.randrange(100), mode=rng.choice((0o600, 0o644))))
+
+    def _commit(self, operation: Operation) -> Record:
+        if isinstance(operation, Put):
+            return self._change(Change(operations=[msgspec.structs.replace(operation, offset=0)]))
+        return self._change(Change(operations=[operation]))
+
+    def _change(self, change: Change) -> Record:
+        record = merged([change], self.node.writer, self._last, (0,))
+        self.node.apply(record)
+        return record
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.integers(0, 1 << 32), st.integers(5, 25))
+def test_any_order_of_arrival_gives_the_same_tree(seed: int, count: int) -> None:
+    """Several writers, who see each other's commits late or in no particular order; clocks that differ by seconds."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as root, ExitStack() as stack:
+        writers = [
+            Writer(stack.enter_context(node(Path(root, name), writer=name)), rng.randrange(-3, 4) * NS)
+            for name in WRITERS
+        ]
+        commits: list[tuple[Record, frozenset[int]]] = []
+        for tick in range(count):
+            writer = rng.choice(writers)
+            unseen = [number for number in range(len(commits)) if number not in writer.seen]
+            for number in rng.sample(unseen, rng.randint(0, len(unseen))):
+                writer.see(number, commits)
+            before = frozenset(writer.seen)
+            commits.append((writer.act(rng, 10 + tick), before))
+            writer.seen.add(len(commits) - 1)
+        for writer in writers:
+            for number in range(len(commits)):
+                writer.see(number, commits)
+        nodes = [writer.node for writer in writers]
+        for number in range(3):
+            nodes.append(stack.enter_context(node(Path(root, f"reader{number}"))))
+            for index in orders(rng, commits, by_time=number == 0):
+                nodes[-1].apply(commits[index][0])
+        expected = nodes[-3].shown()
+        for each in nodes:
+            assert each.shown() == expected
+            assert each.counts() == each.counted_anew()
+        again = nodes[-1]
+        for record, _ in commits:
+            again.apply(record)
+        assert again.shown() == expected
+
+
+def orders(rng: random.Random, commits: list[tuple[Record, frozenset[int]]], *, by_time: bool) -> list[int]:
+    """All commits, each after those that its writer had seen."""
+    left, order = set(range(len(commits))), list[int]()
+    while left:
+        ready = [index for index in left if not commits[index][1] & left]
+        chosen = min(ready, key=lambda index: commits[index][0].time) if by_time else rng.choice(sorted(ready))
+        order.append(chosen)
+        left.remove(chosen)
+    return order
+
+
+# -- one name
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_newest_commit_has_the_name(tmp_path: Path, late: bool) -> None:
+    with node(tmp_path) as n:
+        for seconds in (2, 1) if late else (1, 2):
+            n.commit(seconds, put("f", seconds), writer=f"0000000{seconds}")
+        assert n.found("f").size == 2
+        assert n.found("f").stamp == at(2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_removed_name_stays_away(tmp_path: Path, late: bool) -> None:
+    with node(tmp_path) as n:
+        operations: list[tuple[float, Operation]] = [(2, Remove("f")), (1, put("f"))]
+        for seconds, operation in operations if late else operations[::-1]:
+            n.commit(seconds, operation)
+        assert n.find("f") is None
+        n.commit(3, put("f"))
+        assert n.found("f").stamp == at(3)
+        n.commit(2.5, Remove("f"), writer="0000000f")
+        assert n.found("f").stamp == at(3)
+
+
+def test_applied_twice_is_applied_once(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        records = [
+            n.commit(1, mkdir("d"), put("d/f", xattrs={"user.a": b"1"})),
+            n.commit(2, Symlink("l", "d", 0, 0, 0)),
+        ]
+        records.append(n.commit(3, change=n.chmod("d/f", 0o600)))
+        records.append(n.commit(4, change=n.rename("d", "e")))
+        records.append(n.commit(5, Remove("l")))
+        shown, inode = n.shown(), n.found("e/f").inode
+        n.watcher.told.clear()
+        for record in records:
+            n.apply(record)
+        assert n.shown() == shown
+        assert n.found("e/f").inode == inode
+        assert n.counts() == n.counted_anew()
+
+
+FILES = ("a", "d", "d/a", "d/e/a")
+OBJECTS = (ObjectRef(), ObjectRef("old", "e1", 1), ObjectRef("older", "e2", 1))
+
+
+@given(st.lists(st.tuples(st.sampled_from(FILES), st.integers(1, len(OBJECTS) - 1)), max_size=12), st.integers(1, 4))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_files_of_one_record_are_as_if_each_had_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, files: list[tuple[str, int]], together: int
+) -> None:
+    """Also where one takes the last use of an object away that the next one has its bytes in."""
+    monkeypatch.setattr(application, "TOGETHER_MAX", together)
+    puts = [Put(path, number, 0, 1, 0o644, 0, 0, 0) for path, number in files]
+    with tempfile.TemporaryDirectory() as made, node(Path(made) / "one") as one, node(Path(made) / "many") as many:
+        one.commit(1, change=Change(operations=list(puts), objects=list(OBJECTS)))
+        for number, each in enumerate(puts):
+            many.commit(1 + number, change=Change(operations=[each], objects=list(OBJECTS)))
+        assert one.shown() == many.shown()
+        assert one.counts() == one.counted_anew()
+        assert {row.key for row in one.tree.objects.rows()} >= set(one.counts())
+
+
+def test_which_were_applied_is_remembered(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        for seconds in (1, 3, 2):
+            assert not n.applier.is_applied(at(seconds), n.writer)
+            n.commit(seconds, put("f"))
+            assert n.applier.is_applied(at(seconds), n.writer)
+        assert n.applier.newest() == at(3)
+        n.applier.forget_applied_before(at(2.5))
+        assert [n.applier.is_applied(at(seconds), n.writer) for seconds in (1, 2, 3)] == [False, False, True]
+        assert n.applier.newest() == at(3)
+
+
+def test_the_same_bytes_keep_their_inode_and_others_get_another(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, put("f", offset=10))
+        first = n.found("f")
+        n.commit(2, put("f", offset=10), writer="0000000b")
+        second = n.found("f")
+        assert second.inode != first.inode
+        assert second.cookie == first.cookie
+        there = n.tree.objects.get(second.place)
+        assert there is not None
+        same = msgspec.structs.replace(put("f", offset=10, mode=0o600), object=1)
+        n.apply(
+            Record(
+                writer="0000000c",
+                time=at(3),
+                objects=[ObjectRef(), ObjectRef(there.key, there.etag, there.size)],
+                operations=[same],
+            )
+        )
+        assert (n.found("f").inode, n.found("f").mode) == (second.inode, 0o600)
+
+
+def test_a_file_that_is_written_here_keeps_its_inode(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, put("f"))
+        inode = n.found("f").inode
+        n.watcher.kept.add(inode)
+        n.commit(2, put("f", 5), writer="0000000b")
+        assert n.found("f").inode == inode
+        n.commit(3, Remove("f"), writer="0000000b")
+        assert n.found("f").inode == inode
+
+
+def test_the_kernel_is_told_of_others_changes_and_not_of_its_own(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        record = n.commit(1, put("f"))
+        assert n.watcher.told == [b"f"]
+        n.watcher.told.clear()
+        n.applier.apply(msgspec.structs.replace(record, time=at(2)), archive(at(2), n.writer), own=True)
+        assert n.watcher.told == []
+
+
+# -- plain objects
+
+
+def test_a_plain_object_that_the_commit_did_not_know_wins_unless_it_is_older(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "old", 10), plain("g", "new", 12), plain("h", "same", 11))
+        n.commit(11.5, *(put(name, 7) for name in "fgh"))
+        assert [n.found(name).size for name in "fgh"] == [7, 1, 1]
+        n.list(plain("f", "old", 10), plain("g", "new", 12), plain("h", "same", 11))
+        assert [n.found(name).size for name in "fgh"] == [7, 1, 1]
+
+
+def test_a_plain_object_that_the_commit_replaced_does_not_come_back(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "hidden", 11))
+        n.commit(11.5, put("f", 7, hides="hidden"))
+        assert n.found("f").size == 7
+        n.list(plain("f", "hidden", 11))
+        assert n.found("f").size == 7
+        n.list(plain("f", "outside", 11))  # in the same second
+        assert (n.found("f").size, n.found("f").etag, n.found("f").stamp) == (1, "outside", 0)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_removed_plain_object_does_not_come_back(tmp_path: Path, listed: bool) -> None:
+    with node(tmp_path) as n:
+        if listed:
+            n.list(plain("f", "gone", 11))
+        n.commit(11.5, Remove("f", hides="gone"))
+        assert n.find("f") is None
+        n.list(plain("f", "gone", 11))
+        assert n.find("f") is None
+        n.list(plain("f", "older", 10))  # what the writer would have removed as well
+        assert n.find("f") is None
+        n.list(plain("f", "again", 11))
+        assert n.found("f").etag == "again"
+
+
+def test_the_same_bytes_put_again_after_their_removal_are_there(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(11.5, Remove("f", hides="gone"))
+        n.list(plain("f", "gone", 14))
+        assert n.found("f").etag == "gone"
+
+
+def test_what_commits_say_does_not_go_with_a_listing(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, put("f"), mkdir("d"), Symlink("l", "f", 0, 0, 0), put("e/below"))
+        n.list(plain("p", "p", 1), prefixes=("listed/",))
+        n.list()
+        assert sorted(n.shown()) == ["d/", "e/", "e/below", "f", "l"]
+
+
+def test_a_directory_of_which_nothing_but_removed_names_is_left_is_a_ghost(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(prefixes=("d/",))
+        n.list(plain("d/f", "e", 1), directory="d")
+        n.commit(5, Remove("d/f", hides="e"), Remove("d", directory=True))
+        assert n.shown() == {}
+        assert n.list(prefixes=("d/",)) == [b"d"]  # the object is not deleted yet
+        assert n.shown() == {}
+        assert n.list(prefixes=("new/",)) == []
+        assert sorted(n.shown()) == ["new/"]
+
+
+def test_a_removed_directory_stays_for_as_long_as_something_is_in_it(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"))
+        n.commit(1.5, put("d/late"), writer="0000000b")
+        n.commit(2, Remove("d", directory=True))
+        assert sorted(n.shown()) == ["d/", "d/late"]
+        n.commit(3, Remove("d/late"))
+        assert n.shown() == {}
+        n.commit(4, mkdir("d"), put("d/f"), Remove("d/f"))
+        assert sorted(n.shown()) == ["d/"]
+
+
+def test_a_file_under_the_name_of_a_directory_comes_into_sight_with_its_end(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, put("x", 9))
+        n.commit(2, put("x/below"), writer="0000000b")
+        assert n.found("x").is_dir
+        n.commit(3, Remove("x/below"))
+        assert (n.found("x").is_dir, n.found("x").size) == (False, 9)
+        assert not n.found("x").flags & Flag.SHADOWED
+
+
+# -- what applies to one version
+
+
+def test_attributes_are_those_of_their_version(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, put("f", 3))
+        change = n.chmod("f", 0o600)
+        n.commit(2, put("f", 4), writer="0000000b")
+        n.commit(3, change=change)
+        assert (n.found("f").size, n.found("f").mode) == (4, 0o644)
+        n.commit(4, change=n.chmod("f", 0o640))
+        assert (n.found("f").mode, n.found("f").stamp) == (0o640, at(2))
+
+
+def test_who_replaces_a_file_wins_over_who_set_its_attributes_meanwhile(tmp_path: Path) -> None:
+    """In either order: the chmod is later, and of the version before."""
+    for order in ((0, 1), (1, 0)):
+        with node(tmp_path / str(order[0])) as n:
+            first = n.commit(1, put("f", 3))
+            there = archive(first.time, first.writer)
+            attributes = SetAttr("f", 1, 100, 3, "", 0o600, 0, 0, 0)
+            records = (
+                Record(writer="0000000b", time=at(2), operations=[put("f", 4)]),
+                Record(writer="0000000c", time=at(3), objects=[ObjectRef(), there], operations=[attributes]),
+            )
+            for index in order:
+                n.apply(records[index])
+            assert (n.found("f").size, n.found("f").mode) == (4, 0o644)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_last_of_two_changes_of_attributes_counts(tmp_path: Path, late: bool) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, put("f", 3))
+        changes = [(2.0, n.chmod("f", 0o600)), (3.0, n.chmod("f", 0o640))]
+        for seconds, change in changes[::-1] if late else changes:
+            n.commit(seconds, change=change)
+        assert n.found("f").mode == 0o640
+
+
+@pytest.mark.parametrize("known", ["nothing", "before", "itself"])
+def test_attributes_of_a_plain_object_that_is_not_listed_yet(tmp_path: Path, known: str) -> None:
+    attributes = SetAttr("f", OWN, 0, 1, "e2", 0o600, 0, 0, 0, xattrs={"user.a": b"1"})
+    with node(tmp_path) as n:
+        if known != "nothing":
+            n.list(plain("f", "e1" if known == "before" else "e2", 10))
+        n.commit(20, attributes)
+        n.list(plain("f", "e2", 19 if known != "itself" else 10))
+        entry = n.found("f")
+        assert (entry.etag, entry.mode, n.tree.xattrs(entry.inode)) == ("e2", 0o600, {"user.a": b"1"})
+        n.list(plain("f", "e3", 21))
+        assert (n.found("f").etag, n.found("f").flags) == ("e3", 0)
+
+
+def test_attributes_of_a_plain_object_that_was_replaced_meanwhile(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "newer", 30))
+        n.commit(20, SetAttr("f", OWN, 0, 1, "e2", 0o600, 0, 0, 0))
+        assert (n.found("f").etag, n.found("f").mode) == ("newer", n.found("f").mode)
+        assert not n.found("f").flags & Flag.ATTRIBUTES_KNOWN
+
+
+def test_attributes_of_a_version_that_is_not_there_bring_nothing_back(tmp_path: Path) -> None:
+    """Somebody changes the mode of a plain object that another replaced; what replaced it was removed."""
+    with node(tmp_path) as n:
+        n.list(plain("f", "e2", 10))
+        n.commit(11, Remove("f", hides="e2"))
+        n.commit(12, SetAttr("f", OWN, 0, 1, "e1", 0o600, 0, 0, 0))
+        for _ in range(2):
+            n.list(plain("f", "e2", 10))
+            assert n.shown() == {}
+        n.list(plain("f", "e3", 13))
+        assert n.found("f").etag == "e3"
+        n.commit(15, Remove("f", hides="e3"))
+        n.commit(16, SetAttr("f", OWN, 0, 1, "e4", 0o600, 0, 0, 0))
+        n.list(plain("f", "e4", 13))  # put before the removal, by somebody who had not heard of anything else either
+        assert n.shown() == {}
+
+
+def test_a_relocated_file_keeps_its_inode_and_time(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        n.commit(1, put("g", 4))
+        before = n.found("f"), n.found("g")
+        pack = n.tree.objects.get(before[1].place)
+        assert pack is not None
+        n.apply(
+            Record(
+                writer="0000000b",
+                time=at(20),
+                objects=[ObjectRef(), ObjectRef(pack.key, pack.etag, pack.size)],
+                operations=[
+                    Relocate("f", OWN, 0, "e1", THIS, 500, 1, 0o644, 0, 0, at(10), hides="e1"),
+                    Relocate("g", 1, 100, "", THIS, 600, 4, 0o644, 0, 0, 0),
+                    Relocate("g", 1, 999, "", THIS, 700, 4, 0o644, 0, 0, 0),
+                    Relocate("absent", 1, 0, "", THIS, 800, 4, 0o644, 0, 0, 0),
+                ],
+            )
+        )
+        for old, new, offset in ((before[0], n.found("f"), 500), (before[1], n.found("g"), 600)):
+            assert new.inode == old.inode
+            assert new.offset == offset
+            assert new.place not in (0, old.place)
+        assert n.found("g").stamp == at(1)
+        assert n.find("absent") is None
+        assert [entry.inode for entry in n.watcher.places] == [before[0].inode, before[1].inode]
+        assert n.counts() == n.counted_anew()
+        n.list(plain("f", "e1", 10))  # the object is not deleted yet
+        assert n.found("f").place
+        n.commit(15, put("f", 8), writer="0000000c")  # by somebody who did not know of it
+        assert n.found("f").size == 8
+
+
+def test_an_object_put_before_its_name_was_relocated_by_somebody_who_did_not_see_it(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(20, Relocate("f", OWN, 0, "e1", THIS, 500, 1, 0o644, 0, 0, 0, hides="e1"))
+        assert n.found("f").place
+        n.list(plain("f", "outside", 15))
+        assert n.found("f").etag == "outside"
+
+
+def touched(seconds: float, mode: int = 0o644) -> SetAttr:
+    return SetAttr("f", OWN, 0, 1, "e1", mode, 0, 0, at(seconds), xattrs={"user.a": b"1"})
+
+
+def test_another_mtime_of_another_node_is_another_inode(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        n.commit(11, Put("f", OWN, 0, 1, 0o600, 0, 0, at(10.5), hides="e1"), writer="0000000b")
+        put_there = n.found("f")
+        assert (put_there.mtime_ns, put_there.mode, put_there.inode != listed.inode) == (at(10.5), 0o600, True)
+        n.commit(12, touched(10.5, 0o640), writer="0000000b")
+        assert (n.found("f").mode, n.found("f").inode) == (0o640, put_there.inode), "the kernel takes over a mode"
+        n.commit(13, touched(5), writer="0000000b")
+        entry = n.found("f")
+        assert (entry.mtime_ns, entry.inode != put_there.inode) == (at(5), True)
+        assert n.tree.xattrs(entry.inode) == {"user.a": b"1"}
+        n.commit(14, Relocate("f", OWN, 0, "e1", THIS, 500, 1, 0o644, 0, 0, 0, hides="e1"), writer="0000000b")
+        assert (n.found("f").mtime_ns, n.found("f").inode) == (at(5), entry.inode), "its attributes are known"
+
+
+def test_a_relocated_file_of_which_the_mtime_was_not_known_gets_another_inode(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        n.commit(20, Relocate("f", OWN, 0, "e1", THIS, 500, 1, 0o644, 0, 0, at(5), hides="e1"), writer="0000000b")
+        assert (n.found("f").mtime_ns, n.found("f").inode != listed.inode) == (at(5), True)
+
+
+def test_an_mtime_that_was_read_before_its_commit_is_another_inode(tmp_path: Path) -> None:
+    """The kernel has LastModified: it looked the name up before the metadata were read."""
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        batch = Batch()
+        n.tree.update(batch, msgspec.structs.replace(listed, mtime_ns=at(5), flags=Flag.ATTRIBUTES_KNOWN))
+        n.database.commit(batch)
+        n.commit(11, Put("f", OWN, 0, 1, 0o600, 0, 0, at(5), hides="e1"), writer="0000000b")
+        spoken_of = n.found("f")
+        assert (spoken_of.mtime_ns, spoken_of.inode != listed.inode) == (at(5), True)
+        n.commit(12, touched(5), writer="0000000b")
+        assert n.found("f").inode == spoken_of.inode
+
+
+def test_a_file_that_is_open_here_keeps_its_inode_whatever_its_mtime(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        n.watcher.used.add(listed.inode)
+        n.commit(13, touched(5), writer="0000000b")
+        assert (n.found("f").mtime_ns, n.found("f").inode) == (at(5), listed.inode)
+
+
+def test_an_mtime_that_was_set_here_keeps_the_inode(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 10))
+        listed = n.found("f")
+        record = Record(writer=n.writer, time=at(13), operations=[touched(5)])
+        n.applier.apply(record, archive(record.time, record.writer), own=True)
+        assert (n.found("f").mtime_ns, n.found("f").inode) == (at(5), listed.inode)
+
+
+# -- moves
+
+
+def test_moves_keep_inodes(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"), mkdir("d/e"), put("d/e/packed"), Symlink("d/link", "e", 0, 0, 0))
+        n.list(plain("d/plain", "e1", 0), directory="d")
+        inodes = {path: n.found(path).inode for path in ("d", "d/e", "d/e/packed", "d/link", "d/plain")}
+        n.commit(2, change=n.rename("d", "moved"))
+        assert {path: n.found("moved" + path[1:]).inode for path in inodes} == inodes
+        assert n.find("d") is None
+        row = n.tree.objects.get(n.found("moved/plain").place)
+        assert row is not None
+        assert (row.key, row.etag) == ("d/plain", "e1")
+        assert n.list(prefixes=("d/",)) == [b"d"]
+        assert n.find("d") is None
+
+
+def test_what_is_being_written_moves_along(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"), put("d/f"))
+        local = n.dirty("d/new")
+        change = n.rename("d", "moved")
+        change = msgspec.structs.replace(
+            change, operations=[op for op in change.operations if not op.path.endswith("/new")]
+        )
+        n.commit(2, change=change)
+        assert n.found("moved/new").inode == local.inode
+        assert n.find("d") is None
+
+
+@pytest.mark.parametrize(
+    ("operations", "stays"),
+    [
+        ([put("f", 3)], True),
+        ([put("f", 3), Remove("f")], True),
+        ([Symlink("f", "there", 0, 0, 0), Remove("f")], True),
+        ([put("f", 3), put("f", 4, offset=200)], False),
+    ],
+)
+def test_what_came_over_a_record_stays_when_that_is_applied_again(
+    tmp_path: Path, operations: list[Operation], stays: bool
+) -> None:
+    """A file that is not stored yet has the stamp of what it replaced. Where the record says more than that of the
+    name, the file itself is in it."""
+    with node(tmp_path) as n:
+        record = n.commit(1, *operations)
+        before = n.find("f")
+        if before is not None:
+            n.tree.remove(batch := Batch(), before)
+            n.database.commit(batch)
+        local = msgspec.structs.replace(n.dirty("f"), stamp=before.stamp if before is not None else 0)
+        n.tree.update(batch := Batch(), local)
+        n.database.commit(batch)
+        n.apply(record)
+        assert (n.found("f") == local) is stays
+        n.commit(2, put("f", 5))
+        assert not n.found("f").is_local
+
+
+def test_a_move_that_does_not_cover_what_is_here_leaves_it(tmp_path: Path) -> None:
+    """A file that the renaming node did not know stays under the old name."""
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"), put("d/f", 3))
+        change = n.rename("d", "moved")
+        n.commit(1.5, put("d/unknown", 5), writer="0000000b")
+        n.commit(2, change=change)
+        assert sorted(n.shown()) == ["d/", "d/unknown", "moved/", "moved/f"]
+
+
+def test_a_move_over_something_newer_gives_way(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(1, put("a", 3))
+        change = n.rename("a", "b")
+        n.commit(5, put("b", 9), writer="0000000b")
+        n.commit(2, change=change)
+        assert {path: shown[5] for path, shown in n.shown().items()} == {"b": 9}
+
+
+def test_a_name_that_is_renamed_twice_in_one_commit_is_two_things(tmp_path: Path) -> None:
+    """What came to have the name after the first rename goes into what had it before."""
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"))
+        twice = Change(
+            operations=[mkdir("e"), Remove("d", directory=True), mkdir("d"), mkdir("e/d"), Remove("d", directory=True)],
+            moves=[("d", "e"), ("d", "e/d")],
+        )
+        n.commit(2, change=twice)
+        assert sorted(n.shown()) == ["e/", "e/d/"]
+
+
+# -- changes made here
+
+
+def test_a_pending_change_is_newer_than_any_commit_until_it_has_a_time(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        mine = Record(
+            writer=n.writer, time=0, operations=[mkdir("d", 0o700), Remove("f"), Symlink("l", "mine", 0, 0, 0)]
+        )
+        n.commit(1, put("f"))
+        n.applier.apply_pending(mine, PENDING | 1)
+        assert sorted(n.shown()) == ["d/", "l"]
+        n.commit(100, put("f"), mkdir("d", 0o711), Symlink("l", "theirs", 0, 0, 0), writer="0000000b")
+        assert sorted(n.shown()) == ["d/", "l"]
+        n.applier.restamp(msgspec.structs.replace(mine, time=at(200)), PENDING | 1, at(200))
+        assert [n.found(path).stamp for path in ("d", "l")] == [at(200)] * 2
+        n.commit(201, put("f"), writer="0000000b")
+        assert n.found("f").stamp == at(201)
+
+
+def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
+    """Another node's came between the call and the commit: ours is the later commit, for every node."""
+    with node(tmp_path) as n:
+        n.commit(1, put("f"))
+        mine = msgspec.structs.replace(
+            Record(writer=n.writer, time=0),
+            objects=n.chmod("f", 0o600).objects,
+            operations=n.chmod("f", 0o600).operations,
+        )
+        theirs = n.chmod("f", 0o640)
+        n.applier.apply_pending(mine, PENDING | 1)
+        assert n.found("f").mode == 0o600
+        n.commit(50, change=theirs, writer="0000000b")
+        n.applier.restamp(msgspec.structs.replace(mine, time=at(60)), PENDING | 1, at(60))
+        assert n.found("f").mode == 0o600

@@ -1,0 +1,138 @@
+"""A commit of many operations is applied in steps: bounded ones, and who asks about its directories waits for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.commits.applier import STEP_OPERATIONS
+from lakefs_fuse.commits.change import merged
+from lakefs_fuse.commits.record import Mkdir, Operation, Record, Remove, Symlink
+from lakefs_fuse.meta.barrier import About
+from lakefs_fuse.meta.entry import PENDING, ROOT_INODE
+from tests.commits.nodes import Node, archive, at, put
+
+OPERATIONS = 20 * STEP_OPERATIONS + 7
+WRITER = "00000002"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    made = Node(tmp_path / "meta")
+    made.commit(0, put("big/before"), put("big/kept"), put("other/file"), Mkdir("big/empty", 0o755, 0, 0, 0))
+    yield made
+    made.database.close()
+
+
+def large() -> Record:
+    """Files, directories and links in one directory, some of them below one that nobody has yet."""
+    kinds: tuple[Callable[[int], Operation], ...] = (
+        lambda number: put(f"big/{number}"),
+        lambda number: Mkdir(f"big/{number}", 0o700, 0, 0, 0),
+        lambda number: Symlink(f"new/{number}", "x", 0, 0, 0),
+    )
+    operations: list[Operation] = [Remove("big/before"), Remove("big/empty", directory=True)]
+    operations += [kinds[number % 3](number) for number in range(OPERATIONS)]
+    return Record(writer=WRITER, time=at(10), operations=operations)
+
+
+async def apply(node: Node, record: Record) -> None:
+    await node.applier.apply_in_steps(record, archive(record.time, record.writer))
+
+
+async def test_apply_in_steps_changes_few_names_at_a_time(node: Node) -> None:
+    counts: list[int] = []
+
+    async def watch() -> None:
+        while not node.applier.is_applied(at(10), WRITER):
+            counts.append(len(node.shown()))
+            await trio.lowlevel.checkpoint()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        nursery.start_soon(apply, node, large())
+    grown = [after - before for before, after in pairwise(counts)]
+    assert len(counts) >= OPERATIONS // STEP_OPERATIONS - 1
+    assert max(grown) <= 2 * STEP_OPERATIONS + 1  # the look may come first in one turn and last in the next
+
+
+async def test_apply_in_steps_request_about_its_directories_waits_for_all(node: Node) -> None:
+    barrier, seen = node.tree.barrier, dict[str, int]()
+    big, gone = node.inode("big"), node.found("big/before").inode
+    asked = {
+        "listing": (About.DIRECTORY, big, b""),
+        "name": (About.NAME, big, b"12"),
+        "missing directory": (About.NAME, ROOT_INODE, b"new"),
+        "attributes": (About.INODE, gone, b""),
+        "another directory": (About.DIRECTORY, node.inode("other"), b""),
+        "another name": (About.NAME, big, b"kept"),
+        "another inode": (About.INODE, node.inode("big/kept"), b""),
+    }
+
+    async def ask(what: str, about: About, inode: int, name: bytes) -> None:
+        await barrier.wait_for(about, inode, name)
+        seen[what] = len(node.shown())
+
+    async def ask_all() -> None:
+        while not barrier.is_up:
+            await trio.lowlevel.checkpoint()
+        async with trio.open_nursery() as nursery:
+            for what, request in asked.items():
+                nursery.start_soon(ask, what, *request)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(apply, node, large())
+        nursery.start_soon(ask_all)
+    everything = len(node.shown())
+    others = {what for what in asked if what.startswith("another")}
+    assert {what for what in asked if seen[what] < everything} - {"attributes"} == others
+    assert not barrier.is_up
+    assert barrier.waits in (3, 4)  # the file is removed by the first step
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+async def test_apply_in_steps_crash_between_two_is_mended_by_the_next(node: Node, tmp_path: Path, steps: int) -> None:
+    record = large()
+    whole = Node(tmp_path / "whole")
+    whole.commit(0, put("big/before"), put("big/kept"), put("other/file"), Mkdir("big/empty", 0o755, 0, 0, 0))
+    whole.apply(record)
+    expected = whole.shown()
+    whole.database.close()
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(apply, node, record)
+            for _ in range(steps + 1):
+                await trio.lowlevel.checkpoint()
+            scope.cancel()
+    assert not node.applier.is_applied(record.time, record.writer)
+    assert not node.tree.barrier.is_up
+    node.database.close()
+    again = Node(tmp_path / "meta")
+    await apply(again, record)
+    assert again.shown() == expected
+    again.database.close()
+
+
+async def test_apply_in_steps_change_made_here_meanwhile_is_newer(node: Node) -> None:
+    record = large()
+    here = merged([node.rename("other/file", "other/renamed")], "00000001", at(5))
+    mine = Record(writer="00000001", time=at(5), operations=[Symlink("big/6", "mine", 0, 0, 0), Remove("big/3")])
+
+    async def change() -> None:
+        while not node.tree.barrier.is_up:
+            await trio.lowlevel.checkpoint()
+        node.applier.apply_pending(here, PENDING + 1)
+        node.applier.apply_pending(mine, PENDING + 2)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(apply, node, record)
+        nursery.start_soon(change)
+    assert node.find("other/renamed") is not None
+    assert node.find("other/file") is None
+    assert node.tree.named(node.inode("big"), b"3") is None
+    assert node.found("big/6").is_symlink
+    assert node.applier.is_applied(record.time, record.writer)

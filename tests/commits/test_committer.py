@@ -1,0 +1,405 @@
+"""Changes on their way into the store: once each, in order, whatever fails and whoever dies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.commits import committer
+from lakefs_fuse.commits.archive import Member
+from lakefs_fuse.commits.change import Change, merged
+from lakefs_fuse.commits.objects.deletion_queue import Doomed
+from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Put, Relocate, Remove, SetAttr, Symlink
+from lakefs_fuse.errors import AccessDenied, CacheError, FileError, Unavailable
+from lakefs_fuse.meta.entry import PENDING
+from tests.commits.committing import Daemon, Site, until
+from tests.commits.nodes import at
+from tests.memory_store import Failures, Pause, Request, When
+from tests.upload.drafting import reached
+
+
+def mkdir(path: str) -> Mkdir:
+    return Mkdir(path, 0o755, 0, 0, 0)
+
+
+def link(path: str, target: str = "x") -> Symlink:
+    return Symlink(path, target, 0, 0, 0)
+
+
+def is_put(request: Request) -> bool:
+    return request.what == "put"
+
+
+async def seen_by_others(site: Site) -> dict[str, tuple[object, ...]]:
+    """What a mount without any cache makes of the store."""
+    site.clock.seconds += 1
+    with site.daemon(f"fresh{len(list(site.root.iterdir()))}") as fresh:
+        await fresh.poller.poll()
+        return fresh.shown()
+
+
+# -- what is promised
+
+
+async def test_a_change_is_here_at_once_and_everywhere_after_flush(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(mkdir("d"), link("d/l"))
+        assert sorted(a.shown()) == ["d/", "d/l"]
+        assert (site.commits(), a.committer.waiting) == ([], 2)
+        await a.committer.flush()
+        assert (len(site.commits()), a.committer.waiting) == (1, 0)
+        assert all(a.found(path).stamp == at(0) for path in ("d", "d/l"))
+        assert await seen_by_others(site) == a.shown()
+        assert await a.poller.poll() == 0  # its own is applied
+
+
+async def test_what_gathers_is_one_commit_in_order(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        for number in range(50):
+            a.enqueue(link("l", str(number)))
+            a.enqueue(Remove("l"))
+        a.enqueue(link("l", "last"))
+        await a.committer.commit(Change(operations=[link("m")]))
+        assert len(site.commits()) == 1
+        assert a.metrics.operations_batch_max == 102
+        assert await seen_by_others(site) == a.shown()
+        assert a.tree.target(a.found("l").inode) == b"last"
+
+
+async def test_sent_by_itself_after_the_delay(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a", delay_s=0.3) as a:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.run)
+            a.enqueue(link("l"))
+            await trio.sleep(0.1)
+            a.enqueue(link("m"))
+            assert site.commits() == []
+            await until(lambda: not a.committer.waiting)
+            assert len(site.commits()) == 1
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_commit_that_failed_happened_nowhere(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        site.store.hook = Failures(is_put, AccessDenied("no"))
+        with pytest.raises(AccessDenied):
+            await a.committer.commit(Change(operations=[link("l")]))
+        assert (a.shown(), site.commits(), a.metrics.failures) == ({}, [], 1)
+        assert isinstance(a.committer.error, AccessDenied)
+
+        def refuse() -> Change:
+            raise FileError(2)
+
+        with pytest.raises(FileError):
+            await a.committer.commit(refuse)
+        await a.committer.commit(Change(operations=[link("l")]))
+        assert list(a.shown()) == ["l"]
+        assert a.committer.error is None
+
+
+async def test_what_is_journaled_is_tried_until_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(committer, "PAUSE_S_FIRST", 0.01)
+    site = Site(tmp_path)
+    with site.daemon("a", delay_s=0.01) as a:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.run)
+            site.store.hook = failures = Failures(is_put, Unavailable("away"), count=5)
+            a.enqueue(link("l"))
+            await until(lambda: failures.left < 3)
+            assert (site.commits(), list(a.shown())) == ([], ["l"])
+            failed = a.committer.error
+            assert failed is not None
+            await until(lambda: not a.committer.waiting)
+            assert len(site.commits()) == 1
+            assert a.committer.error is None
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_change_made_while_a_commit_is_on_its_way_is_in_the_next(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(link("l", "first"))
+        site.store.hook = pause = Pause(is_put)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.flush)
+            await reached(pause.reached)
+            a.enqueue(link("l", "second"))
+            pause.resume()
+        assert a.committer.waiting == 1
+        assert a.found("l").stamp == PENDING | 2
+        await a.committer.flush()
+        assert len(site.commits()) == 2
+        assert await seen_by_others(site) == a.shown()
+        assert a.tree.target(a.found("l").inode) == b"second"
+
+
+async def test_bytes_go_along(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(mkdir("d"))
+        members = [Member(f"d/{number}", b"x" * number, number, 0o644, 0, 0, 0) for number in range(3)]
+        puts = [Put(f"d/{number}", THIS, number, number, 0o644, 0, 0, 0) for number in range(3)]
+        made = await a.committer.commit(Change(operations=list(puts)), members)
+        for number in range(3):
+            entry = a.found(f"d/{number}")
+            assert made.body[entry.offset : entry.offset + number] == b"x" * number
+        assert site.store.data(made.ref.key) == made.body
+        assert await seen_by_others(site) == a.shown()
+
+
+async def test_a_late_commit_is_said_again(tmp_path: Path) -> None:
+    """Its PUT took so long that others may have stopped looking for its time."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        site.store.hook = pause = Pause(is_put)
+        async with trio.open_nursery() as nursery:
+            member = Member("f", b"bytes", 5, 0o644, 0, 0, 0)
+            change = Change(operations=[Put("f", THIS, 0, 5, 0o644, 0, 0, 0)])
+            nursery.start_soon(a.committer.commit, change, [member])
+            await reached(pause.reached)
+            site.clock.seconds = 300
+            async with trio.open_nursery() as other:
+                other.start_soon(b.committer.commit, Change(operations=[link("later")]))
+                pause.resume()
+        assert await b.poller.poll() >= 1
+        assert b.found("f").size == 5
+        assert await seen_by_others(site) == b.shown()
+
+
+# -- deaths
+
+
+async def flush_and_die(site: Site, daemon: Daemon, when: When) -> None:
+    """Just before the store makes the commit, or after it, and nobody hears of that. What is left is "dead"."""
+    site.store.hook = pause = Pause(is_put, when)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(daemon.committer.flush)
+        await reached(pause.reached)
+        site.kill(daemon, "dead")
+        nursery.cancel_scope.cancel()
+        pause.resume()
+    site.store.hook = lambda request, at: None
+
+
+@pytest.mark.parametrize("when", ["journaled", "sending", "stored"])
+async def test_a_death_at_any_step_makes_the_change_once(tmp_path: Path, when: str) -> None:
+    site = Site(tmp_path)
+    site.store.give("f", b"old")
+    etag = site.store.head("f").etag
+    with site.daemon("a") as a:
+        a.enqueue(mkdir("d"), link("l"))
+        a.enqueue(Remove("f", hides=etag), doomed=(Doomed("f", etag),))
+        if when == "journaled":
+            site.kill(a, "dead")
+        else:
+            await flush_and_die(site, a, "before" if when == "sending" else "after")
+            if when == "sending":  # it never left
+                for key in site.commits():
+                    site.store.take(key)
+        shown = a.shown()
+    assert len(site.commits()) == (when == "stored")
+    site.clock.seconds += 5
+    with site.daemon("dead") as next_one:
+        await next_one.poller.poll()
+        assert next_one.shown() == shown
+        assert next_one.committer.waiting == 3
+        await next_one.committer.flush()
+        assert next_one.committer.waiting == 0
+        assert len(site.commits()) == 1
+        assert next_one.shown() == shown
+        assert next_one.doomed() == ["f"]
+        assert all(next_one.found(path).stamp < PENDING for path in ("d", "l"))
+        await next_one.deletions.drain()
+        assert "f" not in site.store.objects
+        await next_one.committer.flush()
+        assert len(site.commits()) == 1
+    assert await seen_by_others(site) == shown
+
+
+async def test_a_commit_that_is_damaged_when_it_is_found_is_sent_again(tmp_path: Path) -> None:
+    """Nobody applies it."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(link("l"))
+        await flush_and_die(site, a, "after")
+        shown = a.shown()
+    (damaged,) = site.commits()
+    site.store.give(damaged, b"\0" * 1000)
+    site.clock.seconds += 5
+    with site.daemon("dead") as next_one:
+        await next_one.committer.settle_journal()
+        assert next_one.committer.waiting == 1
+        await next_one.committer.flush()
+        assert (len(site.commits()), next_one.committer.waiting) == (2, 0)
+        assert next_one.shown() == shown
+    assert await seen_by_others(site) == shown
+
+
+class Away:
+    """Answers of PUTs are lost, and (``mute``) nothing else is answered either."""
+
+    def __init__(self, *, mute: bool) -> None:
+        self.mute = mute
+
+    def __call__(self, request: Request, when: When) -> None:
+        if when == "after" and is_put(request):
+            raise Unavailable("lost")
+        if self.mute and not is_put(request):
+            raise Unavailable("away")
+
+
+async def test_a_lost_answer_is_asked_for(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(link("l"))
+        site.store.hook = Away(mute=False)
+        await a.committer.commit(Change(operations=[link("m")]))
+        assert (len(site.commits()), a.committer.waiting, sorted(a.shown())) == (1, 0, ["l", "m"])
+        site.store.hook = lambda request, when: None
+        assert await seen_by_others(site) == a.shown()
+
+
+async def test_nothing_is_sent_again_before_it_is_known(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(link("l", "first"))
+        site.store.hook = Away(mute=True)
+        for _ in range(3):
+            with pytest.raises(Unavailable):
+                await a.committer.flush()
+        assert (len(site.commits()), a.committer.waiting) == (1, 1)
+        site.store.hook = lambda request, when: None
+        a.enqueue(link("m"))
+        await a.committer.flush()
+        assert (len(site.commits()), a.committer.waiting) == (2, 0)
+        assert await seen_by_others(site) == a.shown()
+        a.enqueue(Remove("l"))
+        await a.committer.flush()
+        assert await seen_by_others(site) == a.shown()
+
+
+async def test_a_lost_answer_of_a_commit_with_journaled_changes(tmp_path: Path) -> None:
+    """Who asked for the commit is told of an error; it appears all the same, as a whole."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.enqueue(link("l"))
+        site.store.hook = Away(mute=True)
+        with pytest.raises(Unavailable):
+            await a.committer.commit(Change(operations=[link("m")]))
+        assert list(a.shown()) == ["l"]
+        site.store.hook = lambda request, when: None
+        await a.committer.flush()
+        assert len(site.commits()) == 1
+        await a.poller.poll()
+        assert sorted(a.shown()) == ["l", "m"]
+        assert await seen_by_others(site) == a.shown()
+
+
+async def test_others_see_changes_of_two_nodes_in_the_order_of_their_commits(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        a.enqueue(link("l", "a"))
+        b.enqueue(link("l", "b"))
+        site.clock.seconds = 1
+        await b.committer.flush()
+        site.clock.seconds = 2
+        await a.committer.flush()
+        for daemon in (a, b):
+            await daemon.poller.poll()
+        assert a.shown() == b.shown() == await seen_by_others(site)
+        assert a.tree.target(a.found("l").inode) == b"a"
+
+
+async def test_attributes_set_on_two_nodes(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        member = Member("f", b"x", 1, 0o644, 0, 0, 0)
+        await a.committer.commit(Change(operations=[Put("f", THIS, 0, 1, 0o644, 0, 0, 0)]), [member])
+        await b.poller.poll()
+        site.clock.seconds = 1
+        a.committer.enqueue(a.chmod("f", 0o600))
+        site.clock.seconds = 2
+        b.committer.enqueue(b.chmod("f", 0o640))
+        await b.committer.flush()
+        await a.poller.poll()
+        site.clock.seconds = 3
+        await a.committer.flush()
+        await b.poller.poll()
+        assert a.shown() == b.shown() == await seen_by_others(site)
+        assert a.found("f").mode == 0o600
+
+
+async def test_attributes_set_again_behind_what_is_held(tmp_path: Path) -> None:
+    """The first are sent without the second, which are newer here all the while."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        member = Member("f", b"x", 1, 0o644, 0, 0, 0)
+        await a.committer.commit(Change(operations=[Put("f", THIS, 0, 1, 0o644, 0, 0, 0)]), [member])
+        a.committer.reached = lambda number: number < 1
+        a.committer.enqueue(a.chmod("f", 0o640))
+        a.committer.enqueue(Change(operations=[link("held")], after=1))
+        a.committer.enqueue(a.chmod("f", 0o600))
+        site.clock.seconds = 5
+        await a.committer.flush()
+        assert a.committer.waiting == 2
+        assert a.found("f").mode == 0o600
+        a.committer.reached = lambda number: True
+        await a.committer.flush()
+        assert a.found("f").mode == 0o600
+        assert await seen_by_others(site) == a.shown()
+
+
+# -- records of several changes
+
+
+def test_places_are_those_of_the_whole_record() -> None:
+    one, two = ObjectRef("one", "1", 10), ObjectRef("two", "2", 20)
+    changes = [
+        Change(operations=[Put("a", 1, 3, 1, 0, 0, 0, 0)], objects=[ObjectRef(), one]),
+        Change(
+            operations=[
+                SetAttr("b", 2, 0, 1, "", 0, 0, 0, 0),
+                Relocate("c", 1, 5, "", THIS, 1, 2, 0, 0, 0, 0),
+                Put("d", THIS, 0, 1, 0, 0, 0, 0),
+                Put("e", -1, 0, 1, 0, 0, 0, 0, "own"),
+            ],
+            objects=[ObjectRef(), two, one],
+            moves=[("x", "y")],
+        ),
+    ]
+    record = merged(changes, "00000001", 5, [111, 222])
+    assert record.objects == [ObjectRef(), one, two]
+    put_a, set_b, relocate_c, put_d, put_e = record.operations
+    assert isinstance(put_a, Put)
+    assert isinstance(set_b, SetAttr)
+    assert isinstance(relocate_c, Relocate)
+    assert isinstance(put_d, Put)
+    assert isinstance(put_e, Put)
+    assert (put_a.object, put_a.offset) == (1, 3)
+    assert set_b.object == 1
+    assert (relocate_c.from_object, relocate_c.from_offset, relocate_c.offset) == (2, 5, 222)
+    assert (put_d.object, put_d.offset) == (THIS, 111)
+    assert (put_e.object, put_e.hides) == (-1, "own")
+    assert record.moves == [("x", "y")]
+
+
+def test_a_full_disk_refuses_the_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+
+        def full(batch: object, sync: bool = False) -> None:
+            raise CacheError("no room")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(a.database, "commit", full)
+            with pytest.raises(CacheError):
+                a.enqueue(link("l"))
+        assert (a.shown(), a.committer.waiting) == ({}, 0)
+        a.enqueue(link("l"))
+        assert list(a.shown()) == ["l"]

@@ -1,0 +1,202 @@
+"""Objects whose names are gone: deleted once nobody can want them, and never one that somebody put since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from lakefs_fuse.commits.objects import deletion_queue as deletions
+from lakefs_fuse.commits.objects.deletion_queue import Doomed
+from lakefs_fuse.commits.record import OWN, Put, Remove
+from lakefs_fuse.errors import LakeError, Unavailable
+from lakefs_fuse.meta.database import Batch
+from tests.commits.committing import Daemon, Site, until
+from tests.commits.nodes import at
+from tests.memory_store import Failures, Pause, Request
+from tests.upload.drafting import reached
+
+
+def is_delete(request: Request) -> bool:
+    return request.what == "delete"
+
+
+def give(site: Site, *keys: str) -> list[Doomed]:
+    return [Doomed(key, site.store.give(key, key.encode()).etag) for key in keys]
+
+
+def doom(daemon: Daemon, *doomed: Doomed) -> None:
+    for each in doomed:
+        daemon.deletions.doom(each)
+
+
+async def test_they_go_and_are_forgotten(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        doom(a, *give(site, "x", "y", "d/z"))
+        give(site, "kept")
+        assert a.deletions.waiting == 3
+        await a.deletions.drain()
+        assert (list(site.store.objects), a.deletions.waiting, a.doomed()) == (["kept"], 0, [])
+        assert a.metrics.objects_deleted == 3
+
+
+async def test_one_request_takes_a_thousand(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        doom(a, *give(site, *(f"f{number}" for number in range(2100))))
+        assert [await a.deletions.delete_due() for _ in range(4)] == [1000, 1000, 100, 0]
+        assert site.store.objects == {}
+
+
+async def test_only_the_version_that_was_meant_where_it_is_checked(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        (same,), (other,) = give(site, "same"), give(site, "other")
+        doom(a, Doomed("same", same.etag), Doomed("other", other.etag))
+        doom(a, Doomed("gone", "etag"))
+        give(site, "other")
+        await a.deletions.drain()
+        assert list(site.store.objects) == ["other"]
+        assert a.deletions.waiting == 0
+
+
+async def test_what_another_name_means_stays(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        (used,) = give(site, "used")
+        number = a.tree.objects.number("used", used.etag, 4)
+        change = a.change()
+        change.operations.append(Put("renamed", OWN, 0, 4, 0o644, 0, 0, 0))
+        a.commit(1, *change.operations)
+        entry = a.found("renamed")
+        batch = Batch()
+        a.tree.update(batch, msgspec.structs.replace(entry, place=number))
+        a.database.commit(batch)
+        doom(a, used)
+        await a.deletions.drain()
+        assert (list(site.store.objects), a.deletions.waiting) == (["used"], 0)
+
+
+async def test_not_before_their_time(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        (later,) = give(site, "later")
+        doom(a, Doomed("later", later.etag, due_ns=at(60)))
+        await a.deletions.drain()
+        assert list(site.store.objects) == ["later"]
+        site.clock.seconds = 61
+        await a.deletions.drain()
+        assert site.store.objects == {}
+
+
+async def test_what_failed_is_tried_again_after_a_restart(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        doom(a, *give(site, "x", "y"))
+        site.store.hook = Failures(is_delete, Unavailable("away"))
+        with pytest.raises(LakeError):
+            await a.deletions.drain()
+        assert a.deletions.waiting > 0
+    with site.daemon("a") as a:
+        assert a.deletions.waiting > 0
+        await a.deletions.drain()
+        assert (site.store.objects, a.deletions.waiting) == ({}, 0)
+
+
+# -- keys that get new bytes
+
+
+async def test_a_key_that_is_put_again_is_not_deleted(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        doom(a, *give(site, "x"))
+        async with a.deletions.keeping("x"):
+            give(site, "x")
+            await a.deletions.drain()
+        await a.deletions.drain()
+        assert list(site.store.objects) == ["x"]
+        assert a.deletions.waiting == 0
+
+
+async def test_a_deletion_under_way_is_waited_for(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        doom(a, *give(site, "x"))
+        site.store.hook = pause = Pause(is_delete)
+        order: list[str] = []
+
+        async def put_again() -> None:
+            async with a.deletions.keeping("x"):
+                order.append("put")
+                give(site, "x")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.deletions.drain)
+            await reached(pause.reached)
+            nursery.start_soon(put_again)
+            await trio.sleep(0.02)
+            assert order == []
+            pause.resume()
+        await a.deletions.drain()
+        assert list(site.store.objects) == ["x"]
+
+
+async def test_one_that_is_noted_while_the_key_is_put_waits(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        (old,) = give(site, "x")
+        async with a.deletions.keeping("x"):
+            doom(a, Doomed("x", old.etag))
+            await a.deletions.drain()
+            assert site.store.count("head", "x") == 0
+            give(site, "x")
+        await a.deletions.drain()
+        assert list(site.store.objects) == ["x"]
+        assert a.deletions.waiting == 0
+
+
+async def test_a_removal_in_no_commit_yet_does_not_delete_what_came_after_it(tmp_path: Path) -> None:
+    """Removed and put again before the commit; and after a death in between."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        (old,) = give(site, "x")
+        a.enqueue(Remove("x", hides=old.etag), doomed=(old,))
+        async with a.deletions.keeping("x"):
+            give(site, "x")
+        site.kill(a, "dead")
+    with site.daemon("dead") as a:
+        await a.committer.flush()
+        await a.deletions.drain()
+        assert "x" in site.store.objects
+
+
+async def test_bytes_that_did_not_come_leave_the_deletion(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        doom(a, *give(site, "x"))
+        with pytest.raises(Unavailable):
+            async with a.deletions.keeping("x"):
+                raise Unavailable("away")
+        await a.deletions.drain()
+        assert (site.store.objects, a.deletions.waiting) == ({}, 0)
+
+
+async def test_the_task_gathers_and_goes_on_after_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deletions, "PAUSE_S_FIRST", 0.01)
+    monkeypatch.setattr(deletions, "GATHER_S", 0.05)
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        site.store.hook = failures = Failures(is_delete, Unavailable("away"), count=3)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.deletions.run)
+            for key in ("x", "y"):
+                doom(a, *give(site, key))
+            await until(lambda: not a.deletions.waiting)
+            assert (site.store.objects, failures.left) == ({}, 0)
+            doom(a, *give(site, "z"))
+            await until(lambda: not a.deletions.waiting)
+            assert site.store.objects == {}
+            nursery.cancel_scope.cancel()

@@ -1,0 +1,324 @@
+"""Commits of other nodes: all of them, in order, once; and what cannot be read harms nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import trio
+
+from lakefs_fuse.commits import poller
+from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, fetch_record, parse_commit_key
+from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S
+from lakefs_fuse.commits.poller import FETCHED_MAX
+from lakefs_fuse.commits.record import COMMITS, OWN, Operation, Record, Remove, SetAttr
+from lakefs_fuse.errors import Unavailable
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from tests.commits.archives import commit_of
+from tests.commits.committing import Daemon, Site, until
+from tests.commits.nodes import at, plain
+from tests.commits.records import record_of
+from tests.memory_store import Failures, Request, When
+
+HOUR_S = 3600
+
+
+def commit(site: Site, seconds: float, path: str, *, size: int = 3, writer: str = "00000abc") -> str:
+    """Somebody's commit of one file appears in the store."""
+    return commit_also(site, seconds, {path: b"x" * size}, writer=writer)
+
+
+def commit_also(
+    site: Site, seconds: float, files: dict[str, bytes], *operations: Operation, writer: str = "00000abc"
+) -> str:
+    """Somebody's commit appears in the store."""
+    record: Record = msgspec.structs.replace(record_of(time=at(seconds)), writer=writer)
+    key = commit_key(at(seconds), writer)
+    site.store.give(key, commit_of(files, record=record, more=operations))
+    return key
+
+
+def listed(site: Site, node: Daemon, seconds: float, key: str = "f") -> str:
+    """Somebody puts a plain object, dated to the second, and the node lists it; answers its ETag."""
+    site.clock.seconds = int(seconds)
+    etag = site.store.give(key, b"x").etag
+    site.clock.seconds = seconds
+    node.list(plain(key, etag, seconds), seconds=seconds)
+    return etag
+
+
+async def test_new_ones_are_applied_once_in_the_order_of_their_times(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 2, "f", size=2)
+        commit(site, 1, "f", size=1)
+        commit(site, 1.5, "g")
+        assert await a.poller.poll() == 3
+        assert a.found("f").size == 2
+        assert a.watcher.told == [b"f", b"g", b"f"]
+        assert await a.poller.poll() == 0
+        assert (a.metrics.polls, a.metrics.applied) == (2, 3)
+        assert site.store.count("get") == 3
+
+
+async def test_many_are_fetched_in_pieces_and_listed_in_pages(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.store.page_keys_max = 7
+    with site.daemon("a") as a:
+        for number in range(2 * FETCHED_MAX + 5):
+            commit(site, number / 10, f"f{number}")
+        assert await a.poller.poll() == 2 * FETCHED_MAX + 5
+        assert len(a.shown()) == 2 * FETCHED_MAX + 5
+
+
+async def test_large_records_are_fetched_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches: list[tuple[str, int]] = []
+
+    async def fetched(client: StoreClient, meta: ObjectMeta, *, bytes_max: int) -> Record:
+        named = parse_commit_key(meta.key)
+        assert named is not None
+        fetches.append((named[1], bytes_max))
+        return await fetch_record(client, meta, 0, bytes_max=bytes_max)
+
+    monkeypatch.setattr(poller, "fetch_record", fetched)
+    monkeypatch.setattr(poller, "FETCHED_BYTES_MAX", 1000)
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        for number in range(4):
+            files = {f"f{number}-{name}": b"x" for name in range(40 if number % 2 else 1)}
+            commit_also(site, number, files, writer=f"0000000{number}")
+        assert await a.poller.poll() == 4
+        assert [a.found(f"f{number}-0").size for number in range(4)] == [1] * 4
+    together = {(f"0000000{number}", 1000) for number in range(4)}
+    assert set(fetches[:4]) == together
+    assert fetches[4:] == [("00000001", RECORD_BYTES_MAX), ("00000003", RECORD_BYTES_MAX)], "those that are large"
+
+
+async def test_a_late_one_inside_the_window_is_found(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        site.clock.seconds = 1000
+        commit(site, 1000, "now")
+        await a.poller.poll()
+        commit(site, 1000 - 119, "late")
+        assert await a.poller.poll() == 1
+        assert sorted(a.shown()) == ["late", "now"]
+
+
+async def test_an_old_lake_is_not_listed_whole_by_every_poll(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.clock.seconds = HOUR_S
+    with site.daemon("a") as a:
+        for number in range(30):
+            commit(site, number * 100, f"f{number}")
+        await a.poller.poll()
+        listed: list[str] = []
+        list_page = site.store.list_page
+
+        def watch(prefix: str, *, start_after: str = "", **options: object) -> object:
+            page = list_page(prefix, start_after=start_after, **options)  # type: ignore[arg-type]
+            listed.extend(meta.key for meta in page.objects)
+            return page
+
+        site.store.list_page = watch  # type: ignore[assignment, method-assign]
+        assert await a.poller.poll() == 0
+        assert len(listed) == 2
+        assert all(key.startswith(COMMITS) for key in listed)
+
+
+async def test_a_restarted_node_goes_on_where_it_was(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f")
+        await a.poller.poll()
+    gets = site.store.count("get")
+    with site.daemon("a") as a:
+        assert await a.poller.poll() == 0
+        assert site.store.count("get") == gets
+        commit(site, 2, "g")
+        assert await a.poller.poll() == 1
+
+
+# -- plain objects that a commit's writer did not know of
+
+
+async def test_a_file_written_here_is_as_old_as_the_store_says(tmp_path: Path) -> None:
+    """Its row has the time at which it was written, which says more than the second that everybody else goes by."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        listed(site, a, 1.7)
+        batch = Batch()
+        a.tree.update(batch, msgspec.structs.replace(a.found("f"), ctime_ns=at(1.7)))
+        a.database.commit(batch)
+        commit(site, 2.5, "f", size=7)
+        await a.poller.poll()
+        assert a.found("f").size == 7
+
+
+async def test_new_attributes_make_a_plain_object_no_younger(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        etag = listed(site, a, 1)
+        commit_also(site, 9, {}, SetAttr("f", OWN, 0, 1, etag, 0o600, 0, 0, 0))
+        await a.poller.poll()
+        commit(site, 5, "f", size=7, writer="00000def")
+        await a.poller.poll()
+        assert a.found("f").size == 7
+
+
+async def test_a_commit_waits_for_an_older_one_about_what_was_put_in_its_second(tmp_path: Path) -> None:
+    """Somebody who knew the plain object removed it; somebody who did not packed a file of that name after that."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        etag = listed(site, a, 1.1)
+        commit(site, 1.5, "f", size=7)
+        site.clock.seconds = 1.6
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.poller.poll)
+            await until(lambda: site.store.count("head") > 0)
+            assert a.found("f").etag == etag
+            commit_also(site, 1.3, {}, Remove("f", hides=etag), writer="00000def")
+        assert a.found("f").size == 7
+        site.store.take("f")
+        a.list(seconds=2)
+        assert list(a.shown()) == ["f"]
+
+
+async def test_a_commit_does_not_wait_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody removes what was put in its second: then that came later."""
+    monkeypatch.setattr(poller, "DOUBT_S_MAX", 0.5)
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        etag = listed(site, a, 1.1)
+        commit(site, 1.5, "f", size=7)
+        commit(site, 1.6, "g")
+        site.clock.seconds = 1.7
+        assert await a.poller.poll() == 2
+        assert site.store.count("head") > 1
+        assert a.found("f").etag == etag
+        assert a.find("g") is not None
+
+
+# -- what is left out
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "flipped", "text"])
+async def test_a_damaged_one_is_told_once_and_left_out(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "before")
+        key = commit(site, 2, "damaged")
+        commit(site, 3, "after")
+        body = site.store.data(key)
+        flipped = bytearray(body)
+        flipped[body.index(b".lakefs/record") + 40] ^= 0xFF
+        site.store.give(key, {"cut": body[:-10], "empty": b"", "flipped": bytes(flipped), "text": b"hello"}[damage])
+        await a.poller.poll()
+        assert sorted(a.shown()) == ["after", "before"]
+        assert a.metrics.damaged == 1
+        assert [record.levelname for record in caplog.records if key in record.getMessage()] == ["ERROR"]
+        await a.poller.poll()
+        assert a.metrics.damaged == 1
+        caplog.clear()
+
+
+async def test_poll_commit_from_the_future_is_left_out_until_its_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clock that is wrong must not decide what is newest for everybody, nor hide what others commit meanwhile."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f")
+        commit(site, COMMIT_AHEAD_MAX_S + 10, "f", size=9)
+        commit(site, 10**8, "f", size=10)
+        commit(site, COMMIT_AHEAD_MAX_S - 10, "ahead")
+        assert await a.poller.poll() == 2
+        assert a.found("f").size == 3
+        assert a.find("ahead") is not None
+        assert a.metrics.future == 2
+        assert at(COMMIT_AHEAD_MAX_S - 10) < a.clock.now() < at(COMMIT_AHEAD_MAX_S)
+        commit(site, 2, "g")
+        assert await a.poller.poll() == 1
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
+        site.clock.seconds = 10
+        assert await a.poller.poll() == 1
+        assert a.found("f").size == 9
+        caplog.clear()
+
+
+async def test_poll_many_commits_from_the_future_cost_one_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = Site(tmp_path)
+    site.store.page_keys_max = 7
+    with site.daemon("a") as a:
+        for number in range(30):
+            commit(site, 10**8 + number, f"f{number}")
+        assert await a.poller.poll() == 0
+        assert site.store.count("list") == 1
+        assert a.metrics.future == 7
+        caplog.clear()
+
+
+async def test_other_objects_among_the_commits_are_passed_over(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        for name in ("note.txt", "0000.zip", "zz" * 8 + "-00000abc.zip", "", "sub/" + "0" * 16 + "-00000abc.zip"):
+            site.store.give(COMMITS + name, b"x")
+        commit(site, 1, "f")
+        assert await a.poller.poll() == 1
+        assert a.metrics.damaged == 0
+
+
+async def test_one_that_is_collected_between_list_and_get(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        key = commit(site, 1, "collected")
+        commit(site, 2, "kept")
+
+        def collect(request: Request, when: When) -> None:
+            if request.what == "list" and when == "after":
+                site.store.take(key)
+
+        site.store.hook = collect
+        await a.poller.poll()
+        assert list(a.shown()) == ["kept"]
+        assert a.metrics.damaged == 0
+
+
+async def test_a_store_that_is_away_is_asked_again(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f")
+        site.store.hook = Failures(lambda request: True, Unavailable("away"), count=3)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.poller.run)
+            await until(lambda: bool(a.shown()))
+            nursery.cancel_scope.cancel()
+        assert list(a.shown()) == ["f"]
+
+
+async def test_a_get_that_failed_applies_nothing_of_its_batch_out_of_order(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f", size=1)
+        commit(site, 2, "f", size=2)
+        site.store.hook = Failures(lambda request: request.what == "get", Unavailable("away"))
+        with pytest.raises(Unavailable):
+            await a.poller.poll()
+        await a.poller.poll()
+        assert a.found("f").size == 2
+
+
+async def test_the_lag_is_told(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    site.clock.seconds = 10
+    with site.daemon("a") as a:
+        commit(site, 7, "f")
+        await a.poller.poll()
+        assert a.metrics.lag_s == pytest.approx(3)
