@@ -18,14 +18,14 @@ from msgspec import structs
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment import descriptor_limit as file_limit
-from lakefs_fuse.fs import Filesystem, open_filesystem
-from lakefs_fuse.fs.immutable import ImmutableFilesystem, open_immutable
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import KEY, Opened, open_record
 from lakefs_fuse.store.lake_root import find_lake
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.rate_limit import Pacable, Pace
+from lakefs_fuse.vfs import Filesystem, open_filesystem
+from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.kernel import Kernel
 from lakefs_fuse.fuse.operations import Operations
 from lakefs_fuse.meta.entry import ROOT_INODE
-from tests.fs.lakes import lake
 from tests.memory_store import MemoryStore
+from tests.vfs.lakes import lake
 
 PRODUCT = "lakefs_fuse"
 FILE_BYTES = 50_000

@@ -21,10 +21,10 @@ import msgspec
 import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
-from lakefs_fuse.fs.filesystem import Filesystem
 from lakefs_fuse.lake import open_lake
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.store.listing import parallel_listing as split_listing
+from lakefs_fuse.vfs.filesystem import Filesystem
 from scripts.bench import stage, tally
 from scripts.bench.sizes import FULL
 from scripts.bench.stage import BUCKET

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakefs_fuse.fs.asking import is_unasked
 from lakefs_fuse.fuse import direntries
 from lakefs_fuse.meta.entry import HEAD, UNSET, Entry, Flag, unpack
+from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 
 FUSE = Path(__file__).parent.parent / "lakefs_fuse" / "fuse"
 DIRENTPLUS = struct.Struct("<QQQQIIQQQQQQIIIIIIIIIIQQII")

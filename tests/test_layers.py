@@ -33,16 +33,16 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "upload": FOUNDATION | {"environment", "sync", "store", "blockcache", "staging"},
     "commits": FOUNDATION | {"environment", "sync", "store", "meta"},
     "ingest": FOUNDATION | {"store", "commits"},
-    "fs": FOUNDATION
+    "vfs": FOUNDATION
     | {"environment", "sync", "rules", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "commits"},
-    "fuse": FOUNDATION | {"meta", "fs"},
+    "fuse": FOUNDATION | {"meta", "vfs"},
     "control": FOUNDATION,
     "offline_protocol": FOUNDATION,
     "cli": FOUNDATION | {"rules", "checkpoints", "control", "offline_protocol"},
     "__main__": frozenset({"cli"}),
-    "lake": FOUNDATION | {"environment", "store", "fs"},
+    "lake": FOUNDATION | {"environment", "store", "vfs"},
     "admin": FOUNDATION
-    | {"sync", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "commits", "fs", "offline_protocol"},
+    | {"sync", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "commits", "vfs", "offline_protocol"},
     "offline": FOUNDATION | {"store", "ingest", "offline_protocol", "admin"},
     "supervisor": FOUNDATION | {"environment", "logs", "notify", "control"},
     "daemon": FOUNDATION | {"environment", "logs", "notify", "fuse", "control", "lake"},
@@ -105,7 +105,7 @@ def imported_layer(name: str) -> str | None:
 
 def test_there_is_something_to_look_at() -> None:
     layers = {layer_of(path) for path in modules()}
-    assert {"cli", "control", "fs", "fuse", "data", "meta", "store"} <= layers
+    assert {"cli", "control", "vfs", "blockcache", "meta", "store"} <= layers
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)

@@ -12,8 +12,8 @@ import pyfuse3
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.kernel import Kernel
 from lakefs_fuse.meta.entry import ROOT_INODE
-from tests.fs.lakes import TTL_S, Clock, lake
 from tests.memory_store import MemoryStore
+from tests.vfs.lakes import TTL_S, Clock, lake
 
 
 @pytest.mark.parametrize("opened", [True, False])

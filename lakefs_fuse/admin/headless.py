@@ -20,14 +20,14 @@ from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
 from lakefs_fuse.errors import LakeError, Unsupported
-from lakefs_fuse.fs import Filesystem, open_filesystem
-from lakefs_fuse.fs.keys import why_hidden
-from lakefs_fuse.fs.namespace import Namespace
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.vfs import Filesystem, open_filesystem
+from lakefs_fuse.vfs.namespace.key_mapping import why_hidden
+from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 NEVER_S = 10 * 365 * 86400.0
 NS = 1_000_000_000

@@ -26,9 +26,9 @@ from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Record, Relocate, encode
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import LakeError, NotFound
-from lakefs_fuse.fs.attributes import learn
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.store.protocol import FileSlice
+from lakefs_fuse.vfs.namespace.attributes import learn
 
 PACK_BYTES = 64 * MIB
 PACK_FILES_MAX = OPERATIONS_AT_ONCE

@@ -28,10 +28,10 @@ from lakefs_fuse.admin.relocating import Moved, RelocationBuilder, Relocator
 from lakefs_fuse.commits.record import OWN
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed
-from lakefs_fuse.fs.attributes import describe
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.vfs.namespace.attributes import describe
 
 THRESHOLD_BYTES = 1 * MIB
 GRACE_S = 30.0

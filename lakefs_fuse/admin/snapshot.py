@@ -27,12 +27,12 @@ from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import Manifest, find, manifests, remove_old, write_index
 from lakefs_fuse.commits.window import WINDOW_NS
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported
-from lakefs_fuse.fs import Filesystem
-from lakefs_fuse.fs.survey import list_everything
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.sorted_tables import DumpedFile
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.vfs import Filesystem
+from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 
 Report = Callable[[str, int, int], None]
 """What is being done, names so far, bytes so far."""

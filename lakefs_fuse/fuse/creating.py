@@ -15,10 +15,10 @@ from functools import partial
 from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.fs.filesystem import Filesystem
-from lakefs_fuse.fs.new_files import Received, Told
-from lakefs_fuse.fs.open_file import OpenFile
 from lakefs_fuse.fuse.answers import attributes_of
+from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.filesystem import Filesystem
+from lakefs_fuse.vfs.ops.create import Received, Told
 
 CREATED = 1 << 60
 """In the handles that the hooks give out; the rest of them is the inode."""

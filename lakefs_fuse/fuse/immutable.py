@@ -19,8 +19,6 @@ from lakefs_fuse.fuse import hooks, row_replies  # isort: skip  (loaded before p
 import pyfuse3
 import trio
 
-from lakefs_fuse.fs.changed_names import ChangedNames
-from lakefs_fuse.fs.immutable import ImmutableFilesystem
 from lakefs_fuse.fuse.answers import absent_for, attributes_of, reply_dots, size_of_lake, upcall
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.invalidating import tell_kernel
@@ -28,6 +26,8 @@ from lakefs_fuse.fuse.kernel import Kernel
 from lakefs_fuse.fuse.pushing import Pushing
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.vfs.immutable.changed_names import ChangedNames
+from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 
 FOREVER_S = 10 * 365 * 86400.0
 log = logging.getLogger(__name__)

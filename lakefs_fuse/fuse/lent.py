@@ -8,10 +8,10 @@ from __future__ import annotations
 from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, whose calls they receive)
 import pyfuse3
 
-from lakefs_fuse.fs.filesystem import Filesystem
-from lakefs_fuse.fs.open_file import READING
 from lakefs_fuse.fuse.answers import attributes_of
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.vfs.files.open_file import READING
+from lakefs_fuse.vfs.filesystem import Filesystem
 
 
 class Lent:

@@ -17,8 +17,6 @@ from typing import Any
 from lakefs_fuse.fuse import hooks, row_replies  # isort: skip  (loaded before pyfuse3, whose calls they receive)
 import pyfuse3
 
-from lakefs_fuse.fs.filesystem import AttributeChange, Filesystem
-from lakefs_fuse.fs.open_file import Handle
 from lakefs_fuse.fuse.answers import (
     DOTDOT_COOKIE,
     SECTOR_BYTES,
@@ -35,6 +33,8 @@ from lakefs_fuse.fuse.kernel import Kernel
 from lakefs_fuse.fuse.lent import Lent
 from lakefs_fuse.meta.barrier import About
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.vfs.files.open_file import Handle
+from lakefs_fuse.vfs.filesystem import AttributeChange, Filesystem
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ import pyfuse3
 import trio
 
 from lakefs_fuse.errors import FileError
-from lakefs_fuse.fs.immutable import ImmutableFilesystem
+from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 
 Bytes = bytes | bytearray | memoryview
 log = logging.getLogger(__name__)

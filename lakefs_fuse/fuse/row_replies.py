@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from lakefs_fuse.fuse import direntries  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
 
-from lakefs_fuse.fs.filesystem import unasked_mode
 from lakefs_fuse.fuse.answers import DIRECTORY_BLKSIZE, FILE_BLKSIZE, Owned
 from lakefs_fuse.fuse.rows_ahead import RowsAhead
 from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.vfs.filesystem import unasked_mode
 
 
 def _no_row(inode: int) -> bytes:

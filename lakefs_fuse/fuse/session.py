@@ -19,13 +19,13 @@ from msgspec import structs
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import MountError
-from lakefs_fuse.fs.filesystem import Filesystem
-from lakefs_fuse.fs.immutable import ImmutableFilesystem
 from lakefs_fuse.fuse import receiving
 from lakefs_fuse.fuse.hooks import Feature
 from lakefs_fuse.fuse.immutable import ImmutableOperations
 from lakefs_fuse.fuse.kernel import Kernel, raise_read_ahead
 from lakefs_fuse.fuse.operations import Operations
+from lakefs_fuse.vfs.filesystem import Filesystem
+from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 
 LISTINGS_HELD_S_MIN = 1.0
 """With a shorter TTL the kernel is not made to keep listings: it would have to be told all the time."""

@@ -16,9 +16,9 @@ from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
-from tests.fs.lakes import Clock
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
+from tests.vfs.lakes import Clock
 
 STORE = StoreConfig(source=Source("file", "/nowhere", ""))
 WRITER = "0badcafe"

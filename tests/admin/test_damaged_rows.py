@@ -13,8 +13,8 @@ from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.row_decoders import damaged_rows
 from tests.admin.lakes import dataset, fold_all, give_commit, give_pack, headless, silent
-from tests.fs.lakes import Clock, lake
 from tests.memory_store import MemoryStore
+from tests.vfs.lakes import Clock, lake
 
 FILES = dataset(6, size=100)
 

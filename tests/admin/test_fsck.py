@@ -14,8 +14,8 @@ from lakefs_fuse.errors import StoreError
 from lakefs_fuse.meta.entry import Entry
 from tests.admin.lakes import WRITER, commits, dataset, fold_all, give_commit, give_pack, headless, record, silent
 from tests.admin.test_repack import pack
-from tests.fs.lakes import Clock, lake
 from tests.memory_store import Failures, MemoryStore
+from tests.vfs.lakes import Clock, lake
 
 FILES = dataset(20)
 

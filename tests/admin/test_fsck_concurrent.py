@@ -12,8 +12,8 @@ from lakefs_fuse.admin.fsck import Checked, Checker, Kind
 from lakefs_fuse.commits.archive import build, commit_key
 from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Put, Relocate, Remove, encode
 from tests.admin.lakes import WRITER, commits, dataset, fold_all, give_commit, give_pack, headless, record, silent
-from tests.fs.lakes import Clock
 from tests.memory_store import MemoryStore, Request, When
+from tests.vfs.lakes import Clock
 
 Change = Callable[[], object]
 FILES = dataset(6, size=300)

@@ -13,8 +13,8 @@ from lakefs_fuse.commits.record import OWN, ObjectRef, Put, Remove, SetAttr
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
 from tests.admin.test_fsck import check, kinds
-from tests.fs.lakes import Clock, lake
 from tests.memory_store import Failures, MemoryStore
+from tests.vfs.lakes import Clock, lake
 
 NS = 10**9
 YEARS_NS = 12 * 365 * 86400 * NS

@@ -16,8 +16,8 @@ from lakefs_fuse.admin.gc_note import NOTES, Note, read_note
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent
-from tests.fs.lakes import Clock, Lake, lake
 from tests.memory_store import Failures, MemoryStore, Request, When
+from tests.vfs.lakes import Clock, Lake, lake
 
 NOW = Options(grace_s=0)
 FILES = dataset(60)

@@ -13,8 +13,8 @@ from lakefs_fuse.admin import repack
 from lakefs_fuse.admin.repack import Packed, Unpacked
 from lakefs_fuse.errors import LakeError, StoreError
 from tests.admin.lakes import commits, dataset, give_pack, headless, plain, silent
-from tests.fs.lakes import Clock, Lake, lake
 from tests.memory_store import Failures, MemoryStore, Request
+from tests.vfs.lakes import Clock, Lake, lake
 
 FILES = dataset(30) | dataset(10, "data/deep/er") | {"top": b"at the top", "data/empty": b""}
 

@@ -14,8 +14,8 @@ from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.tree import Tree
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
-from tests.fs.lakes import Clock, Lake, lake, two_lakes
 from tests.memory_store import Failures, MemoryStore, Request
+from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import FORMAT_2, KEY, LakeRecord, change_record
 from tests.admin.lakes import STORE, give_pack
-from tests.fs.lakes import Clock
 from tests.memory_store import MemoryStore
+from tests.vfs.lakes import Clock
 
 OLD = "01dc0de0"
 

@@ -10,9 +10,9 @@ import trio
 from trio.testing import MockClock
 
 from lakefs_fuse.errors import FileError
-from lakefs_fuse.fs.immutable import ImmutableFilesystem
 from lakefs_fuse.fuse.pushing import PROBE_EACH, PUSHES_MAX, ROUND_S, Pushing
 from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 
 FILES_EACH = 20
 

@@ -23,10 +23,10 @@ from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
-from tests.fs.lakes import Clock, Lake, lake
-from tests.fs.writing_back import told
 from tests.killed.users import Model, User, differences, seen, settled
 from tests.memory_store import START_NS
+from tests.vfs.lakes import Clock, Lake, lake
+from tests.vfs.writing_back import told
 
 LAKE, CACHE = "lake", "cache"
 PAUSES_S = (0.0, 0.0, 0.001, 0.01, 0.05)

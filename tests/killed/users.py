@@ -12,7 +12,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from tests.fs.lakes import Lake
+from tests.vfs.lakes import Lake
 
 FILES, DIRECTORIES = "abcde", "pqrs"
 SIZES = (0, 1, 50, 3000, 70_000, 200_000)

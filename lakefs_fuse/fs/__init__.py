@@ -1,7 +1,0 @@
-"""The filesystem: names over listings, files over versions and drafts, what each POSIX call means. Knows no FUSE."""
-
-from lakefs_fuse.fs.filesystem import Filesystem
-from lakefs_fuse.fs.opening import open_filesystem
-from lakefs_fuse.fs.views import Unfinished
-
-__all__ = ["Filesystem", "Unfinished", "open_filesystem"]

@@ -1,0 +1,1 @@
+"""Files in use: open handles, leases, and what they are pinned to."""

@@ -1,0 +1,120 @@
+"""Files whose writes were refused, from the release of their last handle on: orphans, under names that show nothing
+of them.
+
+What always holds (`failed-write-unpublished`): the name is what it was before the file was opened, under an inode that
+the kernel knows nothing of, so that neither pages nor sizes of the failed version are shown. The rows change and the
+journal record is synced in one batch; a crash before leaves the record of a file being written, of which the next
+daemon makes the same orphan. Where that batch cannot be written, the file stays in use and `make_durable` tries again.
+An orphan is dropped when its name is created or emptied anew, as truncation would have dropped it. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import encode
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.writeback.orphans import Recovery
+
+log = logging.getLogger(__name__)
+
+
+class IncompleteFiles:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        namespace: Namespace,
+        files: FileTable,
+        recovery: Recovery,
+        read_again: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``read_again`` brings back names that commits tell of and that a renamed file had covered."""
+        self._db, self._ns, self._files, self._recovery = database, namespace, files, recovery
+        self._read_again = read_again
+        self._journal = Journal(database)
+        self._dropping: set[str] = set()
+        files.services.staging.register(self)
+
+    async def set_aside(self, file: OpenFile) -> None:
+        """Make an orphan of an incomplete file that nobody has open. Raises nothing but Cancelled."""
+        uncovered = False
+        try:
+            async with file.publishing:
+                if file.draft is not None and not file.draft.accepted:
+                    await file.draft.pause()
+                if not file.handles and file.is_incomplete and not file.unlinked:
+                    uncovered = self._set_aside(file)
+            self._files.forget_if_idle(file)
+            if uncovered:
+                await self._read_again()
+        except LakeError as error:
+            log.error("%s is incomplete, and stays in use: %s", file.key, error)
+        except Exception:
+            log.exception("%s is incomplete, and stays in use", file.key)
+
+    def _set_aside(self, file: OpenFile) -> bool:
+        """Whether something that commits tell of had been covered. Raises LakeError; then all is as it was."""
+        draft = None if file.draft is None or file.draft.accepted else file.draft
+        parent, name = file.entry.parent, file.entry.name
+        row, batch = self._ns.tree.entry(file.entry.inode), Batch()
+        record = draft.noted() if draft is not None else None
+        if record is not None:
+            self._journal.put(batch, record.id, encode(record))
+        self._ns.changing(parent, name)
+        gone = row is not None and row.is_local and not file.behind and draft is not None
+        if row is not None and gone:
+            self._ns.tree.remove(batch, row)
+            self._ns.tree.forget_listing(batch, parent)
+        elif row is not None:
+            self._files.renew_inode(batch, file, row)
+        self._db.commit(batch, sync=True)
+        self._ns.tell(parent, name)
+        file.refused.cut(0)
+        if draft is not None and record is not None:
+            log.error("%s is not stored: %s; see `lakefs-fuse orphans`", file.key, draft.refused.describe())
+            file.take_up()
+            draft.close(unlink=False, leave=True)
+            self._recovery.adopt(record)
+        return bool(row is not None and gone and (row.stamp or row.etag or row.place))
+
+    def supersede(self, path: str) -> None:
+        """The file at ``path`` begins anew, with nothing of a version before."""
+        if not self._recovery.orphans:
+            return
+        for record in self._recovery.incomplete_below(path):
+            if record.id not in self._dropping:
+                self._dropping.add(record.id)
+                self._files.services.nursery.start_soon(self._drop, record.id, path)
+
+    @property
+    def making_room(self) -> bool:
+        """See `Stager`."""
+        return bool(self._dropping)
+
+    def drop_uploaded(self, *, keep_recent: bool) -> int:
+        """See `Stager`."""
+        return 0
+
+    async def spill(self) -> int:
+        """See `Stager`."""
+        return 0
+
+    async def _drop(self, orphan_id: str, path: str) -> None:
+        try:
+            await self._recovery.abort(orphan_id)
+            log.info("orphan %s is dropped: %s begins anew", orphan_id, path)
+        except LakeError as error:
+            log.warning("orphan %s, whose file %s begins anew, stays: %s", orphan_id, path, error)
+        except Exception:
+            log.exception("orphan %s stays", orphan_id)
+        finally:
+            self._dropping.discard(orphan_id)
+            self._files.services.staging.notify()

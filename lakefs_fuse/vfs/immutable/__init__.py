@@ -1,0 +1,1 @@
+"""Immutable mounts: one database for each state of the lake."""

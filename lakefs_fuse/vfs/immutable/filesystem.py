@@ -1,0 +1,409 @@
+"""A lake that stays as it is: the filesystem of an immutable mount.
+
+What always holds: everything that is answered is of one complete state (`states`), which nothing changes; `refresh`
+makes the next one beside it and then moves to it between two requests. So every answer may be remembered for ever, and
+files need no handles: the inode number says which version is read. An inode is one version, in every state that has it.
+
+Bytes are asked for with the ETag of the state: what gc collected, or somebody replaced, is ESTALE and a line in the
+log, never other bytes. A file that was being read when its name moved on is read on for as long as it is among the
+last READINGS_MAX. Trio thread only. A crash loses nothing: the next daemon of the mount finds the state complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import os
+import random
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import trio
+
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
+from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.errors import ConfigError, FileError, LakeError
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.vfs.files.open_file import FileState
+from lakefs_fuse.vfs.files.verification import verification
+from lakefs_fuse.vfs.immutable.changed_names import ChangedNames
+from lakefs_fuse.vfs.immutable.states import Lake, State, States
+from lakefs_fuse.vfs.namespace.attributes import learn
+from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, is_reserved
+from lakefs_fuse.vfs.namespace.location import extent_of, location_of
+from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
+from lakefs_fuse.vfs.open import begin_counting, identity, opened_cache
+from lakefs_fuse.vfs.views import Unfinished
+
+NS = 1_000_000_000
+READINGS_MAX = 1024
+"""Files of which it is remembered where their bytes are and how far they were read."""
+BESIDE_BYTES_MAX = 256 << 10
+BESIDE_NAMES = 64
+"""Files that are looked for in the block of another are at most so large, and so many names away from it."""
+GONE_LINES_MAX = 100
+"""Lines of the log about versions that are gone; then they are only counted."""
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(slots=True)
+class Reading:
+    """A file that was read lately."""
+
+    entry: Entry
+    extent: Extent | None
+    readahead: Readahead
+
+
+class ImmutableFilesystem:
+    """See the module's head. Made by `open_immutable`."""
+
+    def __init__(self, lake: Lake, states: States, state: State, nursery: trio.Nursery) -> None:
+        self.config, self.metrics = lake.config, lake.metrics
+        self._lake, self._states, self._state = lake, states, state
+        verified = verification(lake.client, lake.metrics, read_only=True)
+        self._reader = BlockReader(lake.client, lake.cache, lake.metrics.cache, nursery, verified=verified)
+        self._readings: OrderedDict[int, Reading] = OrderedDict()
+        self._gone = self._refreshes = 0
+        self._refreshing = trio.Lock()
+        self.on_refresh: Callable[[ChangedNames], Awaitable[None]] = _tell_nobody
+        """Told of names that changed with a refresh; the adapter above sets it."""
+        self.reads_around: Callable[[int], bool] = lambda _: False
+        """Whether all of the block that a file begins in is wanted, now that the file is read."""
+        self.on_statistics: Callable[[], dict[str, object]] = dict
+        """What the adapter above has to say of itself."""
+
+    # -- names and attributes
+
+    @property
+    def top(self) -> int:
+        """What the kernel calls 1 is this."""
+        return self._state.note.top
+
+    def _inode(self, inode: int) -> int:
+        """The kernel calls the top directory 1, wherever in the lake it is."""
+        return self._state.note.top if inode == ROOT_INODE else inode
+
+    def entry(self, inode: int) -> Entry:
+        """Raises FileError(ESTALE) where the state has no such inode."""
+        number = self._inode(inode)
+        if number == ROOT_INODE:
+            at_ns = self._state.note.at_ns
+            flags = Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN
+            return Entry(ROOT_INODE, 0, b"", ROOT_INODE, flags, mtime_ns=at_ns, ctime_ns=at_ns)
+        entry = self._state.tree.entry(number)
+        if entry is None:
+            raise FileError(errno.ESTALE)
+        return msgspec.structs.replace(entry, inode=ROOT_INODE) if number == self._state.note.top else entry
+
+    async def getattr(self, inode: int) -> Entry:
+        """As `entry`. With ``allow_other`` an object that was not asked for its mode is, once: the kernel refuses other
+        users until it is known, and asks before it does."""
+        entry = self.entry(inode)
+        if not self.config.allow_other or entry.is_dir or not is_unasked(entry):
+            return entry
+        state = self._state
+        extent = extent_of(state.tree, entry)
+        try:
+            meta = None if extent is None else await self._lake.client.head(extent.version.key)
+        except LakeError as error:
+            log.info("the mode of inode %d is not known: %s", inode, error)
+            return self.entry(inode)
+        if meta is None or extent is None or extent.version.etag != meta.etag:
+            return self.entry(inode)
+        if state is self._state:
+            batch = Batch()
+            state.tree.update(batch, learn(entry, meta.metadata or {}))
+            state.database.commit(batch)
+        return self.entry(inode)
+
+    def directory(self, inode: int) -> Entry:
+        """As `entry`. Raises FileError(ENOTDIR), too."""
+        entry = self.entry(inode)
+        if not entry.is_dir:
+            raise FileError(errno.ENOTDIR)
+        return entry
+
+    def parent(self, inode: int) -> int:
+        """Of a directory; the top's is itself."""
+        entry = self.directory(inode)
+        return ROOT_INODE if entry.inode == ROOT_INODE or entry.parent == self._state.note.top else entry.parent
+
+    def lookup(self, parent: int, name: bytes) -> Entry | None:
+        self.directory(parent)
+        directory = self._inode(parent)
+        try:
+            component = name.decode()
+        except UnicodeDecodeError:
+            return None
+        if len(name) > NAME_BYTES_MAX:
+            raise FileError(errno.ENAMETOOLONG)
+        if is_reserved(directory, component):
+            return None
+        return self._state.tree.child(directory, name)
+
+    def listed(self, inode: int) -> tuple[Tree, int]:
+        """Where the rows of a directory are, and its inode there. Raises FileError as `directory` does."""
+        self.directory(inode)
+        return self._state.tree, self._inode(inode)
+
+    def readdir(self, inode: int, after: int) -> Iterator[Entry]:
+        """Entries with cookies beyond ``after``, in cookie order."""
+        self.directory(inode)
+        for entry in self._state.tree.children(self._inode(inode), after):
+            if not entry.flags & Flag.SHADOWED:
+                yield entry
+
+    def readlink(self, inode: int) -> bytes:
+        entry = self.entry(inode)
+        if not entry.is_symlink:
+            raise FileError(errno.EINVAL)
+        return self._state.tree.target(entry.inode)
+
+    def xattr_names(self, inode: int) -> list[str]:
+        return list(self._state.tree.xattrs(self._inode(inode)))
+
+    def xattr(self, inode: int, name: str) -> bytes:
+        """Raises FileError(ENODATA)."""
+        entry = self.entry(inode)
+        if not entry.is_dir and not entry.is_symlink:
+            if name == "user.lakefs.state":
+                return str(FileState.DURABLE).encode()
+            extent = extent_of(self._state.tree, entry) if name == "user.lakefs.location" else None
+            if extent is not None:
+                return location_of(self.config.store.source, extent).encode()
+        value = self._state.tree.xattrs(self._inode(inode)).get(name)
+        if value is None:
+            raise FileError(errno.ENODATA)
+        return value
+
+    def is_unlinked(self, inode: int) -> bool:
+        return False
+
+    @property
+    def default_uid(self) -> int:
+        return os.getuid() if self.config.uid is None else self.config.uid
+
+    @property
+    def default_gid(self) -> int:
+        return os.getgid() if self.config.gid is None else self.config.gid
+
+    # -- bytes
+
+    async def read(self, inode: int, offset: int, length: int) -> Buffer:
+        """Raises FileError: ESTALE where the version is gone, else the errno of the store's error."""
+        reading = self._reading(inode)
+        extent = reading.extent
+        if extent is None or offset >= extent.size:
+            return b""
+        length = min(length, extent.size - offset)
+        ahead = reading.readahead if extent.is_whole else None
+        try:
+            begin = extent.offset + offset
+            around = offset == 0 and self.reads_around(inode)
+            return await self._reader.read(
+                extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around
+            )
+        except FileError as error:
+            if error.errno == errno.ESTALE:
+                self._note_gone(extent)
+            raise
+
+    def _reading(self, inode: int) -> Reading:
+        reading = self._readings.get(inode)
+        if reading is None:
+            entry = self.entry(inode)
+            if entry.is_dir:
+                raise FileError(errno.EISDIR)
+            reading = self._readings[inode] = Reading(entry, extent_of(self._state.tree, entry), Readahead())
+            if len(self._readings) > READINGS_MAX:
+                self._readings.popitem(last=False)
+        self._readings.move_to_end(inode)
+        return reading
+
+    def block_of(self, inode: int) -> tuple[int, int] | None:
+        """Which block of which pack a small file that was read lately begins in; None where it is not packed."""
+        reading = self._readings.get(inode)
+        if (
+            reading is None
+            or reading.extent is None
+            or reading.extent.is_whole
+            or reading.entry.size > BESIDE_BYTES_MAX
+        ):
+            return None
+        return reading.entry.place, reading.extent.offset // BLOCK_BYTES
+
+    async def beside(self, inode: int) -> list[tuple[int, Buffer]]:
+        """Inode and bytes of the other small files in the block that a file begins in, of those that are near it in its
+        directory: files get their places in packs in the order in which they get their names. Raises FileError."""
+        block, reading = self.block_of(inode), self._readings.get(inode)
+        if block is None or reading is None or reading.extent is None:
+            return []
+        entry, (place, index) = reading.entry, block
+        start, stop = index * BLOCK_BYTES, (index + 1) * BLOCK_BYTES
+        near = self._state.tree.children(entry.parent, entry.cookie - BESIDE_NAMES, entry.cookie + BESIDE_NAMES)
+        found = [
+            each
+            for each in near
+            if each.place == place
+            and each.inode != inode
+            and start <= each.offset
+            and each.offset + each.size <= stop
+            and 0 < each.size <= BESIDE_BYTES_MAX
+        ]
+        data = await self._reader.read(reading.extent.version, start, BLOCK_BYTES) if found else b""
+        view = memoryview(data)
+        return [(each.inode, view[each.offset - start : each.offset - start + each.size]) for each in found]
+
+    def _note_gone(self, extent: Extent) -> None:
+        self._gone += 1
+        if self._gone <= GONE_LINES_MAX:
+            log.error(
+                "%s is gone from the store (gc, or somebody replaced it): `lakefs-fuse refresh %s` moves the mount to "
+                "what is there now", extent.version.key, self.config.mountpoint,
+            )  # fmt: skip
+
+    # -- what the control socket asks
+
+    async def refresh(self) -> dict[str, object]:
+        """Show the lake as it is now; when this returns the kernel was told. Answers what `stats` says of the state.
+        Raises LakeError; then the mount shows what it showed."""
+        if self.config.snapshot:
+            raise ConfigError(
+                f"{self.config.mountpoint} shows the snapshot {self.config.snapshot}, which does not change: mount "
+                "without --snapshot to follow the lake"
+            )
+        async with self._refreshing:
+            changed = ChangedNames(Path(self.config.cache_dir))
+            try:
+                before = self._state
+                state = await self._states.make(before, changed)
+                self._move_to(state)
+                log.info("moved to state %d: %d names changed", state.number, changed.count)
+                with trio.CancelScope(shield=True):
+                    await self.on_refresh(changed)
+                return {**self._describe(), "changed": changed.count}
+            finally:
+                changed.close()
+
+    def _move_to(self, state: State) -> None:
+        """Between two requests: nobody who waits for bytes looks at the state again."""
+        before, self._state = self._state, state
+        before.database.close()
+        self._states.keep_only(state.number)
+        kept = [(inode, reading) for inode, reading in self._readings.items() if state.tree.entry(inode) is None]
+        self._readings = OrderedDict(kept)
+        self._refreshes += 1
+
+    def _describe(self) -> dict[str, object]:
+        note = self._state.note
+        return {
+            "at_s": note.at_ns / NS,
+            "snapshot": note.snapshot or None,
+            "newest_commit": f"{note.newest:016x}",
+            "path": self._lake.path,
+            "refreshes": self._refreshes,
+            "reads_gone": self._gone,
+        }
+
+    def statistics(self) -> dict[str, object]:
+        """Nested plain values, as those of a mount that may be written to; what cannot be there is left out."""
+        adapter = self.on_statistics()
+        told = self.metrics.as_dict()
+        cache = self._lake.cache.statistics()
+        told["cache"] = {
+            **dataclasses.asdict(self.metrics.cache),
+            **dataclasses.asdict(cache),
+            "bytes": cache.bytes_used,
+            "state": cache.state.name.lower(),
+        }
+        told["reader"] = dataclasses.asdict(self._reader.statistics())
+        told["namespace"] = {
+            **dataclasses.asdict(self.metrics.namespace),
+            "rocksdb": self._state.database.statistics(),
+        }
+        told["dirty"] = {"files": 0, "bytes": 0, "failed": 0, "orphans": 0}
+        told["immutable"] = self._describe()
+        return {**told, **adapter}
+
+    def unfinished(self) -> list[Unfinished]:
+        return []
+
+    async def make_durable(self, path: str = "") -> None:
+        """Everything is."""
+
+    async def finish_orphan(self, orphan_id: str, *, incomplete: bool = False) -> None:
+        raise ConfigError("an immutable mount has no orphans")
+
+    async def abort_orphan(self, orphan_id: str) -> None:
+        raise ConfigError("an immutable mount has no orphans")
+
+    def close(self) -> None:
+        self._state.database.close()
+
+
+async def _tell_nobody(_: ChangedNames) -> None: ...
+
+
+@asynccontextmanager
+async def open_immutable(
+    config: MountConfig,
+    client: StoreClient,
+    metrics: Metrics,
+    *,
+    path: str = "",
+    clock_ns: Callable[[], int] = time.time_ns,
+    rng: random.Random | None = None,
+) -> AsyncIterator[ImmutableFilesystem]:
+    """The directory ``path`` of the lake as it is now, or as the daemon before showed it (``config.mounting``).
+
+    Raises CacheError (locked, another lake's, unusable), MountError (no such directory, not enough disk), and what the
+    store answers.
+    """
+    named = f"{identity(config)}, {path or 'whole'}, immutable {config.snapshot}".rstrip()
+    async with opened_cache(config, metrics) as cache:
+        filesystem: ImmutableFilesystem | None = None
+        try:
+            lake = Lake(config, path, named, client, metrics, cache, clock_ns, rng or random.SystemRandom())
+            states = States(lake)
+            state = await _first_state(states)
+            async with trio.open_nursery() as nursery:
+                filesystem = ImmutableFilesystem(lake, states, state, nursery)
+                begin_counting(cache, nursery)
+                try:
+                    yield filesystem
+                finally:
+                    nursery.cancel_scope.cancel()
+        finally:
+            if filesystem is not None:
+                filesystem.close()
+
+
+async def _first_state(states: States) -> State:
+    found = states.resume()
+    try:
+        if found is not None and await states.is_current(found):
+            return found
+    except BaseException:
+        if found is not None:
+            found.database.close()
+        raise
+    try:
+        made = await states.make(found)
+    finally:
+        if found is not None:
+            found.database.close()
+    states.keep_only(made.number)
+    return made

@@ -1,0 +1,233 @@
+"""States of a lake on this node: what an immutable mount shows, one database each.
+
+What always holds: a state that is there is complete. All that was committed was applied and every directory was listed
+between its beginning and its end, or it was taken from a named snapshot; then its note is written, synced, and nothing
+in it changes any more. A state that is made from an earlier one keeps inode numbers of what did not change, and never
+gives one of them to anything else, so what the kernel remembers of an inode is right in both.
+
+`states/<number>` in the cache directory is one. Trio thread only. A crash while one is made leaves a directory without
+a note, which the next daemon removes.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import trio
+from msgspec import structs
+
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.commits.index import snapshots
+from lakefs_fuse.commits.index.index import bring_in, manifests
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.errors import CacheError, LakeError, MountError
+from lakefs_fuse.meta import sorted_tables as tables
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.staging.part_layout import SPANS
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.vfs.immutable.changed_names import ChangedNames
+from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all
+from lakefs_fuse.vfs.namespace.tree_walk import list_everything
+from lakefs_fuse.vfs.wiring import Assembly, Ground
+
+NEVER_S = 10 * 365 * 86400.0
+NOTE = b"Mstate"
+TELL_S = 5.0
+"""How often the log says how far a listing is, which nobody can ask of a mount that does not answer yet."""
+log = logging.getLogger(__name__)
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """What a state is of: the inode of its top directory, when it was begun (ns since 1970), and the time of the newest
+    commit in it (0: none). Of a named ``snapshot`` it is when that was taken. ``mounting`` is the `mount` command that
+    made it (`MountConfig`)."""
+
+    top: int
+    at_ns: int
+    newest: int
+    snapshot: str = ""
+    mounting: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A complete state, open."""
+
+    number: int
+    database: Database
+    tree: Tree
+    note: Note
+
+
+@dataclass(frozen=True, slots=True)
+class Lake:
+    """Where states come from. ``path`` is the directory of the lake that is its top, empty for the root."""
+
+    config: MountConfig
+    path: str
+    identity: str
+    client: StoreClient
+    metrics: Metrics
+    cache: BlockCache
+    clock_ns: Callable[[], int]
+    ids: random.Random
+
+
+class States:
+    """See the module's head."""
+
+    def __init__(self, lake: Lake) -> None:
+        self._lake = lake
+        self._directory = Path(lake.config.cache_dir).absolute()
+
+    def _path(self, number: int) -> Path:
+        return self._directory / "states" / f"{number:08d}"
+
+    def _numbers(self) -> list[int]:
+        return sorted(int(path.name) for path in (self._directory / "states").glob("[0-9]*"))
+
+    def resume(self) -> State | None:
+        """The newest complete state that an earlier daemon left, opened; the others go. Raises CacheError."""
+        for number in reversed(self._numbers()):
+            database = Database(self._path(number), self._lake.identity)
+            raw = database.get(NOTE)
+            if raw is not None:
+                self.keep_only(number)
+                return State(number, database, Tree(database), msgspec.msgpack.decode(raw, type=Note))
+            database.close()
+            self._remove(number)
+        return None
+
+    def keep_only(self, number: int) -> None:
+        for other in self._numbers():
+            if other != number:
+                self._remove(other)
+
+    def _remove(self, number: int) -> None:
+        shutil.rmtree(self._path(number), ignore_errors=True)
+
+    async def make(self, before: State | None, changed: ChangedNames | None = None) -> State:
+        """The lake as it is now. ``changed`` is told of names that the kernel may remember from the state ``before``,
+        which stays as it is. Raises LakeError; then there is no new state."""
+        number = 1 + max(self._numbers(), default=0)
+        path = self._path(number)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise CacheError(f"{path.parent}: {error.strerror}") from error
+        snapshot = self._lake.config.snapshot
+        if before is not None and not snapshot:
+            before.database.copy_to(path)
+        database = Database(path, self._lake.identity)
+        try:
+            note = await (self._take_snapshot(database) if snapshot else self._bring_up_to_date(database, changed))
+            batch = Batch()
+            batch.put(NOTE, msgspec.msgpack.encode(note))
+            database.commit(batch, sync=True)
+        except BaseException:
+            database.close()
+            self._remove(number)
+            raise
+        return State(number, database, Tree(database), note)
+
+    async def is_current(self, state: State) -> bool:
+        """The state is what a daemon before this one showed; or that of the named snapshot, as it is in the store."""
+        name, mounting = self._lake.config.snapshot, self._lake.config.mounting
+        if mounting and state.note.mounting == mounting:
+            return True
+        if not name or state.note.snapshot != name:
+            return False
+        return (await snapshots.manifest_of(self._lake.client, name)).time == state.note.at_ns
+
+    async def _take_snapshot(self, database: Database) -> Note:
+        lake = self._lake
+        name = lake.config.snapshot
+        manifest = await snapshots.manifest_of(lake.client, name)
+        await snapshots.take_in(lake.client, name, manifest, database, self._directory / "index")
+        path = [part.encode() for part in lake.path.split("/") if part]
+        entry = Tree(database).resolve(path)
+        if path and (entry is None or not entry.is_dir):
+            raise MountError(f"{lake.path} is not a directory of {lake.config.store.source} in the snapshot {name}")
+        top = ROOT_INODE if entry is None else entry.inode
+        return Note(
+            top=top, at_ns=manifest.time, newest=manifest.newest, snapshot=name, mounting=lake.config.mounting
+        )  # fmt: skip
+
+    async def _bring_up_to_date(self, database: Database, changed: ChangedNames | None) -> Note:
+        lake = self._lake
+        batch = Batch()
+        batch.delete(NOTE)
+        database.commit(batch)
+        at_ns = lake.clock_ns()
+        if changed is None:
+            await bring_in(database, lake.client, self._directory / "index")
+        else:
+            await self._check_nothing_collected(database)
+        config = structs.replace(
+            lake.config, read_only=True, metadata_ttl_s=NEVER_S, refresh_s=NEVER_S, rules=(), orphans="keep"
+        )
+        async with collecting() as nursery:
+            parts = Assembly(
+                Ground(config, lake.client, lake.metrics, database, lake.cache, nursery, lake.clock_ns, lake.ids, SPANS)
+            )
+            try:
+                if changed is not None:
+                    parts.filesystem.on_change = changed.note
+                await parts.begin()
+                top = await self._survey(parts, changed)
+                await parts.filesystem.look_again()
+            finally:
+                parts.files.close()
+            nursery.cancel_scope.cancel()
+        newest = tables.marks_of(database).newest
+        return Note(top=top, at_ns=at_ns, newest=newest, mounting=lake.config.mounting)
+
+    async def _check_nothing_collected(self, database: Database) -> None:
+        """Inode numbers must stay, so an index cannot stand in for commits that are gone."""
+        horizon = max((manifest.horizon for manifest in await manifests(self._lake.client)), default=0)
+        if horizon > tables.marks_of(database).newest + 1:
+            raise LakeError("commits made since were collected (gc): unmount, and mount again, which takes the index")
+
+    async def _survey(self, parts: Assembly, changed: ChangedNames | None) -> int:
+        fs = parts.filesystem
+        tree = fs.namespace.tree
+        top = ROOT_INODE
+        for name in filter(None, self._lake.path.split("/")):
+            entry, _ = await fs.namespace.lookup(top, name.encode(), ask=True)
+            if entry is None or not entry.is_dir:
+                raise MountError(f"{self._lake.path} is not a directory of {self._lake.config.store.source}")
+            top = entry.inode
+
+        async def listed(inode: int, is_new: bool) -> None:
+            if self._lake.config.attributes == "objects":
+                await ask_all(tree.children(inode), fs.getattr)
+            if is_new and changed is not None:  # merging it told nobody of its names
+                for child in tree.children(inode):
+                    changed.note(inode, child.name)
+
+        names = 0
+
+        def report(so_far: int) -> None:
+            nonlocal names
+            names = so_far
+
+        async def tell() -> None:
+            while True:
+                await trio.sleep(TELL_S)
+                log.info("listing: %d names so far", names + fs.namespace.names_arriving)
+
+        async with collecting() as nursery:
+            nursery.start_soon(tell)
+            await list_everything(fs.namespace, report, top=top, listed=listed)
+            nursery.cancel_scope.cancel()
+        return top

@@ -1,0 +1,114 @@
+"""Plain objects that another program put in place of bytes that a commit names: a commit says so.
+
+Without it the name would get its older bytes back when that object is deleted. An object that a node of this lake wrote
+needs none: its writer commits what there is to say, and knows of its own later versions.
+
+What always holds: a commit is made only for an object of another program (no draft token in its metadata), of which a
+HEAD and then a poll of commits show that the name still means it. A crash loses what waits; the name means the object
+all the same, until it is deleted. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.upload.publish import token_of
+from lakefs_fuse.vfs.namespace import attributes
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+
+OBJECTS_MAX = 512
+"""Objects of one commit, and HEADs at once."""
+WAITING_MAX = 1 << 16
+log = logging.getLogger(__name__)
+
+
+class ForeignObjects:
+    """See the module's head. ``poll`` applies what others committed."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        client: StoreClient,
+        committer: Committer,
+        nursery: trio.Nursery,
+        poll: Callable[[], Awaitable[object]],
+    ) -> None:
+        self._ns, self._client, self._committer, self._nursery, self._poll = namespace, client, committer, nursery, poll
+        self._waiting: dict[int, str] = {}
+        """ETags by inode."""
+        self._is_running = False
+
+    def add(self, entry: Entry) -> None:
+        """An object that a listing shows in place of bytes elsewhere. It is committed later, if it is foreign."""
+        if len(self._waiting) >= WAITING_MAX:
+            log.warning("%s was replaced by another program, which is not committed", os.fsdecode(entry.name))
+            return
+        self._waiting[entry.inode] = entry.etag
+        if not self._is_running:
+            self._is_running = True
+            self._nursery.start_soon(self._run)
+
+    async def _run(self) -> None:
+        try:
+            while self._waiting:
+                batch = dict(list(self._waiting.items())[:OBJECTS_MAX])
+                for inode in batch:
+                    del self._waiting[inode]
+                try:
+                    await self._commit(batch)
+                except LakeError as error:
+                    log.warning("%d replaced objects could not be committed: %s", len(batch), error)
+        finally:
+            self._is_running = False
+
+    async def _commit(self, batch: dict[int, str]) -> None:
+        foreign: dict[int, ObjectMeta] = {}
+        failed: list[LakeError] = []
+
+        async def ask(inode: int, etag: str) -> None:
+            entry = self._current(inode, etag)
+            if entry is None:
+                return
+            try:
+                meta = await self._client.head(self._ns.key(entry))
+            except LakeError as error:
+                failed.append(error)
+                return
+            if meta.etag == etag and not token_of(meta):
+                foreign[inode] = meta
+
+        async with trio.open_nursery() as nursery:
+            for inode, etag in batch.items():
+                nursery.start_soon(ask, inode, etag)
+        if failed:
+            log.warning("%d replaced objects could not be committed: %s", len(failed), failed[0])
+        if foreign:
+            await self._poll()
+            await self._committer.commit(lambda: self._change(foreign))
+
+    def _change(self, foreign: dict[int, ObjectMeta]) -> Change:
+        """Called when the commit's turn has come."""
+        builder = ChangeBuilder(self._ns.tree)
+        for inode, meta in foreign.items():
+            entry = self._current(inode, meta.etag)
+            if entry is not None:
+                builder.put(self._ns.key(entry), attributes.learn(entry, meta.metadata or {}))
+        return builder.change()
+
+    def _current(self, inode: int, etag: str) -> Entry | None:
+        """The row, if it is still that object, and no commit has spoken of it."""
+        entry = self._ns.tree.entry(inode)
+        if entry is None or not entry.is_plain or entry.stamp or entry.etag != etag:
+            return None
+        return entry

@@ -1,0 +1,480 @@
+"""One LIST of a directory merged into the tree: only differences are written.
+
+Pages may come in any order of names, and bring the same name twice. Each name costs one point lookup; that one which
+was known before is still there is remembered as its cookie (8 bytes a name while the LIST is under way), and whatever
+the LIST did not bring goes at its end. Names that
+this node changed since the LIST began (``touched``) and files that are being written (``keep``) are left as they are:
+what the page says of them is older than what is known here.
+
+Another version under a name gets another inode, so that no open handle, and no page in the kernel, ever mixes two.
+
+What commits say of a name stands, unless the LIST shows a plain object that the commit did not know and that is not
+older; names that commits removed stay away by the same rule. A directory of which nothing but removed names may be left
+is a `ghost`: the caller looks below it, and says `add_directory` where there is something to see.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
+import trio
+
+from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import PENDING, Entry, Flag
+from lakefs_fuse.meta.tombstones import NS
+from lakefs_fuse.meta.tree import HERE_BYTES, Listing, Tree
+from lakefs_fuse.metrics import NamespaceMetrics
+from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved, why_hidden
+
+EARLIER_MAX = 1000
+"""Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
+
+
+class Found(msgspec.Struct, frozen=True, gc=False):
+    """A name in a LIST page: a file with its object, or a directory (``meta`` None)."""
+
+    sort_name: bytes
+    meta: ObjectMeta | None
+
+    @property
+    def name(self) -> bytes:
+        return self.sort_name if self.meta is not None else self.sort_name[:-1]
+
+
+@dataclass(slots=True)
+class PageNames:
+    """What one page says: names in order, whether the directory's own marker was in it, and what is hidden."""
+
+    found: list[Found]
+    marker: bool
+    hidden: list[tuple[Hidden, str]]
+
+
+def read_page(page: ListPage, directory: int, prefix: str) -> PageNames:
+    """Sort a page's keys into names, markers and keys that cannot be paths."""
+    names = PageNames([], False, [])
+    found, skip = names.found, len(prefix)
+    for meta in page.objects:
+        component = meta.key[skip:]
+        name = component.encode("utf-8", "surrogatepass")
+        if len(name) <= NAME_BYTES_MAX and component not in _ODD and b"\0" not in name:
+            found.append(Found(name, meta))
+        elif component in ("", PLACEHOLDER):
+            names.marker = True
+        else:
+            _sort_in(names, directory, component, meta)
+    for common in page.prefixes:
+        _sort_in(names, directory, common[skip:-1], None)
+    return names
+
+
+_ODD = frozenset(("", ".", "..", PLACEHOLDER, RESERVED_NAME))
+"""Names that may not be names of files."""
+
+
+def _sort_in(names: PageNames, directory: int, component: str, meta: ObjectMeta | None) -> None:
+    reason = why_hidden(component)
+    if reason is not None:
+        names.hidden.append((reason, component))
+    elif not is_reserved(directory, component):
+        names.found.append(Found(component.encode("utf-8", "surrogatepass") + (b"" if meta else b"/"), meta))
+
+
+class DirectoryMerge:
+    """The merge of one directory. `apply` pages in order, then `finish`; or `apply_one` for a single name."""
+
+    def __init__(
+        self,
+        database: Database,
+        tree: Tree,
+        metrics: NamespaceMetrics,
+        directory: int,
+        *,
+        prefix: str,
+        now_ns: int,
+        touched: Collection[bytes] = (),
+        keep: Callable[[Entry], bool] = lambda _: False,
+        changed: Callable[[int, bytes], None] = lambda _parent, _name: None,
+        overridden: Callable[[Entry], None] = lambda _: None,
+        strays: Collection[str] = (),
+    ) -> None:
+        """``prefix`` is the directory's. ``changed(parent, name)`` is told of names the kernel may remember wrongly,
+        ``overridden`` of plain objects that took a name from bytes elsewhere. ``strays`` are keys below it where
+        files of other names come to lie, or copies of which nothing is said yet."""
+        self._db, self._tree, self._metrics = database, tree, metrics
+        self._directory = directory
+        self._now_ns = now_ns
+        self._touched = touched
+        self._keep = keep
+        self._changed, self._overridden, self._strays = changed, overridden, strays
+        self._prefix = prefix.encode("utf-8", "surrogatepass")
+        self._outsiders: list[Entry] = []
+        self.ghosts: list[bytes] = []
+        self._was_listed = tree.listing(directory) is not None
+        self.first_cookie = database.inode_next
+        """Names that this LIST brings have cookies from here on."""
+        self._seen = array("Q")
+        self.names = 0
+        """Names found so far that were not known before, for whoever wants to know how far it is."""
+        self._hidden: dict[Hidden, set[int]] = {}
+        self._shadowed: dict[bytes, ObjectMeta] = {}
+        self._places: dict[bytes, int] = {}
+        """Cookies of files that a directory of their name takes over, for who has read them already."""
+        self._pages = 0
+        self._is_blank = False
+        """Nothing was known when the LIST began, but for what was changed here since."""
+        self._here: bytearray | None = None
+        """Of the names that were found since, as long as nobody else changes anything (`Tree.insert_plain`)."""
+        self._changes = 0
+        self._earlier: set[int] | None = None
+        self._look_at_earlier()
+
+    def _look_at_earlier(self) -> None:
+        """Names that are known already, if those are few."""
+        if self._was_listed:
+            return
+        earlier = list(islice(self._tree.children(self._directory), EARLIER_MAX + 1))
+        if len(earlier) <= EARLIER_MAX:
+            self._earlier = {entry.cookie for entry in earlier if entry.flags & Flag.LISTED or _needs_object(entry)}
+            self._is_blank = not earlier and not self._strays
+            self._here = bytearray(HERE_BYTES) if self._is_blank else None
+            self._changes = self._db.changes
+
+    @property
+    def is_readable(self) -> bool:
+        """The directory was never listed before, and all that is known of it is there: see `flights`."""
+        return self._pages > 0 and self._earlier is not None and not self._earlier
+
+    def apply(self, names: PageNames) -> None:
+        """Merge one page; committed when it returns."""
+        batch = Batch()
+        for reason, component in names.hidden:
+            self._hidden.setdefault(reason, set()).add(hash(component))
+        directories = {found.name for found in names.found if found.meta is None and not self._is_ghost(found.name)}
+        if directories or (names.found and self._has_removed()):
+            self._is_blank = False
+        if self._is_blank:
+            self._merge_first(batch, names.found)
+        else:
+            self._merge_all(batch, names.found, directories)
+        if names.marker:
+            self._mark(batch)
+        self._db.commit(batch)
+        if self._here is not None:
+            self._changes = self._db.changes
+        self._tell_overridden()
+        self._pages += 1
+        self._metrics.listing_pages += 1
+
+    def _has_removed(self) -> bool:
+        """Of some name below the directory is known that a commit removed it."""
+        return next(self._tree.tombstones.below(self._prefix), None) is not None
+
+    async def finish(self) -> Listing:
+        """What no page brought is gone; the directory is listed as of the time the merge began."""
+        for _ in self.remove_missing():
+            await trio.lowlevel.checkpoint()
+        return self.complete()
+
+    def remove_missing(self) -> Iterator[None]:
+        """The first half of `finish`, in steps of some milliseconds."""
+        seen = iter(sorted(self._seen))
+        next_seen = next(seen, None)
+        for some in self._tree.needing_object(self._directory, self.first_cookie):
+            batch = Batch()
+            for cookie in some:
+                while next_seen is not None and next_seen < cookie:
+                    next_seen = next(seen, None)
+                entry = None if next_seen == cookie else self._tree.at(self._directory, cookie)
+                if entry is not None:
+                    self._vanished(batch, entry)
+            self._db.commit(batch)
+            yield
+
+    def complete(self) -> Listing:
+        """The second half."""
+        batch = Batch()
+        for name in [name for name in self._shadowed if self._tree.named(self._directory, name + b"/") is None]:
+            self._merge(batch, Found(name, self._shadowed.pop(name)))
+        hidden = {reason: len(keys) for reason, keys in self._hidden.items()}
+        listing = Listing(
+            self._now_ns,
+            self.names + len(set(self._seen)),
+            hidden.get(Hidden.COMPONENT, 0),
+            hidden.get(Hidden.NUL, 0),
+            hidden.get(Hidden.LONG, 0),
+            len(self._shadowed),
+        )
+        self._tree.set_listing(batch, self._directory, listing)
+        self._db.commit(batch)
+        self._metrics.listings += 1
+        return listing
+
+    def apply_one(self, name: bytes, found: Iterable[Found]) -> None:
+        """The store was asked for one name only: ``found`` is all there is of it (a file, a directory, both, none)."""
+        self._is_blank = False
+        here = {item.sort_name: item for item in found}
+        if name + b"/" in here and name not in self._touched and self._is_ghost(name):
+            del here[name + b"/"]
+            self.ghosts.append(name)
+        shown = here.get(name + b"/") or here.get(name)
+        for sort_name in (name, name + b"/"):  # first what goes: a directory would hide the file that replaced it
+            entry = self._tree.named(self._directory, sort_name)
+            if sort_name == name + b"/" and name in self.ghosts:
+                continue  # that is seen below it
+            if entry is not None and (shown is None or sort_name != shown.sort_name):
+                batch = Batch()
+                self._vanished(batch, entry)
+                self._db.commit(batch)
+        if shown is not None:
+            batch = Batch()
+            self._merge(batch, shown)
+            self._db.commit(batch)
+            self._tell_overridden()
+
+    def _tell_overridden(self) -> None:
+        outsiders, self._outsiders = self._outsiders, []
+        for entry in outsiders:
+            self._overridden(entry)
+
+    def add_directory(self, name: bytes) -> None:
+        """A ghost has something below it."""
+        batch = Batch()
+        if name not in self._touched and self._may_have(batch, name):
+            self._show_directory(batch, self._tree.named(self._directory, name + b"/"), name)
+        self._db.commit(batch)
+
+    def drop_directory(self, name: bytes) -> None:
+        """A ghost has nothing below it."""
+        entry = self._tree.named(self._directory, name + b"/")
+        if entry is None or name in self._touched or not self._is_bare(entry):
+            return
+        batch = Batch()
+        self._tree.remove(batch, entry)
+        self._db.commit(batch)
+        self._metrics.entries_removed += 1
+        self._changed(self._directory, name)
+
+    def _mark(self, batch: Batch) -> None:
+        entry = self._tree.entry(self._directory)
+        if entry is not None and not entry.flags & Flag.MARKER:
+            self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.MARKER))
+
+    def _vanished(self, batch: Batch, entry: Entry) -> None:
+        if entry.name in self._touched:
+            return
+        if entry.is_dir:
+            self._directory_vanished(batch, entry)
+            return
+        if self._keep(entry) or not _needs_object(entry):
+            return
+        self._tree.remove(batch, entry)
+        self._metrics.entries_removed += 1
+        self._changed(self._directory, entry.name)
+
+    def _directory_vanished(self, batch: Batch, entry: Entry) -> None:
+        """No key lies below it any more: what commits say of it and of names below it stays."""
+        if not entry.stamp and not self._stays(entry.inode):
+            self._tree.remove(batch, entry)
+            self._metrics.entries_removed += 1
+            self._changed(self._directory, entry.name)
+            return
+        if entry.flags & (Flag.LISTED | Flag.MARKER):
+            flags = entry.flags & ~(Flag.LISTED | Flag.MARKER)
+            self._tree.update(batch, msgspec.structs.replace(entry, flags=flags))
+            self._remove_plain(batch, entry.inode)
+
+    def _stays(self, directory: int) -> bool:
+        """Something below a directory is there whatever the listing says."""
+        for child in self._tree.children(directory):
+            if child.is_dir:
+                if child.stamp or self._stays(child.inode):
+                    return True
+            elif self._keep(child) or not _needs_object(child):
+                return True
+        return False
+
+    def _remove_plain(self, batch: Batch, directory: int) -> None:
+        for child in self._tree.children(directory):
+            if child.is_dir:
+                if child.stamp or self._stays(child.inode):
+                    self._remove_plain(batch, child.inode)
+                    continue
+            elif self._keep(child) or not _needs_object(child):
+                continue
+            self._tree.remove(batch, child)
+            self._metrics.entries_removed += 1
+            self._changed(directory, child.name)
+
+    def _merge(self, batch: Batch, found: Found) -> None:
+        entry = self._tree.named(self._directory, found.sort_name)
+        if entry is not None and entry.cookie < self.first_cookie:
+            self._seen.append(entry.cookie)
+            if self._earlier is not None:
+                self._earlier.discard(entry.cookie)
+        if found.name in self._touched:
+            return
+        if found.meta is None:
+            self._merge_directory(batch, entry, found.name)
+        elif entry is None:
+            self._merge_new_file(batch, found.name, found.meta)
+        elif entry.flags & Flag.ATTRIBUTED and not entry.stamp and self._is_removed(found.name, found.meta):
+            self._attributed_in_vain(batch, entry)
+        elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_ours(entry, found.meta)):
+            self._replaced(batch, entry, found.meta)
+
+    def _merge_all(self, batch: Batch, found: list[Found], directories: set[bytes]) -> None:
+        for each in found:
+            if each.meta is None or each.sort_name not in directories:
+                self._merge(batch, each)
+            else:
+                self._shadowed[each.sort_name] = each.meta
+
+    def _merge_first(self, batch: Batch, found: list[Found]) -> None:
+        """Files in a directory of which nothing was known but files, and that none was removed: the shortest way."""
+        files = [
+            (each.sort_name, each.meta.size, each.meta.mtime_ns, each.meta.etag)
+            for each in found
+            if each.meta is not None and each.sort_name not in self._touched
+        ]
+        if self._db.changes != self._changes:
+            self._here = None
+        added = self._tree.insert_plain(batch, self._directory, files, self._here)
+        self.names += added
+        self._metrics.entries_added += added
+        for each in found:
+            if each.sort_name in self._touched:
+                self._merge(batch, each)
+
+    def _is_ours(self, entry: Entry, meta: ObjectMeta) -> bool:
+        """The object that the name means was copied to the name's own key: a commit will say so. Or this node has put
+        it there, or may have, and tells when it knows."""
+        if meta.key in self._strays:
+            return True
+        row = self._tree.objects.get(entry.place) if entry.place else None
+        return row is not None and not entry.offset and (row.etag, row.size) == (meta.etag, meta.size)
+
+    def _attributed_in_vain(self, batch: Batch, entry: Entry) -> None:
+        """A commit told attributes of a version that no listing had shown. What is there counts as removed."""
+        if self._keep(entry):
+            return
+        self._tree.remove(batch, entry)
+        self._metrics.entries_removed += 1
+        self._changed(self._directory, entry.name)
+
+    def _is_removed(self, name: bytes, meta: ObjectMeta) -> bool:
+        tombstone = self._tree.tombstones.get(self._prefix + name)
+        return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
+
+    def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
+        if self._is_removed(name, meta) or meta.key in self._strays:
+            return
+        if self._tree.named(self._directory, name + b"/") is not None:
+            self._shadowed[name] = meta
+            return
+        entry = self._tree.insert(
+            batch, self._directory, name, 0,
+            size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
+        )  # fmt: skip
+        self._added(entry)
+
+    def _merge_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
+        if self._is_ghost(name):
+            self.ghosts.append(name)
+        elif self._may_have(batch, name):
+            self._show_directory(batch, entry, name)
+
+    def _show_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
+        if entry is None:
+            self._insert_directory(batch, name)
+        elif not entry.flags & Flag.LISTED:
+            self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.LISTED))
+
+    def _is_ghost(self, name: bytes) -> bool:
+        """Of a directory that a LIST shows perhaps nothing but removed names is left."""
+        entry = self._tree.named(self._directory, name + b"/")
+        if entry is not None and not self._is_bare(entry):
+            return False
+        return next(self._tree.tombstones.below(self._prefix + name + b"/"), None) is not None
+
+    def _is_bare(self, directory: Entry) -> bool:
+        """No commit made the directory, and all that is known to be in it, down to where nothing was when it was
+        listed, are others of that kind."""
+        if directory.stamp:
+            return False
+        known = self._tree.listing(directory.inode) is not None
+        for child in self._tree.children(directory.inode):
+            if not child.is_dir or not self._is_bare(child):
+                return False
+            known = True
+        return known
+
+    def _may_have(self, batch: Batch, name: bytes) -> bool:
+        """A directory hides the file of its name, unless that is being written here."""
+        file = self._tree.named(self._directory, name)
+        if file is None or file.flags & Flag.SHADOWED:
+            return True
+        if self._keep(file):
+            return False
+        if file.stamp:
+            self._tree.update(batch, msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED))
+        else:
+            self._shadowed[name] = ObjectMeta("", file.size, file.etag, file.mtime_ns)
+            self._tree.remove(batch, file)
+            if file.cookie >= self.first_cookie:
+                self._places[name] = file.cookie
+        self._changed(self._directory, name)
+        return True
+
+    def _insert_directory(self, batch: Batch, name: bytes) -> None:
+        flags, now_ns = Flag.DIRECTORY | Flag.LISTED, self._now_ns
+        self._added(
+            self._tree.insert(
+                batch, self._directory, name, flags,
+                cookie=self._places.pop(name, 0), mtime_ns=now_ns, ctime_ns=now_ns,
+            )
+        )  # fmt: skip
+
+    def _added(self, entry: Entry) -> None:
+        self.names += 1
+        self._metrics.entries_added += 1
+        if self._was_listed:
+            self._changed(self._directory, entry.name)
+
+    def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
+        if self._keep(entry):
+            return
+        fresh = Entry(
+            entry.parent, entry.cookie, entry.name, entry.inode,
+            size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
+        )  # fmt: skip
+        renewed = self._tree.renew_inode(batch, fresh)
+        if entry.stamp and not entry.is_plain:
+            self._outsiders.append(renewed)
+        self._metrics.entries_changed += 1
+        self._changed(self._directory, entry.name)
+
+
+def _needs_object(entry: Entry) -> bool:
+    """The entry is what a listing shows, and goes with it. What was made here and is not committed stays."""
+    return entry.is_local or (entry.is_plain and entry.stamp < PENDING)
+
+
+def _is_it(entry: Entry, meta: ObjectMeta) -> bool:
+    """The entry is this plain object."""
+    return entry.is_plain and (entry.etag, entry.size) == (meta.etag, meta.size)
+
+
+def _is_hidden(entry: Entry, meta: ObjectMeta) -> bool:
+    """A commit knew of this plain object, or is newer, and says that the name is something else."""
+    if entry.stamp >= PENDING:
+        return True
+    if not entry.stamp or entry.is_plain:
+        return False
+    return entry.etag == meta.etag or meta.mtime_ns + NS <= entry.stamp

@@ -1,0 +1,546 @@
+"""Which names there are: the tree in RocksDB, and when the store has to be asked about it.
+
+A directory that was listed within the TTL answers everything, absent names included, without a request. After the TTL
+it is listed again, once, whoever asks. A name in a directory that was never listed (or is very large) is asked for by
+itself; with the second the directory's first page is fetched besides, which will do where it is the only one, and after
+a few such questions the directory is listed in the background. Times of listings are wall clock and survive a restart;
+a time in the future counts as long ago. While the store is away, what was listed before counts on. The first listing of
+a directory can be read while it goes on (`flights`).
+
+Changes this node makes go through `changing`, so that a LIST which began before them cannot undo them. All code between
+two awaits is atomic; trio thread only.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import trio
+
+from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.errors import AccessDenied, FileError, LakeError, NotFound, Unavailable
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.tree import Listing, Tree
+from lakefs_fuse.metrics import NamespaceMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.listing.parallel_listing import SplitListing
+from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+from lakefs_fuse.vfs.namespace.key_mapping import (
+    KEY_BYTES_MAX,
+    NAME_BYTES_MAX,
+    PLACEHOLDER,
+    Hidden,
+    checked_key,
+    is_reserved,
+)
+from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
+from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_page
+from lakefs_fuse.vfs.namespace.location import extent_of, key_of, prefix_of
+
+NS = 1_000_000_000
+RELIST_ENTRIES_MAX = 10_000
+"""A directory up to this size is listed again by whoever needs one name of it; a larger one in the background."""
+POINT_LOOKUPS_MAX = 4
+"""So many single names of a directory are asked for before it is listed in the background."""
+FIRST_PAGE_LOOKUPS = 2
+"""With so many, its first page is fetched: all there is to know of most directories, for the price of one name."""
+POINT_ANSWERS_MAX = 65_536
+BACKGROUND_LISTINGS_MAX = 4
+FIRST_PAGES_MAX = 16
+SINGLE_NAME_KEYS = 100
+AWAY = (Unavailable, AccessDenied)
+"""What was listed before counts on where a LIST fails so: for a while nobody answers, or a key has expired."""
+AWAY_CHECK_S = 0.5
+"""Who waits for a LIST looks so often whether the store is away."""
+log = logging.getLogger(__name__)
+
+
+class Namespace:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        client: StoreClient,
+        metrics: NamespaceMetrics,
+        nursery: trio.Nursery,
+        *,
+        ttl_s: float,
+        source_prefix_bytes: int = 0,
+        clock_ns: Callable[[], int],
+        keep: Callable[[Entry], bool],
+        changed: Callable[[int, bytes], None],
+    ) -> None:
+        self.tree = Tree(database)
+        self.tree.forgetting = self._forgetting
+        self.overridden: Callable[[Entry], None] = lambda _: None
+        """Told of plain objects that took a name from bytes elsewhere."""
+        self.strays: Callable[[], set[str]] = set
+        """Keys where other names' files come to lie."""
+        self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
+        self._ttl_ns = int(ttl_s * NS)
+        self._clock_ns = clock_ns
+        self._keep, self._changed = keep, changed
+        self._flights: dict[int, Flight] = {}
+        self._watched: dict[int, list[Flight]] = {}
+        self._answers: dict[tuple[int, bytes], int] = {}
+        self._asked: dict[int, set[bytes]] = {}
+        self._background: dict[int, Flight] = {}
+        self._failing = False
+        self._source_prefix_bytes = source_prefix_bytes
+        self._told_of_long = False
+
+    # -- keys
+
+    def prefix(self, directory: int) -> str:
+        """Keys of a directory's children begin with this; empty for the root. Raises FileError(ESTALE)."""
+        return prefix_of(self.tree, directory)
+
+    def key(self, entry: Entry) -> str:
+        """The key of a file, or of a directory's marker."""
+        return key_of(self.tree, entry)
+
+    def checked_key(self, prefix: str, component: str) -> str:
+        """The key of a name below a prefix. Raises FileError(ENAMETOOLONG) where no store would take it."""
+        try:
+            return checked_key(prefix, component, self._source_prefix_bytes)
+        except FileError:
+            self._tell_of_long(prefix + component)
+            raise
+
+    def check_length(self, directory: int, name: bytes) -> None:
+        """Raises FileError(ENAMETOOLONG) for a name that cannot be in a directory, or have a key there."""
+        if len(name) > NAME_BYTES_MAX:
+            raise FileError(errno.ENAMETOOLONG)
+        try:
+            component = name.decode()
+        except UnicodeDecodeError:
+            return
+        self.checked_key(self.prefix(directory), component)
+
+    def _tell_of_long(self, key: str) -> None:
+        """Once for a mount: programs get the errno each time."""
+        if not self._told_of_long:
+            self._told_of_long = True
+            log.warning(
+                "keys hold at most %d bytes, the lake's prefix included; longer names cannot be made, changed or "
+                "removed here, which is said once: %.60s…", KEY_BYTES_MAX, key,
+            )  # fmt: skip
+
+    def directory(self, path: str) -> int | None:
+        """Inode of a directory by its path; None where it is not known."""
+        if not path:
+            return ROOT_INODE
+        names = [name.encode("utf-8", "surrogatepass") for name in path.split("/")]
+        entry = self.tree.resolve(names)
+        return entry.inode if entry is not None and entry.is_dir else None
+
+    def at(self, path: str) -> Entry | None:
+        """What is known under a path; None for nothing, and for the root."""
+        return self.tree.resolve([name.encode("utf-8", "surrogatepass") for name in path.split("/")])
+
+    def extent(self, entry: Entry) -> Extent | None:
+        """Where a file's bytes are; None for one that is not in the store yet. Raises FileError(EIO)."""
+        return extent_of(self.tree, entry)
+
+    def own_etag(self, path: str, parent: int | None = None) -> str:
+        """ETag of the plain object that is known to lie at a path's own key, seen or hidden, or that may come there;
+        empty for none. ``parent`` is the inode of its directory, where that is known."""
+        above, _, name = path.rpartition("/")
+        directory = self.directory(above) if parent is None else parent
+        entry = None if directory is None else self.tree.named(directory, name.encode("utf-8", "surrogatepass"))
+        if entry is not None and (etag := self.hidden_etag(entry)):
+            return etag
+        tombstone = self.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+        if tombstone is not None and tombstone.etag:
+            return tombstone.etag
+        used = self.tree.objects.used(path)
+        return "" if used is None else used.etag
+
+    def hidden_etag(self, entry: Entry) -> str:
+        """What whoever takes the name away hides: the plain object at its own key. Where there is none, the copy of its
+        bytes that the node which renamed it may be making there just now."""
+        if entry.etag or not entry.place or entry.is_local:
+            return entry.etag
+        row = self.tree.objects.get(entry.place)
+        return "" if row is None or row.is_pack or entry.offset or entry.size != row.size else row.etag
+
+    # -- freshness
+
+    def fresh_s(self, directory: int) -> float:
+        """How long the last listing of a directory still counts, in seconds; 0 where it has to be asked again."""
+        listing = self.tree.listing(directory)
+        if listing is None:
+            return 0.0
+        age_ns = self._clock_ns() - listing.at_ns
+        return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
+
+    def answer_fresh_s(self, directory: int, name: bytes) -> float:
+        """For how many seconds what is known of a name counts, by a listing or because it was asked for by itself."""
+        return max(self.fresh_s(directory), self._answer_fresh_s(directory, name))
+
+    def listing_fresh_s(self, directory: int) -> float:
+        """As `fresh_s`, of what is read of a directory now: its first listing, while it goes on, included."""
+        flight = self._flights.get(directory)
+        return self._flight_fresh_s(flight) if flight is not None and flight.is_readable else self.fresh_s(directory)
+
+    def _flight_fresh_s(self, flight: Flight) -> float:
+        age_ns = self._clock_ns() - flight.began_ns
+        return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
+
+    def _answer_fresh_s(self, directory: int, name: bytes) -> float:
+        age_ns = self._clock_ns() - self._answers.get((directory, name), -self._ttl_ns)
+        return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
+
+    # -- asking
+
+    async def lookup(self, directory: int, name: bytes, *, ask: bool = False) -> tuple[Entry | None, float]:
+        """The entry of a name, and for how many seconds that answer counts. ``ask`` asks the store in any case."""
+        try:
+            component = name.decode("utf-8")
+        except UnicodeDecodeError:
+            return None, self._ttl_ns / NS
+        if is_reserved(directory, component) or len(name) > NAME_BYTES_MAX:
+            return None, self._ttl_ns / NS
+        if not ask:
+            entry = self.tree.child(directory, name)
+            if entry is not None and self._keep(entry):
+                return entry, self._ttl_ns / NS
+            fresh_s = self.answer_fresh_s(directory, name)
+            flight = self._flights.get(directory)
+            if flight is not None and entry is not None and flight.brought(entry.cookie):
+                fresh_s = max(fresh_s, self._flight_fresh_s(flight))
+            if fresh_s > 0 and not (entry is not None and entry.is_local):
+                return entry, fresh_s
+            listing = self.tree.listing(directory)
+            if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
+                await self._list_again(directory)
+                return self.tree.child(directory, name), self.fresh_s(directory)
+            self._consider_background_listing(directory, name)
+        if not self._counts_on(directory):
+            try:
+                await self._ask_for_name(directory, name, component)
+            except AWAY:
+                if self.tree.listing(directory) is None:
+                    raise
+        return self.tree.child(directory, name), self._answer_fresh_s(directory, name)
+
+    def _counts_on(self, directory: int) -> bool:
+        """The store is away, and the directory was listed before; a LIST goes on asking for it."""
+        if not self._client.is_away or self.tree.listing(directory) is None:
+            return False
+        self.list_soon(directory)
+        return True
+
+    async def _list_again(self, directory: int) -> None:
+        """A directory that was listed before is listed again when this returns, or the store is away."""
+        if self._counts_on(directory):
+            return
+        flight = self._listing(directory)
+        while not flight.done.is_set() and not self._client.is_away:
+            with trio.move_on_after(AWAY_CHECK_S):
+                await flight.done.wait()
+        if flight.error is not None and not isinstance(flight.error, AWAY):
+            raise flight.error
+
+    def list_soon(self, directory: int) -> None:
+        """List a directory in the background, unless too many are."""
+        if directory in self._flights or self._may_list():
+            self._listing(directory)
+
+    def _may_list(self) -> bool:
+        """One more directory in the background, to its end."""
+        return sum(flight.is_wanted for flight in self._background.values()) < BACKGROUND_LISTINGS_MAX
+
+    def _listing(self, directory: int) -> Flight:
+        """The LIST of a directory that is under way, or a new one; it goes to its end."""
+        flight = self._flights.get(directory) or self._begin_listing(directory)
+        flight.is_wanted = True
+        return flight
+
+    def _begin_listing(self, directory: int, *, is_wanted: bool = True) -> Flight:
+        flight = self._flights[directory] = Flight(self._clock_ns(), is_wanted)
+        self._background[directory] = flight
+        self._nursery.start_soon(self._list_in_background, directory, flight)
+        return flight
+
+    def _consider_background_listing(self, directory: int, name: bytes) -> None:
+        """A name of a directory is asked for; again and again the same one does not count."""
+        names = self._asked.setdefault(directory, set())
+        if directory in self._flights or (name in names and len(names) <= POINT_LOOKUPS_MAX):
+            return
+        if len(names) <= POINT_LOOKUPS_MAX:
+            names.add(name)
+        unlisted = self.tree.listing(directory) is None
+        if len(names) > POINT_LOOKUPS_MAX and self._may_list():
+            del self._asked[directory]
+            self._begin_listing(directory)
+        elif len(names) == FIRST_PAGE_LOOKUPS and unlisted and len(self._background) < FIRST_PAGES_MAX:
+            self._begin_listing(directory, is_wanted=False)
+        elif len(self._asked) > POINT_ANSWERS_MAX:
+            self._asked.clear()
+
+    async def _list_in_background(self, directory: int, flight: Flight) -> None:
+        try:
+            await self._fly(directory, flight)
+            self._failing = False
+        except AWAY as error:
+            if not self._failing:
+                log.warning("the store does not tell names, those that are known count on: %s", error)
+            self._failing = True
+        except LakeError as error:
+            log.info("listing of inode %d in the background failed: %s", directory, error)
+        except Exception:
+            log.exception("listing of inode %d in the background", directory)
+        finally:
+            del self._background[directory]
+
+    async def _ask_for_name(self, directory: int, name: bytes, component: str) -> None:
+        """One LIST answers for the file and the directory of a name, unless many keys lie between them."""
+        self._metrics.point_lookups += 1
+        prefix = self.prefix(directory)
+        asked_ns = self._clock_ns()
+        flight = Flight(asked_ns)
+        key = self.checked_key(prefix, component)
+        with self._watching(directory, flight):
+            page = await self._client.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
+            found = [item for item in read_page(page, directory, prefix).found if item.sort_name in (name, name + b"/")]
+            if page.next_token is not None and not any(item.meta is None for item in found):
+                below = await self._client.list_page(key + "/", keys_max=1)
+                if below.objects or below.prefixes:
+                    found.append(Found(name + b"/", None))
+            if page.next_token is not None and not self._client.capabilities.sorted_listing:
+                found += await self._head_if_missing(found, name, key)
+        if self.tree.path(directory) is None:
+            raise FileError(errno.ESTALE)
+        merge = self._merge(directory, flight)
+        merge.apply_one(name, found)
+        await self._look_below_ghosts(merge, prefix)
+        self._remember_answer(directory, name, asked_ns)
+
+    async def _head_if_missing(self, found: list[Found], name: bytes, key: str) -> list[Found]:
+        if any(item.meta is not None for item in found):
+            return []
+        try:
+            return [Found(name, await self._client.head(key))]
+        except NotFound:
+            return []
+
+    def _remember_answer(self, directory: int, name: bytes, asked_ns: int) -> None:
+        self._answers.pop((directory, name), None)
+        self._answers[directory, name] = asked_ns
+        if len(self._answers) > POINT_ANSWERS_MAX:
+            del self._answers[next(iter(self._answers))]
+
+    async def ensure_listed(self, directory: int, *, strictly: bool = True) -> float:
+        """List a directory unless that was done within the TTL; answers for how many seconds that counts. Unless
+        ``strictly``, what is known of it will do while the store is away."""
+        fresh_s = self.fresh_s(directory)
+        if fresh_s > 0:
+            return fresh_s
+        if strictly or self.tree.listing(directory) is None:
+            await self.list_directory(directory)
+        else:
+            await self._list_again(directory)
+        return self.fresh_s(directory)
+
+    async def begin_reading(self, directory: int) -> None:
+        """As `ensure_listed`, not strictly; but a first listing goes on when this returns."""
+        if self.fresh_s(directory) > 0:
+            return
+        if self.tree.listing(directory) is not None:
+            await self._list_again(directory)
+            return
+        flight = self._listing(directory)
+        while not flight.done.is_set() and not flight.is_readable:
+            await flight.more()
+        if flight.error is not None:
+            raise flight.error
+
+    async def wait_for_more(self, directory: int, after: int) -> None:
+        """There are names with cookies beyond ``after``, or there will be none, when this returns. Raises what ended
+        the listing before it was complete."""
+        while self.tree.listing(directory) is None and self.tree.path(directory) is not None:
+            flight = self._listing(directory)
+            if flight.is_readable and next(self.tree.children(directory, after), None) is not None:
+                return
+            await flight.more()
+            if flight.error is not None:
+                raise flight.error
+
+    async def list_directory(self, directory: int) -> None:
+        """LIST a directory to its end and merge what changed; whoever comes meanwhile waits for the same LIST."""
+        flight = self._flights.get(directory)
+        if flight is not None:
+            flight.is_wanted = True
+            await flight.done.wait()
+            if flight.error is not None:
+                raise flight.error
+            return
+        flight = self._flights[directory] = Flight(self._clock_ns())
+        await self._fly(directory, flight)
+
+    async def _fly(self, directory: int, flight: Flight) -> None:
+        try:
+            with self._watching(directory, flight):
+                await self._list(directory, flight)
+        except LakeError as error:
+            flight.error = error
+            raise
+        except BaseException:
+            flight.error = FileError(errno.EIO, "the listing was interrupted")
+            raise
+        finally:
+            del self._flights[directory]
+            flight.end()
+
+    async def _list(self, directory: int, flight: Flight) -> None:
+        prefix = self.prefix(directory)
+        is_deep = _is_long(prefix + "x" * NAME_BYTES_MAX)
+        merge = flight.merge = self._merge(directory, flight)
+
+        def take(page: ListPage) -> None:
+            if self.tree.path(directory) is None:
+                raise FileError(errno.ESTALE)
+            merge.apply(read_page(page, directory, prefix))
+            if is_deep and (long := next((each.key for each in page.objects if _is_long(each.key)), None)):
+                self._tell_of_long(long)
+            flight.told()
+
+        listing = SplitListing(self._client, prefix, take)
+        flight.progress = listing.progress
+        if not await listing.run(goes_on=lambda: flight.is_wanted):
+            return
+        await self._look_below_ghosts(merge, prefix)
+        if self.tree.path(directory) is None:
+            raise FileError(errno.ESTALE)
+        await merge.finish()
+        if flight.is_stale:
+            batch = Batch()
+            self.tree.forget_listing(batch, directory)
+            self._db.commit(batch)
+        self._asked.pop(directory, None)
+
+    async def _look_below_ghosts(self, merge: DirectoryMerge, prefix: str) -> None:
+        for name in merge.ghosts:
+            below = prefix + name.decode("utf-8", "surrogatepass") + "/"
+            token: str | None = None
+            while True:
+                page = await self._client.list_page(below, token=token)
+                token = page.next_token
+                if any(not self._is_removed(meta) for meta in page.objects):
+                    merge.add_directory(name)
+                    break
+                if token is None:
+                    merge.drop_directory(name)
+                    break
+
+    def _is_removed(self, meta: ObjectMeta) -> bool:
+        path = meta.key.removesuffix(PLACEHOLDER).encode("utf-8", "surrogatepass")
+        tombstone = self.tree.tombstones.get(path)
+        return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
+
+    def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
+        prefix = self.prefix(directory)
+        return DirectoryMerge(
+            self._db,
+            self.tree,
+            self._metrics,
+            directory,
+            prefix=prefix,
+            now_ns=flight.began_ns,
+            touched=flight.touched,
+            keep=self._keep,
+            changed=self._changed,
+            overridden=self.overridden,
+            strays=[key for key in self.strays() if key.startswith(prefix)],
+        )
+
+    # -- changing
+
+    @contextmanager
+    def _watching(self, directory: int, flight: Flight) -> Iterator[None]:
+        """While it is entered, names changed in the directory, and those of directories in it below which something
+        was changed, are added to the flight's ``touched``."""
+        flights = self._watched.setdefault(directory, [])
+        flights.append(flight)
+        try:
+            yield
+        finally:
+            flights.remove(flight)
+            if not flights:
+                self._watched.pop(directory, None)
+
+    def _forgetting(self, directory: int) -> None:
+        for flight in self._watched.get(directory, ()):
+            flight.is_stale = True
+
+    def changing(self, directory: int, name: bytes) -> None:
+        """This node changes a name now: LISTs under way must not undo it. That of a directory above may not know of
+        anything below it yet, and would take the directories between away."""
+        self._answers.pop((directory, name), None)
+        while self._watched:
+            for flight in self._watched.get(directory, ()):
+                flight.touched.add(name)
+            at = self.tree.entry(directory) if directory != ROOT_INODE else None
+            if at is None:
+                break
+            directory, name = at.parent, at.name
+
+    def tell(self, directory: int, name: bytes) -> None:
+        """A name is another than the kernel may remember."""
+        self._changed(directory, name)
+
+    def renew_inode(self, entry: Entry) -> None:
+        """Give the version that a name has now an inode of its own: the kernel keeps the size that it knows of one.
+        Raises CacheError."""
+        xattrs = self.tree.xattrs(entry.inode)
+        batch = Batch()
+        renewed = self.tree.renew_inode(batch, entry)
+        if xattrs:
+            self.tree.set_xattrs(batch, renewed.inode, xattrs)
+        self._db.commit(batch)
+        self.tell(entry.parent, entry.name)
+
+    def is_removed(self, entry: Entry) -> bool:
+        """A commit removed the plain object that a file is."""
+        if not entry.is_plain:
+            return False
+        tombstone = self.tree.tombstones.get(self.key(entry).encode("utf-8", "surrogatepass"))
+        return tombstone is not None and tombstone.etag == entry.etag and tombstone.stamp > entry.stamp
+
+    def made(self, batch: Batch, directory: Entry) -> None:
+        """This node has just made a directory: it is known to be there, and to hold nothing."""
+        self.tree.set_listing(batch, directory.inode, Listing(self._clock_ns(), 0))
+        self._remember_answer(directory.parent, directory.name, self._clock_ns())
+
+    @property
+    def is_disk_failing(self) -> bool:
+        """Names cannot be written to the local disk."""
+        return self._db.is_failing
+
+    def _path_of(self, directory: int) -> str | None:
+        path = self.tree.path(directory)
+        return None if path is None else os.fsdecode(b"/".join(path))
+
+    @property
+    def names_arriving(self) -> int:
+        """Of listings that have not ended."""
+        return sum(flight.merge.names for flight in self._flights.values() if flight.merge is not None)
+
+    def statistics(self) -> dict[str, object]:
+        return {
+            "hidden_keys": dict(zip(map(str, Hidden), self.tree.hidden, strict=True)),
+            "listings_under_way": len(self._flights),
+            "listing": described(self._flights, self._path_of, self._clock_ns()),
+            "rocksdb": self._db.statistics(),
+        }
+
+
+def _is_long(key: str) -> bool:
+    return len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX

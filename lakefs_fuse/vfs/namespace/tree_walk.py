@@ -1,0 +1,63 @@
+"""Every directory at or below one, listed once, level by level: for whoever must know all names there are.
+
+Memory holds the numbers of one level's directories (8 bytes each) and a page of a listing for each of LISTINGS_AT_ONCE.
+Tasks of one trio loop; nothing is left behind but rows, which are true however far it came.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from array import array
+from collections.abc import Awaitable, Callable
+
+from lakefs_fuse.errors import FileError
+from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+
+LISTINGS_AT_ONCE = 16
+log = logging.getLogger(__name__)
+
+
+async def _nothing_more(_inode: int, _is_new: bool) -> None: ...
+
+
+async def list_everything(
+    namespace: Namespace,
+    report: Callable[[int], None],
+    *,
+    top: int = ROOT_INODE,
+    listed: Callable[[int, bool], Awaitable[None]] = _nothing_more,
+) -> None:
+    """List ``top`` and all directories below it, whenever they were listed before. ``report`` is told how many names
+    there are so far; ``listed`` is called with each directory when its rows are there. Raises LakeError."""
+    names = directories = 0
+
+    async def work() -> None:
+        nonlocal names, directories
+        for inode in waiting:  # shared: each is taken by one task
+            is_new = namespace.tree.listing(inode) is None
+            try:
+                await namespace.list_directory(inode)
+            except FileError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                continue  # it is gone meanwhile
+            await listed(inode, is_new)
+            directories += 1
+            for child in namespace.tree.children(inode):
+                names += 1
+                if child.is_dir:
+                    below.append(child.inode)
+            report(names)
+
+    level = array("Q", [top])
+    while level:
+        below = array("Q")
+        waiting = iter(level)
+        async with collecting() as nursery:
+            for _ in range(min(LISTINGS_AT_ONCE, len(level))):
+                nursery.start_soon(work)
+        level = below
+    log.info("%d directories listed, %d names", directories, names)

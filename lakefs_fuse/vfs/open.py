@@ -1,0 +1,220 @@
+"""Putting a filesystem together over a cache directory, and taking it apart in the right order.
+
+The cache directory is locked by one daemon at a time: ``lock``, ``meta/`` (RocksDB), ``blocks/`` (block cache) and
+``staging/`` (bytes not yet durable). Deleting all of it loses nothing that was durable.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import random
+import secrets
+import stat
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX, boottime_ns
+from lakefs_fuse.commits.index.index import bring_in
+from lakefs_fuse.config import MIB, MountConfig
+from lakefs_fuse.environment.local_disk import free_bytes
+from lakefs_fuse.errors import CacheError, MountError, Unsupported
+from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, marks_of
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.staging.part_layout import SPANS
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.filesystem import Filesystem
+from lakefs_fuse.vfs.wiring import Assembly, Ground
+from lakefs_fuse.vfs.writeback.orphans import Recovery
+
+ROOM_BYTES_MIN = 64 * MIB
+SEED_BITS = 256
+"""Of the numbers that name drafts and writers: as good as asking the kernel for each, and a system call less."""
+"""A mount needs so much of the disk beyond what it leaves free."""
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked(directory: Path, mountpoint: str) -> Iterator[None]:
+    """Hold the cache directory; its lock file names the mountpoint. Raises CacheError where another daemon holds it,
+    another user owns it, or it cannot be made."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keep_private(directory)
+        for name in ("blocks", "staging"):
+            (directory / name).mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CacheError(f"cannot use the cache directory {directory}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CacheError(
+                f"the cache directory {directory} is in use by another mount: give --cache-dir another directory"
+            ) from error
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, os.fsencode(mountpoint) + b"\n", 0)
+        except OSError as error:  # A full disk: only the next mount's message is poorer.
+            log.warning("lock of the cache directory %s: %s", directory, error.strerror)
+        yield
+    finally:
+        os.close(fd)
+
+
+def keep_private(directory: Path) -> None:
+    """A cache directory shows the lake's names and bytes: it is ours, and closed to others from here on. Raises
+    CacheError for one of another user, OSError."""
+    found, real, uid = os.stat(directory), os.path.realpath(directory), os.geteuid()
+    link_uid = os.lstat(directory).st_uid
+    if found.st_uid != uid or link_uid not in (uid, 0):
+        where = f"{directory}, which is a link to {real}," if directory.is_symlink() else f"{directory}"
+        owner = found.st_uid if found.st_uid != uid else link_uid
+        raise CacheError(
+            f"the cache directory {where} belongs to user {owner}, who could read and change what is in it: give "
+            "--cache-dir a directory of your own"
+        )
+    if found.st_mode & 0o077:
+        os.chmod(directory, 0o700)
+        log.warning(
+            "the cache directory %s was open to others (mode %04o): it has mode 0700 now",
+            directory, stat.S_IMODE(found.st_mode),
+        )  # fmt: skip
+
+
+def check_room(directory: Path, config: MountConfig) -> None:
+    """Raises MountError where the disk has too little room to begin with."""
+    free, needed = free_bytes(directory), config.free_bytes_min + ROOM_BYTES_MIN
+    if free < needed:
+        raise MountError(
+            f"not enough disk: {directory} has {free // MIB} MiB free, {needed // MIB} MiB are needed "
+            "(--free-space says how much is left alone)"
+        )
+
+
+@asynccontextmanager
+async def opened_cache(config: MountConfig, metrics: Metrics) -> AsyncIterator[BlockCache]:
+    """The cache directory is this daemon's; its blocks. Raises CacheError (locked, unusable), MountError (not enough
+    disk)."""
+    directory = Path(config.cache_dir).absolute()
+    with locked(directory, config.mountpoint):
+        check_room(directory, config)
+        cache = BlockCache(
+            directory / "blocks",
+            bytes_max=config.cache_bytes_max,
+            free_bytes_min=config.free_bytes_min,
+            metrics=metrics.cache,
+        )
+        try:
+            yield cache
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(cache.close)
+
+
+def begin_counting(cache: BlockCache, nursery: trio.Nursery) -> None:
+    """What the cache has is counted in the background, unless the daemon before left the numbers."""
+    if not cache.counted:
+        nursery.start_soon(partial(trio.to_thread.run_sync, cache.scan, abandon_on_cancel=True))
+
+
+def identity(config: MountConfig) -> str:
+    """Names the lake whose metadata a cache directory holds."""
+    endpoint = config.store.endpoint_url
+    return f"{config.store.source}{f' at {endpoint}' if endpoint else ''}"
+
+
+@asynccontextmanager
+async def open_filesystem(
+    config: MountConfig,
+    client: StoreClient,
+    metrics: Metrics,
+    *,
+    clock_ns: Callable[[], int] = time.time_ns,
+    rng: random.Random | None = None,
+) -> AsyncIterator[Filesystem]:
+    """The filesystem of `assembled`."""
+    async with assembled(config, client, metrics, clock_ns=clock_ns, rng=rng) as parts:
+        yield parts.filesystem
+
+
+@asynccontextmanager
+async def assembled(
+    config: MountConfig,
+    client: StoreClient,
+    metrics: Metrics,
+    *,
+    clock_ns: Callable[[], int] = time.time_ns,
+    steady_ns: Callable[[], int] | None = None,
+    rng: random.Random | None = None,
+    spans: tuple[tuple[int, int], ...] = SPANS,
+) -> AsyncIterator[Assembly]:
+    """A filesystem ready to serve, with its parts, orphans dealt with as ``config.orphans`` says.
+
+    ``steady_ns`` is a clock that nobody sets; None: the time since boot beside the system's clock, else ``clock_ns``.
+
+    Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk). On leaving, what is not
+    durable stays in staging with its record.
+    """
+    if steady_ns is None and clock_ns is time.time_ns:
+        steady_ns = boottime_ns
+    directory = Path(config.cache_dir).absolute()
+    async with opened_cache(config, metrics) as cache:
+        database = Database(directory / "meta", identity(config))
+        files: FileTable | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                # Before anything reads the database: what counts rows does so once.
+                await _drop_names_from_the_future(database, client, clock_ns)
+                await bring_in(database, client, directory / "index")
+                ids = rng or random.Random(secrets.randbits(SEED_BITS))
+                parts = Assembly(
+                    Ground(config, client, metrics, database, cache, nursery, clock_ns, ids, spans, steady_ns)
+                )
+                files = parts.files
+                await parts.begin()
+                await _deal_with_orphans(config, parts.filesystem, parts.recovery)
+                parts.start()
+                begin_counting(cache, nursery)
+                try:
+                    yield parts
+                finally:
+                    client.abandon_requests()
+                    nursery.cancel_scope.cancel()
+        finally:
+            if files is not None:
+                files.close()
+            database.close()
+
+
+async def _drop_names_from_the_future(database: Database, client: StoreClient, clock_ns: Callable[[], int]) -> None:
+    """Names that are dated too far ahead would hide what others commit: all are read anew. Raises LakeError."""
+    newest = marks_of(database).newest
+    is_ahead = newest > clock_ns() + AHEAD_NS_MAX
+    if is_ahead:
+        try:
+            is_ahead = newest > await client.time_ns() + AHEAD_NS_MAX
+        except Unsupported:
+            pass  # then this machine's clock is what there is
+    if is_ahead or are_names_outdated(database):
+        log.warning("names in the cache directory are dated in the future: all names are read anew")
+        drop_names(database)
+
+
+async def _deal_with_orphans(config: MountConfig, filesystem: Filesystem, recovery: Recovery) -> None:
+    if config.orphans != "keep" and not config.read_only:
+        await recovery.resolve_all(config.orphans)
+    for item in filesystem.unfinished():
+        if item.state != "orphan":
+            continue
+        log.warning("orphan %s: %d bytes of %s that a daemon left unfinished", item.id, item.bytes, item.path)

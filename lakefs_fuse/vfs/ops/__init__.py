@@ -1,0 +1,1 @@
+"""What the system calls that change names do: create, remove, rename, set attributes."""

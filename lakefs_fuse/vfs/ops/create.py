@@ -1,0 +1,296 @@
+"""Files that are new: their rows, and those that were received whole before anybody here heard of them.
+
+A new file is in the tree and in the journal from the moment it is made, in one batch. What was received (`Received`)
+is taken as if it had been created, and its bytes written, just then; until it is taken, nobody was promised anything of
+it. The kernel knows it by an inode that was set aside for that, and which is its row's. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.errors import CacheError, FileError, LakeError
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import UNSET, Entry, Flag
+from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import encode
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
+from lakefs_fuse.vfs.namespace.key_mapping import KEY_BYTES_MAX
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.ops.changes import Changes
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+
+NAMES_MAX = 8192
+"""A directory with more is not lent: telling all of them takes too long."""
+PREFIXES_MAX = 1024
+log = logging.getLogger(__name__)
+
+Told = Callable[[LakeError | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A new file, and everything that was written to it. Times in ns since 1970; ``opener`` is a thread."""
+
+    inode: int
+    parent: int
+    name: bytes
+    mode: int
+    uid: int
+    gid: int
+    opener: int
+    created_ns: int
+    written_ns: int
+    data: bytes
+
+
+class NewFiles:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        config: MountConfig,
+        database: Database,
+        namespace: Namespace,
+        files: FileTable,
+        changes: Changes,
+        writeback: WriteBack,
+        *,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._config, self._db, self._ns, self._files = config, database, namespace, files
+        self._changes, self._writeback, self._clock_ns = changes, writeback, clock_ns
+        self._journal = Journal(database)
+        self._prefixes: dict[int, str] = {}
+        """Of directories, while `_prefixes_of` is what the tree says."""
+        self._prefixes_of = 0
+
+    def make(
+        self, parent: int, name: bytes, key: str, mode: int, uid: int, gid: int, *, if_absent: bool = False
+    ) -> OpenFile:
+        """A file that was not there, with its first handle. Raises CacheError; then there is nothing of it."""
+        now = self._clock_ns()
+        batch = Batch()
+        entry = self._insert(batch, parent, name, mode, uid, gid, now)
+        self._changes.touch(parent, batch, now)
+        file = self._files.adopt_new(entry, key, if_absent=if_absent)
+        try:
+            self._note(batch, file)
+            self._db.commit(batch)
+        except CacheError:
+            self._drop(file)
+            raise
+        return file
+
+    def _insert(
+        self, batch: Batch, parent: int, name: bytes, mode: int, uid: int, gid: int, now: int, inode: int = 0
+    ) -> Entry:
+        self._ns.changing(parent, name)
+        return self._ns.tree.insert(
+            batch, parent, name, Flag.LOCAL | Flag.ATTRIBUTES_KNOWN, inode=inode,
+            mode=mode & PERMISSIONS, uid=uid, gid=gid, mtime_ns=now, ctime_ns=now,
+        )  # fmt: skip
+
+    def _note(self, batch: Batch, file: OpenFile) -> None:
+        """With the batch the journal hears of the file's draft. Raises CacheError."""
+        if file.draft is not None:
+            self._journal.put(batch, file.draft.id, encode(file.draft.noted()))
+
+    def _drop(self, file: OpenFile) -> None:
+        """Of a file with one handle there shall be nothing."""
+        file.unlinked = True
+        self._files.services.nursery.start_soon(self._release, file)
+
+    async def _release(self, file: OpenFile) -> None:
+        try:
+            await self._files.release(file, writer=True)
+        except LakeError as error:  # the journal: the next mount throws it away
+            log.warning("what is staged of %s could not be thrown away: %s", file.key, error)
+            self._files.forget_if_idle(file)
+
+    # -- what was received
+
+    def take(self, received: Sequence[Received], told: Mapping[int, Told]) -> list[OpenFile | LakeError]:
+        """Each of the files, with one handle for who created it, or why it cannot be: ESTALE where its directory is
+        gone, ENAMETOOLONG where it has a longer path by now.
+
+        ``told`` has those, by their inodes, whose creators have closed them, and need no handle any more. It is called
+        when what `close()` waits for has come, with the error if there is one, but not for those that cannot be taken.
+        """
+        batch = Batch()
+        taken = [self._try_to_take(batch, each) for each in received]
+        closed = {
+            id(file): (file, told[each.inode])
+            for each, file in zip(received, taken, strict=True)
+            if isinstance(file, OpenFile) and each.inode in told
+        }
+        now = [(file, file.draft) for file, _ in closed.values() if file.draft and self._writeback.may_accept(file)]
+        if not self._writeback.acceptor.can_now([draft for _, draft in now]):
+            now = []
+        try:
+            error = self._commit(batch, received, taken, now)
+        except CacheError as failed:
+            for file in taken:
+                if isinstance(file, OpenFile):
+                    self._drop(file)
+            return [failed for _ in taken]
+        for file, _ in now:
+            told_of = closed.pop(id(file))[1]
+            self._let_go(file)
+            told_of(error)
+        for file, told_of in closed.values():
+            self._close(file, told_of)
+        return taken
+
+    def _commit(
+        self,
+        batch: Batch,
+        received: Sequence[Received],
+        taken: Sequence[OpenFile | LakeError],
+        now: Sequence[tuple[OpenFile, Draft]],
+    ) -> LakeError | None:
+        """The rows, and what the journal has to know; those of ``now`` are accepted, or have the error."""
+        touched, at_once = dict[int, int](), {id(file) for file, _ in now}
+        for each, file in zip(received, taken, strict=True):
+            if isinstance(file, LakeError):
+                continue
+            touched[each.parent] = max(each.created_ns, touched.get(each.parent, 0))
+            if id(file) not in at_once:
+                self._note(batch, file)
+        for directory, at_ns in touched.items():
+            self._changes.touch(directory, batch, at_ns)
+        if now:
+            return self._writeback.acceptor.accept_now(now, batch)
+        self._db.commit(batch)
+        return None
+
+    def _try_to_take(self, batch: Batch, received: Received) -> OpenFile | LakeError:
+        try:
+            return self._take(batch, received)
+        except LakeError as error:
+            return error
+
+    def _prefix(self, directory: int) -> str:
+        """Of the keys in it. Raises FileError(ESTALE)."""
+        if self._prefixes_of != self._ns.tree.directories_moved or len(self._prefixes) > PREFIXES_MAX:
+            self._prefixes, self._prefixes_of = {}, self._ns.tree.directories_moved
+        prefix = self._prefixes.get(directory)
+        if prefix is None:
+            prefix = self._prefixes[directory] = self._ns.prefix(directory)
+        return prefix
+
+    def _take(self, batch: Batch, received: Received) -> OpenFile:
+        prefix = self._prefix(received.parent)
+        key = self._ns.checked_key(prefix, received.name.decode())
+        known = self._ns.tree.child(received.parent, received.name)
+        file = self._take_new(batch, key, received) if known is None else self._take_over(known, key, received)
+        file.written(received.written_ns)
+        return file
+
+    def _take_new(self, batch: Batch, key: str, received: Received) -> OpenFile:
+        entry = self._insert(
+            batch, received.parent, received.name, received.mode, received.uid, received.gid, received.created_ns,
+            received.inode,
+        )  # fmt: skip
+        file: OpenFile | None = None
+        try:
+            file = self._files.adopt_new(entry, key)
+            self._files.draft(file).begin_with(received.data)
+        except BaseException:
+            self._ns.tree.detach(batch, entry)
+            if file is not None:
+                self._drop(file)
+            raise
+        return file
+
+    def _take_over(self, known: Entry, key: str, received: Received) -> OpenFile:
+        """Somebody else made a file of the name meanwhile: this is its next version."""
+        if known.is_dir or known.is_symlink or self._files.is_dirty(known):
+            raise FileError(errno.ESTALE, f"{key} is something else by now")
+        batch = Batch()
+        entry = self._ns.tree.renew_inode(batch, known, received.inode)
+        self._db.commit(batch)
+        file = self._files.acquire(entry, writer=True)
+        try:
+            self._files.draft(file, anew=True).begin_with(received.data)
+        except LakeError:
+            self._drop(file)
+            raise
+        return file
+
+    def again(self, inode: int) -> OpenFile:
+        """One more handle on a file that was taken. Raises FileError(ESTALE) where it is gone."""
+        file = self._files.get(inode)
+        entry = file.entry if file is not None else self._ns.tree.entry(inode)
+        if entry is None:
+            raise FileError(errno.ESTALE)
+        return self._files.acquire(entry, writer=True)
+
+    @staticmethod
+    def _let_go(file: OpenFile) -> None:
+        file.handles -= 1
+        file.writers -= 1
+
+    def _close(self, file: OpenFile, told: Told) -> None:
+        self._let_go(file)
+        draft = file.draft
+        if draft is None or not self._writeback.may_accept(file) or not draft.gate.try_exclusive():
+            self._files.services.nursery.start_soon(self._close_patiently, file, told)
+            return
+
+        def done(error: LakeError | None) -> None:
+            draft.gate.leave_exclusive()
+            told(error)
+
+        self._writeback.acceptor.gather(file, draft, done)
+
+    async def _close_patiently(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> None:
+        """Where that takes waiting."""
+        error: LakeError | None = LakeError("the mount is ending")
+        try:
+            if self._writeback.is_for(file.key):
+                await self._writeback.wait_room(self._config.staging_timeout_s)
+            await self._files.services.staging.reserve(0)
+            await self._files.close_file(file)
+            self._files.forget_if_idle(file)
+            error = None
+        except LakeError as failed:
+            error = failed
+        except Exception as failed:
+            log.exception("closing %s", file.key)
+            error = LakeError(f"closing failed: {failed!r}")
+        finally:
+            told(error)
+
+    # -- directories whose names are known elsewhere too
+
+    def lendable_s(self, file: OpenFile) -> float:
+        """For how many seconds names that the directory of this file lacks can be told absent, and created, without
+        asking; 0 where that is not so, as in a setgid directory."""
+        if not self._writeback.is_for(file.key) or not self._changes.takes_plain_names:
+            return 0.0
+        above = self._ns.tree.entry(file.entry.parent)  # none for the root
+        mode = self._config.dir_mode if above is None or above.mode == UNSET else above.mode
+        return 0.0 if mode & stat.S_ISGID else self._ns.fresh_s(file.entry.parent)
+
+    def names(self, directory: int) -> list[bytes] | None:
+        """All that a directory has, those that are not shown included; None where they are too many."""
+        names = []
+        for entry in self._ns.tree.children(directory):
+            names.append(entry.name)
+            if len(names) > NAMES_MAX:
+                return None
+        return names
+
+    def name_bytes_max(self, directory: int) -> int:
+        """Of a name in it, so that its key is none too long."""
+        above = len(self._ns.prefix(directory).encode()) + len(self._config.store.source.prefix.encode())
+        return max(0, KEY_BYTES_MAX - above)

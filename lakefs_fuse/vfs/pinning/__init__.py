@@ -1,0 +1,1 @@
+"""The newest checkpoints, pinned in the block cache."""

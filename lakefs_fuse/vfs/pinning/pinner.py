@@ -1,0 +1,338 @@
+"""The newest checkpoints of path rules (``keep-newest``) stay in the block cache, across remounts as well.
+
+What always holds:
+
+* what is kept follows from three things alone: the rules, the names and places in the tree, and one row in the database
+  for each checkpoint that says in which order they became durable. `settle` works it out anew and moves the pins;
+* a checkpoint is let go only when `settle` has seen a newer one that is complete, and never between;
+* kept versions take up at most ``bytes_max``: complete ones first, newest first; what does not fit is counted in
+  ``refused_bytes``, said in the log, and evicted like anything else. So are files beyond ``FILES_MAX``.
+
+Which ones count: a file, when it is durable; a directory, when no file in it waits to be stored and it was published by
+one rename, or has a success marker, or (where nobody uses markers in this group) a newer one was begun. The newest that
+does not count yet is kept besides, as room allows. Names that look temporary never count.
+
+Trio thread only; `settle` goes on for as long as a walk over the kept files takes, with pauses. Rows are not synced: a
+crash may lose the newest of them, and then an older checkpoint stays in place of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+import msgspec
+import trio
+
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
+from lakefs_fuse.checkpoints.names import MARKERS, looks_temporary
+from lakefs_fuse.errors import CacheError, FileError, LakeError
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.pinning.checkpoint_units import Unit, Units
+
+FILES_MAX = 1 << 16
+"""Files of kept checkpoints, about 500 bytes of memory each."""
+ROWS_MAX = 4096
+RECHECK_S = 60.0
+"""Removals, and what other nodes did, are seen so late at most."""
+DEBOUNCE_S = 0.05
+PAUSE_SHARE = 10
+"""After a walk nothing is walked for so many times as long: many files that become durable one by one cost little."""
+ROWS_BETWEEN_PAUSES = 256
+log = logging.getLogger(__name__)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """``sequence`` grows with every checkpoint that became newest; ``whole``: it came by one rename."""
+
+    sequence: int
+    whole: bool = False
+
+
+@dataclass(slots=True)
+class KeptStatistics:
+    """Of what is kept now. ``missing_bytes`` of its bytes are not in the cache (let go while the file was written, or
+    of other nodes); ``refused_bytes`` had no room within the bound."""
+
+    checkpoints: int = 0
+    files: int = 0
+    bytes: int = 0
+    missing_bytes: int = 0
+    refused_bytes: int = 0
+
+
+class Keeper:
+    """See the module's head. ``is_dirty`` says whether an entry is, or holds, a file that is not in the store."""
+
+    def __init__(
+        self,
+        database: Database,
+        namespace: Namespace,
+        cache: BlockCache,
+        units: Units,
+        *,
+        is_dirty: Callable[[Entry], bool],
+        bytes_max: int,
+    ) -> None:
+        self._db, self._ns, self._cache, self._units = database, namespace, cache, units
+        self._is_dirty, self._bytes_max = is_dirty, bytes_max
+        self._rows: dict[str, Row] = {}
+        self._newest: dict[str, str] = {}
+        """Of each group, where that is known; so that the next file of a checkpoint costs nothing."""
+        self._sequence = 0
+        self._pinned: set[Version] = set()
+        self._fresh: set[Version] = set()
+        """Pinned since the walk of `settle` began, which may have passed them by."""
+        self._whole: dict[Extent, None] = {}
+        """Kept extents that were seen to be in the cache from end to end."""
+        self._refused = 0
+        self._stale = trio.Event()
+        self.kept = KeptStatistics()
+
+    # -- what happens to files
+
+    def published(self, path: str, extent: Extent) -> None:
+        """The file at ``path`` became durable just now, and its bytes are in the cache as far as they ever will be."""
+        unit = self._units.of(path)
+        if unit is None:
+            return
+        if extent.size and len(self._pinned) < FILES_MAX:
+            self._pin(extent.version)
+        self._note(unit)
+
+    def renamed(self, old: str, new: str) -> None:
+        """A file or directory has another name, on this node at least. To be called when the tree says so."""
+        if not self._units.any:
+            return
+        moved = {path: row for path, row in self._rows.items() if path == old or path.startswith(old + "/")}
+        batch = Batch()
+        for path, row in moved.items():
+            self._forget(batch, path)
+            after = new + path[len(old) :]
+            if self._units.of(after) is not None and after not in self._rows:
+                self._put(batch, after, row)
+        self._commit(batch)
+        unit = self._units.of(new)
+        if unit is not None:
+            self._note(unit, whole=unit.path == new)
+        elif moved:
+            self.stale()
+
+    async def moved(self, old: Version, new: Version) -> None:
+        """The same bytes are another object now: what the cache has of them it has of that. Also without any rule, so
+        that what was saved under another name and renamed is read from the cache later on."""
+        if old in self._pinned:
+            self._pin(new)
+        await trio.to_thread.run_sync(self._cache.transfer, old, new)
+        self.stale()
+
+    def stale(self) -> None:
+        """Look again soon."""
+        self._stale.set()
+
+    def _note(self, unit: Unit, *, whole: bool = False) -> None:
+        """Something of a checkpoint is new, so it is the newest of its group."""
+        row = self._rows.get(unit.path)
+        if row is None or self._newest.get(unit.group) != unit.path or (whole and not row.whole):
+            self._sequence += 1
+            batch = Batch()
+            self._put(batch, unit.path, Row(self._sequence, whole or (row is not None and row.whole)))
+            self._newest[unit.group] = unit.path
+            self._trim(batch, unit)
+            self._commit(batch)
+        self.stale()
+
+    def _trim(self, batch: Batch, unit: Unit) -> None:
+        """A few more are remembered than are kept, for the newest may be removed again."""
+        group = [path for path in self._rows if (other := self._units.of(path)) and other.group == unit.group]
+        group.sort(key=lambda path: self._rows[path].sequence)
+        for path in group[: max(0, len(group) - 2 * unit.keep - 8)]:
+            self._forget(batch, path)
+        if len(self._rows) > ROWS_MAX:
+            self._forget(batch, min(self._rows, key=lambda path: self._rows[path].sequence))
+
+    def _put(self, batch: Batch, path: str, row: Row) -> None:
+        self._rows[path] = row
+        batch.put(_row_key(path), msgspec.msgpack.encode(row))
+
+    def _forget(self, batch: Batch, path: str) -> None:
+        self._rows.pop(path, None)
+        unit = self._units.of(path)
+        if unit is not None and self._newest.get(unit.group) == path:
+            del self._newest[unit.group]
+        batch.delete(_row_key(path))
+
+    def _commit(self, batch: Batch) -> None:
+        try:
+            self._db.commit(batch)
+        except CacheError as error:  # it is kept until the daemon ends
+            log.warning("which checkpoints are the newest could not be noted: %s", error)
+
+    # -- what is kept
+
+    async def load(self) -> None:
+        """Keep what the last daemon kept. Before anything is read or written. Raises CacheError."""
+        batch = Batch()
+        for key, raw in self._db.scan(b"K", b"L"):
+            path = key[1:].decode("utf-8", "surrogatepass")
+            row = msgspec.msgpack.decode(raw, type=Row)
+            self._sequence = max(self._sequence, row.sequence)
+            if self._units.of(path) is None:
+                batch.delete(key)
+            else:
+                self._rows[path] = row
+        self._commit(batch)
+        if self._units.any:
+            await self.settle(measure=False)
+            self.stale()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        took_s = 0.0
+        while self._units.any:
+            with trio.move_on_after(RECHECK_S):
+                await self._stale.wait()
+            await trio.sleep(max(DEBOUNCE_S, PAUSE_SHARE * took_s))
+            began = trio.current_time()
+            try:
+                await self.settle()
+                took_s = trio.current_time() - began
+            except LakeError as error:
+                log.warning("which checkpoints to keep could not be found out: %s", error)
+            except Exception:
+                log.exception("keeping the newest checkpoints")
+
+    async def settle(self, *, measure: bool = True) -> None:
+        """Pin what is to be kept now, and nothing else. ``measure`` also looks at what of it is in the cache. Raises
+        LakeError."""
+        self._stale = trio.Event()
+        self._fresh = set()
+        found = KeptStatistics()
+        wanted: set[Version] = set()
+        extents: list[Extent] = []
+        room = self._bytes_max
+        for path in self._in_order():
+            kept = False
+            async for extent in self._extents(path):
+                cost = 0 if extent.version in wanted else extent.version.size
+                if cost > room or len(extents) >= FILES_MAX:
+                    found.refused_bytes += extent.size
+                    continue
+                room -= cost
+                self._pin(extent.version)
+                wanted.add(extent.version)
+                extents.append(extent)
+                found.files += 1
+                found.bytes += extent.size
+                kept = True
+            found.checkpoints += kept
+        for version in self._pinned - wanted - self._fresh:
+            self._pinned.remove(version)
+            self._cache.unpin(version)
+        if measure:
+            found.missing_bytes = await self._measure(extents)
+        if found.refused_bytes > self._refused:
+            log.warning(
+                "%d bytes of the newest checkpoints are not kept: at most half of the cache, %d bytes, is for them",
+                found.refused_bytes, self._bytes_max,
+            )  # fmt: skip
+        self._refused = found.refused_bytes
+        self.kept = found
+
+    def _pin(self, version: Version) -> None:
+        if version not in self._pinned:
+            self._cache.pin(version)
+            self._pinned.add(version)
+            self._fresh.add(version)
+
+    def _in_order(self) -> list[str]:
+        """Checkpoints to keep: those that count, newest first, then those that do not count yet."""
+        groups: dict[str, tuple[int, list[tuple[int, str]]]] = {}
+        for path, row in self._rows.items():
+            unit = self._units.of(path)
+            if unit is not None:
+                groups.setdefault(unit.group, (unit.keep, []))[1].append((row.sequence, path))
+        counted: list[tuple[int, str]] = []
+        begun: list[tuple[int, str]] = []
+        for keep, rows in groups.values():
+            self._choose(keep, sorted(rows, reverse=True), counted, begun)
+        return [path for _, path in (*sorted(counted, reverse=True), *sorted(begun, reverse=True))]
+
+    def _choose(
+        self, keep: int, rows: list[tuple[int, str]], counted: list[tuple[int, str]], begun: list[tuple[int, str]]
+    ) -> None:
+        """``rows`` are of one group, newest first."""
+        there = [(sequence, path, entry) for sequence, path in rows if (entry := self._ns.at(path)) is not None]
+        marked = {path for _, path, entry in there if entry.is_dir and self._has_marker(entry)}
+        left = keep
+        for place, (sequence, path, entry) in enumerate(there):
+            whole = not entry.is_dir or path in marked or self._rows[path].whole
+            open_ended = not whole and (bool(marked) or place == 0)
+            if looks_temporary(path.rpartition("/")[2]) or self._is_dirty(entry) or open_ended:
+                if left == keep:  # older ones that were never finished are of no use
+                    begun.append((sequence, path))
+            elif left:
+                left -= 1
+                counted.append((sequence, path))
+
+    def _has_marker(self, directory: Entry) -> bool:
+        return any(self._ns.tree.named(directory.inode, name.encode()) is not None for name in MARKERS)
+
+    async def _extents(self, path: str) -> AsyncIterator[Extent]:
+        """Of all files at and below a path that have bytes in the store."""
+        top = self._ns.at(path)
+        waiting = [top] if top is not None else []
+        seen = 0
+        while waiting:
+            entry = waiting.pop()
+            below = list(islice(self._ns.tree.children(entry.inode), FILES_MAX)) if entry.is_dir else [entry]
+            for child in below:
+                seen += 1
+                if seen % ROWS_BETWEEN_PAUSES == 0:
+                    await trio.lowlevel.checkpoint()
+                if child.is_dir:
+                    waiting.append(child)
+                elif (extent := self._extent(child)) is not None and extent.size:
+                    yield extent
+
+    def _extent(self, entry: Entry) -> Extent | None:
+        try:
+            return self._ns.extent(entry)
+        except FileError:  # removed meanwhile, or of an object that is not known here
+            return None
+
+    async def _measure(self, extents: list[Extent]) -> int:
+        """Bytes of these that are not in the cache. One that was seen to be whole stays so while it is pinned."""
+        doubtful = [extent for extent in extents if extent not in self._whole]
+
+        def measure() -> list[int]:
+            return [self._missing(extent) for extent in doubtful]
+
+        missing = await trio.to_thread.run_sync(measure) if doubtful else []
+        held = set(extents)
+        self._whole = {extent: None for extent in self._whole if extent in held}
+        self._whole |= {extent: None for extent, bytes_ in zip(doubtful, missing, strict=True) if not bytes_}
+        return sum(missing)
+
+    def _missing(self, extent: Extent) -> int:
+        """Blocking."""
+        first, stop = extent.offset // BLOCK_BYTES, -(-(extent.offset + extent.size) // BLOCK_BYTES)
+        missing = 0
+        for index, here in enumerate(self._cache.has_blocks(extent.version, first, stop), first):
+            if not here:
+                start = max(extent.offset, index * BLOCK_BYTES)
+                missing += min(extent.offset + extent.size, (index + 1) * BLOCK_BYTES) - start
+        return missing
+
+    def statistics(self) -> dict[str, int]:
+        """For `stats`; the names are final."""
+        return asdict(self.kept)
+
+
+def _row_key(path: str) -> bytes:
+    return b"K" + path.encode("utf-8", "surrogatepass")

@@ -1,0 +1,1 @@
+"""Plain objects that follow their names: copies to the keys of renamed files."""

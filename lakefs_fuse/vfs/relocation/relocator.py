@@ -1,0 +1,380 @@
+"""Plain objects follow their names: after a rename the store copies them to their new keys, for other S3 tools to find.
+
+A rename is a commit and moves no bytes. What it renamed is noted (journaled) and, `relocate_after_s` later, copied by
+the store itself to the key of its new name; a commit then says that the bytes are there, and the old object goes once
+every node had time to see that. A name that changed again, is being written, or whose key somebody else took, is left
+as it is: it stays readable through the commit that renamed it. Changes of a name and copies to its key wait for each
+other (`begun_copies`); a copy that comes too late all the same is hidden by a commit of its own, and goes. A while
+after a rename, whether or not anything is to be copied, the old key is looked at once: another node may have written
+there in place before it heard of the rename. After a crash the notes go on with the next mount, and a copy that nobody
+told of is told of, or goes. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from itertools import islice
+
+import msgspec
+import trio
+
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.commits.applier import files_below
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
+from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate
+from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.object_table import ObjectRow, is_pack_key
+from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta, PartRef
+from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.upload.publish import token_of
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.namespace.attributes import learn
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies, BegunCopy
+from lakefs_fuse.vfs.writeback.reconciliation import is_copy
+
+NS = 1_000_000_000
+COPY_BYTES_MAX = 5 << 30
+"""What S3 copies in one request."""
+COPY_PART_BYTES = 1 << 30
+"""More is copied in parts, where the store can: a change of the name waits for the last request only."""
+ABORT_S_MAX = 5.0
+"""Giving up a copy in parts waits so long for the store; what stays there is an unfinished upload, which `gc` ends."""
+AT_ONCE = 4
+KEPT_NS = 120 * NS
+"""The old object stays for so long: nodes that read it learn meanwhile where the bytes are now."""
+PAUSE_S = 0.5
+LATER_NS = 60 * NS
+TASKS_MAX = 256
+"""Objects dealt with at a time."""
+Moved = tuple[Version, Version]
+"""An object, and the copy that has its place."""
+log = logging.getLogger(__name__)
+
+
+class Task(msgspec.Struct, frozen=True, array_like=True):
+    """What there is to do about a renamed object: look at its old key, or copy it. ``copy_ns``: when it is to be copied
+    once it was looked at; 0 where it is not. ``token`` is that of the object, as far as it was looked at."""
+
+    path: str
+    is_check: bool
+    copy_ns: int = 0
+    token: str = ""
+
+
+class Relocator:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        namespace: Namespace,
+        files: FileTable,
+        committer: Committer,
+        deletions: Deletions,
+        client: StoreClient,
+        metrics: CommitMetrics,
+        copies: BegunCopies,
+        *,
+        after_s: float,
+        check_s: float,
+        hide_at: Callable[[ChangeBuilder, str, str], None],
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """``check_s`` after a rename every node has heard of it. ``hide_at(builder, key, etag)`` says that a plain
+        object at a key is not the file of that name."""
+        self._db, self._ns, self._files = database, namespace, files
+        self._committer, self._deletions, self._client, self._metrics = committer, deletions, client, metrics
+        self._after_ns, self._check_ns, self._clock_ns = int(after_s * NS), max(1, int(check_s * NS)), clock_ns
+        self._hide_at, self.copies = hide_at, copies
+        copies.look = self._look
+        self.moved: Callable[[Version, Version], Awaitable[None]] | None = None
+        """Told of bytes that are another object now, so that the cache goes on having them."""
+        self._quiet_until_ns, self._has_told = 0, False
+        self._missed: set[str] = set()
+        """Copies that were begun, and that were looked for once."""
+        self.waiting = sum(1 for _ in database.scan(b"Z", b"["))
+        """Renamed objects still to be looked at or copied."""
+
+    def load(self) -> None:
+        """Copies that a daemon which died had begun are looked at. Raises CacheError."""
+        batch = Batch()
+        for path in self.copies.paths():
+            self._add(batch, self._clock_ns(), Task(path, False))
+        self._db.commit(batch)
+
+    def note(self, paths: Iterable[str]) -> None:
+        """These names were renamed, and their bytes were not. Raises CacheError."""
+        now = self._clock_ns()
+        batch = Batch()
+        for path in paths:
+            task = Task(path, True, now + self._after_ns if self._after_ns else 0)
+            self._add(batch, now + self._check_ns, task)
+        self._db.commit(batch)
+
+    def _add(self, batch: Batch, due_ns: int, task: Task) -> None:
+        """In the order of their times, so that what waits for its own costs nothing."""
+        key = b"Z" + due_ns.to_bytes(8, "big") + task.path.encode()
+        if self._db.get(key) is None:
+            self.waiting += 1
+        batch.put(key, msgspec.msgpack.encode(task))
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await trio.sleep(PAUSE_S)
+            try:
+                await self.relocate_due()
+            except LakeError as error:
+                log.warning("renamed objects stay at their old keys for now: %s", error)
+            except Exception:
+                log.exception("copying renamed objects to their new keys")
+
+    async def relocate_due(self) -> int:
+        """Deal with everything whose time has come; answers how many objects were copied. Raises LakeError."""
+        if self._committer.held_until:  # a rename that others have not heard of
+            self._quiet_until_ns = self._clock_ns() + self._check_ns
+        if self._clock_ns() < self._quiet_until_ns:
+            return 0
+        before, self._has_told = self._metrics.relocated, False
+        end = b"Z" + (self._clock_ns() + 1).to_bytes(8, "big")
+        while due := list(islice(self._db.scan(b"Z", end), TASKS_MAX)):
+            few = trio.CapacityLimiter(AT_ONCE)
+            async with collecting() as nursery:
+                for key, raw in due:
+                    nursery.start_soon(self._one, key, msgspec.msgpack.decode(raw, type=Task), few)
+        if self._has_told:
+            await self._committer.flush()
+        return self._metrics.relocated - before
+
+    async def _one(self, key: bytes, task: Task, few: trio.CapacityLimiter) -> None:
+        async with few:
+            batch = Batch()
+            if task.is_check:
+                token = await self._check(task.path)
+                if task.copy_ns:
+                    self._add(batch, task.copy_ns, Task(task.path, False, 0, token))
+            elif not await self._relocate(task.path, task.token):
+                self._add(batch, self._clock_ns() + LATER_NS, task)
+            batch.delete(key)
+            self._db.commit(batch)
+            self.waiting -= 1
+
+    async def _check(self, path: str) -> str:
+        """Another node may have put new bytes at the old key in place, before it heard of the rename. Then the rename
+        came after that: the name means those bytes, and nobody sees them under the old name. Or it removed the old
+        name: then that came before the rename, which had nothing to rename any more. Answers the token of what is
+        there."""
+        entry, row = self._renamed(path)
+        if entry is None or row is None:
+            return ""
+        try:
+            meta = await self._client.head(row.key)
+        except NotFound:
+            log.warning("%s: its bytes were at %s, which somebody else removed: the name goes, too", path, row.key)
+            builder = ChangeBuilder(self._ns.tree)
+            builder.remove(path, entry)
+            self._committer.enqueue(builder.change())
+            return ""
+        if meta.etag == row.etag or self._renamed(path)[1] != row:
+            return token_of(meta)
+        if not token_of(meta):
+            log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
+            return ""
+        found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
+        builder = ChangeBuilder(self._ns.tree)
+        builder.put(path, found, key=row.key, hides=entry.etag)
+        self._hide_at(builder, row.key, meta.etag)
+        self._committer.enqueue(builder.change())
+        return token_of(meta)
+
+    async def free(self, key: str) -> None:
+        """Bytes are about to be put at a key where another name has its own: they are copied away first. Raises
+        LakeError."""
+        row = self._ns.tree.objects.used(key)
+        if row is None:
+            return
+        for path, entry in files_below(self._ns.tree, ROOT_INODE, ""):
+            if entry.place == row.number and not entry.is_local:
+                with suppress(_NotCopied):
+                    await self._copy(path, row, await self._token_at(key), must=True)
+        await self._committer.flush()
+
+    async def _token_at(self, key: str) -> str:
+        there = await self._at(key)
+        return "" if there is None else token_of(there)  # that it is gone the copy finds out, and tells
+
+    async def _relocate(self, path: str, token: str) -> bool:
+        """False where that has to be tried again later."""
+        row, begun = self._wanted(path), self.copies.get(path)
+        if begun is not None and (row is None or row.etag != begun.etag):
+            await self._look(path, again=path in self._missed)
+            row = self._wanted(path) if self.copies.get(path) is None else None  # a copy of another may still come
+        if row is not None:
+            with suppress(_NotCopied):  # what waits there to be deleted still is, then
+                async with self._deletions.keeping(path):
+                    await self._copy(path, row, token)
+        self._missed = {each for each in (*self._missed, path) if self.copies.get(each) is not None}
+        return path not in self._missed and not self.copies.is_kept_off(path)
+
+    async def _look(self, path: str, *, again: bool = False) -> None:
+        """What became of a copy that was begun, and is not under way. It stays where somebody waits to be stored over
+        it, and is known for ours until then; so does one that is not there, until it is looked for ``again``: a daemon
+        that died may have asked for it a moment ago. Raises LakeError."""
+        moved = None
+        async with self.copies.copying(path):
+            begun = self.copies.get(path)
+            copied = None if begun is None or self._files.is_aimed_at(path) else await self._at(path)
+            if begun is None or self._files.is_aimed_at(path) or (copied is None and not again):
+                return
+            if copied is not None and begun.is_it(copied, token_of(copied)):
+                moved = self._tell(path, copied, begun.etag)
+            self.copies.end(path)
+        await self._keep(moved)
+
+    def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
+        """The file at a path, if its bytes are a plain object elsewhere."""
+        above, _, name = path.rpartition("/")
+        directory = self._ns.directory(above)
+        entry = None if directory is None else self._ns.tree.named(directory, name.encode())
+        row = self._ns.tree.objects.get(entry.place) if entry is not None and entry.place else None
+        if entry is None or entry.is_local or row is None or row.is_pack or entry.offset or entry.size != row.size:
+            return None, None
+        return entry, row
+
+    def _wanted(self, path: str) -> ObjectRow | None:
+        """The object elsewhere that the file at a path is, if its own key is free."""
+        if self._files.is_aimed_at(path) or self._ns.tree.objects.used(path) is not None:
+            return None
+        return self._renamed(path)[1]
+
+    async def _copy(self, path: str, row: ObjectRow, token: str, *, must: bool = False) -> None:
+        """``must``: even while the name is changed. Raises LakeError, and _NotCopied where the bytes stay where they
+        are."""
+        try:
+            async with self._prepared(path, row) as finish, self.copies.copying(path):
+                if self.copies.is_kept_off(path) and not must:
+                    raise _NotCopied
+                moved = await self._finish(path, row, token, finish)
+        except (NotFound, PreconditionFailed) as error:
+            log.error(
+                "%s: its bytes were at %s, which was replaced or removed by somebody else: %s", path, row.key, error
+            )
+            raise _NotCopied from error
+        except Unsupported as error:
+            log.info("%s stays at %s: this store does not copy objects of %d bytes", path, row.key, row.size)
+            raise _NotCopied from error
+        await self._keep(moved)
+
+    async def _finish(
+        self, path: str, row: ObjectRow, token: str, finish: Callable[[], Awaitable[ObjectMeta]]
+    ) -> Moved | None:
+        """Ask the store for the copy, and tell of it."""
+        there = await self._at(path)
+        entry, now = self._renamed(path)
+        if entry is None or now is None or now.number != row.number:
+            raise _NotCopied
+        if there is None or there.etag == entry.etag:
+            self._ns.changing(entry.parent, entry.name)
+            self.copies.begin(path, BegunCopy(row.etag, token))
+            try:
+                copied = await finish()
+            except (NotFound, PreconditionFailed, Unsupported):
+                self.copies.end(path)
+                raise
+        elif await is_copy(self._client, there.etag, token_of(there), row.key):
+            copied = there  # by a daemon that died, and did not come to say so
+        else:
+            self.copies.end(path)
+            raise _NotCopied  # somebody else's; the next listing shows it
+        moved = self._tell(path, copied, row.etag)
+        self.copies.end(path)
+        return moved
+
+    @asynccontextmanager
+    async def _prepared(self, path: str, row: ObjectRow) -> AsyncIterator[Callable[[], Awaitable[ObjectMeta]]]:
+        """The one request that makes a copy visible; parts are copied before, and go where it is not made."""
+        in_parts = self._client.capabilities.part_copy and row.size > COPY_PART_BYTES
+        if not in_parts and row.size > COPY_BYTES_MAX:
+            raise Unsupported("parts cannot be copied")
+        if not in_parts:
+            yield partial(self._client.copy, row.key, path, etag=row.etag)
+            return
+        metadata = (await self._client.head(row.key)).metadata
+        upload_id = await self._client.create_multipart(path, metadata=metadata)
+        completed = False
+
+        async def complete() -> ObjectMeta:
+            nonlocal completed
+            meta = await self._client.complete_multipart(path, upload_id, refs)
+            completed = True
+            return meta
+
+        try:
+            refs: list[PartRef] = []
+            for number, start in enumerate(range(0, row.size, COPY_PART_BYTES), 1):
+                end = min(start + COPY_PART_BYTES, row.size)
+                refs.append(
+                    await self._client.upload_part_copy(path, upload_id, number, row.key, start, end, etag=row.etag)
+                )
+            yield complete
+        finally:
+            if not completed:
+                with trio.move_on_after(ABORT_S_MAX, shield=True):
+                    await self._client.abort_multipart(path, upload_id)
+
+    def _tell(self, path: str, copied: ObjectMeta, etag: str) -> Moved | None:
+        """A copy of the object with this ETag is at the path's own key: the name is that now, or, if it is something
+        else by now, the copy is hidden and goes. Raises CacheError."""
+        self._has_told = True
+        entry, row = self._renamed(path)
+        if entry is None or row is None or row.etag != etag:
+            builder = ChangeBuilder(self._ns.tree)
+            self._hide_at(builder, path, copied.etag)
+            nobodys = Doomed(path, copied.etag)
+            self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=[nobodys]))
+            return None
+        moved = Relocate(
+            path, 1, 0, "", OWN, 0, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns, hides=copied.etag
+        )
+        old = Doomed(row.key, row.etag, due_ns=self._clock_ns() + KEPT_NS)
+        objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
+        self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
+        self._metrics.relocated += 1
+        return Version(row.key, row.etag, row.size), Version(path, copied.etag, row.size)
+
+    async def _keep(self, moved: Moved | None) -> None:
+        if moved is not None and self.moved is not None:
+            await self.moved(*moved)
+
+    async def _at(self, key: str) -> ObjectMeta | None:
+        try:
+            return await self._client.head(key)
+        except NotFound:
+            return None
+
+
+class _NotCopied(Exception):
+    """The bytes of a name stay where they are."""
+
+
+def renamed_objects(change: Change) -> list[str]:
+    """Paths that a rename gave to plain objects at other keys."""
+    return [
+        operation.path
+        for operation in change.operations
+        if isinstance(operation, Put)
+        and operation.object > THIS
+        and not is_pack_key(change.objects[operation.object].key)
+        and change.objects[operation.object].key != operation.path
+    ]

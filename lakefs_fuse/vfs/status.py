@@ -1,0 +1,162 @@
+"""What the filesystem says of itself: counters, gauges, and every file that is not durable. Read-only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
+from lakefs_fuse.staging.refused_ranges import Refusals
+from lakefs_fuse.staging.staging_area import StagingState
+from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.part_state import PartState
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.relocation.relocator import Relocator
+from lakefs_fuse.vfs.views import Unfinished
+from lakefs_fuse.vfs.writeback.orphans import Recovery
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+
+NS = 1_000_000_000
+
+
+class Status:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        capabilities: Capabilities,
+        cache: BlockCache,
+        reader: BlockReader,
+        namespace: Namespace,
+        files: FileTable,
+        recovery: Recovery,
+        committer: Committer,
+        deletions: Deletions,
+        relocator: Relocator,
+        writeback: WriteBack,
+        *,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._metrics, self._capabilities = metrics, capabilities
+        self._cache, self._reader = cache, reader
+        self._ns, self._files, self._recovery = namespace, files, recovery
+        self._committer, self._deletions, self._relocator = committer, deletions, relocator
+        self._writeback = writeback
+        self._clock_ns = clock_ns
+
+    def statistics(self) -> dict[str, object]:
+        """Nested plain values; names are final once released."""
+        told = self._metrics.as_dict()
+        drafts = self._drafts()
+        staging = self._files.services.staging
+        cache = self._cache.statistics()
+        told["cache"] = {
+            **dataclasses.asdict(self._metrics.cache),
+            **dataclasses.asdict(cache),
+            "bytes": cache.bytes_used,
+            "state": cache.state.name.lower(),
+        }
+        told["reader"] = dataclasses.asdict(self._reader.statistics())
+        told["namespace"] = {**dataclasses.asdict(self._metrics.namespace), **self._ns.statistics()}
+        told["dirty"] = {
+            "files": len(drafts),
+            "bytes": sum(draft.size for draft in drafts),
+            "failed": sum(self._is_failed(draft) for draft in drafts),
+            "orphans": len(self._recovery.orphans),
+        }
+        told["writeback"] = self._of_writeback()
+        objects = self._ns.tree.objects
+        told["commits"] = {
+            **dataclasses.asdict(self._metrics.commits),
+            "operations_waiting": self._committer.waiting,
+            "deletions_waiting": self._deletions.waiting,
+            "relocations_waiting": self._relocator.waiting,
+            "packs_known": objects.packs,
+            "pack_bytes": objects.bytes_packed,
+            "pack_bytes_live": objects.bytes_live,
+            "pack_bytes_dead": max(0, objects.bytes_packed - objects.bytes_live),
+        }
+        told["staging"] = {
+            "bytes": staging.bytes_used,
+            "bytes_max": staging.bytes_max,
+            "files_open": len(staging.descriptors),
+            "files_open_max": staging.descriptors.open_max,
+            "state": str(StagingState.FAILED if self._ns.is_disk_failing else staging.state),
+        }
+        told["files"] = {"in_use": len(self._files)}
+        told["kept"] = self._files.keeper.statistics()
+        told["capabilities"] = dataclasses.asdict(self._capabilities)
+        return told
+
+    def unfinished(self) -> list[Unfinished]:
+        """Files being written and orphans, oldest first."""
+        now = self._clock_ns()
+        of_drafts = [self._of_draft(draft, now) for draft in self._drafts()]
+        of_names = []
+        if self._committer.waiting:
+            error = str(self._committer.error or "")
+            count = self._committer.waiting
+            of_names = [Unfinished("names", f"{count} changes of names", 0, "journaled", 0.0, error, 0, 0)]
+        of_orphans = [self._of_orphan(record, now) for record in self._recovery.orphans.values()]
+        return sorted(of_drafts + of_names + of_orphans, key=lambda item: -item.age_s)
+
+    def _drafts(self) -> list[Draft]:
+        """Versions behind others included."""
+        return [each.draft for file in self._files.in_use() for each in file.versions if each.draft is not None]
+
+    def _is_failed(self, draft: Draft) -> bool:
+        return bool(draft.refused) or (draft.error is not None and not self._only_waits(draft))
+
+    def _only_waits(self, draft: Draft) -> bool:
+        """An attempt failed for a reason that is not the file's own, and is made again."""
+        item = self._writeback.item_of(draft)
+        return draft.state is DraftState.FAILED and item is not None and not item.failed
+
+    def _of_writeback(self) -> dict[str, object]:
+        items = list(self._writeback.items)
+        now = self._clock_ns()
+        return {
+            **dataclasses.asdict(self._metrics.writeback),
+            "files": len(items),
+            "bytes": sum(item.draft.size for item in items),
+            "oldest_s": max(((now - item.draft.created_ns) / NS for item in items), default=0.0),
+            "failed": sum(item.failed for item in items),
+            "waiting_because": str(self._writeback.error or ""),
+        }
+
+    def _of_draft(self, draft: Draft, now: int) -> Unfinished:
+        state = DraftState.FAILED if draft.refused else draft.state
+        done = [part for part in draft.parts.values() if part.state in (PartState.CLEAN, PartState.DROPPED)]
+        return Unfinished(
+            id=draft.id,
+            path=draft.target.path or draft.target.key,
+            bytes=draft.size,
+            state=str(DraftState.ACCEPTED if self._only_waits(draft) else state),
+            age_s=(now - draft.created_ns) / NS,
+            error=draft.refused.describe() if draft.refused else str(draft.error or draft.delayed or ""),
+            parts_done=len(done),
+            bytes_done=sum(part.length for part in done),
+            missing=draft.refused.bytes_missing,
+        )
+
+    def _of_orphan(self, record: DraftRecord, now: int) -> Unfinished:
+        refused = Refusals(record.refused, record.refused_errno, record.refused_why)
+        return Unfinished(
+            id=record.id,
+            path=record.path or record.key,
+            bytes=record.size,
+            state="orphan",
+            age_s=(now - record.created_ns) / NS,
+            error=refused.describe() if refused else record.error,
+            parts_done=len(record.parts),
+            bytes_done=sum(part.length for part in record.parts),
+            missing=refused.bytes_missing,
+        )

@@ -1,0 +1,264 @@
+"""The parts of a filesystem, made and joined in the order in which they need each other. Used by `opening` only."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.commits.applier import Applier
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.poller import DOUBT_S_MAX, Poller
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment import descriptor_limit as file_limit
+from lakefs_fuse.meta.database import Database
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.rules import Rules
+from lakefs_fuse.staging.draft_record import DraftRecord
+from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.staging_area import Staging
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.upload.draft_services import DraftServices
+from lakefs_fuse.upload.upload_slots import UploadSlots
+from lakefs_fuse.upload.zero_objects import ZeroObjects
+from lakefs_fuse.vfs.change_watcher import FilesWatcher
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.incomplete_files import IncompleteFiles
+from lakefs_fuse.vfs.files.open_leases import Lending
+from lakefs_fuse.vfs.files.verification import verification
+from lakefs_fuse.vfs.filesystem import Filesystem
+from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.pinning.checkpoint_units import Units
+from lakefs_fuse.vfs.pinning.pinner import Keeper
+from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies
+from lakefs_fuse.vfs.relocation.relocator import Relocator
+from lakefs_fuse.vfs.status import Status
+from lakefs_fuse.vfs.writeback.object_writer import Storing
+from lakefs_fuse.vfs.writeback.orphans import Recovery
+from lakefs_fuse.vfs.writeback.packer import Packer
+from lakefs_fuse.vfs.writeback.publisher import Newest
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.reconciliation import Evidence
+from lakefs_fuse.vfs.writeback.replay import Replay
+
+HEARD_S_MAX = 60.0
+"""Nodes are expected to look for commits at least so often."""
+COMMIT_S_MAX = 1.5
+"""From a change of a name to its commit."""
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a filesystem stands on."""
+
+    config: MountConfig
+    client: StoreClient
+    metrics: Metrics
+    database: Database
+    cache: BlockCache
+    nursery: trio.Nursery
+    clock_ns: Callable[[], int]
+    ids: random.Random
+    spans: tuple[tuple[int, int], ...]
+    steady_ns: Callable[[], int] | None = None
+    """A clock that nobody sets; None: ``clock_ns`` is one."""
+
+    def reader(self, learned: Callable[[ObjectMeta], None]) -> BlockReader:
+        verified = verification(self.client, self.metrics, read_only=self.config.read_only)
+        return BlockReader(
+            self.client, self.cache, self.metrics.cache, self.nursery, learned=learned, verified=verified
+        )
+
+    def services(self, reader: BlockReader, save: Callable[[DraftRecord, bool], None]) -> DraftServices:
+        config = self.config
+        staging = Staging(
+            Path(config.cache_dir).absolute() / "staging",
+            bytes_max=config.staging_bytes_max,
+            free_bytes_min=config.free_bytes_min,
+            metrics=self.metrics.upload,
+            evict=self.cache.evict,
+            wait_s_max=config.staging_timeout_s,
+            files_open_max=file_limit.share(),
+        )
+        layout = PartLayout(self.spans, staging_bytes_max=config.staging_bytes_max)
+        return DraftServices(
+            client=self.client,
+            reader=reader,
+            staging=staging,
+            slots=UploadSlots(config.uploads_max, self.metrics.upload),
+            nursery=self.nursery,
+            layout=layout,
+            metrics=self.metrics.upload,
+            save=save,
+            clock_ns=self.clock_ns,
+            zeros=ZeroObjects(self.client, layout.single_bytes_max),
+        )
+
+    @property
+    def shown(self) -> tuple[int, int, int]:
+        """Mode, uid and gid of files that name none."""
+        config = self.config
+        uid = os.getuid() if config.uid is None else config.uid
+        return config.file_mode, uid, os.getgid() if config.gid is None else config.gid
+
+
+class Commits:
+    """How this node changes names, and learns of others' changes."""
+
+    def __init__(self, ground: Ground, namespace: Namespace, watcher: FilesWatcher) -> None:
+        metrics, database, client = ground.metrics.commits, ground.database, ground.client
+        self.clock = HybridClock(ground.clock_ns, steady_ns=ground.steady_ns, rng=ground.ids)
+        self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
+        self.deletions = Deletions(database, client, namespace.tree, metrics, clock_ns=ground.clock_ns)
+        writer = f"{ground.ids.getrandbits(32):08x}"
+        self.committer = Committer(database, client, self.applier, self.deletions, self.clock, metrics, writer=writer)
+        self.poller = Poller(
+            client, self.applier, self.clock, metrics,
+            refresh_s=ground.config.refresh_s, redate=self.committer.redate,
+        )  # fmt: skip
+        self._is_read_only = ground.config.read_only
+
+    def foreign_objects(self, ground: Ground, namespace: Namespace) -> ForeignObjects:
+        return ForeignObjects(namespace, ground.client, self.committer, ground.nursery, self.poller.poll)
+
+    def load(self) -> None:
+        """Take up what the last daemon journaled. Raises CacheError."""
+        self.committer.load()
+
+    async def begin(self) -> None:
+        """Settle what was loaded with the store, and apply what others did since. Raises LakeError."""
+        await self.poller.correct_clock()
+        await self.committer.settle_journal()
+        self.clock.seen(self.applier.newest())
+        await self.poller.poll()
+        if not self._is_read_only and await self.committer.redate_before():
+            await self.poller.poll()
+        self.committer.set_attributes_again()
+
+    async def read_again(self) -> None:
+        """Names that were covered by others come back. Raises LakeError."""
+        self.applier.forget_applied()
+        await self.poller.poll()
+        self.committer.set_attributes_again()
+
+
+class Assembly:
+    """The parts, joined; `start` sets them going. Programs use `filesystem`; the others are for who looks inside."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
+        watcher = FilesWatcher()
+        self.namespace = namespace = Namespace(
+            database, ground.client, metrics.namespace, ground.nursery, ttl_s=config.metadata_ttl_s,
+            source_prefix_bytes=len(config.store.source.prefix.encode()), clock_ns=ground.clock_ns,
+            keep=watcher.keeps, changed=watcher.changed,
+        )  # fmt: skip
+        self._commits = commits = Commits(ground, namespace, watcher)
+        self.committer, self.deletions = committer, deletions = commits.committer, commits.deletions
+        reader = ground.reader(watcher.learned)
+        copies = BegunCopies(database)
+        storing = Storing(namespace, committer, deletions, copies, shown=ground.shown)
+        self.files = files = FileTable(
+            database, namespace, ground.cache, reader, lambda save: ground.services(reader, save), storing,
+            new_id=lambda: f"{ground.ids.getrandbits(128):032x}", look_again=commits.poller.poll,
+        )  # fmt: skip
+        self.relocator = relocator = Relocator(
+            database, namespace, files, committer, deletions, ground.client, metrics.commits, copies,
+            after_s=config.relocate_after_s, hide_at=storing.hide_at, clock_ns=ground.clock_ns,
+            check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
+        )  # fmt: skip
+        self.writeback = writeback = self._write_back()
+        evidence = Evidence(namespace, ground.client, copies)
+        self.replay = Replay(
+            database, namespace, files, writeback, evidence, metrics.writeback,
+            ensure_directory=lambda path: commits.applier.ensure_directory(path, ground.clock_ns()),
+            say=storing.say, set_attributes=storing.set_attributes,
+        )  # fmt: skip
+        files.newest = writeback.publisher = Newest(
+            database, namespace, ground.cache, files, storing, writeback, self.replay
+        )
+        self.recovery = Recovery(
+            database, namespace, files.services, storing, evidence,
+            read_only=config.read_only, changed=watcher.changed, replayed=self.replay.records,
+            in_use=lambda inode: files.lending.held(inode) is not None,
+        )  # fmt: skip
+        files.incomplete = IncompleteFiles(database, namespace, files, self.recovery, commits.read_again)
+        files.lending = lending = Lending(files, namespace)
+        status = Status(
+            metrics, ground.client.capabilities, ground.cache, reader, namespace, files, self.recovery, committer,
+            deletions, relocator, writeback, clock_ns=ground.clock_ns,
+        )  # fmt: skip
+        self.filesystem = Filesystem(
+            config, database, ground.client, namespace, files, self.recovery, committer, deletions, relocator,
+            writeback, status, lending, metrics, clock_ns=ground.clock_ns,
+        )  # fmt: skip
+        self.keeper = files.keeper = keeper = Keeper(
+            database, namespace, ground.cache, Units(config.rules),
+            is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
+        )  # fmt: skip
+        watcher.watch(self.filesystem, namespace, files)
+        storing.elsewhere, storing.free, relocator.moved = relocator.note, relocator.free, keeper.moved
+        namespace.strays = lambda: files.strays().union(copies.paths())
+        if not config.read_only:
+            namespace.overridden = commits.foreign_objects(ground, namespace).add
+            storing.packer = Packer(
+                ground.database, committer, namespace, ground.cache, metrics.commits, ground.nursery,
+                policy=Rules.of(config).pack_for, being_written=files.being_written,
+            )  # fmt: skip
+
+    @property
+    def poller(self) -> Poller:
+        return self._commits.poller
+
+    @property
+    def cache(self) -> BlockCache:
+        return self._ground.cache
+
+    @property
+    def staging(self) -> Staging:
+        """Where drafts have their bytes."""
+        return self.files.services.staging
+
+    def _write_back(self) -> WriteBack:
+        ground, committer, files = self._ground, self._commits.committer, self.files
+        writeback = files.writeback = WriteBack(
+            ground.database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback,
+            delay_s=ground.config.writeback_delay_s, is_pressed=lambda: files.services.staging.is_half_full,
+            progress=committer.progress, is_held=lambda: bool(committer.held_until),
+        )  # fmt: skip
+        committer.reached = writeback.reached
+        return writeback
+
+    async def begin(self) -> None:
+        """Names are as the store has them when this returns, but for what orphans hide. Raises LakeError."""
+        self._commits.load()  # accepted files have the names that renames in the journal gave them
+        if not self._ground.config.read_only:
+            self.replay.restore()
+        await self._commits.begin()
+        self.writeback.sequence = max(self.writeback.sequence, self._commits.committer.newest_after)
+        await self.recovery.load()
+        if self.recovery.uncovered or self.replay.uncovered:
+            await self._commits.read_again()
+        await self.files.keeper.load()
+
+    def start(self) -> None:
+        """What runs for as long as the mount lives."""
+        nursery = self._ground.nursery
+        nursery.start_soon(self._commits.poller.run)
+        nursery.start_soon(self.files.keeper.run)
+        if not self._ground.config.read_only:
+            nursery.start_soon(self.writeback.run)
+            nursery.start_soon(self._commits.committer.run)
+            nursery.start_soon(self._commits.deletions.run)
+            self.relocator.load()
+            nursery.start_soon(self.relocator.run)

@@ -1,0 +1,348 @@
+"""What a daemon that died left behind: files that were being written, listed as orphans until somebody decides.
+
+At mount, names that only the dead daemon knew go (nothing is visible under them anywhere), a draft that had reached the
+store after all is recognised by its id in the object's metadata, and the rest is kept as it is: staged bytes, uploaded
+parts, record. `finish` makes an orphan the newest version of its key, unless somebody else replaced that key meanwhile;
+`abort` takes away its upload, its bytes and its record. Both may be repeated after a crash.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Container
+from pathlib import Path
+
+import msgspec
+
+from lakefs_fuse.commits.record import OBJECTS
+from lakefs_fuse.environment.local_disk import allocated_bytes
+from lakefs_fuse.errors import ConfigError, FileError, LakeError
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
+from lakefs_fuse.staging.refused_ranges import UNKNOWN, Refusals
+from lakefs_fuse.staging.segments import PREFIX, entries
+from lakefs_fuse.staging.staging_area import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
+from lakefs_fuse.upload.draft_services import DraftServices
+from lakefs_fuse.upload.orphaned_uploads import abort_strays
+from lakefs_fuse.upload.restore import restored
+from lakefs_fuse.upload.spilled_parts import delete_spills
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.writeback.object_writer import Storing
+from lakefs_fuse.vfs.writeback.reconciliation import Evidence, path_of
+
+UNKNOWN_PREFIX = "unrecorded "
+log = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Orphans by draft id. Trio thread only."""
+
+    def __init__(
+        self,
+        database: Database,
+        namespace: Namespace,
+        services: DraftServices,
+        storing: Storing,
+        evidence: Evidence,
+        *,
+        read_only: bool,
+        changed: Callable[[int, bytes], None],
+        replayed: Container[str],
+        in_use: Callable[[int], bool],
+    ) -> None:
+        """``replayed`` are the records that write-back goes on with: they are none of its business, and nor are the
+        names of files ``in_use``."""
+        self._evidence, self._replayed, self._in_use = evidence, replayed, in_use
+        self._db, self._ns, self._services = database, namespace, services
+        self._storing, self._read_only = storing, read_only
+        self._journal = Journal(database)
+        self._changed = changed
+        self.orphans: dict[str, DraftRecord] = {}
+        self._room: dict[str, int] = {}
+        self._busy: set[str] = set()
+        self.uncovered = False
+        """A name that went had been renamed over one that commits tell of: they have to be read again."""
+
+    async def load(self) -> None:
+        """Read the journal and the staging directory; called once, before the mount answers."""
+        for draft_id, raw in list(self._journal.records()):
+            if draft_id in self._replayed:
+                continue
+            try:
+                record = decode(raw)
+            except ValueError as error:
+                log.error("journal record %s cannot be read (%s): its bytes stay in staging", draft_id, error)
+                self._forget(draft_id)
+                continue
+            record = self._with_mark(record)
+            self._drop_local_name(path_of(record))
+            if self._path(draft_id).exists() or record.upload_intent_ns or record.segment:
+                self.orphans[draft_id] = record
+            else:
+                self._forget(draft_id)
+        for record in list(self.orphans.values()):
+            try:
+                if record.unlinked:
+                    await self._forsake(record)
+                    await self.abort(record.id)
+                elif await self._is_published(record):
+                    await self.abort(record.id)
+            except LakeError as error:
+                log.warning("what became of %s cannot be told now: %s", record.key, error)
+        await self._find_unrecorded()
+        for draft_id in self.orphans:
+            self._room[draft_id] = self._staged(draft_id)
+        self._services.staging.bytes_used += sum(self._room.values())
+
+    def _with_mark(self, record: DraftRecord) -> DraftRecord:
+        """Writes were refused when there was no room for a record that says which."""
+        if record.refused or not self._services.staging.is_incomplete(record.id):
+            return record
+        size = max(record.size, self._path(record.id).stat().st_size, 1)
+        return msgspec.structs.replace(record, refused=[(0, size)], refused_errno=errno.ENOSPC, refused_why=UNKNOWN)
+
+    def adopt(self, record: DraftRecord) -> None:
+        """A file of this daemon that nobody has open any more, and that cannot be published as it is."""
+        self.orphans[record.id] = record
+        self._room[record.id] = self._staged(record.id)
+        self._services.staging.bytes_used += self._room[record.id]
+
+    def incomplete_below(self, path: str) -> list[DraftRecord]:
+        """Orphans at or below ``path`` (empty: everywhere) of which writes were refused."""
+        return [
+            record
+            for record in self.orphans.values()
+            if record.refused and (not path or path_of(record) == path or path_of(record).startswith(path + "/"))
+        ]
+
+    async def _forsake(self, record: DraftRecord) -> None:
+        """Nobody wants the bytes, and an attempt to store them may have worked. Where a newer version is on its way,
+        that replaces them."""
+        entry = self._ns.at(path_of(record))
+        if entry is not None and self._in_use(entry.inode):
+            return
+        meta = await self._evidence.published(record) if record.state is not DraftState.WRITING else None
+        if meta is not None and not self._read_only:
+            self._storing.forsake(meta)
+
+    def _path(self, draft_id: str) -> Path:
+        return self._services.staging.path(draft_id)
+
+    def _staged(self, draft_id: str) -> int:
+        try:
+            return allocated_bytes(self._path(draft_id))
+        except FileNotFoundError:
+            return 0
+
+    async def _find_unrecorded(self) -> None:
+        """Staged bytes whose record is lost, because the metadata cache was: told, never deleted unasked. Those of
+        files that were published and noted just before the daemon died are in the store."""
+        self._unpack_segments()
+        with os.scandir(self._services.staging.directory) as found:
+            entries = list(found)
+        for entry in entries:
+            ours = entry.name in self.orphans or entry.name in self._replayed or entry.name.startswith(PREFIX)
+            if ours or not entry.is_file():
+                continue
+            key, upload_id = _attribute(entry.path, KEY_XATTR), _attribute(entry.path, UPLOAD_XATTR)
+            ended = bool(_attribute(entry.path, ENDED_XATTR)) and not self._read_only
+            untouched = not entry.stat().st_size and not key and not upload_id and not self._read_only
+            if ended or untouched or await self._is_left_over(entry.name, key, entry.stat().st_size):
+                self._path(entry.name).unlink(missing_ok=True)
+                continue
+            if key:
+                self._drop_local_name(key)
+            self.orphans[entry.name] = DraftRecord(
+                id=entry.name,
+                key=key,
+                upload_id=upload_id,
+                state=DraftState.FAILED,
+                created_ns=entry.stat().st_ctime_ns,
+                size=entry.stat().st_size,
+                error=f"{UNKNOWN_PREFIX}bytes in {entry.path}: copy what you need of them, then abort",
+            )
+
+    async def _is_left_over(self, draft_id: str, key: str, size: int) -> bool:
+        if self._read_only or not key:
+            return False
+        if not size and not self._db.lost_rows:
+            return True
+        try:
+            return await self._evidence.is_at(key, draft_id)
+        except LakeError as error:
+            log.warning("what became of %s cannot be told now: %s", key, error)
+            return False
+
+    def _unpack_segments(self) -> None:
+        """Segments that no record names hold what is in the store, unless the records were lost."""
+        named = {record.segment for record in self.orphans.values()}
+        for path in self._services.staging.segments.unwanted():
+            if path.name in named or self._read_only:
+                continue
+            if self._db.lost_rows:
+                for raw, data in entries(path):
+                    _unpack(self._services.staging, raw, data)
+            path.unlink(missing_ok=True)
+
+    def _drop_local_name(self, key: str) -> None:
+        entry = self._ns.at(key)
+        if entry is not None and entry.is_local and not self._in_use(entry.inode):
+            self.uncovered = self.uncovered or bool(entry.stamp or entry.etag)
+            batch = Batch()
+            self._ns.tree.remove(batch, entry)
+            self._ns.tree.forget_listing(batch, entry.parent)
+            self._db.commit(batch)
+
+    async def _is_published(self, record: DraftRecord) -> bool:
+        if record.state is DraftState.WRITING:
+            return False
+        if await self._evidence.is_in_pack(record):
+            return True
+        meta = await self._evidence.published(record)
+        if meta is None:
+            return False
+        if not self._read_only and (await self._evidence.visible(record)).etag in (record.replaces, meta.etag):
+            self._storing.say(path_of(record), meta)
+        return True
+
+    def _forget(self, draft_id: str) -> None:
+        batch = Batch()
+        self._journal.delete(batch, draft_id)
+        self._db.commit(batch, sync=True)
+
+    def _drop(self, record: DraftRecord) -> None:
+        """Its bytes are in the store, or wanted by nobody."""
+        self.orphans.pop(record.id, None)
+        self._services.staging.release(self._room.pop(record.id, 0))
+        self._services.staging.path(record.id).unlink(missing_ok=True)
+        self._forget(record.id)
+        self._refresh_parent(record)
+
+    def _refresh_parent(self, record: DraftRecord) -> None:
+        *above, name = [part.encode("utf-8", "surrogatepass") for part in path_of(record).split("/")]
+        parent = self._ns.tree.resolve(above)
+        inode = ROOT_INODE if not above else parent.inode if parent is not None else None
+        if inode is not None:
+            batch = Batch()
+            self._ns.tree.forget_listing(batch, inode)
+            self._db.commit(batch)
+            self._ns.changing(inode, name)
+            self._changed(inode, name)
+
+    def _orphan(self, orphan_id: str) -> DraftRecord:
+        record = self.orphans.get(orphan_id)
+        if record is None:
+            raise ConfigError(f"there is no orphan {orphan_id}: `lakefs-fuse orphans` lists them")
+        if orphan_id in self._busy:
+            raise FileError(errno.EBUSY, f"orphan {orphan_id} is being finished or aborted already")
+        return record
+
+    async def resolve_all(self, how: str) -> None:
+        """``finish`` or ``abort`` every orphan; one that cannot be is logged and stays."""
+        for orphan_id in list(self.orphans):
+            try:
+                await (self.finish(orphan_id) if how == "finish" else self.abort(orphan_id))
+            except LakeError as error:
+                log.error("orphan %s stays: %s", orphan_id, error)
+            except Exception:
+                log.exception("orphan %s stays", orphan_id)
+
+    async def finish(self, orphan_id: str, *, incomplete: bool = False) -> None:
+        """Publish an orphan; one of which writes were refused only as ``incomplete``. Raises FileError(EEXIST) where
+        its key has another version now; both are kept then."""
+        record = self._orphan(orphan_id)
+        if record.refused and not incomplete:
+            why = Refusals(record.refused, why=record.refused_why).describe()
+            raise FileError(
+                errno.EINVAL,
+                f"{path_of(record)}: {why}: give --incomplete to store it without them, or abort orphan {orphan_id}",
+            )
+        if record.error.startswith(UNKNOWN_PREFIX):
+            raise FileError(errno.EINVAL, record.error)
+        if record.unlinked:
+            raise FileError(errno.EINVAL, f"{record.key} was deleted while it was open: abort orphan {orphan_id}")
+        self._busy.add(orphan_id)
+        try:
+            await self._finish(record)
+        finally:
+            self._busy.discard(orphan_id)
+
+    async def _finish(self, record: DraftRecord) -> None:
+        if await self._is_published(record):
+            await self._abort_uploads(record)
+            self._drop(record)
+            return
+        entry = self._ns.at(path_of(record))
+        if entry is not None and entry.is_local and self._in_use(entry.inode):
+            raise FileError(
+                errno.EBUSY, f"another version of {path_of(record)} is not in the store yet: try again later"
+            )
+        there = await self._evidence.visible(record)
+        ours = there.draft_id == record.id or there.draft_id in self._replayed
+        expected = there.etag == record.replaces or ours
+        if not expected and not await self._evidence.is_relocated(there, record):
+            raise FileError(
+                errno.EEXIST,
+                f"{path_of(record)} was changed by somebody else since; the unfinished bytes are kept in "
+                f"{self._path(record.id)}: copy what you need of them, then abort",
+            )
+        whole = msgspec.structs.replace(record, refused=[])
+        draft = restored(
+            self._services, whole, lambda multipart: record.metadata_multipart if multipart else record.metadata
+        )
+        try:
+            async with draft.exclusive():
+                if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:
+                    draft.target.key, draft.target.path = OBJECTS + record.id, path_of(record)
+                await self._storing.finish(draft, path_of(record))
+        except BaseException:
+            self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
+            raise
+        finally:
+            draft.close(unlink=False)
+        self._drop(record)
+
+    async def abort(self, orphan_id: str) -> None:
+        """Take an orphan's upload, bytes and record away."""
+        record = self._orphan(orphan_id)
+        self._busy.add(orphan_id)
+        try:
+            await self._abort_uploads(record)
+            self._drop(record)
+        finally:
+            self._busy.discard(orphan_id)
+
+    async def _abort_uploads(self, record: DraftRecord) -> None:
+        if record.upload_id:
+            await self._services.client.abort_multipart(record.key, record.upload_id)
+        if record.spilled:
+            await delete_spills(self._services.client, record.id)
+        await self._abort_unknown_upload(record)
+
+    async def _abort_unknown_upload(self, record: DraftRecord) -> None:
+        """An upload was asked for and the daemon died before it learnt the id."""
+        if record.upload_intent_ns and not record.upload_id:
+            await abort_strays(self._services.client, record.key, record.upload_intent_ns)
+
+
+def _unpack(staging: Staging, raw: bytes, data: bytes) -> None:
+    """An entry of a segment gets a staging file of its own."""
+    try:
+        record = decode(raw)
+    except ValueError as error:
+        log.error("an entry of a segment in %s cannot be read: %s", staging.directory, error)
+        return
+    with os.fdopen(staging.create(record.id, path_of(record)), "wb") as target:
+        target.write(data)
+
+
+def _attribute(path: str, name: str) -> str:
+    """An extended attribute of a staging file, empty where there is none."""
+    try:
+        return os.getxattr(path, name).decode(errors="replace")
+    except OSError:
+        return ""

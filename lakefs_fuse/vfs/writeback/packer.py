@@ -1,0 +1,270 @@
+"""Small files that close together become one object.
+
+A file that closes alone becomes a plain object, which every S3 tool can read. Files that close while others close, or
+are about to, wait for each other, `GATHER_S_MAX` at most, and are committed with one PUT: while one commit is on its
+way the next gathers, and it waits for as many as were seen at work at once. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
+from lakefs_fuse.commits.archive import Member
+from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Doomed
+from lakefs_fuse.commits.record import THIS, Operation, Put
+from lakefs_fuse.config import MIB
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.rules import PackPolicy
+from lakefs_fuse.staging.draft_record import DraftState, encode
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+
+if TYPE_CHECKING:
+    from lakefs_fuse.vfs.files.open_file import OpenFile
+
+GATHER_S_MAX = 0.05
+"""No close is held back longer than this for others to join."""
+PACK_BYTES_MAX = 64 * MIB
+PACK_FILES_MAX = OPERATIONS_AT_ONCE
+FILES_BETWEEN_PAUSES = 32
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A file that closed. ``packed`` says what became of it, ``error`` why that failed."""
+
+    file: OpenFile
+    draft: Draft
+    data: bytes
+    alone_is_plain: bool
+    packed: bool = False
+    error: BaseException | None = None
+    done: trio.Event = field(default_factory=trio.Event)
+
+    @property
+    def entry(self) -> Entry:
+        """Of the version that closed: another may have begun since."""
+        return (self.file.owner_of(self.draft) or self.file).entry
+
+
+class Packer:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        committer: Committer,
+        namespace: Namespace,
+        cache: BlockCache,
+        metrics: CommitMetrics,
+        nursery: trio.Nursery,
+        *,
+        policy: Callable[[str], PackPolicy],
+        being_written: Callable[[int], int],
+    ) -> None:
+        """``being_written(bytes_max)`` counts files no larger that are open and written to, and do not close yet."""
+        self._db, self._journal = database, Journal(database)
+        self._committer, self._ns, self._cache, self._metrics = committer, namespace, cache, metrics
+        self._nursery = nursery
+        self._policy, self._being_written = policy, being_written
+        self._waiting: list[Waiting] = []
+        self._arrived = trio.Event()
+        self._working = False
+        self._alone = 0
+        self._in_flight = 0
+        self._at_once = 0
+        self._idle = 0
+
+    async def submit(self, file: OpenFile, draft: Draft) -> bool:
+        """True: the file's bytes are in a commit. False: it is to be stored as a plain object (then `alone`).
+
+        The caller holds ``draft.exclusive()``. Raises LakeError.
+        """
+        policy = self._policy(file.key)
+        if policy.mode == "never" or draft.size > policy.threshold_bytes:
+            return False
+        await draft.wait_idle()
+        if draft.upload_intent_ns:  # a part was complete already
+            return False
+        plain = policy.mode == "auto" and draft.target.key == file.key
+        others = len(self._waiting) + self._in_flight + self._alone
+        if plain and not others and not self._others_write(policy.threshold_bytes):
+            return False
+        await draft.fill(0, draft.size)
+        waiting = Waiting(file, draft, await draft.file.read(0, draft.size), plain)
+        self._waiting.append(waiting)
+        self._at_once = max(self._at_once, others + 1)
+        self._arrived.set()
+        if not self._working:
+            self._working = True
+            self._nursery.start_soon(self._work, policy.threshold_bytes)
+        await waiting.done.wait()
+        if waiting.error is not None:
+            raise waiting.error
+        return waiting.packed
+
+    async def commit_together(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> None:
+        """Accepted files become one commit; nothing is left to do of versions that are ``passed`` once it is there.
+        Raises LakeError; then none is in it."""
+        batch = []
+        for file, draft in files:
+            if draft.base is not None:
+                await draft.fill(0, draft.size)
+            batch.append(Waiting(file, draft, await draft.file.read(0, draft.size), False))
+            if not len(batch) % FILES_BETWEEN_PAUSES:
+                await trio.lowlevel.checkpoint()
+        await self._commit(batch, passed)
+        for waiting in batch:
+            if waiting.error is not None:
+                raise waiting.error
+
+    def alone(self, begins: bool) -> None:
+        """A small file is being stored as a plain object, or was: whoever closes meanwhile is not alone."""
+        self._alone += 1 if begins else -1
+
+    async def _work(self, threshold: int) -> None:
+        batch: list[Waiting] = []
+        try:
+            while self._waiting:
+                await self._gather(threshold)
+                batch = self._take()
+                if len(batch) == 1 and batch[0].alone_is_plain:
+                    batch[0].done.set()
+                    continue
+                self._in_flight = len(batch)
+                await self._commit(batch)
+                self._in_flight = 0
+        finally:
+            self._working, self._in_flight = False, 0
+            for waiting in (*batch, *self._waiting):
+                if not waiting.done.is_set():
+                    waiting.error = waiting.error or LakeError("the mount is ending")
+                    waiting.done.set()
+            self._waiting.clear()
+
+    async def _gather(self, threshold: int) -> None:
+        with trio.move_on_after(GATHER_S_MAX) as patience:
+            while len(self._waiting) < PACK_FILES_MAX and sum(len(w.data) for w in self._waiting) < PACK_BYTES_MAX:
+                enough = len(self._waiting) >= self._at_once
+                if enough and (self._at_once > 1 or not self._others_write(threshold)):
+                    return
+                self._arrived = trio.Event()
+                await self._arrived.wait()
+        if patience.cancelled_caught:
+            self._at_once = len(self._waiting)
+            if self._at_once == 1:
+                self._idle = self._being_written(threshold)
+
+    def _others_write(self, threshold: int) -> bool:
+        """Somebody else may be about to close a small file. Files that stay open, as logs do, are waited for once."""
+        writing = self._being_written(threshold)
+        self._idle = min(self._idle, writing)
+        return writing > self._idle
+
+    def _take(self) -> list[Waiting]:
+        taken, size = 0, 0
+        for waiting in self._waiting[:PACK_FILES_MAX]:
+            size += len(waiting.data)
+            if taken and size > PACK_BYTES_MAX:
+                break
+            taken += 1
+        batch, self._waiting = self._waiting[:taken], self._waiting[taken:]
+        return batch
+
+    async def _commit(self, batch: list[Waiting], passed: list[Draft] | None = None) -> None:
+        try:
+            for waiting in batch:
+                waiting.draft.state, waiting.draft.error = DraftState.PUBLISHING, None
+            members = [self._member(waiting) for waiting in batch]
+            drafts = [*(each.draft for each in batch), *(passed or ())]
+            made = await self._committer.commit(
+                partial(self._change, batch), members, sending=partial(self._note, drafts)
+            )
+        except BaseException as error:
+            for waiting in batch:
+                self._failed(waiting, error)
+            if not isinstance(error, Exception):
+                raise
+            if not isinstance(error, LakeError):
+                log.exception("committing %d files", len(batch))
+            return
+        self._metrics.packs += 1
+        self._metrics.files_packed += len(batch)
+        self._metrics.bytes_packed += sum(len(waiting.data) for waiting in batch)
+        self._metrics.batch_files_max = max(self._metrics.batch_files_max, len(batch))
+        version = Version(made.ref.key, made.ref.etag, made.ref.size)
+        for waiting, offset in zip(batch, made.offsets, strict=True):
+            waiting.draft.packed = Extent(version, offset, len(waiting.data))
+            waiting.packed = True
+            waiting.done.set()
+        view = memoryview(made.body)
+        blocks = [view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES)]
+        self._nursery.start_soon(trio.to_thread.run_sync, partial(self._cache.write_blocks, version, 0, blocks))
+
+    async def _note(self, drafts: list[Draft], key: str) -> None:
+        """So that they are recognised in the commit, should this daemon die; accepted ones even if the machine does.
+        Raises CacheError."""
+        for at in range(0, len(drafts), FILES_BETWEEN_PAUSES):
+            batch = Batch()
+            for draft in drafts[at : at + FILES_BETWEEN_PAUSES]:
+                draft.commit = key
+                self._journal.put(batch, draft.id, encode(draft.noted()))
+            self._db.commit(batch)
+            await trio.lowlevel.checkpoint()
+        if any(draft.accepted for draft in drafts):
+            await trio.to_thread.run_sync(self._db.sync)
+
+    @staticmethod
+    def _failed(waiting: Waiting, error: BaseException) -> None:
+        draft = waiting.draft
+        draft.state = DraftState.FAILED
+        draft.error = error if isinstance(error, LakeError) else LakeError(f"committing was interrupted: {error!r}")
+        draft.services.metrics.failures += 1
+        waiting.error = draft.error
+        try:
+            draft.save(sync=not draft.accepted)
+        except LakeError as unsaved:
+            log.error("what is staged of %s could not be noted: %s", waiting.file.key, unsaved)
+        waiting.done.set()
+
+    @staticmethod
+    def _member(waiting: Waiting) -> Member:
+        entry = waiting.entry
+        return Member(
+            waiting.file.key, waiting.data, len(waiting.data), entry.mode, entry.mtime_ns, entry.uid, entry.gid
+        )
+
+    def _change(self, batch: list[Waiting]) -> Change:
+        """Called when the commit's turn has come: names may have moved until now."""
+        operations: list[Operation] = []
+        doomed: list[Doomed] = []
+        for index, waiting in enumerate(batch):
+            file, entry = waiting.file, waiting.entry
+            if file.unlinked:
+                continue
+            hides = self._ns.own_etag(file.key, entry.parent)
+            xattrs = self._ns.tree.xattrs(entry.inode)
+            operations.append(
+                Put(
+                    file.key, THIS, index, len(waiting.data), entry.mode, entry.uid, entry.gid, entry.mtime_ns,
+                    hides=hides, xattrs=xattrs,
+                )
+            )  # fmt: skip
+            if hides and file.key not in self._committer.leaving:
+                doomed.append(Doomed(file.key, hides))
+        return Change(operations=operations, doomed=doomed)

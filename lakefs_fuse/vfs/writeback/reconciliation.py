@@ -1,0 +1,108 @@
+"""What the store has under the name of a journal record: its own bytes after all, or somebody else's. Asks only.
+
+Trio thread only; meant for mount and for what came back at mount, one HEAD a question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lakefs_fuse.errors import NotFound
+from lakefs_fuse.staging.draft_record import DraftRecord
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.upload.publish import token_of
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies
+
+
+@dataclass(frozen=True, slots=True)
+class Visible:
+    """ETag and draft token of the object that a name means now; empty where there is none."""
+
+    etag: str = ""
+    token: str = ""
+
+    @property
+    def draft_id(self) -> str:
+        return self.token.partition(".")[0]
+
+
+class Evidence:
+    """See the module's head."""
+
+    def __init__(self, namespace: Namespace, client: StoreClient, copies: BegunCopies) -> None:
+        self._ns, self._client, self._copies = namespace, client, copies
+        self._commits: dict[str, bool] = {}
+        """Of daemons that ended: what the store said cannot change."""
+
+    async def published(self, record: DraftRecord) -> ObjectMeta | None:
+        """The plain object that the record's bytes, as they are now, became. Raises LakeError."""
+        try:
+            meta = await self._client.head(record.key)
+        except NotFound:
+            return None
+        return meta if record.token and token_of(meta) == record.token else None
+
+    async def is_at(self, key: str, draft_id: str) -> bool:
+        """The plain object at a key was made from this draft, and from no change of it after a failure. Raises
+        LakeError."""
+        try:
+            meta = await self._client.head(key)
+        except NotFound:
+            return False
+        return token_of(meta) == draft_id
+
+    async def is_in_pack(self, record: DraftRecord) -> bool:
+        """The commit that the bytes were to be sent in is in the store. Raises LakeError."""
+        if not record.commit:
+            return False
+        if record.commit not in self._commits:
+            try:
+                await self._client.head(record.commit)
+                self._commits[record.commit] = True
+            except NotFound:
+                self._commits[record.commit] = False
+        return self._commits[record.commit]
+
+    async def is_relocated(self, there: Visible, record: DraftRecord) -> bool:
+        """What the name means is a copy of the bytes that the record replaces, made by a daemon that did not come to
+        say so. Raises LakeError."""
+        known = bool(record.copied_from and there.etag)
+        return known and await is_copy(self._client, there.etag, there.token, record.copied_from)
+
+    async def visible(self, record: DraftRecord) -> Visible:
+        """What the name means now. Raises LakeError."""
+        path = path_of(record)
+        entry = self._ns.at(path)
+        if entry is not None and (entry.is_dir or entry.is_symlink):
+            return Visible(str(entry.file_type))
+        extent = self._ns.extent(entry) if entry is not None else None
+        if extent is not None and extent.version.key not in (path, record.key):
+            return Visible(extent.version.etag)
+        key = path if extent is None else extent.version.key  # another name's, if it was renamed while it was uploaded
+        try:
+            meta = await self._client.head(key)
+        except NotFound:
+            return Visible()
+        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass")) if key == path else None
+        if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
+            return Visible()
+        begun = self._copies.get(path) if key == path else None
+        if begun is not None and begun.is_it(meta, token_of(meta)):
+            return Visible()
+        return Visible(meta.etag, token_of(meta))
+
+
+def path_of(record: DraftRecord) -> str:
+    """Where the file is in the lake."""
+    return record.path or record.key
+
+
+async def is_copy(client: StoreClient, etag: str, token: str, source: str) -> bool:
+    """An object has the bytes of the one at ``source``, which is there. Raises LakeError."""
+    try:
+        meta = await client.head(source)
+    except NotFound:
+        return False
+    return meta.etag == etag or (bool(token) and token_of(meta) == token)

@@ -1,0 +1,282 @@
+"""Accepted files of a daemon that ended, back in use: named, readable, and on their way into the store again.
+
+`restore` runs before anything is read from the store, so that what others committed meanwhile finds these files being
+written here. Each is looked at once more before it is published (`settled`): its bytes may be in the store already, or
+the name may have a version of somebody else that is newer. Then both are kept: the bytes that were accepted here get
+the name `NAME.conflict-…`. Both steps can be repeated after a crash. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.environment.failpoints import reached
+from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.metrics import WriteBackMetrics
+from lakefs_fuse.staging.draft_record import DraftRecord, decode
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.part_state import PartState
+from lakefs_fuse.upload.publish import forget_upload
+from lakefs_fuse.upload.restore import restored
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.namespace import attributes
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.writeback.acknowledged import Accepted
+from lakefs_fuse.vfs.writeback.object_writer import Late
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.reconciliation import Evidence, path_of
+
+CONFLICT_CHARACTERS = 8
+log = logging.getLogger(__name__)
+
+
+class Replay:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        database: Database,
+        namespace: Namespace,
+        files: FileTable,
+        writeback: WriteBack,
+        evidence: Evidence,
+        metrics: WriteBackMetrics,
+        *,
+        ensure_directory: Callable[[str], int],
+        say: Callable[[str, ObjectMeta], None],
+        set_attributes: Callable[[list[Late]], None],
+    ) -> None:
+        """``ensure_directory(path)`` answers the inode of a directory, made where it is missing."""
+        self._db, self._ns, self._files, self._writeback = database, namespace, files, writeback
+        self._evidence, self._metrics, self._ensure_directory = evidence, metrics, ensure_directory
+        self._say, self._set_attributes = say, set_attributes
+        self._journal = Journal(database)
+        self.records: set[str] = set()
+        """Drafts that came back."""
+        self._ours: set[str] = set()
+        """Drafts that the journal knows, those that nobody wants any more among them."""
+        self.uncovered = False
+        """A name had to be made anew: what commits say of it has to be read again."""
+
+    # -- at mount
+
+    def restore(self) -> None:
+        """Bring back everything that was accepted. Raises CacheError."""
+        records = []
+        for _, raw in self._journal.records():
+            try:
+                record = decode(raw)
+            except ValueError:
+                continue  # recovery says so
+            self._ours.add(record.id)
+            self._writeback.sequence = max(self._writeback.sequence, record.accepted)
+            if record.accepted and not record.unlinked:
+                records.append(record)
+        for record in sorted(records, key=lambda record: record.accepted):
+            try:
+                self._restore(record)
+            except LakeError as error:
+                log.error("%s was accepted, and cannot be brought back: %s", path_of(record), error)
+        if self.records:
+            log.warning("%d files that were accepted before are on their way into the store", len(self.records))
+        reached("replay.restored")
+
+    def _restore(self, record: DraftRecord) -> None:
+        entry = self._entry(path_of(record))
+        file = self._files.get(entry.inode)
+        if file is None:
+            file = OpenFile(entry, path_of(record), None)
+            file.extent = self._ns.extent(entry)
+        draft = restored(self._files.services, record, file.describe)
+        if file.draft is not None:
+            file.leave_behind()
+        file.entry = attributes.learn(file.entry, record.metadata)
+        file.late_xattrs = self._ns.tree.xattrs(entry.inode)  # before what the store says is applied over them
+        draft.count_staged()
+        file.draft = draft
+        self._files.restore(file)
+        self.records.add(record.id)
+        self._metrics.replayed += 1
+        self._writeback.add(file, draft, replayed=True)
+
+    def _entry(self, path: str) -> Entry:
+        there = self._ns.at(path)
+        if there is not None and not there.is_dir and not there.is_symlink:
+            return there
+        self.uncovered = True
+        above, _, name = path.rpartition("/")
+        parent = self._ensure_directory(above)
+        batch = Batch()
+        if there is not None and there.is_symlink:
+            self._ns.tree.remove(batch, there)
+        flags = Flag.LOCAL | Flag.ATTRIBUTES_KNOWN | (Flag.SHADOWED if there is not None and there.is_dir else 0)
+        entry = self._ns.tree.insert(batch, parent, name.encode("utf-8", "surrogatepass"), flags)
+        self._db.commit(batch)
+        return entry
+
+    # -- before it is published
+
+    async def settled(self, item: Accepted) -> bool:
+        """Whether the store has the bytes already; then nothing of the item is left. Where the name is somebody
+        else's now, the item has another when this returns. Raises LakeError."""
+        record = item.draft.record()
+        if await self._evidence.is_in_pack(record):
+            etag = (await self._evidence.visible(record)).etag
+            return await self._end(item, etag, partial(self._tell_late, item), lambda now: now.key == record.commit)
+        meta = await self._evidence.published(record)
+        there = await self._evidence.visible(record)
+        if meta is not None:
+            is_newest = there.etag in (record.replaces, meta.etag)
+            tell = partial(self._tell_object, item, meta, is_newest)
+            return await self._end(item, meta.etag, tell, lambda now: now.etag == meta.etag)
+        if self._is_gone(item):
+            return False
+        expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
+        if not expected and not await self._evidence.is_relocated(there, record):
+            await self.set_aside(item)
+        item.replayed, item.file.late_xattrs = False, None  # stored anew, it is told with all of them
+        return False
+
+    @staticmethod
+    def _is_gone(item: Accepted) -> bool:
+        """Nobody wants it any more: its name went while the store was asked. Who takes that away looks once more."""
+        return item.file.unlinked or item.file.owner_of(item.draft) is None
+
+    def _tell_object(self, item: Accepted, meta: ObjectMeta, is_newest: bool) -> None:
+        """The plain object that it became, with the attributes that the record has: some were set since the upload
+        began, perhaps. Raises CacheError."""
+        self._learn(item.file, item.draft, meta.etag, meta.size)
+        if is_newest:
+            record = item.draft.record()
+            self._say(path_of(record), msgspec.structs.replace(meta, metadata=record.metadata))
+
+    def _tell_late(self, item: Accepted) -> None:
+        """Attributes that were set while the pack was on its way, or since: as the record has them, and as the row had.
+        Raises CacheError."""
+        file, record = item.file, item.draft.record()
+        late, file.late_xattrs = file.late_xattrs, None
+        row = self._ns.tree.entry(file.entry.inode)
+        extent = None if row is None else self._ns.extent(row)
+        if row is None or extent is None or extent.version.key != record.commit:
+            return  # what is newer has told its own; what is being written may never come to it
+        wanted = attributes.learn(row, record.metadata)
+        if not late and not self._ns.tree.xattrs(row.inode):
+            late = None
+        told, now = (attributes.describe(each, with_mtime=True) for each in (row, wanted))
+        if late is not None or told != now:
+            self._set_attributes([Late(OpenFile(row, file.key, None), wanted, late)])
+
+    def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int) -> None:
+        """The row tells of the plain object that the draft became."""
+        row = self._ns.tree.entry(file.entry.inode)
+        if row is None or draft.target.key != file.key:
+            return
+        flags = row.flags & ~Flag.LOCAL
+        row = msgspec.structs.replace(attributes.learn(row, draft.target.describe(False)), flags=flags)
+        batch = Batch()
+        self._ns.tree.update(batch, msgspec.structs.replace(row, etag=etag, size=size, place=0, offset=0))
+        self._ns.tree.forget_listing(batch, row.parent)
+        self._db.commit(batch)
+
+    async def _end(
+        self, item: Accepted, etag: str, tell: Callable[[], None], is_ours: Callable[[Version], bool]
+    ) -> bool:
+        """``etag`` is that of the object that has the bytes: later versions of the file replace it. What the store does
+        not say of it yet is left to ``tell``. ``is_ours`` whether a version is these bytes. False where nobody wants it
+        any more. Raises CacheError."""
+        file, draft = item.file, item.draft
+        async with file.publishing:
+            if self._is_gone(item):
+                return False
+            tell()
+            draft.file.ending()
+            self._files.forget_record(draft.id)  # before anybody renames the file: it would come back under this name
+            owner = file.owner_of(draft)
+            if owner is file:
+                file.draft = None
+            elif owner is not None:
+                file.behind.remove(owner)
+            for later in file.versions:
+                if later.draft is not None:
+                    later.draft.target.replaces = etag
+                    later.draft.save()
+            row = self._ns.tree.entry(file.entry.inode)
+            if row is not None and not row.is_local:
+                extent = self._ns.extent(row)
+                if file.draft is not None or file.behind or (extent is not None and is_ours(extent.version)):
+                    self._files.updated(row)
+                else:
+                    self._ns.renew_inode(row)
+        self._writeback.forget(draft)
+        await draft.discard()
+        if draft.error is not None:
+            log.warning("an upload of %s that is not needed is left to `gc`: %s", draft.target.key, draft.error)
+        self._files.forget_if_idle(file)
+        return True
+
+    async def set_aside(self, item: Accepted) -> None:
+        """The name has a version of somebody else: the accepted bytes get a name beside it. Raises LakeError."""
+        file, draft = item.file, item.draft
+        if draft.upload_intent_ns:
+            if any(part.state is PartState.DROPPED for part in draft.parts.values()):
+                raise FileError(
+                    errno.EEXIST,
+                    f"{file.key} was changed by somebody else, and this version cannot get another name: parts of it "
+                    f"are in its upload only; move theirs away, then `lakefs-fuse flush` it",
+                )
+            if draft.upload_id:
+                await self._files.services.client.abort_multipart(draft.target.key, draft.upload_id)
+            await draft.abort_strays()
+            forget_upload(draft)
+        async with file.publishing:
+            if file.owner_of(draft) is not None and not file.unlinked:
+                self._rename(file, draft)
+
+    def _rename(self, file: OpenFile, draft: Draft) -> None:
+        suffix = f".conflict-{draft.id[:CONFLICT_CHARACTERS]}"
+        kept = file.entry.name[: 255 - len(suffix)].decode(errors="ignore")  # no half characters
+        old, name = file.key, (kept + suffix).encode()
+        parent = file.entry.parent
+        row = self._ns.tree.entry(file.entry.inode)
+        self._ns.changing(parent, file.entry.name)
+        self._ns.changing(parent, name)
+        batch = Batch()
+        local = row if row is not None and row.is_local else None
+        if local is not None:
+            self._ns.tree.detach(batch, local)
+        elif row is not None:
+            self._ns.renew_inode(row)
+        self._ns.tree.forget_listing(batch, parent)
+        mine = self._ns.tree.attach(batch, _anew(file.entry), parent, name, before=local)
+        for each in file.versions:
+            each.entry = msgspec.structs.replace(
+                _anew(each.entry), parent=mine.parent, cookie=mine.cookie, name=mine.name
+            )
+            if each.draft is not None:
+                each.draft.target.replaces, each.draft.target.if_absent = "", False
+            if each is not file:
+                each.extent, each.if_absent = None, False
+        self._files.detach(file)
+        self._files.move(batch, file, self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass"))
+        self._db.commit(batch, sync=True)
+        self._ns.tell(parent, name)
+        self._metrics.conflicts += 1
+        log.error(
+            "%s was changed by somebody else since: both versions are kept, the one accepted here as %s", old, file.key
+        )
+
+
+def _anew(entry: Entry) -> Entry:
+    """Of a file that replaces nothing."""
+    return msgspec.structs.replace(entry, flags=entry.flags | Flag.LOCAL, etag="", stamp=0, place=0, offset=0)

@@ -1,0 +1,67 @@
+"""Plain objects that a listing shows in place of bytes that a commit names: which of them are committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lakefs_fuse.commits.record import COMMITS
+from tests.memory_store import MemoryStore
+from tests.vfs.lakes import TTL_S, Clock, lake
+from tests.vfs.writing_back import rewrite, until
+
+
+def commits(store: MemoryStore) -> list[str]:
+    return sorted(key for key in store.objects if key.startswith(COMMITS))
+
+
+async def test_object_of_another_program_is_committed_and_its_removal_leaves_no_name(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        await m.write("f", b"packed")
+        await m.sync()
+        clock.advance(5)
+        store.give("f", b"foreign")
+        clock.advance(TTL_S + 1)
+        assert await m.read("f") == b"foreign"
+        await until(lambda: len(commits(store)) == 2)
+        store.give("f", b"another, which is not committed again")
+        clock.advance(TTL_S + 1)
+        assert await m.read("f") == b"another, which is not committed again"
+        await m.sync()
+    assert len(commits(store)) == 2
+    del store.objects["f"]
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.names() == []
+
+
+async def test_object_of_another_node_is_not_committed_and_that_node_can_pack_it_again(tmp_path: Path) -> None:
+    """Who committed it for the writer did so after the writer's next version, and its name had no bytes then."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        lake(store, tmp_path / "writer", clock=clock, pack="always") as writer,
+        lake(store, tmp_path / "plain", clock=clock, pack="never") as plain,
+        lake(store, tmp_path / "reader", clock=clock, pack="never") as reader,
+    ):
+        await writer.write("f", b"packed")
+        await writer.sync()
+        for each in (plain, reader):
+            await each.poll()
+        clock.advance(TTL_S + 1)
+        await rewrite(plain, "f", b"plain")
+        await plain.setattr("f", mode=0o600)
+        await plain.sync()
+        there = len(commits(store))
+        asked = len(store.requests)
+        assert await reader.read("f") == b"plain", "it has not polled since"
+        await until(lambda: any((each.what, each.key) == ("head", "f") for each in store.requests[asked:]))
+        await reader.sync()
+        assert len(commits(store)) == there
+        await writer.poll()
+        clock.advance(TTL_S + 1)
+        await rewrite(writer, "f", b"packed again")
+        await writer.sync()
+        await reader.sync()
+        await reader.poll()
+        assert await reader.read("f") == b"packed again"
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.read("f") == b"packed again"

@@ -1,0 +1,48 @@
+"""Making a state of a lake: what the log says while it takes long."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.vfs.immutable import states
+from lakefs_fuse.vfs.immutable.filesystem import open_immutable
+from tests.memory_store import MemoryStore, Pause
+from tests.vfs.writing_back import until
+
+
+async def test_the_log_says_how_far_the_listing_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, metrics = MemoryStore(), Metrics()
+    for index in range(30):
+        store.put(f"first/{index}", b"x")
+        store.put(f"second/{index}", b"x")
+    store.hook = second = Pause(lambda request: request.what == "list" and request.key == "second/")
+    client = StoreClient(store, store.capabilities, metrics.store, rng=random.Random(3))
+    config = MountConfig(
+        store=StoreConfig(source=Source("file", "/nowhere", "")),
+        mountpoint="/nowhere",
+        cache_dir=str(tmp_path),
+        free_bytes_min=0,
+        immutable=True,
+    )
+    monkeypatch.setattr(states, "TELL_S", 0.01)
+    caplog.set_level(logging.INFO, logger=states.__name__)
+    async with trio.open_nursery() as nursery:
+
+        async def mount() -> None:
+            async with open_immutable(config, client, metrics) as fs:
+                assert sum(1 for _ in fs.readdir(fs.top, 0)) == 2
+
+        nursery.start_soon(mount)
+        await until(lambda: "listing: 32 names so far" in caplog.messages)
+        assert second.reached.is_set()
+        second.resume()

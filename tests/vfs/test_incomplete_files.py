@@ -1,0 +1,298 @@
+"""Files of which a write was refused: what their closers, readers, flushers and the next daemon are told."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.errors import CacheError, FileError, LakeError
+from lakefs_fuse.meta.database import Database
+from lakefs_fuse.staging import staged_file
+from lakefs_fuse.vfs.views import Unfinished
+from tests.memory_store import MemoryStore
+from tests.upload.drafting import noise
+from tests.vfs.lakes import Lake, lake
+from tests.vfs.writing_back import Outage, die, state, stored, told, until, writing_back
+
+KIB = 1024
+SIZE = 500 * KIB
+PIECE = 100 * KIB
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Writes to staging files fail."""
+
+    def fails(fd: int, data: bytes, offset: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staged_file, "pwrite_all", fails)
+        yield
+
+
+async def write_in_vain(m: Lake, handle: int, offset: int) -> None:
+    with full_disk(), pytest.raises(LakeError) as raised:
+        await m.fs.write(handle, offset, noise("refused", PIECE))
+    assert raised.value.errno == errno.ENOSPC
+
+
+async def incomplete(m: Lake, path: str, flags: int = os.O_TRUNC, *, new: bool = False) -> int:
+    """A handle of a file to which SIZE bytes were written, the piece at PIECE in vain."""
+    handle = await (m.create(path) if new else m.open(path, os.O_RDWR | flags))
+    await m.fs.write(handle, 0, noise("new", PIECE))
+    await m.fs.write(handle, 2 * PIECE, noise("new", SIZE - 2 * PIECE))
+    await write_in_vain(m, handle, PIECE)
+    return handle
+
+
+async def release_in_vain(m: Lake, handle: int) -> Unfinished:
+    """As the kernel does once its write-out has failed; with a FLUSH, which fails. Answers the orphan."""
+    with pytest.raises(FileError) as raised:
+        await m.fs.flush(handle)
+    assert raised.value.errno == errno.ENOSPC
+    await m.fs.release(handle)
+    await until(lambda: orphans(m))
+    (orphan,) = orphans(m)
+    return orphan
+
+
+def orphans(m: Lake) -> list[Unfinished]:
+    return [each for each in m.fs.unfinished() if each.state == "orphan"]
+
+
+async def test_close_and_fsync_after_a_refused_write_fail_until_it_is_written_again(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.write("f", noise("old", SIZE))
+        handle = await incomplete(m, "f")
+        for _ in range(2):
+            for attempt in (m.fs.flush(handle), m.fs.fsync(handle), m.fs.make_durable(), m.fs.make_durable("f")):
+                with pytest.raises(FileError, match=f"bytes {PIECE} to {2 * PIECE} were refused") as raised:
+                    await attempt
+                assert raised.value.errno == errno.ENOSPC
+        assert await state(m, "f") == "failed"
+        (item,) = m.fs.unfinished()
+        assert (item.state, item.missing) == ("failed", PIECE)
+        assert store.data("f") == noise("old", SIZE)
+        await m.fs.write(handle, PIECE, noise("again", PIECE))
+        await m.close(handle)
+        assert store.data("f")[PIECE : 2 * PIECE] == noise("again", PIECE)
+        assert len(store.data("f")) == SIZE
+        await m.fs.make_durable()
+        assert m.fs.unfinished() == []
+
+
+@pytest.mark.parametrize("cleared", ["aborted", "finished", "rewritten"])
+async def test_release_of_an_incomplete_file_leaves_the_version_before_and_an_orphan(
+    tmp_path: Path, cleared: str
+) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.write("f", noise("old", SIZE))
+        inode = (await m.found("f")).inode
+        orphan = await release_in_vain(m, await incomplete(m, "f"))
+        assert (orphan.path, orphan.missing, orphan.bytes) == ("f", PIECE, SIZE)
+        assert f"bytes {PIECE} to {2 * PIECE} were refused" in orphan.error
+        now = await m.found("f")
+        assert now.inode != inode  # whose pages the kernel has
+        assert (now.parent, b"f") in m.changes
+        assert await m.read("f") == store.data("f") == noise("old", SIZE)
+        assert await state(m, "f") == "durable"
+        assert m.fs.statistics()["files"] == {"in_use": 0}
+        for path in ("", "f"):
+            with pytest.raises(LakeError, match="orphan") as raised:
+                await m.fs.make_durable(path)
+            assert raised.value.errno == errno.ENOSPC
+        await m.fs.make_durable("elsewhere")
+        with pytest.raises(FileError, match="--incomplete"):
+            await m.fs.finish_orphan(orphan.id)
+        assert store.data("f") == noise("old", SIZE)
+        match cleared:
+            case "aborted":
+                await m.fs.abort_orphan(orphan.id)
+                expected = noise("old", SIZE)
+            case "finished":
+                await m.fs.finish_orphan(orphan.id, incomplete=True)
+                expected = noise("new", PIECE) + bytes(PIECE) + noise("new", SIZE - 2 * PIECE)
+            case _:
+                handle = await m.open("f", os.O_RDWR | os.O_TRUNC)
+                await m.fs.write(handle, 0, noise("third", SIZE))
+                await m.close(handle)
+                expected = noise("third", SIZE)
+                await until(lambda: not orphans(m))
+        assert store.data("f") == await m.read("f") == expected
+        await m.fs.make_durable()
+        assert m.fs.unfinished() == []
+        staging = m.fs.statistics()["staging"]
+        assert isinstance(staging, dict)
+        assert staging["bytes"] == 0
+    assert list((tmp_path / "cache" / "staging").iterdir()) == []
+    assert store.uploads == {}
+
+
+async def test_release_without_flush_of_a_new_incomplete_file_takes_its_name_away(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.mkdir("d")
+        handle = await incomplete(m, "d/f", new=True)
+        await m.fs.release(handle)
+        await until(lambda: orphans(m))
+        assert await m.names("d") == []
+        assert "d/f" not in store.objects
+        await m.write("d/f", b"again")
+        await until(lambda: not orphans(m))
+        assert store.data("d/f") == b"again"
+
+
+async def test_incomplete_file_renamed_over_another_leaves_both_versions_before(tmp_path: Path) -> None:
+    """The other comes from a pack, of which only commits tell."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack="always") as m:
+        await m.write("there", b"packed")
+        handle = await incomplete(m, "f.tmp", new=True)
+        await m.rename("f.tmp", "there")
+        await m.fs.release(handle)
+        await until(lambda: orphans(m))
+        with trio.fail_after(20):
+            while await m.names() != ["there"]:
+                await trio.sleep(0.002)
+        assert await m.read("there") == b"packed"
+
+
+async def test_incomplete_file_opened_again_in_time_can_be_completed(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.write("f", noise("old", SIZE))
+        handle, reader = await incomplete(m, "f"), await m.open("f")
+        with pytest.raises(FileError):
+            await m.close(handle)
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, PIECE, noise("again", PIECE))
+        await m.close(handle)
+        await m.close(reader)
+        assert store.data("f")[PIECE : 2 * PIECE] == noise("again", PIECE)
+        assert orphans(m) == []
+
+
+async def test_incomplete_file_deleted_is_not_kept(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        handle = await incomplete(m, "f", new=True)
+        await m.unlink("f")
+        await m.close(handle)
+        await until(lambda: m.fs.statistics()["files"] == {"in_use": 0})
+        assert m.fs.unfinished() == []
+        await m.fs.make_durable()
+        assert store.objects == {}
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("journaled", [True, False])
+async def test_next_daemon_after_a_refused_write_publishes_nothing(
+    tmp_path: Path, durability: str, journaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", durability=durability) as m:
+        await m.write("f", noise("old", SIZE))
+        await m.fs.make_durable()
+        handle = await m.open("f", os.O_RDWR | os.O_TRUNC)
+        await m.fs.write(handle, 0, noise("new", SIZE))
+        with monkeypatch.context() as patch:
+            if not journaled:
+
+                def fails(*_: object, **__: object) -> None:
+                    raise CacheError("no space left")
+
+                patch.setattr(Database, "commit", fails)
+            await write_in_vain(m, handle, PIECE)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    for how in ("keep", "finish"):
+        async with lake(store, dead, durability=durability, orphans=how) as m:
+            (orphan,) = orphans(m)
+            assert orphan.missing == (PIECE if journaled else SIZE)
+            assert await m.read("f") == store.data("f") == noise("old", SIZE)
+            with pytest.raises(LakeError, match="orphan"):
+                await m.fs.make_durable()
+            assert told(m)["files"] == 0
+    async with lake(store, dead, durability=durability) as m:
+        await m.fs.finish_orphan(orphans(m)[0].id, incomplete=True)
+        assert store.data("f")[2 * PIECE :] == noise("new", SIZE)[2 * PIECE :]
+
+
+async def test_writeback_does_not_accept_an_incomplete_file(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with writing_back(store, tmp_path / "cache") as m:
+        orphan = await release_in_vain(m, await incomplete(m, "f", new=True))
+        assert told(m)["accepted"] == 0
+        assert store.objects == {}
+        assert await m.names() == []
+        await m.write("f", noise("again", SIZE))
+        await stored(m)
+        assert store.data("f") == noise("again", SIZE)
+        assert orphan.id not in [each.id for each in m.fs.unfinished()]
+
+
+async def test_writeback_keeps_the_accepted_version_before_an_incomplete_one(tmp_path: Path) -> None:
+    store = MemoryStore()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("f", noise("accepted", SIZE))
+        inode = (await m.found("f")).inode
+        await release_in_vain(m, await incomplete(m, "f"))
+        assert (await m.found("f")).inode != inode
+        assert await m.read("f") == noise("accepted", SIZE)
+        outage.away = False
+        with pytest.raises(LakeError, match="orphan"):
+            await m.fs.make_durable()
+        assert store.data("f") == await m.read("f") == noise("accepted", SIZE)
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"more")
+        await m.close(handle)
+        await until(lambda: told(m)["files"] == 0)
+        assert store.data("f") == b"more" + noise("accepted", SIZE)[4:]
+        assert len(orphans(m)) == 1  # that version took the rest from the one before
+
+
+async def test_writeback_change_refused_before_its_copy_began_is_told_at_close(tmp_path: Path) -> None:
+    """The accepted version is stored as it was; what is written later does not hide what was refused."""
+    store = MemoryStore()
+    outage = Outage(store)
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("f", noise("accepted", SIZE))
+        handle = await m.open("f", os.O_RDWR)
+        await write_in_vain(m, handle, PIECE)
+        with pytest.raises(FileError):
+            await m.fs.flush(handle)
+        await m.fs.write(handle, 0, b"later")
+        with pytest.raises(FileError):
+            await m.fs.flush(handle)
+        await m.fs.write(handle, PIECE, noise("again", PIECE))
+        await m.close(handle)
+        outage.away = False
+        await stored(m)
+        expected = bytearray(noise("accepted", SIZE))
+        expected[:5], expected[PIECE : 2 * PIECE] = b"later", noise("again", PIECE)
+        assert store.data("f") == expected
+        handle = await m.open("f", os.O_RDWR)
+        outage.away = True
+        await m.fs.write(handle, 0, b"LATER")
+        await m.close(handle)
+        inode = (await m.found("f")).inode
+        handle = await m.open("f", os.O_RDWR)
+        await write_in_vain(m, handle, PIECE)
+        with pytest.raises(FileError):
+            await m.close(handle)
+        with trio.fail_after(20):
+            while (await m.found("f")).inode == inode:
+                await trio.sleep(0.002)
+        outage.away = False
+        await stored(m)
+        assert store.data("f") == b"LATER" + expected[5:]
+        await m.fs.make_durable()

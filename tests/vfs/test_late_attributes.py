@@ -1,0 +1,115 @@
+"""Attributes that are set while the bytes of an accepted file are on their way, and the daemon dies before it knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.commits import committer
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.vfs.writeback import publisher as newest
+from lakefs_fuse.vfs.writeback.object_writer import Late
+from tests.memory_store import MemoryStore, Pause, Request
+from tests.upload.drafting import reached
+from tests.vfs.lakes import Clock, lake, permissions
+from tests.vfs.writing_back import LARGE, NEVER_S, die, rewrite, until, writing_back
+
+NS = 1_000_000_000
+CHOSEN_NS = 1_600_000_000 * NS + 5
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["new", "rewritten"])
+@pytest.mark.parametrize("pack", ["always", "never"])
+@pytest.mark.parametrize("what", ["mode", "mtime", "xattr"])
+async def test_they_are_told_by_the_next_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, pack: str, there: bool
+) -> None:
+    store, left = MemoryStore(), tmp_path / "left"
+
+    def dying(name: str) -> None:
+        if name == ("commit.sent" if pack == "always" else "publish.sent") and store.hook is pause:
+            store.hook = lambda _request, _when: None
+            die(tmp_path / "cache", left)
+
+    def sends(request: Request) -> bool:
+        return request.what == "put" and (request.key == "f" or request.key.startswith(".lakefs/commits/"))
+
+    pause = Pause(sends)
+    for module in (committer, newest):
+        monkeypatch.setattr(module, "reached", dying)
+    async with writing_back(store, tmp_path / "cache", pack=pack) as m:
+        if there:
+            await m.write("f", b"old")
+            await m.fs.make_durable()
+            await m.sync()
+        store.hook = pause
+        await (rewrite if there else type(m).write)(m, "f", b"bytes")
+        await reached(pause.reached)
+        if what == "mode":
+            await m.setattr("f", mode=0o600)
+        elif what == "mtime":
+            await m.setattr("f", mtime_ns=CHOSEN_NS, atime_ns=1)
+        else:
+            await m.set_xattr("f", "user.a", b"late")
+        pause.resume()
+        await until(left.exists)
+    async with writing_back(store, left, pack=pack) as m:
+        await m.fs.make_durable()
+        await m.sync()
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"f": b"bytes"}
+        entry = await other.getattr("f")
+        assert (permissions(entry) == 0o600) == (what == "mode")
+        assert (entry.mtime_ns == CHOSEN_NS) == (what == "mtime")
+        assert await other.xattrs("f") == ({"user.a": b"late"} if what == "xattr" else {})
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_of_two_the_later_stays_though_it_was_held_when_the_earlier_was_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """The later waits for a file that is still on its way; the pack that has the bytes tells it, and passes it."""
+    store, left = MemoryStore(), tmp_path / "left"
+    slow = Clock()
+    slow.advance(-1000)  # the store's dates are all later than what this node does
+    commit = newest.Newest._commit
+
+    def dying(self: newest.Newest, batch: Batch, late: list[Late | None]) -> None:
+        if when == "after":
+            commit(self, batch, late)
+        if not left.exists():
+            die(tmp_path / "cache", left)
+        if when == "before":
+            commit(self, batch, late)
+
+    pause = Pause(lambda request: request.what == "upload_part")
+    async with writing_back(store, tmp_path / "cache", pack="always", delay_s=NEVER_S, clock=slow) as m:
+        await m.write("f", b"old")
+        await m.write("gone", b"")
+        await m.fs.make_durable()
+        await m.sync()
+        store.hook = pause
+        await rewrite(m, "f", b"new")
+        await m.set_xattr("f", "user.a", b"earlier")
+        handle = await m.create("large")
+        await m.fs.write(handle, 0, bytes(LARGE))
+        await m.close(handle)
+        await m.unlink("gone")  # waits for it, and what comes after waits, too
+        await m.set_xattr("f", "user.a", b"later")
+        monkeypatch.setattr(newest.Newest, "_commit", dying)
+        with trio.move_on_after(1):
+            await m.fs.make_durable("f")
+        assert left.exists()
+        monkeypatch.undo()
+        pause.resume()
+    store.hook = lambda _request, _when: None
+    async with writing_back(store, left, pack="always", clock=slow) as m:
+        assert await m.xattrs("f") == {"user.a": b"later"}
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.xattrs("f") == {"user.a": b"later"}
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.xattrs("f") == {"user.a": b"later"}
+        assert (await other.tree())["f"] == b"new"

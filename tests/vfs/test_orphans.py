@@ -1,0 +1,665 @@
+"""What a daemon that died leaves behind, and what the next one makes of it.
+
+A death is a copy of the cache directory as it lies on disk while the daemon runs.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError, LakeError, Unavailable
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.staging_area import KEY_XATTR
+from lakefs_fuse.vfs.views import Unfinished
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
+from tests.upload.drafting import noise, reached
+from tests.vfs.lakes import SPANS, TTL_S, Clock, Lake, lake
+
+KIB = 1024
+PART = 64 * KIB
+LARGE = 5 * PART + 100
+
+
+def is_put(request: Request) -> bool:
+    return request.what in ("put", "complete_multipart")
+
+
+def die(cache: Path, target: Path) -> Path:
+    """The cache directory as a daemon killed now would leave it."""
+    subprocess.run(["cp", "-a", "--sparse=always", str(cache), str(target)], check=True)
+    return target
+
+
+async def uploaded(store: MemoryStore, m: Lake, parts: int) -> None:
+    with trio.fail_after(10):
+        while sum(unfinished.parts_done for unfinished in m.fs.unfinished()) < parts:
+            await trio.sleep(0.002)
+
+
+def orphan(m: Lake) -> Unfinished:
+    (found,) = (each for each in m.fs.unfinished() if each.id != "names")
+    assert found.state == "orphan"
+    return found
+
+
+def staged(cache: Path) -> list[str]:
+    return [path.name for path in (cache / "staging").iterdir()]
+
+
+def staging_bytes(m: Lake) -> object:
+    told = m.fs.statistics()["staging"]
+    assert isinstance(told, dict)
+    return told["bytes"]
+
+
+async def died_writing(store: MemoryStore, root: Path, size: int, path: str = "file") -> Path:
+    """A new file of ``size`` bytes (seed "new"), never closed, its complete parts uploaded."""
+    async with lake(store, root / "cache") as m:
+        await m.names()
+        handle = await m.create(path)
+        await m.fs.write(handle, 0, noise("new", size))
+        await uploaded(store, m, PartLayout(SPANS).index(size) if size > PART else 0)
+        return die(root / "cache", root / "dead")
+
+
+@pytest.mark.parametrize("size", [0, 100, LARGE])
+async def test_orphans_are_kept_and_nothing_is_visible(tmp_path: Path, size: int) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, size)
+    requests = store.count("abort_multipart") + store.count("complete_multipart")
+    for _ in range(2):
+        async with lake(store, dead) as m:
+            found = orphan(m)
+            assert (found.path, found.error) == ("file", "")
+            assert await m.lookup("file") is None
+            assert await m.names() == []
+            assert m.fs.statistics()["dirty"] == {"files": 0, "bytes": 0, "failed": 0, "orphans": 1}
+    assert store.count("abort_multipart") + store.count("complete_multipart") == requests
+    assert store.objects == {}
+    assert len(staged(dead)) == 1
+
+
+@pytest.mark.parametrize("at_mount", [False, True])
+@pytest.mark.parametrize("size", [0, 100, PART, LARGE, 60 * PART + 5])
+async def test_finish(tmp_path: Path, size: int, at_mount: bool) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, size)
+    async with lake(store, dead, orphans="finish" if at_mount else "keep") as m:
+        if not at_mount:
+            await m.fs.finish_orphan(orphan(m).id)
+        assert store.data("file") == noise("new", size)
+        assert store.metadata("file")["mode"] == "33188"
+        assert m.fs.unfinished() == []
+        assert staging_bytes(m) == 0
+        assert await m.read("file") == noise("new", size)
+    assert store.uploads == {}
+    assert staged(dead) == []
+    async with lake(store, dead) as m:
+        assert m.fs.unfinished() == []
+
+
+@pytest.mark.parametrize("at_mount", [False, True])
+@pytest.mark.parametrize("size", [0, 100, LARGE])
+async def test_abort(tmp_path: Path, size: int, at_mount: bool) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, size)
+    async with lake(store, dead, orphans="abort" if at_mount else "keep") as m:
+        if not at_mount:
+            await m.fs.abort_orphan(orphan(m).id)
+        assert m.fs.unfinished() == []
+        assert staging_bytes(m) == 0
+        with pytest.raises(ConfigError):
+            await m.fs.abort_orphan("gone")
+    assert (store.objects, store.uploads, staged(dead)) == ({}, {}, [])
+
+
+async def test_a_new_file_counts_as_it_is_staged(tmp_path: Path) -> None:
+    """Written to after the record was last saved, parts that were uploaded before included."""
+    store = MemoryStore()
+    data = bytearray(noise("new", LARGE))
+    async with lake(store, tmp_path / "cache") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, bytes(data))
+        await uploaded(store, m, 5)
+        store.hook = Failures(lambda request: request.what == "upload_part", AccessDenied("no"), count=100)
+        await m.fs.write(handle, 5, b"later")
+        await m.fs.write(handle, LARGE, b"longer")
+        await trio.sleep(0.02)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    data[5:10] = b"later"
+    data += b"longer"
+    store.hook = lambda request, when: None
+    async with lake(store, dead, orphans="finish"):
+        assert store.data("file") == data
+
+
+async def test_over_a_base_what_was_saved_counts(tmp_path: Path) -> None:
+    """And what was not staged comes from the base."""
+    store = MemoryStore()
+    old = bytearray(noise("old", LARGE))
+    store.give("file", bytes(old))
+    async with lake(store, tmp_path / "cache", retry_timeout_s=0) as m:
+        handle = await m.open("file", os.O_RDWR)
+        await m.fs.write(handle, 70 * KIB, b"patched")
+        store.hook = Failures(is_put, Unavailable("away"))
+        with pytest.raises(Unavailable):
+            await m.fs.fsync(handle)
+        sent = len(store.parts_sent())
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    old[70 * KIB : 70 * KIB + 7] = b"patched"
+    async with lake(store, dead) as m:
+        assert await m.read("file") == noise("old", LARGE)
+        assert orphan(m).error == "away"
+        await m.fs.finish_orphan(orphan(m).id)
+        assert store.data("file") == old
+        assert await m.read("file") == old
+    assert len(store.parts_sent()) == sent  # parts of an attempt to publish cannot have changed
+    assert store.uploads == {}
+
+
+async def test_changed_after_a_failed_close(tmp_path: Path) -> None:
+    """The parts of the failed attempt are not trusted any more."""
+    store = MemoryStore()
+    data = bytearray(noise("new", LARGE))
+    async with lake(store, tmp_path / "cache") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, bytes(data))
+        store.hook = Failures(is_put, AccessDenied("no"))
+        with pytest.raises(AccessDenied):
+            await m.fs.flush(handle)
+        await m.fs.write(handle, 100, b"changed")
+        data[100:107] = b"changed"
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    async with lake(store, dead, orphans="finish"):
+        assert store.data("file") == data
+        assert store.uploads == {}
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+async def test_an_answer_that_was_lost_and_then_the_daemon(tmp_path: Path, size: int) -> None:
+    """The object is there: nothing is an orphan, and nothing is sent again."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", retry_timeout_s=0) as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise("new", size))
+        store.hook = Failures(is_put, Unavailable("lost"), when="after")
+        with pytest.raises(Unavailable):
+            await m.fs.flush(handle)
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    sent = store.count("put") + len(store.parts_sent())
+    async with lake(store, dead) as m:
+        assert m.fs.unfinished() == []
+        assert await m.read("file") == noise("new", size)
+        assert staging_bytes(m) == 0
+    assert store.count("put") + len(store.parts_sent()) == sent
+    assert staged(dead) == []
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+async def test_a_lost_answer_and_then_a_change_and_then_the_daemon(tmp_path: Path, size: int) -> None:
+    """The object is there with older bytes, and is ours to replace."""
+    store = MemoryStore()
+    data = bytearray(noise("new", size))
+    async with lake(store, tmp_path / "cache", retry_timeout_s=0) as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, bytes(data))
+        store.hook = Failures(is_put, Unavailable("lost"), when="after")
+        with pytest.raises(Unavailable):
+            await m.fs.flush(handle)
+        await m.fs.write(handle, 5, b"newer")
+        data[5:10] = b"newer"
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    async with lake(store, dead) as m:
+        assert orphan(m).path == "file"
+        await m.fs.finish_orphan(orphan(m).id)
+        assert store.data("file") == data
+    assert store.uploads == {}
+
+
+async def test_somebody_else_replaced_the_key(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, LARGE)
+    store.give("file", b"theirs")
+    clock = Clock()
+    clock.advance(TTL_S + 1)
+    for _ in range(2):
+        async with lake(store, dead, orphans="finish", clock=clock) as m:
+            with pytest.raises(FileError) as caught:
+                await m.fs.finish_orphan(orphan(m).id)
+            assert caught.value.errno == errno.EEXIST
+            assert store.data("file") == b"theirs"
+            assert (dead / "staging" / orphan(m).id).read_bytes() == noise("new", LARGE)
+            assert await m.read("file") == b"theirs"
+    async with lake(store, dead) as m:
+        await m.fs.abort_orphan(orphan(m).id)
+    assert store.data("file") == b"theirs"
+    assert (store.uploads, staged(dead)) == ({}, [])
+
+
+async def test_the_upload_is_gone(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, LARGE)
+    store.uploads.clear()
+    async with lake(store, dead, orphans="finish"):
+        assert store.data("file") == noise("new", LARGE)
+    assert store.uploads == {}
+
+
+async def test_an_upload_whose_id_was_never_learnt(tmp_path: Path) -> None:
+    """The daemon died between asking for the upload and its answer."""
+    store = MemoryStore()
+    for index, how in enumerate(("finish", "abort")):
+        root = tmp_path / how
+        root.mkdir()
+        store.hook = Failures(lambda request: request.what == "create_multipart", Unavailable("lost"), when="after")
+        async with lake(store, root / "cache", retry_timeout_s=0) as m:
+            handle = await m.create(f"file{index}")
+            await m.fs.write(handle, 0, noise("new", LARGE))
+            with trio.fail_after(10):
+                while not store.uploads:
+                    await trio.sleep(0.002)
+            await trio.sleep(0.02)
+            dead = die(root / "cache", root / "dead")
+        theirs = store.create_multipart(f"file{index}.other")
+        async with lake(store, dead, orphans=how) as m:
+            assert m.fs.unfinished() == []
+        assert list(store.uploads) == [theirs]
+        store.uploads.clear()
+    assert store.data("file0") == noise("new", LARGE)
+    assert "file1" not in store.objects
+
+
+async def test_finishing_may_fail_and_be_repeated(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, LARGE)
+    store.uploads.clear()
+    async with lake(store, dead) as m:
+        found = orphan(m)
+        used = staging_bytes(m)
+        store.hook = Failures(is_put, AccessDenied("no"))
+        with pytest.raises(AccessDenied):
+            await m.fs.finish_orphan(found.id)
+        assert orphan(m).error == "no"
+        assert staging_bytes(m) == used
+        sent = len(store.parts_sent())
+        await m.fs.finish_orphan(found.id)
+        assert len(store.parts_sent()) == sent
+        assert store.data("file") == noise("new", LARGE)
+    assert store.uploads == {}
+
+
+async def test_finishing_whose_answer_was_lost(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, LARGE)
+    async with lake(store, dead, retry_timeout_s=0) as m:
+        found = orphan(m)
+        store.hook = Failures(is_put, Unavailable("lost"), when="after")
+        with pytest.raises(Unavailable):
+            await m.fs.finish_orphan(found.id)
+        etag = store.objects["file"][1].etag
+        await m.fs.finish_orphan(found.id)
+        assert store.objects["file"][1].etag == etag
+        assert m.fs.unfinished() == []
+
+
+async def test_an_orphan_is_dealt_with_once_at_a_time(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, 100)
+    async with lake(store, dead) as m:
+        found = orphan(m)
+        refused = []
+
+        async def finish() -> None:
+            try:
+                await m.fs.finish_orphan(found.id)
+            except LakeError as error:
+                refused.append(error.errno)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(finish)
+            nursery.start_soon(finish)
+        assert refused == [errno.EBUSY]
+        assert store.data("file") == noise("new", 100)
+
+
+async def test_larger_than_staging(tmp_path: Path) -> None:
+    """Parts that were let go are in their upload only, and are trusted; holes are never published."""
+    store, size = MemoryStore(), 40 * PART
+    async with lake(store, tmp_path / "cache", staging_bytes_max=16 * PART) as m:
+        handle = await m.create("file")
+        for at in range(0, size, PART):
+            await m.fs.write(handle, at, noise("new", size)[at : at + PART])
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    before = len(store.parts_sent())
+    again = die(dead, tmp_path / "again")
+    async with lake(store, dead, orphans="finish", staging_bytes_max=16 * PART) as m:
+        assert store.data("file") == noise("new", size)
+        assert staging_bytes(m) == 0
+    assert len(store.parts_sent()) - before < 40 - 10
+    store.take("file")
+    async with lake(store, again, orphans="finish", staging_bytes_max=16 * PART) as m:
+        assert "file" not in store.objects  # its upload is gone, and with it what was let go
+        await m.fs.abort_orphan(orphan(m).id)
+
+
+async def test_staged_bytes_that_are_gone(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, LARGE)
+    (name,) = staged(dead)
+    (dead / "staging" / name).unlink()
+    async with lake(store, dead, orphans="finish") as m:
+        with pytest.raises(CacheError):
+            await m.fs.finish_orphan(orphan(m).id)
+        assert store.objects == {}
+        await m.fs.abort_orphan(orphan(m).id)
+    assert store.uploads == {}
+
+
+async def test_what_is_written_after_the_name_is_gone_is_no_orphan(tmp_path: Path) -> None:
+    """The kernel sends what it holds back when it likes, also of a file that was deleted while it was open."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.write("file", b"old")
+        handle = await m.open("file", os.O_RDWR)
+        await m.unlink("file")
+        await m.fs.write(handle, 0, b"late")
+        assert await m.fs.read(handle, 0, 10) == b"late"
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        await m.close(handle)
+    async with lake(store, dead) as m:
+        assert [each.path for each in m.fs.unfinished() if each.id != "names"] == []
+        assert await m.names() == []
+    assert staged(dead) == []
+
+
+async def test_deleted_while_open_is_never_brought_back(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise("new", LARGE))
+        await uploaded(store, m, 5)
+        await m.unlink("file")
+        await m.fs.write(handle, 0, b"more")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    async with lake(store, dead, orphans="finish") as m:
+        assert m.fs.unfinished() == []
+        assert await m.names() == []
+    assert (store.objects, store.uploads, staged(dead)) == ({}, {}, [])
+
+
+async def test_many_orphans(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.mkdir("d")
+        for number in range(10):
+            await m.fs.write(await m.create(f"d/file{number}"), 0, noise(number, 10_000 * number))
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    store.give("d/file3", b"theirs")
+    async with lake(store, dead, orphans="finish") as m:
+        assert orphan(m).path == "d/file3"
+        assert len(await m.names("d")) == 10
+    for number in set(range(10)) - {3}:
+        assert store.data(f"d/file{number}") == noise(number, 10_000 * number)
+
+
+async def test_a_name_may_be_used_again_before_its_orphan_is_dealt_with(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, 100)
+    async with lake(store, dead) as m:
+        await m.write("file", b"fresh")
+        with pytest.raises(FileError) as caught:
+            await m.fs.finish_orphan(orphan(m).id)
+        assert caught.value.errno == errno.EEXIST
+        assert await m.read("file") == b"fresh"
+        await m.fs.abort_orphan(orphan(m).id)
+        assert store.data("file") == b"fresh"
+
+
+# -- an orderly end with bytes that are not durable
+
+
+async def test_an_end_that_was_not_a_death(tmp_path: Path) -> None:
+    """What is staged is noted as it is, pages over a base included."""
+    store = MemoryStore()
+    old = bytearray(noise("old", LARGE))
+    store.give("base", bytes(old))
+    async with lake(store, tmp_path) as m:
+        await m.fs.write(await m.create("new"), 0, b"new")
+        handle = await m.open("base", os.O_RDWR)
+        await m.fs.write(handle, 5, b"patched")
+        old[5:12] = b"patched"
+    async with lake(store, tmp_path, orphans="finish") as m:
+        assert m.fs.unfinished() == []
+        assert store.data("new") == b"new"
+        assert store.data("base") == old
+
+
+# -- a journal that is damaged
+
+
+def rewrite_journal(cache: Path, change: Callable[[Journal, Batch, str], None]) -> None:
+    database = Database(cache / "meta", "file:///nowhere")
+    journal, batch = Journal(database), Batch()
+    for draft_id, _ in journal.records():
+        change(journal, batch, draft_id)
+    database.commit(batch, sync=True)
+    database.close()
+
+
+async def expect_unrecorded(store: MemoryStore, cache: Path, data: bytes) -> None:
+    """Listed and kept; refused to be finished; `abort` takes bytes and upload away."""
+    for how in ("keep", "finish"):
+        async with lake(store, cache, orphans=how) as m:
+            found = orphan(m)
+            assert found.path == "file"
+            assert found.error.startswith("unrecorded")
+            assert (cache / "staging" / found.id).read_bytes() == data
+            assert await m.names() == []
+            assert await m.lookup("file") is None
+            with pytest.raises(FileError) as caught:
+                await m.fs.finish_orphan(found.id)
+            assert caught.value.errno == errno.EINVAL
+    assert store.objects == {}
+    async with lake(store, cache, orphans="abort") as m:
+        assert m.fs.unfinished() == []
+        assert staging_bytes(m) == 0
+    assert (store.uploads, staged(cache)) == ({}, [])
+
+
+async def test_a_record_that_cannot_be_read(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, LARGE)
+    rewrite_journal(dead, lambda journal, batch, draft_id: journal.put(batch, draft_id, b"\xc1garbage"))
+    await expect_unrecorded(store, dead, noise("new", LARGE))
+
+
+async def test_a_record_that_is_lost(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, LARGE)
+    rewrite_journal(dead, lambda journal, batch, draft_id: journal.delete(batch, draft_id))
+    await expect_unrecorded(store, dead, noise("new", LARGE))
+
+
+async def test_a_database_that_is_lost(tmp_path: Path) -> None:
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, LARGE)
+    shutil.rmtree(dead / "meta")
+    await expect_unrecorded(store, dead, noise("new", LARGE))
+
+
+@pytest.mark.parametrize("pattern", ["*.log", "MANIFEST*", "CURRENT", "OPTIONS*", "*.sst", "*"])
+@pytest.mark.parametrize("flush", [False, True])
+async def test_a_database_that_is_damaged(tmp_path: Path, pattern: str, flush: bool) -> None:
+    """The mount works, the bytes are listed (with their record or without it), and names come back with a listing."""
+    store = MemoryStore()
+    store.give("d/other", b"x")
+    dead = await died_writing(store, tmp_path, LARGE)
+    if flush:  # brings everything from the log into tables
+        async with lake(store, dead) as m:
+            await m.names()
+    for path in (dead / "meta").glob(pattern):
+        raw = bytearray(path.read_bytes())
+        for at in range(len(raw) // 3, min(len(raw), len(raw) // 3 + 2000), 7):
+            raw[at] ^= 0xFF
+        path.write_bytes(bytes(raw))
+    async with lake(store, dead) as m:
+        found = orphan(m)
+        assert found.path == "file"
+        assert (dead / "staging" / found.id).read_bytes() == noise("new", LARGE)
+        assert await m.names() == ["d"]
+        assert await m.read("d/other") == b"x"
+        await m.write("fresh", b"y")
+        await m.fs.abort_orphan(found.id)
+    assert store.uploads == {}
+    assert store.data("fresh") == b"y"
+
+
+async def test_another_lakes_cache_is_refused(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path):
+        pass
+    database = Database(tmp_path / "meta", "file:///nowhere")
+    batch = Batch()
+    batch.put(b"Midentity", b"s3://another")
+    database.commit(batch, sync=True)
+    database.close()
+    with pytest.raises(CacheError, match="s3://another"):
+        async with lake(MemoryStore(), tmp_path):
+            raise AssertionError("it was taken")
+
+
+async def test_one_daemon_at_a_time(tmp_path: Path) -> None:
+    async with lake(MemoryStore(), tmp_path):
+        with pytest.raises(CacheError, match="in use"):
+            async with lake(MemoryStore(), tmp_path):
+                raise AssertionError("it was taken")
+
+
+async def test_names_of_files_in_staging_are_told(tmp_path: Path) -> None:
+    """Also where the filesystem keeps no extended attributes: then without the key."""
+    store = MemoryStore()
+    dead = await died_writing(store, tmp_path, 100)
+    shutil.rmtree(dead / "meta")
+    (name,) = staged(dead)
+    os.removexattr(dead / "staging" / name, KEY_XATTR)
+    async with lake(store, dead) as m:
+        assert (orphan(m).path, orphan(m).bytes) == ("", 100)
+        await m.fs.abort_orphan(name)
+    assert staged(dead) == []
+
+
+async def test_states_are_told(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path) as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, noise("new", LARGE))
+        await uploaded(store, m, 5)
+        (found,) = m.fs.unfinished()
+        assert (found.state, found.parts_done, found.bytes_done) == (DraftState.WRITING, 5, 5 * PART)
+        assert found.age_s == 0
+        await m.close(handle)
+
+
+# -- commits
+
+
+def is_commit(request: Request) -> bool:
+    return request.what == "put" and request.key.startswith(".lakefs/commits/")
+
+
+@pytest.mark.parametrize("orphans", ["keep", "finish"])
+@pytest.mark.parametrize("when", ["before", "after"])
+async def test_died_while_its_pack_was_stored(tmp_path: Path, orphans: str, when: When) -> None:
+    """Stored: the file is there, once, and nothing is an orphan. Not stored: its bytes are kept."""
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", pack="always") as m:
+        handle = await m.create("file")
+        await m.fs.write(handle, 0, b"packed")
+        store.hook = pause = Pause(is_commit, when)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.flush, handle)
+            await reached(pause.reached)
+            dead = die(tmp_path / "cache", tmp_path / "dead")
+            stored = dict(store.objects)
+            nursery.cancel_scope.cancel()
+            pause.resume()
+    store.hook = lambda request, when: None
+    store.objects = stored
+    async with lake(store, dead, orphans=orphans) as m:
+        if when == "after" or orphans == "finish":
+            assert await m.read("file") == b"packed"
+            assert m.fs.unfinished() == []
+        else:
+            assert await m.lookup("file") is None
+            assert orphan(m).path == "file"
+
+
+async def test_died_writing_a_file_that_was_renamed(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache") as m:
+        await m.mkdir("tmp")
+        handle = await m.create("tmp/file")
+        await m.fs.write(handle, 0, noise("new", LARGE))
+        await uploaded(store, m, 5)
+        await m.rename("tmp", "final")
+        await m.rename("final/file", "final/renamed")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    async with lake(store, dead, orphans="finish") as m:
+        assert await m.names() == ["final"]
+        assert await m.names("final") == ["renamed"]
+        assert await m.read("final/renamed") == noise("new", LARGE)
+        await m.sync()
+    assert store.uploads == {}
+    async with lake(store, tmp_path / "fresh") as m:
+        assert await m.tree() == {"final": None, "final/renamed": noise("new", LARGE)}
+
+
+async def test_an_orphan_of_a_file_that_others_committed_since(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    dead = await died_writing(store, tmp_path, 100)
+    clock.advance(10)
+    async with lake(store, tmp_path / "other", pack="always", clock=clock) as other:
+        await other.write("file", b"theirs")
+    async with lake(store, dead, clock=clock) as m:
+        with pytest.raises(FileError) as caught:
+            await m.fs.finish_orphan(orphan(m).id)
+        assert caught.value.errno == errno.EEXIST
+        assert await m.read("file") == b"theirs"
+
+
+async def test_died_after_a_new_file_was_renamed_over_a_committed_one(tmp_path: Path) -> None:
+    """The file that was to be replaced is there again: nobody else ever saw it go."""
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="always") as m:
+        await m.write("kept", b"committed")
+        handle = await m.create("new")
+        await m.fs.write(handle, 0, b"not stored")
+        await m.rename("new", "kept")
+        assert await m.names() == ["kept"]
+        await m.sync()
+    async with lake(store, tmp_path, pack="always") as m:
+        assert await m.names() == ["kept"]
+        assert await m.read("kept") == b"committed"
+        assert [item.path for item in m.fs.unfinished()] == ["kept"]
+
+
+@pytest.mark.parametrize("written", [b"", b"bytes"])
+async def test_a_staging_file_that_nobody_had_named_yet(tmp_path: Path, written: bytes) -> None:
+    """The daemon died when it had made the file. Where nothing is in it, nothing is kept."""
+    store = MemoryStore()
+    async with lake(store, tmp_path) as m:
+        await m.write("other", b"other")
+    (tmp_path / "staging" / ("0" * 32)).write_bytes(written)
+    async with lake(store, tmp_path) as m:
+        assert len(m.fs.unfinished()) == bool(written)
+    assert len(staged(tmp_path)) == bool(written)

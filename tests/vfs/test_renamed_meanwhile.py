@@ -1,0 +1,200 @@
+"""Renames over a name whose bytes are just being stored, or have just been."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+
+from tests.memory_store import MemoryStore, Pause, Request, When
+from tests.upload.drafting import noise, reached
+from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
+from tests.vfs.writing_back import KIB, LARGE, Outage, die, until, writing_back
+
+
+async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it(tmp_path: Path) -> None:
+    """The name was renamed to before, and that is in the same commit: it is not pending any more when the rename gets
+    its turn, and must not make the newer bytes look older than that commit."""
+    store = MemoryStore()
+    outage = Outage(store, away=False)
+    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    async with writing_back(store, tmp_path / "cache", pack="always") as m:
+        await m.write("a", b"first")
+        await m.fs.make_durable()
+        await m.sync()
+        outage.away = True
+        await m.rename("a", "hot")
+        await m.write("b", b"second")
+        await m.rename("b", "hot")
+        store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.fs.make_durable)
+            await reached(pause.reached)
+            await m.write("c", b"third")
+            nursery.start_soon(m.rename, "c", "hot")
+            await trio.sleep(0.05)
+            pause.resume()
+        await m.fs.make_durable()
+        await m.sync()
+        await until(lambda: not m.fs.unfinished())
+        assert await m.tree() == {"hot": b"third"}
+    async with writing_back(store, tmp_path / "cache", pack="always") as m:
+        assert await m.tree() == {"hot": b"third"}
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"hot": b"third"}
+
+
+async def test_a_rename_over_a_file_that_is_being_stored_by_itself_is_newer(tmp_path: Path) -> None:
+    """The file was opened when its own rename was journaled, and is in a commit since: it is not pending any more when
+    its bytes are stored, and must not make those that the rename brings look older than anything that is."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "complete_multipart")
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack="always", pack_threshold_bytes=KIB) as m:
+        await m.write("a", bytes(LARGE))
+        await m.fs.make_durable()
+        await m.sync()
+        await m.rename("a", "f")
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"changed")
+        await m.sync()
+        store.hook = pause
+        await m.close(handle)
+        await reached(pause.reached)
+        await m.write("b", b"newest")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.rename, "b", "f")
+            await trio.sleep(0.05)
+            pause.resume()
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"f": b"newest"}
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    clock.advance(2 * TTL_S)
+    async with writing_back(store, dead, clock=clock, pack="always") as m:
+        assert await m.tree() == {"f": b"newest"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"f": b"newest"}
+
+
+@pytest.mark.parametrize("pack", ["always", "never"])
+@pytest.mark.parametrize("durability", ["writeback", "close"])
+async def test_a_directory_is_renamed_with_a_new_file_over_a_stored_one(
+    tmp_path: Path, durability: str, pack: str
+) -> None:
+    """The new file is not stored yet: it replaces nothing at its new path, and what it replaced at the old one is gone
+    from there, too."""
+    store, clock = MemoryStore(), Clock()
+    async with writing_back(store, tmp_path / "cache", clock=clock, pack=pack, durability=durability) as m:
+        await m.mkdir("d")
+        await m.write("d/a", b"first")
+        await m.fs.make_durable()
+        await m.sync()
+        await m.rename("d/a", "d/f")
+        handle = await m.create("d/new")
+        await m.fs.write(handle, 0, b"newest")
+        await m.rename("d/new", "d/f")
+        await m.rename("d", "e")
+        await m.sync()
+        await m.close(handle)
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"e": None, "e/f": b"newest"}
+        clock.advance(2 * TTL_S)
+        assert await m.tree() == {"e": None, "e/f": b"newest"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"e": None, "e/f": b"newest"}
+
+
+async def test_a_new_file_stays_where_another_node_renames_what_was_there_before(tmp_path: Path) -> None:
+    """It took the place of a rename that is not committed yet, which the other node could not know of."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        writing_back(store, tmp_path / "one", clock=clock, pack="always") as one,
+        lake(store, tmp_path / "two", clock=clock, pack="always") as two,
+    ):
+        await two.write("f", b"old")
+        await one.poll()
+        await one.write("a", b"first")
+        await one.fs.make_durable()
+        await one.sync()
+        await one.rename("a", "f")
+        handle = await one.create("new")
+        await one.fs.write(handle, 0, b"newest")
+        await one.rename("new", "f")
+        await two.rename("f", "x")
+        await one.poll()
+        await one.sync()
+        await one.close(handle)
+        await one.fs.make_durable()
+        clock.advance(2 * TTL_S)
+        await two.poll()
+        for each in (one, two):
+            assert await each.tree() == {"f": b"newest", "x": b"old"}
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.tree() == {"f": b"newest", "x": b"old"}
+
+
+async def test_what_a_listing_shows_is_not_said_again_over_a_rename(tmp_path: Path) -> None:
+    """A name that had been removed is a plain object again, which another node sees before it hears that the writer
+    has put another file in its place since: what it says of the name must not be newer than that."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="auto") as (one, two):
+        for change in (partial(two.write, "f", b"first"), partial(two.unlink, "f"), partial(two.write, "g", b"kept")):
+            await change()
+            await two.sync()
+        await one.poll()
+        clock.advance(5)
+        await two.write("f", b"second")
+        clock.advance(TTL_S + 1)
+        assert await one.names() == ["f", "g"]
+        clock.advance(1)
+        await two.rename("g", "f")
+        clock.advance(1)
+        await one.sync()
+        await two.poll()
+        await two.sync()
+        await one.poll()
+        clock.advance(TTL_S + 1)
+        assert await one.tree() == await two.tree() == {"f": b"kept"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": b"kept"}
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_what_was_stored_at_the_key_before_a_rename_is_not_seen_there_after_a_death(
+    tmp_path: Path, listed: bool
+) -> None:
+    """Not even before the next mount has asked the store what became of it."""
+    store, clock, data = MemoryStore(), Clock(), noise(1, LARGE)
+    cache, dead = tmp_path / "cache", tmp_path / "dead"
+    parts = Pause(lambda request: request.what == "upload_part")
+
+    def dying(request: Request, when: When) -> None:
+        if request.what == "complete_multipart" and when == "after":
+            die(cache, dead)
+            outage.away = True
+
+    async with writing_back(store, cache, clock=clock) as m:
+        if listed:
+            await m.names()
+        store.hook = parts
+        await m.write("a", data)
+        await reached(parts.reached)
+        await m.rename("a", "b")
+        outage = Outage(store, away=False)
+        outage.then = dying
+        parts.resume()
+        await until(dead.exists)
+    asked = Pause(lambda request: request.what == "head" and request.key == "a")
+    store.hook = asked
+    clock.advance(TTL_S + 1)
+    async with writing_back(store, dead, clock=clock) as m:
+        await reached(asked.reached)
+        assert await m.names() == ["b"]
+        asked.resume()
+        await m.fs.make_durable()
+        await m.sync()
+        assert await m.tree() == {"b": data}

@@ -1,0 +1,77 @@
+"""Files larger than staging that are written at random: hidden objects that nobody sees, and that do not stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lakefs_fuse.upload import spilled_parts as spills
+from lakefs_fuse.upload.spilled_parts import SPILLED
+from tests.memory_store import MemoryStore
+from tests.upload.drafting import noise
+from tests.vfs.lakes import Lake, lake
+from tests.vfs.writing_back import die
+
+PART = 64 * 1024
+COUNT = 40
+
+
+@pytest.fixture(autouse=True)
+def small_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spills, "SPILL_BYTES_MIN", PART // 4)
+
+
+def hidden(store: MemoryStore) -> list[str]:
+    return [key for key in store.objects if key.startswith(SPILLED)]
+
+
+async def write_halves(m: Lake, path: str) -> tuple[int, bytes]:
+    """The first half of each of many parts, twice what staging holds; the handle, and what the file has now."""
+    handle, expected = await m.create(path), bytearray()
+    for index in range(COUNT):
+        piece = noise(index, PART // 2 + 10 * index)
+        await m.fs.write(handle, index * PART, piece)
+        expected[index * PART :] = bytes(index * PART - len(expected)) + piece
+    await m.fs.write(handle, 39 * PART + 100, b"changed")
+    expected[39 * PART + 100 : 39 * PART + 107] = b"changed"
+    await m.fs.write(handle, 3 * PART + 100, b"changed")  # of a page that was spilled
+    expected[3 * PART + 100 : 3 * PART + 107] = b"changed"
+    return handle, bytes(expected)
+
+
+@pytest.mark.parametrize("durability", ["close", "writeback"])
+async def test_spilled_file_is_read_stored_and_leaves_no_hidden_objects(tmp_path: Path, durability: str) -> None:
+    store = MemoryStore()
+    config = {"staging_bytes_max": 10 * PART, "durability": durability}
+    async with lake(store, tmp_path / "cache", **config) as m:  # type: ignore[arg-type]
+        handle, expected = await write_halves(m, "f")
+        assert hidden(store)
+        assert await m.names() == ["f"]
+        assert await m.read_handle(handle) == expected
+        await m.close(handle)
+        await m.fs.make_durable()
+        assert store.data("f") == await m.read("f") == expected
+        assert hidden(store) == []
+        handle, _ = await write_halves(m, "g")
+        await m.unlink("g")
+        await m.close(handle)
+        assert hidden(store) == []
+    assert store.uploads == {}
+
+
+@pytest.mark.parametrize("how", ["finish", "abort"])
+async def test_spilled_file_of_a_dead_daemon_is_finished_or_leaves_nothing(tmp_path: Path, how: str) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "cache", staging_bytes_max=10 * PART) as m:
+        _, expected = await write_halves(m, "f")
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+        left = dict(store.objects)
+    store.objects.update(left)
+    async with lake(store, dead, staging_bytes_max=10 * PART, orphans=how) as m:
+        assert m.fs.unfinished() == []
+        assert hidden(store) == []
+        assert await m.names() == (["f"] if how == "finish" else [])
+        if how == "finish":
+            assert store.data("f") == await m.read("f") == expected
+    assert store.uploads == {}
