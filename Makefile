@@ -10,7 +10,7 @@ BENCH ?= --out docs/benchmarks/results.json --report docs/benchmarks.md
 JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/fuse/*.c)
+SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/kernel/native/*.c)
 
 .PHONY: demo bench test lint setup clean
 .DELETE_ON_ERROR:
@@ -38,4 +38,4 @@ $(VENV)/.installed-%: $(SOURCES)
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find lakefs_fuse scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
-	rm -f lakefs_fuse/fuse/_*.so
+	rm -f lakefs_fuse/kernel/native/_*.so

@@ -1,8 +1,7 @@
 """Builds the optional C libraries; everything else is in pyproject.toml.
 
-`lakefs_fuse/fuse/hooks.c`, `receiving.c`, `remembered.c`, `creating.c`, `lent_names.c` and `privileges.c` become
-`lakefs_fuse/fuse/_hooks*.so`, `direntries.c` becomes `_direntries*.so`: plain shared objects that the program loads
-with ctypes (they are not Python modules).
+`lakefs_fuse/kernel/native/direntries.c` becomes `_direntries*.so`, the other C files there `_hooks*.so`: plain
+shared objects that the program loads with ctypes (they are not Python modules).
 Without a compiler or libfuse's headers the install goes on without them, and the mount works, slower.
 """
 
@@ -14,14 +13,13 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-HOOKS = "lakefs_fuse/fuse/hooks.c"
-RECEIVING = "lakefs_fuse/fuse/receiving.c"
-CREATING = "lakefs_fuse/fuse/creating.c"
-LENT_NAMES = "lakefs_fuse/fuse/lent_names.c"
-PRIVILEGES = "lakefs_fuse/fuse/privileges.c"
-REMEMBERED = "lakefs_fuse/fuse/remembered.c"
-HEADERS = ("receiving", "remembered", "creating", "lent_names", "privileges", "slots")
-DIRENTRIES = "lakefs_fuse/fuse/direntries.c"
+NATIVE = Path("lakefs_fuse/kernel/native")
+HOOKS = [
+    str(NATIVE / f"{name}.c")
+    for name in ("dispatch", "request_loop", "attribute_cache", "create_offload", "leases", "privileges")
+]
+HEADERS = ("request_loop", "attribute_cache", "create_offload", "leases", "privileges", "slots")
+DIRENTRIES = str(NATIVE / "direntries.c")
 
 
 def fuse_flags(what: str, usual: str) -> list[str]:
@@ -35,13 +33,13 @@ def fuse_flags(what: str, usual: str) -> list[str]:
 
 def hooks() -> list[Extension]:
     """``optional`` makes a failed compilation a warning."""
-    if not (Path(__file__).parent / HOOKS).exists():
+    if not (Path(__file__).parent / HOOKS[0]).exists():
         return []
     return [
         Extension(
-            "lakefs_fuse.fuse._hooks",
-            sources=[HOOKS, RECEIVING, REMEMBERED, CREATING, LENT_NAMES, PRIVILEGES],
-            depends=[f"lakefs_fuse/fuse/{name}.h" for name in HEADERS],
+            "lakefs_fuse.kernel.native._hooks",
+            sources=HOOKS,
+            depends=[str(NATIVE / f"{name}.h") for name in HEADERS],
             define_macros=[("FUSE_USE_VERSION", "312"), ("_GNU_SOURCE", None)],
             extra_compile_args=["-O2", "-fvisibility=default", *fuse_flags("--cflags", "-I/usr/include/fuse3")],
             # ctypes binds every symbol at once, and libfuse is not there yet when the hooks are loaded.
@@ -57,7 +55,7 @@ def direntries() -> list[Extension]:
         return []
     return [
         Extension(
-            "lakefs_fuse.fuse._direntries",
+            "lakefs_fuse.kernel.native._direntries",
             sources=[DIRENTRIES],
             define_macros=[("_GNU_SOURCE", None)],
             extra_compile_args=["-O2", "-fvisibility=hidden"],

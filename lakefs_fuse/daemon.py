@@ -281,7 +281,7 @@ def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succe
     """The exit code. The layers are imported here so that a missing library is an answer, not a traceback."""
     gc.disable()  # see `keeping_what_is_there`
     try:
-        from lakefs_fuse.fuse.session import request_unmount, serve
+        from lakefs_fuse.kernel.session import request_unmount, serve
         from lakefs_fuse.lake import open_lake
     except (ImportError, OSError) as error:
         raise LakeError(f"a library is missing ({error}): install libfuse3 and lakefs-fuse again") from error

@@ -20,9 +20,9 @@ from types import CodeType, FrameType
 
 import trio
 
-from lakefs_fuse.fuse.hooks import Feature
-from lakefs_fuse.fuse.kernel import Kernel
-from lakefs_fuse.fuse.operations import Operations
+from lakefs_fuse.kernel.features import Kernel
+from lakefs_fuse.kernel.native.hooks import Feature
+from lakefs_fuse.kernel.operations import Operations
 from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import lake

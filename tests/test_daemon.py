@@ -344,7 +344,7 @@ import gc, sys
 import msgspec
 from lakefs_fuse import daemon, lake
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.fuse import session
+from lakefs_fuse.kernel import session
 open_lake = lake.open_lake
 def opening(config):
     print(gc.isenabled())

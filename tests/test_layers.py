@@ -27,7 +27,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "notify": frozenset(),
     "store": FOUNDATION | {"sync"},
     "meta": FOUNDATION | {"environment"},
-    "data": FOUNDATION,
     "blockcache": FOUNDATION | {"environment", "sync", "store"},
     "staging": FOUNDATION | {"environment", "store", "blockcache"},
     "upload": FOUNDATION | {"environment", "sync", "store", "blockcache", "staging"},
@@ -35,7 +34,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "ingest": FOUNDATION | {"store", "commits"},
     "vfs": FOUNDATION
     | {"environment", "sync", "rules", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "commits"},
-    "fuse": FOUNDATION | {"meta", "vfs"},
+    "kernel": FOUNDATION | {"meta", "vfs"},
     "control": FOUNDATION,
     "offline_protocol": FOUNDATION,
     "cli": FOUNDATION | {"rules", "checkpoints", "control", "offline_protocol"},
@@ -45,13 +44,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     | {"sync", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "commits", "vfs", "offline_protocol"},
     "offline": FOUNDATION | {"store", "ingest", "offline_protocol", "admin"},
     "supervisor": FOUNDATION | {"environment", "logs", "notify", "control"},
-    "daemon": FOUNDATION | {"environment", "logs", "notify", "fuse", "control", "lake"},
+    "daemon": FOUNDATION | {"environment", "logs", "notify", "kernel", "control", "lake"},
 }
-"""By first component of the module. `fuse` takes entries of `meta` as `fs` hands them out; `control` is given a view
+"""By first component of the module. `kernel` takes entries of `meta` as `vfs` hands them out; `control` is given a view
 of the filesystem; `lake`, `daemon` and `offline` put the layers together."""
 
 ONLY_IN = {
-    "pyfuse3": "fuse",
+    "pyfuse3": "kernel",
     "boto3": "store",
     "botocore": "store",
     "obstore": "store",
@@ -159,4 +158,6 @@ def test_the_command_line_starts_without_the_filesystem() -> None:
         seen.add(layer)
         used = {imported_layer(name) for path in modules() if layer_of(path) == layer for name in imports(path)}
         queue += [found for found in used if found is not None and found not in seen]
-    assert seen.isdisjoint({"fs", "fuse", "data", "meta", "store", "catalog", "admin", "lake", "daemon", "offline"})
+    assert seen.isdisjoint(
+        {"vfs", "kernel", "blockcache", "staging", "upload", "meta", "store", "commits", "ingest", "admin", "daemon"}
+    )

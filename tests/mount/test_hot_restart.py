@@ -304,7 +304,7 @@ def test_a_daemon_that_fails_by_itself_is_started_again(make_lake: LakeMaker, tm
             import os, sys
             if "lakefs_fuse.daemon" in sys.orig_argv and sys.orig_argv[-2:] == ["--restarts", "0"]:
                 import trio
-                from lakefs_fuse.fuse.invalidating import Invalidations
+                from lakefs_fuse.kernel.invalidation import Invalidations
                 async def fail(self):
                     while not os.path.exists({str(tmp_path / "fail")!r}):
                         await trio.sleep(0.02)

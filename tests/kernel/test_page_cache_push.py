@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from lakefs_fuse.errors import FileError
-from lakefs_fuse.fuse.pushing import PROBE_EACH, PUSHES_MAX, ROUND_S, Pushing
+from lakefs_fuse.kernel.page_cache_push import PROBE_EACH, PUSHES_MAX, ROUND_S, Pushing
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 

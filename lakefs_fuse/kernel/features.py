@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lakefs_fuse.fuse import hooks
-from lakefs_fuse.fuse.hooks import Feature
+from lakefs_fuse.kernel.native import hooks
+from lakefs_fuse.kernel.native.hooks import Feature
 
 READ_AHEAD_KIB = 1024
 """Of the mount: as much as one READ may ask for, and a block of the cache. The kernel's own default is 128."""

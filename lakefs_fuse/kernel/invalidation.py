@@ -18,7 +18,7 @@ import heapq
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from lakefs_fuse.fuse import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
 

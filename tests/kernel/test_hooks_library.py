@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-FUSE = Path(__file__).parent.parent / "lakefs_fuse" / "fuse"
+NATIVE = Path(__file__).parents[2] / "lakefs_fuse" / "kernel" / "native"
 
 LOAD = """
 import ctypes, sys
@@ -55,7 +55,7 @@ assert note(OPEN, struct.pack("<II", 0, 1)) == 0
 
 
 def test_requests_tell_what_drops_privileges_and_the_answer_to_init_asks_for_that() -> None:
-    for path in sorted(FUSE.glob("_hooks*.so")):
+    for path in sorted(NATIVE.glob("_hooks*.so")):
         result = subprocess.run(
             [sys.executable, "-c", PRIVILEGES, path], capture_output=True, text=True, timeout=60, check=False
         )
@@ -63,7 +63,7 @@ def test_requests_tell_what_drops_privileges_and_the_answer_to_init_asks_for_tha
 
 
 def test_the_hooks_are_built_and_load_before_libfuse() -> None:
-    built = sorted(FUSE.glob("_hooks*.so"))
+    built = sorted(NATIVE.glob("_hooks*.so"))
     assert built, "not compiled: `pip install -e .` does that where there is a compiler"
     for path in built:
         # In a process of its own: nothing may have loaded libfuse before.

@@ -15,15 +15,16 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from lakefs_fuse.fuse import hooks, row_replies  # isort: skip  (loaded before pyfuse3, whose calls they receive)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
 import trio
 
-from lakefs_fuse.fuse.answers import absent_for, attributes_of, reply_dots, size_of_lake, upcall
-from lakefs_fuse.fuse.hooks import Feature
-from lakefs_fuse.fuse.invalidating import tell_kernel
-from lakefs_fuse.fuse.kernel import Kernel
-from lakefs_fuse.fuse.pushing import Pushing
+from lakefs_fuse.kernel.features import Kernel
+from lakefs_fuse.kernel.invalidation import tell_kernel
+from lakefs_fuse.kernel.native.hooks import Feature
+from lakefs_fuse.kernel.page_cache_push import Pushing
+from lakefs_fuse.kernel.readdir import RowReplies
+from lakefs_fuse.kernel.reply import absent_for, attributes_of, reply_dots, size_of_lake, upcall
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.vfs.immutable.changed_names import ChangedNames
@@ -46,7 +47,7 @@ class ImmutableOperations(pyfuse3.Operations):
         self.fs = fs
         self.pushing = Pushing(fs)
         fs.reads_around = self.pushing.is_due
-        self._rows = row_replies.RowReplies(fs)
+        self._rows = RowReplies(fs)
         fs.on_statistics = lambda: {"kernel": kernel.describe(), "pushing": self.pushing.describe()}
         self.metrics = fs.metrics
         self.upcalls = fs.metrics.upcalls

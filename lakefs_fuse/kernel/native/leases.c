@@ -7,11 +7,11 @@
  *
  * Single-threaded, as hooks.c.
  */
-#include "lent_names.h"
+#include "leases.h"
 
 #include <string.h>
 
-#include "receiving.h"
+#include "request_loop.h"
 
 #define DIRECTORIES 64
 #define NAMES (1U << 18)

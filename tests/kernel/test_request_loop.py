@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from lakefs_fuse.fuse import hooks, receiving
-from lakefs_fuse.fuse.receiving import Turns
+from lakefs_fuse.kernel import request_loop as receiving
+from lakefs_fuse.kernel.native import hooks
+from lakefs_fuse.kernel.request_loop import Turns
 
 TASKS = 6
 

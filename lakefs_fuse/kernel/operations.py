@@ -14,10 +14,16 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
-from lakefs_fuse.fuse import hooks, row_replies  # isort: skip  (loaded before pyfuse3, whose calls they receive)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
 
-from lakefs_fuse.fuse.answers import (
+from lakefs_fuse.kernel.create_offload import Creating
+from lakefs_fuse.kernel.features import Kernel
+from lakefs_fuse.kernel.invalidation import Invalidations
+from lakefs_fuse.kernel.leases import Lent
+from lakefs_fuse.kernel.native.hooks import Feature
+from lakefs_fuse.kernel.readdir import RowReplies
+from lakefs_fuse.kernel.reply import (
     DOTDOT_COOKIE,
     SECTOR_BYTES,
     absent_for,
@@ -26,11 +32,6 @@ from lakefs_fuse.fuse.answers import (
     size_of_lake,
     upcall,
 )  # fmt: skip
-from lakefs_fuse.fuse.creating import Creating
-from lakefs_fuse.fuse.hooks import Feature
-from lakefs_fuse.fuse.invalidating import Invalidations
-from lakefs_fuse.fuse.kernel import Kernel
-from lakefs_fuse.fuse.lent import Lent
 from lakefs_fuse.meta.barrier import About
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.vfs.files.open_file import Handle
@@ -59,7 +60,7 @@ class Operations(pyfuse3.Operations):
         self._kernel = kernel
         self._answered: dict[str, int] = {}
         self._lent = fs.lending.lender = Lent(fs)
-        self._rows = row_replies.RowReplies(fs)
+        self._rows = RowReplies(fs)
         self.creating = Creating(fs)
 
     def _told(self, count: int) -> None:

@@ -10,8 +10,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from lakefs_fuse.fuse import invalidating
-from lakefs_fuse.fuse.invalidating import AGAIN_S, Invalidations
+from lakefs_fuse.kernel import invalidation as invalidating
+from lakefs_fuse.kernel.invalidation import AGAIN_S, Invalidations
 
 
 @dataclass

@@ -5,10 +5,10 @@ They answer what was answered here before, for as long as the kernel might remem
 
 from __future__ import annotations
 
-from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, whose calls they receive)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls they receive)
 import pyfuse3
 
-from lakefs_fuse.fuse.answers import attributes_of
+from lakefs_fuse.kernel.reply import attributes_of
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.vfs.files.open_file import READING
 from lakefs_fuse.vfs.filesystem import Filesystem

@@ -26,10 +26,10 @@
 #include <string.h>
 #include <time.h>
 
-#include "creating.h"
+#include "create_offload.h"
 #include "privileges.h"
-#include "receiving.h"
-#include "remembered.h"
+#include "request_loop.h"
+#include "attribute_cache.h"
 
 #define AWAIT_NS 150000
 #define AWAY_NS 1000000

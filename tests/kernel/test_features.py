@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lakefs_fuse.fuse.kernel import READ_AHEAD_KIB, raise_read_ahead
+from lakefs_fuse.kernel.features import READ_AHEAD_KIB, raise_read_ahead
 
 
 def device(bdi: Path, mounted: Path) -> Path:

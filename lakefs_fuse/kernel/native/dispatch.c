@@ -22,10 +22,10 @@
 #include <string.h>
 #include <time.h>
 
-#include "creating.h"
+#include "create_offload.h"
 #include "privileges.h"
-#include "receiving.h"
-#include "remembered.h"
+#include "request_loop.h"
+#include "attribute_cache.h"
 #include "slots.h"
 
 /* As hooks.py numbers them. */

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lakefs_fuse.fuse import direntries  # isort: skip  (loaded before pyfuse3, whose calls it receives)
+from lakefs_fuse.kernel.native import direntries  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
 
-from lakefs_fuse.fuse.answers import DIRECTORY_BLKSIZE, FILE_BLKSIZE, Owned
-from lakefs_fuse.fuse.rows_ahead import RowsAhead
+from lakefs_fuse.kernel.readdir_ahead import RowsAhead
+from lakefs_fuse.kernel.reply import DIRECTORY_BLKSIZE, FILE_BLKSIZE, Owned
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.vfs.filesystem import unasked_mode
 

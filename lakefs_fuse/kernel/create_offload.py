@@ -12,10 +12,10 @@ import logging
 from enum import IntEnum
 from functools import partial
 
-from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.fuse.answers import attributes_of
+from lakefs_fuse.kernel.reply import attributes_of
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.ops.create import Received, Told

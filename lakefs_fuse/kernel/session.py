@@ -12,18 +12,18 @@ import os
 import subprocess
 from collections.abc import Callable
 
-from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
 from msgspec import structs
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import MountError
-from lakefs_fuse.fuse import receiving
-from lakefs_fuse.fuse.hooks import Feature
-from lakefs_fuse.fuse.immutable import ImmutableOperations
-from lakefs_fuse.fuse.kernel import Kernel, raise_read_ahead
-from lakefs_fuse.fuse.operations import Operations
+from lakefs_fuse.kernel import request_loop as receiving
+from lakefs_fuse.kernel.features import Kernel, raise_read_ahead
+from lakefs_fuse.kernel.immutable_operations import ImmutableOperations
+from lakefs_fuse.kernel.native.hooks import Feature
+from lakefs_fuse.kernel.operations import Operations
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 

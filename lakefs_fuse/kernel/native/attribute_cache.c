@@ -7,12 +7,12 @@
  *
  * Single-threaded, as hooks.c.
  */
-#include "remembered.h"
+#include "attribute_cache.h"
 
 #include <string.h>
 
-#include "creating.h"
-#include "receiving.h"
+#include "create_offload.h"
+#include "request_loop.h"
 #include "slots.h"
 
 /* Of those that an inode may have, one that has ended gives way. */

@@ -12,7 +12,7 @@
  *
  * Single-threaded, as hooks.c. `serve` is called with the GIL, everything else without asking for it.
  */
-#include "creating.h"
+#include "create_offload.h"
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -21,9 +21,9 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "lent_names.h"
-#include "receiving.h"
-#include "remembered.h"
+#include "leases.h"
+#include "request_loop.h"
+#include "attribute_cache.h"
 
 /* In the numbers of handles that are given out here; the rest is the inode. */
 #define CREATED (1ULL << 60)

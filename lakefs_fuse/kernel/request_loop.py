@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 
-from lakefs_fuse.fuse import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
 from outcome import Value

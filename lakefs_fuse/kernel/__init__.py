@@ -3,6 +3,6 @@
 Whatever of this package is imported first, the libraries are there before pyfuse3, whose calls they are to receive.
 """
 
-from lakefs_fuse.fuse import direntries, hooks
+from lakefs_fuse.kernel.native import direntries, hooks
 
 __all__ = ["direntries", "hooks"]

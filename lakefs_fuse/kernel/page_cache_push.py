@@ -21,7 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from lakefs_fuse.fuse import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakefs_fuse.fuse import direntries
+from lakefs_fuse.kernel.native import direntries
 from lakefs_fuse.meta.entry import HEAD, UNSET, Entry, Flag, unpack
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 
-FUSE = Path(__file__).parent.parent / "lakefs_fuse" / "fuse"
+NATIVE = Path(__file__).parents[2] / "lakefs_fuse" / "kernel" / "native"
 DIRENTPLUS = struct.Struct("<QQQQIIQQQQQQIIIIIIIIIIQQII")
 """struct fuse_entry_out with its struct fuse_attr, then struct fuse_dirent, as linux/fuse.h has them."""
 SHOWN = direntries.Shown(11, 12, 0o40755, 0o644, 0o600, 1 << 20, 1 << 17)
@@ -203,4 +203,4 @@ class Gone(dict[int, Entry]):
 def test_a_row_begins_as_the_library_reads_it() -> None:
     assert HEAD.size == 67
     assert HEAD.format == "<QHIIIQqqQIQB"
-    assert sorted(FUSE.glob("_direntries*.so"))
+    assert sorted(NATIVE.glob("_direntries*.so"))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.fuse.operations import Operations  # isort: skip  (before pyfuse3)
+from lakefs_fuse.kernel.operations import Operations  # isort: skip  (before pyfuse3)
 import pyfuse3
 
-from lakefs_fuse.fuse.hooks import Feature
-from lakefs_fuse.fuse.kernel import Kernel
+from lakefs_fuse.kernel.features import Kernel
+from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import TTL_S, Clock, lake

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
-from lakefs_fuse.fuse import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 
 from lakefs_fuse.config import MountConfig

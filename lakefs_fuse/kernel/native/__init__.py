@@ -1,0 +1,1 @@
+"""C libraries that answer FUSE requests without Python, and their loaders."""
