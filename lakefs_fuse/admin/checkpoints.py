@@ -30,8 +30,8 @@ from lakefs_fuse.admin.checkpoint_sums import (
     read_directory,
 )
 from lakefs_fuse.admin.commands import Work
-from lakefs_fuse.admin.extents import ExtentReader, Moving, chunks
-from lakefs_fuse.admin.headless import Headless, open_headless
+from lakefs_fuse.admin.extent_reader import ExtentReader, Moving, chunks
+from lakefs_fuse.admin.lake_view import Headless, open_headless
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.checkpoints.model import Listing, Seen, is_wanted, make_listing, markers_asked
 from lakefs_fuse.commits.record import COMMITS

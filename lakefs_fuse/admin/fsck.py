@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from lakefs_fuse.admin.headless import Headless
+from lakefs_fuse.admin.lake_view import Headless
 from lakefs_fuse.commits.archive import fetch_record, parse_commit_key
 from lakefs_fuse.commits.archive_check import Audit, Fault, verify
 from lakefs_fuse.commits.index.index import INDEX, fetch_files, fetch_manifest, find, prefix_of

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import zlib
 
-from lakefs_fuse.admin.extents import Moving
+from lakefs_fuse.admin.extent_reader import Moving
 from lakefs_fuse.admin.fsck import Checker, Hurt, Kind, Problem
-from lakefs_fuse.admin.headless import Headless
-from lakefs_fuse.admin.relocating import RelocationBuilder, Relocator
+from lakefs_fuse.admin.lake_view import Headless
+from lakefs_fuse.admin.relocation import RelocationBuilder, Relocator
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.future_commits import Redater
 from lakefs_fuse.commits.index import snapshots

@@ -33,11 +33,11 @@ from dataclasses import dataclass, field
 
 import trio
 
-from lakefs_fuse.admin.extents import Moving
-from lakefs_fuse.admin.gc_note import Note, read_note, write_note
-from lakefs_fuse.admin.headless import NS, Headless
-from lakefs_fuse.admin.leftovers import Swept, delete, sweep
-from lakefs_fuse.admin.relocating import Moved, Relocator
+from lakefs_fuse.admin.extent_reader import Moving
+from lakefs_fuse.admin.gc_record import Note, read_note, write_note
+from lakefs_fuse.admin.lake_view import NS, Headless
+from lakefs_fuse.admin.relocation import Moved, Relocator
+from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.commits.archive import fetch_record, parse_commit_key
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import manifests

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 
 import trio
 
-from lakefs_fuse.admin.extents import CHUNK_BYTES, ExtentReader, Moving
-from lakefs_fuse.admin.headless import Headless
-from lakefs_fuse.admin.leftovers import Swept, delete, sweep
-from lakefs_fuse.admin.relocating import Moved, RelocationBuilder, Relocator
+from lakefs_fuse.admin.extent_reader import CHUNK_BYTES, ExtentReader, Moving
+from lakefs_fuse.admin.lake_view import Headless
+from lakefs_fuse.admin.relocation import Moved, RelocationBuilder, Relocator
+from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.commits.record import OWN
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed

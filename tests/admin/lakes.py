@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from lakefs_fuse.admin.headless import Headless, open_headless
+from lakefs_fuse.admin.lake_view import Headless, open_headless
 from lakefs_fuse.commits.archive import Member, build, commit_key
 from lakefs_fuse.commits.index.index import write_index
 from lakefs_fuse.commits.record import COMMITS, THIS, ObjectRef, Operation, Put, Record, encode

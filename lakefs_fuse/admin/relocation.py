@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 import trio
 
-from lakefs_fuse.admin.extents import ExtentReader, Moving, chunks
-from lakefs_fuse.admin.headless import Headless
+from lakefs_fuse.admin.extent_reader import ExtentReader, Moving, chunks
+from lakefs_fuse.admin.lake_view import Headless
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.archive import ArchiveBuilder, Member, build, fd_sink
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from lakefs_fuse.admin.headless import NS, Headless
+from lakefs_fuse.admin.lake_view import NS, Headless
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.meta.entry import PENDING, Entry
