@@ -100,7 +100,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for paths that match ``path``, a glob of `lakefs_fuse.rules`; None leaves a setting as it was."""
+    """What holds for paths that match ``path``, a glob of `lakefs_fuse.path_rules`; None leaves a setting as it was."""
 
     path: str
     pack: str | None = None

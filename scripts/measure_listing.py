@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
-from lakefs_fuse.lake import open_lake
+from lakefs_fuse.daemon.lake_opener import open_lake
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.store.listing import parallel_listing as split_listing
 from lakefs_fuse.vfs.filesystem import Filesystem

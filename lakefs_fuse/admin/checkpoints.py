@@ -15,7 +15,6 @@ from functools import partial
 import msgspec
 import trio
 
-from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.admin.checkpoint_report import Checked, Report, mismatches_count
 from lakefs_fuse.admin.checkpoint_sums import (
     ZIP_MAGIC,
@@ -36,6 +35,7 @@ from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.checkpoints.model import Listing, Seen, is_wanted, make_listing, markers_asked
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import KIB, MIB
+from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.client import StoreClient

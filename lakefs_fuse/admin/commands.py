@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 
 import trio
 
-from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.admin import fsck, fsck_repair, gc, repack
 from lakefs_fuse.admin.lake_view import NS, open_headless
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import NotFound
 from lakefs_fuse.store.client import StoreClient
 

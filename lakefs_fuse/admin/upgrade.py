@@ -14,11 +14,11 @@ from collections.abc import Callable
 import trio
 from msgspec.structs import replace
 
-from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.lake_view import NS
 from lakefs_fuse.commits.archive import fetch_newest_read, parse_commit_key
 from lakefs_fuse.commits.record import COMMITS, FORMATS
+from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import FORMAT_2, LakeRecord

@@ -22,11 +22,11 @@ from rich.table import Column, Table
 from lakefs_fuse.checkpoints.model import Checkpoint, Listing, Pruning, choose
 from lakefs_fuse.cli.checkpoint_walk import delete, find_checkpoints, is_directory
 from lakefs_fuse.cli.daemons import locate, open_daemon
-from lakefs_fuse.cli.offline import find_place, run_offline
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import StoreOptions, any_given, store_options
+from lakefs_fuse.cli.worker import find_place, run_offline
+from lakefs_fuse.control.worker_protocol import CheckpointArgs, VerifyArgs
 from lakefs_fuse.errors import ConfigError, LakeError
-from lakefs_fuse.offline_protocol import CheckpointArgs, VerifyArgs
 
 PIPE_WIDTH = 200
 Decorated = TypeVar("Decorated", bound=Callable[..., object])

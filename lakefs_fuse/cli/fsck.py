@@ -6,9 +6,9 @@ from typing import Unpack
 
 import click
 
-from lakefs_fuse.cli.offline import find_place, run_offline
 from lakefs_fuse.cli.store_options import StoreOptions, absolute, store_options
-from lakefs_fuse.offline_protocol import FsckArgs
+from lakefs_fuse.cli.worker import find_place, run_offline
+from lakefs_fuse.control.worker_protocol import FsckArgs
 
 
 @click.command("fsck", context_settings={"show_default": True})

@@ -6,10 +6,10 @@ from typing import Unpack
 
 import click
 
-from lakefs_fuse.cli.offline import find_place, run_offline
 from lakefs_fuse.cli.parameters import DURATION
 from lakefs_fuse.cli.store_options import StoreOptions, store_options
-from lakefs_fuse.offline_protocol import GcArgs
+from lakefs_fuse.cli.worker import find_place, run_offline
+from lakefs_fuse.control.worker_protocol import GcArgs
 
 
 @click.command("gc", context_settings={"show_default": True})

@@ -8,11 +8,11 @@ from typing import Unpack
 
 import click
 
-from lakefs_fuse.cli.offline import Place, find_place, run_offline
 from lakefs_fuse.cli.progress import is_watched
 from lakefs_fuse.cli.store_options import StoreOptions, store_options
+from lakefs_fuse.cli.worker import Place, find_place, run_offline
+from lakefs_fuse.control.worker_protocol import IngestArgs
 from lakefs_fuse.errors import ConfigError, LakeError
-from lakefs_fuse.offline_protocol import IngestArgs
 
 
 @click.command("ingest", context_settings={"show_default": True})

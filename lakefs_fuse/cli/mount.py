@@ -16,14 +16,14 @@ from msgspec import structs
 
 from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.offline import find_place, place_below
 from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE, default_text
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.store_options import StoreOptions, absolute, build_store, given, store_options
+from lakefs_fuse.cli.worker import find_place, place_below
 from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.errors import ConfigError
-from lakefs_fuse.rules import check_pack_threshold, read_rules
+from lakefs_fuse.path_rules import check_pack_threshold, read_rules
 
 APP = "lakefs-fuse"
 

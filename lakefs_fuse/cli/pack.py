@@ -6,10 +6,10 @@ from typing import Unpack
 
 import click
 
-from lakefs_fuse.cli.offline import find_place, run_offline
 from lakefs_fuse.cli.parameters import DURATION, SIZE
 from lakefs_fuse.cli.store_options import StoreOptions, store_options
-from lakefs_fuse.offline_protocol import PackArgs
+from lakefs_fuse.cli.worker import find_place, run_offline
+from lakefs_fuse.control.worker_protocol import PackArgs
 
 _LAKE_HELP = (
     "The lake's SOURCE as it is mounted, where PATH is a URL of a place in it.  "

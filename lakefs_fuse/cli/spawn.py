@@ -31,9 +31,9 @@ QUIET_S = 5.0
 TERMINATE_S_MAX = 10.0
 """A supervisor kills a daemon that does not serve yet sooner than that."""
 
-DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon")
+DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.mount_daemon")
 """-P: the directory in which a user happens to be is not where modules come from."""
-SUPERVISOR: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.supervisor")
+SUPERVISOR: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.supervisor")
 
 
 def program(config: MountConfig) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ from typing import Unpack
 
 import click
 
-from lakefs_fuse.cli.offline import find_place, run_offline
 from lakefs_fuse.cli.store_options import StoreOptions, store_options
-from lakefs_fuse.offline_protocol import UpgradeArgs
+from lakefs_fuse.cli.worker import find_place, run_offline
+from lakefs_fuse.control.worker_protocol import UpgradeArgs
 
 
 @click.command("upgrade", context_settings={"show_default": True})

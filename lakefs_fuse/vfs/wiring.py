@@ -21,7 +21,7 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.rules import Rules
+from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from lakefs_fuse import daemon
 from lakefs_fuse.cli import main, spawn
+from lakefs_fuse.daemon import mount_daemon as daemon
 from lakefs_fuse.meta.database import Batch, Database
 
 DAEMON = (sys.executable, "-P", "-m", "scripts.crash.unsynced", "daemon")

@@ -8,11 +8,11 @@ from functools import partial
 import msgspec
 import pytest
 
-from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
 from lakefs_fuse.commits.archive import build, commit_key
 from lakefs_fuse.commits.record import Mkdir, Record
+from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient

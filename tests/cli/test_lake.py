@@ -115,7 +115,7 @@ def test_in_the_foreground_sigterm_unmounts(lake: Lake) -> None:
     _, log = daemon.communicate(timeout=60)
     assert daemon.returncode == 0
     assert not lake.is_mounted()
-    assert "INFO lakefs_fuse.daemon: unmounted" in log
+    assert "INFO lakefs_fuse.daemon.mount_daemon: unmounted" in log
     assert (lake.store / "mine").read_text() == "by us"
 
 

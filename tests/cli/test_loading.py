@@ -47,7 +47,8 @@ def test_the_program_loads_no_command_that_was_not_asked_for() -> None:
 
 def test_a_directory_as_the_store_loads_no_s3(tmp_path: Path) -> None:
     opening = """
-from lakefs_fuse import daemon, lake
+from lakefs_fuse.daemon import mount_daemon as daemon
+from lakefs_fuse.daemon import lake_opener as lake
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.store.open import open_store
 open_store(StoreConfig(source=Source.parse('file://' + sys.argv[1]))).close()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse import notify
 from lakefs_fuse.cli import run, spawn, systemd
 from lakefs_fuse.cli.mount import build_config, config_of, mount
+from lakefs_fuse.daemon import sd_notify as notify
 
 PROGRAM = ("/opt/lakefs/bin/lakefs-fuse",)
 Unit = dict[str, list[str]]

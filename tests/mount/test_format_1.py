@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
 from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import FORMAT_2, change_record, open_record

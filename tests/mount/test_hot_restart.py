@@ -31,7 +31,7 @@ SUPERVISOR_BYTES_MAX = 32 << 20
 def supervisor_of(lake: Lake) -> int:
     """The pid of the process that started the daemon of a lake."""
     pid = psutil.Process(lake.pid).ppid()
-    assert "lakefs_fuse.supervisor" in psutil.Process(pid).cmdline()
+    assert "lakefs_fuse.daemon.supervisor" in psutil.Process(pid).cmdline()
     return int(pid)
 
 
@@ -217,7 +217,7 @@ def test_a_supervisor_that_is_killed_leaves_the_daemon_serving(supervised: Lake)
     supervised.umount()
     assert not is_running(daemon)
     supervised.mount()
-    assert "lakefs_fuse.supervisor" in psutil.Process(psutil.Process(supervised.pid).ppid()).cmdline()
+    assert "lakefs_fuse.daemon.supervisor" in psutil.Process(psutil.Process(supervised.pid).ppid()).cmdline()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -227,7 +227,7 @@ def test_signals_to_the_supervisor_unmount(supervised: Lake, number: signal.Sign
     eventually(lambda: not is_running(supervisor), "the supervisor ends")
     assert not is_running(supervised.pid)
     assert not os.path.ismount(supervised.path)
-    assert supervised.log().rstrip().endswith("lakefs_fuse.daemon: closed")
+    assert supervised.log().rstrip().endswith("lakefs_fuse.daemon.mount_daemon: closed")
 
 
 def test_while_the_store_is_away_it_is_tried_again(supervised: Lake) -> None:
@@ -302,7 +302,7 @@ def test_a_daemon_that_fails_by_itself_is_started_again(make_lake: LakeMaker, tm
     (tmp_path / "site" / "sitecustomize.py").write_text(
         textwrap.dedent(f"""
             import os, sys
-            if "lakefs_fuse.daemon" in sys.orig_argv and sys.orig_argv[-2:] == ["--restarts", "0"]:
+            if "lakefs_fuse.daemon.mount_daemon" in sys.orig_argv and sys.orig_argv[-2:] == ["--restarts", "0"]:
                 import trio
                 from lakefs_fuse.kernel.invalidation import Invalidations
                 async def fail(self):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 SUPERVISOR = """
 import sys
-from lakefs_fuse import supervisor
+from lakefs_fuse.daemon import supervisor
 supervisor.DEATH_CHECK_S = 0.5
 sys.exit(supervisor.run(sys.argv[2:], [sys.executable, sys.argv[1]]))
 """

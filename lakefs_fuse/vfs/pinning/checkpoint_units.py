@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lakefs_fuse.config import Rule
-from lakefs_fuse.rules import translate
+from lakefs_fuse.path_rules import translate
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.metrics import CommitMetrics
-from lakefs_fuse.rules import PackPolicy
+from lakefs_fuse.path_rules import PackPolicy
 from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace.namespace import Namespace

@@ -38,7 +38,7 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import WriteBackMetrics
-from lakefs_fuse.rules import Rules
+from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.part_upload import start_uploads
 from lakefs_fuse.vfs.files.open_file import OpenFile

@@ -16,11 +16,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from lakefs_fuse import daemon as daemon_module
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.control import protocol, runtime
 from lakefs_fuse.control.mounts import Mount
-from lakefs_fuse.daemon import Daemon, Parts, Readiness, Succession, first_error
+from lakefs_fuse.daemon import mount_daemon as daemon_module
+from lakefs_fuse.daemon.mount_daemon import Daemon, Parts, Readiness, Succession, first_error
 from lakefs_fuse.errors import EXIT_CRASHED, CacheError, LakeError
 from tests.control.fakes import FakeFile, FakeFilesystem, mount_config
 
@@ -301,7 +301,7 @@ def run_program(
     """The real program with ``config`` on standard input: exit code, what it said when ready, standard error."""
     answers = Answers()
     result = subprocess.run(
-        [sys.executable, "-m", "lakefs_fuse.daemon", "--ready-fd", str(answers.write)],
+        [sys.executable, "-m", "lakefs_fuse.daemon.mount_daemon", "--ready-fd", str(answers.write)],
         input=config,
         pass_fds=[answers.write],
         capture_output=True,
@@ -342,7 +342,8 @@ def test_what_is_made_before_it_serves_is_not_searched_for_garbage(tmp_path: Pat
     program = """
 import gc, sys
 import msgspec
-from lakefs_fuse import daemon, lake
+from lakefs_fuse.daemon import mount_daemon as daemon
+from lakefs_fuse.daemon import lake_opener as lake
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.kernel import session
 open_lake = lake.open_lake

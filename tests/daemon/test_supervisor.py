@@ -16,17 +16,17 @@ import pytest
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control import runtime
 from lakefs_fuse.control.supervision import Answer, Claim, supervisor_of
+from lakefs_fuse.daemon.supervisor import DELAY_S_MAX, PROMPT_RESTARTS, SHORT_LIFE_S, Life, Pace
 from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, MountError
-from lakefs_fuse.supervisor import DELAY_S_MAX, PROMPT_RESTARTS, SHORT_LIFE_S, Life, Pace
 from tests.control.fakes import mount_config
 from tests.mount.lakes import eventually
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from lakefs_fuse import supervisor
+from lakefs_fuse.daemon import supervisor
 from lakefs_fuse.control import runtime
 from lakefs_fuse.control.mounts import Mount
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.config import MIB, MountConfig, Source, StoreConfig
 from lakefs_fuse.errors import ConfigError
-from lakefs_fuse.rules import FILE_BYTES_MAX, PackPolicy, Rules, parse_rules, read_rules, translate
+from lakefs_fuse.path_rules import FILE_BYTES_MAX, PackPolicy, Rules, parse_rules, read_rules, translate
 
 
 def rules_of(text: str) -> Rules:

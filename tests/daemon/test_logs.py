@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lakefs_fuse import logs
+from lakefs_fuse.daemon import logs
 from tests.control.fakes import mount_config
 
 SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"

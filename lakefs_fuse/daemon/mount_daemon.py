@@ -1,4 +1,4 @@
-"""The daemon of one mount: `python -m lakefs_fuse.daemon`, started by `lakefs-fuse mount`.
+"""The daemon of one mount: `python -m lakefs_fuse.daemon.mount_daemon`, started by `lakefs-fuse mount`.
 
 It reads a `MountConfig` as JSON from standard input, wires the layers together (the only place that knows them all),
 serves until the mount is gone, then drains what is dirty within a bound. It says once, over the descriptor that
@@ -33,14 +33,15 @@ from typing import BinaryIO, Generic, Protocol, TypeVar
 import msgspec
 import trio
 
-from lakefs_fuse import __version__, notify
+from lakefs_fuse import __version__
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.mounts import detach, is_dead, mount_at
 from lakefs_fuse.control.runtime import server_socket_path
 from lakefs_fuse.control.server import ControlServer, FilesystemView, not_durable, serve_control
+from lakefs_fuse.daemon import sd_notify as notify
+from lakefs_fuse.daemon.logs import open_logs
 from lakefs_fuse.environment.descriptor_limit import raise_file_limit
 from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, ConfigError, LakeError, MountError
-from lakefs_fuse.logs import open_logs
 
 DRAIN_S_MAX = 3600.0
 """How long unmounting may go on uploading in all …"""
@@ -61,7 +62,7 @@ TRIM_BYTES_MIN = 32 << 20
 """Free memory at the end of the heap that is kept for the next requests."""
 ARENAS_MAX = 2
 
-log = logging.getLogger("lakefs_fuse.daemon")
+log = logging.getLogger("lakefs_fuse.daemon.mount_daemon")
 
 
 Fs = TypeVar("Fs", bound=FilesystemView)
@@ -281,8 +282,8 @@ def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succe
     """The exit code. The layers are imported here so that a missing library is an answer, not a traceback."""
     gc.disable()  # see `keeping_what_is_there`
     try:
+        from lakefs_fuse.daemon.lake_opener import open_lake
         from lakefs_fuse.kernel.session import request_unmount, serve
-        from lakefs_fuse.lake import open_lake
     except (ImportError, OSError) as error:
         raise LakeError(f"a library is missing ({error}): install libfuse3 and lakefs-fuse again") from error
     # Modules are loaded: a relative entry of sys.path, or a directory someone wants to unmount, is not needed any more.
@@ -323,7 +324,7 @@ def bound_malloc() -> None:
 
 def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness, Succession], int] = serve_real_lake) -> int:
     """The exit code; every failure is told to whoever waits for readiness, and logged."""
-    parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon")
+    parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon.mount_daemon")
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--restarts", type=int, default=0)
     parser.add_argument("--replace", default="")

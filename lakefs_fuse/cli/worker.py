@@ -1,4 +1,4 @@
-"""Runs work that needs no mount (`lakefs_fuse.offline`) in a child, and shows it: the one place for all such commands.
+"""Runs commands that need no mount in a child process (`daemon.admin_worker`) and shows their progress.
 
 The request goes over an inherited descriptor, the answers come as JSON lines over a pipe; standard input is passed on
 only to a command that reads it. Credentials are only ever in the environment. The child is a session of its own, so
@@ -16,14 +16,14 @@ from collections.abc import Sequence
 import click
 import msgspec
 
-from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.cli.daemons import locate, open_daemon
 from lakefs_fuse.cli.progress import progress_bar
 from lakefs_fuse.cli.store_options import StoreOptions, any_given, build_store
 from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import ConfigError, LakeError
 
-OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.offline")
+OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
 """-P: the directory in which a user happens to be is not where modules come from."""
 END_S_MAX = 30.0
 """How long the child may take to end after its last line."""

@@ -14,16 +14,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lakefs_fuse import offline
-from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.daemon import admin_worker as offline
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.store import lake_root as places
 from lakefs_fuse.store.open import open_store
 from tests.servers import Server
 from tests.store.lakes import s3_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def request_for(store: StoreConfig, source: Path | str, **more: object) -> protocol.Request:
@@ -40,7 +40,7 @@ def start(request: protocol.Request) -> subprocess.Popen[bytes]:
     try:
         os.write(writing, protocol.encode(request))
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "lakefs_fuse.offline", "--request-fd", str(reading)],
+            [sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker", "--request-fd", str(reading)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

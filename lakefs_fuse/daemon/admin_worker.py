@@ -1,4 +1,4 @@
-"""Work on a lake that needs no mount: `python -m lakefs_fuse.offline`, started by the command line (`cli.offline`).
+"""The process behind commands that need no mount: `python -m lakefs_fuse.daemon.admin_worker`, run by `cli.worker`.
 
 It is a process of its own so that `lakefs-fuse --help` does not load what only this needs. It reads one
 `offline_protocol.Request` from the descriptor that ``--request-fd`` names, opens the store, runs one command of
@@ -33,8 +33,8 @@ import msgspec
 import trio
 
 from lakefs_fuse import __version__
-from lakefs_fuse import offline_protocol as protocol
 from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
@@ -316,7 +316,7 @@ def first_error(error: BaseException) -> BaseException:
 
 def run(argv: Sequence[str], descriptor: int) -> int:
     """The exit code, which is also in the last line on ``descriptor``."""
-    parser = argparse.ArgumentParser(prog="lakefs_fuse.offline")
+    parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon.admin_worker")
     parser.add_argument("--request-fd", type=int, required=True)
     with open(parser.parse_args(argv).request_fd, "rb") as source:
         request = msgspec.json.decode(source.read(protocol.REQUEST_BYTES_MAX), type=protocol.Request)

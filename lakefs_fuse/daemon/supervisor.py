@@ -1,4 +1,4 @@
-"""Keeps a mount alive: `python -m lakefs_fuse.supervisor`, started by `lakefs-fuse mount` in the daemon's place.
+"""Keeps a mount alive: `python -m lakefs_fuse.daemon.supervisor`, started by `lakefs-fuse mount` in the daemon's place.
 
 It takes the same configuration on standard input and the same ``--ready-fd`` as the daemon, which is its child. The
 first life's answer is passed on as it is; a first life that does not serve ends the supervisor, too. Afterwards a
@@ -30,13 +30,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from lakefs_fuse import notify
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.mounts import abort, detach, mount_at
 from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, Claim
+from lakefs_fuse.daemon import sd_notify as notify
+from lakefs_fuse.daemon.logs import open_supervisor_log
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
-from lakefs_fuse.logs import open_supervisor_log
 
 SHORT_LIFE_S = 60.0
 """A daemon that ends sooner is one of a row; a longer life ends the row."""
@@ -52,10 +52,10 @@ DEATH_CHECK_S = 5.0
 """How often to look whether the daemon is dying. One that is not gone by the next look is held by the kernel."""
 CONFIG_BYTES_MAX = 1 << 20
 
-DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon")
+DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.mount_daemon")
 """-P: the directory in which a user happens to be is not where modules come from."""
 
-log = logging.getLogger("lakefs_fuse.supervisor")
+log = logging.getLogger("lakefs_fuse.daemon.supervisor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +351,7 @@ def _signal_name(number: int) -> str:
 
 def run(argv: Sequence[str], command: Sequence[str] = DAEMON) -> int:
     """The exit code; a failure before the first daemon runs is told to whoever waits for readiness, and printed."""
-    parser = argparse.ArgumentParser(prog="lakefs_fuse.supervisor")
+    parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon.supervisor")
     parser.add_argument("--ready-fd", type=int)
     ready_fd: int | None = parser.parse_args(argv).ready_fd
     if ready_fd is not None:

@@ -1,4 +1,4 @@
-"""What the command line and `lakefs_fuse.offline` say to each other: one `Request` in, JSON lines out.
+"""What the command line and `lakefs_fuse.daemon.admin_worker` say to each other: one `Request` in, JSON lines out.
 
 The lines are any number of `Progress` and `Note` and then exactly one `Finished` or `Failed`. Both ends are always of
 one installation, so there is no version. Nothing in here is a secret: credentials are in the environment only.

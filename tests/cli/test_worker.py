@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse import offline_protocol as protocol
-from lakefs_fuse.cli.offline import OfflineFailed, Place, find_place, run_offline
 from lakefs_fuse.cli.store_options import StoreOptions
+from lakefs_fuse.cli.worker import OfflineFailed, Place, find_place, run_offline
 from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import ConfigError, LakeError
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def say(**answer): print(json.dumps(answer), flush=True)
 
 
 def program(tmp_path: Path, body: str) -> list[str]:
-    script = tmp_path / "offline.py"
+    script = tmp_path / "worker.py"
     script.write_text(PREAMBLE + textwrap.dedent(body))
     return [sys.executable, str(script)]
 
@@ -105,7 +105,7 @@ def test_ctrl_c_is_passed_on_once_and_the_childs_end_is_waited_for(tmp_path: Pat
         """,
     )
     caller = (
-        "import signal, sys; from tests.cli.test_offline import *\n"
+        "import signal, sys; from tests.cli.test_worker import *\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in the background it may be ignored
         "try: run_offline('ingest', PLACE, protocol.IngestArgs(source=''), program=sys.argv[1:])\n"
         "except OfflineFailed as error: sys.exit(error.exit_code)\n"

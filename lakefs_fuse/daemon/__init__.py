@@ -1,0 +1,1 @@
+"""The processes behind the command line: mount daemon, supervisor, worker for commands that need no mount."""
