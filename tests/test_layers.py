@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "staging": FOUNDATION | {"environment", "store", "blockcache"},
     "upload": FOUNDATION | {"environment", "sync", "store", "blockcache", "staging"},
     "commits": FOUNDATION | {"environment", "sync", "store", "meta"},
-    "ingest": FOUNDATION | {"store", "commits"},
+    "ingest": FOUNDATION | {"environment", "store", "commits"},
     "vfs": FOUNDATION
     | {
         "environment",
@@ -48,7 +48,19 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "cli": FOUNDATION | {"path_rules", "checkpoints", "control"},
     "__main__": frozenset({"cli"}),
     "admin": FOUNDATION
-    | {"sync", "checkpoints", "store", "meta", "blockcache", "staging", "upload", "commits", "vfs", "control"},
+    | {
+        "environment",
+        "sync",
+        "checkpoints",
+        "store",
+        "meta",
+        "blockcache",
+        "staging",
+        "upload",
+        "commits",
+        "vfs",
+        "control",
+    },
     "daemon": FOUNDATION | {"environment", "store", "ingest", "vfs", "kernel", "control", "admin"},
 }
 """By first component of the module. `kernel` takes entries of `meta` as `vfs` hands them out; `control` is given a view

@@ -77,7 +77,7 @@ class Place:
 
 async def run_checkpoint(work: Work, args: protocol.CheckpointArgs) -> protocol.Finished:
     """`ls` and `latest`. Raises LakeError."""
-    async with open_headless(work.client, work.store, rng=work.rng, clock_ns=work.clock_ns) as lake:
+    async with open_headless(work.client, work.store, node=work.node) as lake:
         listing = (await look(lake, work, args.url, args.marker, args.match)).listing
     if args.action == "ls":
         lines = [
@@ -119,7 +119,7 @@ async def look(lake: Headless, work: Work, url: str, marker: str | None, match: 
             item.seen.markers.add(inside)
     for name in linked & found.keys():
         found[name].seen.linked = True
-    listing = make_listing(url, [item.seen for item in found.values()], marker=marker, now_ns=work.clock_ns())
+    listing = make_listing(url, [item.seen for item in found.values()], marker=marker, now_ns=work.node.clock.wall_ns())
     return Place(listing, found, sums)
 
 
@@ -143,7 +143,7 @@ class Job:
 async def run_verify(work: Work, args: protocol.VerifyArgs) -> protocol.Finished:
     """Raises LakeError where the store does not answer."""
     began = trio.current_time()
-    async with open_headless(work.client, work.store, rng=work.rng, clock_ns=work.clock_ns) as lake:
+    async with open_headless(work.client, work.store, node=work.node) as lake:
         place = await look(lake, work, args.url, args.marker, args.match)
         report = Report(args.url)
         jobs = await _jobs(lake, place, args, report)

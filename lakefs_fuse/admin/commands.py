@@ -5,7 +5,6 @@ Called by `offline` only, in a process of its own.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import NotFound
 from lakefs_fuse.store.client import StoreClient
 
@@ -31,8 +31,7 @@ class Work:
     path: str
     progress: Callable[[protocol.Progress], None]
     note: Callable[[str], None]
-    rng: random.Random
-    clock_ns: Callable[[], int]
+    node: Node
 
     def report(self, what: str, files: int, size: int) -> None:
         self.progress(protocol.Progress(what=what, files_done=files, bytes_done=size))
@@ -40,7 +39,7 @@ class Work:
 
 async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
     began = trio.current_time()
-    async with open_headless(work.client, work.store, rng=work.rng, clock_ns=work.clock_ns) as lake:
+    async with open_headless(work.client, work.store, node=work.node) as lake:
         if args.back:
             back = await repack.unpack(lake, work.path, dry_run=args.dry_run, report=work.report, note=work.note)
             return _finished(back.summary(), back.describe(dry_run=args.dry_run), began, args.dry_run)
@@ -59,10 +58,10 @@ async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
 
 async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
     began = trio.current_time()
-    async with open_headless(work.client, work.store, rng=work.rng, clock_ns=work.clock_ns) as lake:
+    async with open_headless(work.client, work.store, node=work.node) as lake:
 
         async def fold_all(horizon: int) -> None:
-            await fold(lake.fs, work.client, horizon=horizon, report=work.report, clock_ns=work.clock_ns)
+            await fold(lake.fs, work.client, horizon=horizon, report=work.report, node=work.node)
 
         options = gc.Options(
             live_below=args.live_below,
@@ -88,10 +87,10 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
     if args.list:
         return await _list_snapshots(work)
     opening = open_headless(
-        work.client, work.store, rng=work.rng, clock_ns=work.clock_ns, cache_dir=args.cache_dir
+        work.client, work.store, node=work.node, cache_dir=args.cache_dir
     )  # fmt: skip
     async with opening as lake:
-        done = await fold(lake.fs, work.client, name=args.name, report=work.report, clock_ns=work.clock_ns)
+        done = await fold(lake.fs, work.client, name=args.name, report=work.report, node=work.node)
     requests = sum(work.client.metrics.requests.values())
     return protocol.Finished(
         summary={
@@ -127,7 +126,7 @@ async def _list_snapshots(work: Work) -> protocol.Finished:
 async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
     began = trio.current_time()
     opening = open_headless(
-        work.client, work.store, rng=work.rng, clock_ns=work.clock_ns, cache_dir=args.cache_dir
+        work.client, work.store, node=work.node, cache_dir=args.cache_dir
     )  # fmt: skip
     async with opening as lake:
         checker = fsck.Checker(lake, quick=args.quick, report=work.report)

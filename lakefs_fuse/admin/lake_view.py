@@ -7,10 +7,8 @@ writes nothing by itself. Tasks of one trio loop. A crash leaves a directory of 
 
 from __future__ import annotations
 
-import random
 import tempfile
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +17,7 @@ from lakefs_fuse.commits.archive import commit_key, parse_commit_key
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import LakeError, Unsupported
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.sorted_tables import missing_before
@@ -142,8 +141,7 @@ async def open_headless(
     client: StoreClient,
     store: StoreConfig,
     *,
-    rng: random.Random,
-    clock_ns: Callable[[], int] = time.time_ns,
+    node: Node,
     cache_dir: str | None = None,
 ) -> AsyncIterator[Headless]:
     """``cache_dir`` is that of a node, which keeps what it knows. Raises LakeError: CacheError where it is in use.
@@ -160,14 +158,14 @@ async def open_headless(
             read_only=True,
             refresh_s=NEVER_S,
         )
-        async with open_filesystem(config, client, metrics, clock_ns=clock_ns, rng=rng) as fs:
+        async with open_filesystem(config, client, metrics, node=node) as fs:
             fs.namespace.tree.forget_listings()  # those of an index, or of a node, count for as long as NEVER_S says
-            clock = HybridClock(clock_ns, rng=rng)
+            clock = HybridClock(node.clock.wall_ns, rng=node.random.stream("commit-times"))
             try:
                 clock.correct(await client.time_ns())
             except Unsupported:
                 pass  # Then this machine's clock is what there is.
-            yield Headless(client, fs, metrics, clock, f"{rng.getrandbits(32):08x}")
+            yield Headless(client, fs, metrics, clock, f"{node.random.stream('writer').getrandbits(32):08x}")
 
 
 @contextmanager

@@ -15,8 +15,6 @@ Tasks of one trio loop. A crash leaves files without a manifest in the store, wh
 from __future__ import annotations
 
 import logging
-import random
-import time as clocks
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import Manifest, find, manifests, remove_old, write_index
 from lakefs_fuse.commits.window import WINDOW_NS
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
@@ -46,7 +45,7 @@ async def fold(
     horizon: int = 0,
     name: str = "",
     report: Report,
-    clock_ns: Callable[[], int] = clocks.time_ns,
+    node: Node,
     file_bytes_max: int = tables.FILE_BYTES_MAX,
 ) -> Manifest:
     """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that. ``fs`` is headless and
@@ -62,7 +61,7 @@ async def fold(
     await _check_nothing_lacks(database, client)
     before = await manifests(client)
     horizon = max([horizon, *(manifest.horizon for manifest in before)])
-    clock = await _clock(client, clock_ns)
+    clock = await _clock(client, node)
     newest = tables.marks_of(database).newest
     if horizon > newest + 1:
         raise LakeError("commits were collected that this view lacks: run it again")
@@ -94,8 +93,8 @@ async def fold(
     return manifest
 
 
-async def _clock(client: StoreClient, clock_ns: Callable[[], int]) -> HybridClock:
-    clock = HybridClock(clock_ns, rng=random.SystemRandom())
+async def _clock(client: StoreClient, node: Node) -> HybridClock:
+    clock = HybridClock(node.clock.wall_ns, rng=node.random.stream("commit-times"))
     try:
         clock.correct(await client.time_ns())
     except Unsupported:

@@ -77,7 +77,7 @@ async def _now_ns(work: Work) -> int:
     try:
         return await work.client.time_ns()
     except Unsupported:
-        return work.clock_ns()
+        return work.node.clock.wall_ns()
 
 
 async def _writers(client: StoreClient, since_ns: int) -> dict[str, tuple[int, ObjectMeta]]:

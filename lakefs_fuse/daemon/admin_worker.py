@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import signal
 import sys
 import time
@@ -35,6 +34,7 @@ import trio
 from lakefs_fuse import __version__
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
@@ -62,11 +62,10 @@ class Context:
     """What the command is about, in the lake; empty is all of it."""
     report: Callable[[protocol.Progress], None]
     note: Callable[[str], None]
-    rng: random.Random
+    node: Node
     change_record: Callable[[Callable[[LakeRecord | None], LakeRecord]], LakeRecord]
     """Blocking; see `lake_record.change_record`."""
     uploads_max: int = 4
-    clock_ns: Callable[[], int] = time.time_ns
 
 
 class Runnable(Protocol):
@@ -122,8 +121,7 @@ async def _ingest(context: Context, args: protocol.IngestArgs) -> protocol.Finis
         uploads_max=context.uploads_max,
         report=report,
         note=context.note,
-        rng=context.rng,
-        clock_ns=context.clock_ns,
+        node=context.node,
     )
     began = trio.current_time()
     done = await ingest.run(count=args.count)
@@ -143,8 +141,7 @@ def _work(context: Context) -> Work:
         path=context.path,
         progress=context.report,
         note=context.note,
-        rng=context.rng,
-        clock_ns=context.clock_ns,
+        node=context.node,
     )
 
 
@@ -235,7 +232,7 @@ class Answers:
             line = line[os.write(self._descriptor, line) :]
 
 
-async def run_command(request: protocol.Request, answers: Answers, rng: random.Random) -> protocol.Finished:
+async def run_command(request: protocol.Request, answers: Answers, node: Node) -> protocol.Finished:
     """Open the store, run, close. Raises LakeError, or a group of them."""
     command = COMMANDS[request.command]
     config, path = request.store, request.path
@@ -245,14 +242,14 @@ async def run_command(request: protocol.Request, answers: Answers, rng: random.R
             answers.say(protocol.Note(f"{path} is in the lake {config.source}"))
     store = await trio.to_thread.run_sync(open_store, config)
     try:
-        client = await _connect(store, request, config, rng, command)
+        client = await _connect(store, request, config, node, command)
         context = Context(
             client=client,
             store=config,
             path=path,
             report=answers.report,
             note=lambda text: answers.say(protocol.Note(text)),
-            rng=rng,
+            node=node,
             change_record=partial(change_record, store),
             uploads_max=request.uploads_max,
         )
@@ -262,9 +259,9 @@ async def run_command(request: protocol.Request, answers: Answers, rng: random.R
 
 
 async def _connect(
-    store: ObjectStore, request: protocol.Request, config: StoreConfig, rng: random.Random, command: Runnable
+    store: ObjectStore, request: protocol.Request, config: StoreConfig, node: Node, command: Runnable
 ) -> StoreClient:
-    open_it = partial(open_record, store, config, rng, may_write=command.probes)
+    open_it = partial(open_record, store, config, node.random.stream("probe"), may_write=command.probes)
     opened = await trio.to_thread.run_sync(open_it)
     if opened.unknown and command.changes(request.args):
         named = ", ".join(opened.unknown)
@@ -276,12 +273,12 @@ async def _connect(
         retry_timeout_s=config.retry_timeout_s,
         requests_max=config.requests_max,
         uploads_max=request.uploads_max,
-        rng=rng,
+        rng=node.random.stream("backoff"),
         commit_format=opened.commit_format,
     )
 
 
-async def serve(request: protocol.Request, answers: Answers, rng: random.Random) -> protocol.Finished | protocol.Failed:
+async def serve(request: protocol.Request, answers: Answers, node: Node) -> protocol.Finished | protocol.Failed:
     """The last line; a signal cancels what runs."""
     finished: protocol.Finished | None = None
 
@@ -299,7 +296,7 @@ async def serve(request: protocol.Request, answers: Answers, rng: random.Random)
         working = trio.CancelScope()
         await nursery.start(watch_signals)
         with working:
-            finished = await run_command(request, answers, rng)
+            finished = await run_command(request, answers, node)
         nursery.cancel_scope.cancel()
     if finished is None:
         return protocol.Failed(message="interrupted", exit_code=protocol.EXIT_INTERRUPTED)
@@ -323,7 +320,7 @@ def run(argv: Sequence[str], descriptor: int) -> int:
     answers = Answers(descriptor)
     last: protocol.Finished | protocol.Failed
     try:
-        last = trio.run(serve, request, answers, random.Random())
+        last = trio.run(serve, request, answers, Node.of_this_machine())
     except BaseException as raised:
         error = first_error(raised)
         if isinstance(error, BrokenPipeError):

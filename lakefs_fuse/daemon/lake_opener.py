@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -18,6 +17,7 @@ from msgspec import structs
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment import descriptor_limit as file_limit
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import KEY, Opened, open_record
@@ -35,14 +35,14 @@ async def open_lake(
     config: MountConfig,
 ) -> AsyncIterator[tuple[Filesystem | ImmutableFilesystem, dict[str, object]]]:
     """The filesystem, and what the probe found about its store. Raises StoreError, CacheError, MountError."""
-    rng = random.Random()
+    node = Node.of_this_machine()
     path = ""
     if config.immutable:  # what is packed there is known to the lake that the place is in
         found, path = await trio.to_thread.run_sync(find_lake, config.store, abandon_on_cancel=True)
         config = structs.replace(config, store=found)
     store = await trio.to_thread.run_sync(open_store, config.store, abandon_on_cancel=True)
     try:
-        open_it = partial(open_record, store, config.store, rng, may_write=not config.read_only)
+        open_it = partial(open_record, store, config.store, node.random.stream("probe"), may_write=not config.read_only)
         opened = await trio.to_thread.run_sync(open_it, abandon_on_cancel=True)
         capabilities = opened.capabilities
         _log_opened(config, opened)
@@ -61,14 +61,14 @@ async def open_lake(
             retry_timeout_s=config.store.retry_timeout_s,
             requests_max=file_limit.requests_max(config.store.requests_max),
             uploads_max=file_limit.requests_max(config.uploads_max),
-            rng=rng,
+            rng=node.random.stream("backoff"),
             commit_format=opened.commit_format,
         )
         if config.immutable:
-            async with open_immutable(config, client, metrics, path=path) as immutable:
+            async with open_immutable(config, client, metrics, path=path, node=node) as immutable:
                 yield immutable, dataclasses.asdict(capabilities)
         else:
-            async with open_filesystem(config, client, metrics) as fs:
+            async with open_filesystem(config, client, metrics, node=node) as fs:
                 yield fs, dataclasses.asdict(capabilities)
     finally:
         store.close()

@@ -3,6 +3,7 @@
 Set ``LAKEFS_FAILPOINT=name`` or ``name:n`` in the daemon's environment and it kills itself with SIGKILL when it comes
 to that point (for the ``n``-th time). `NAMES` has every point with what a crash there leaves behind; the tables of
 docs/architecture.md say what the next mount makes of it. Without the variable a point costs one comparison.
+A simulation puts a `HOOK` of its own in place, for each node.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from collections.abc import Callable
+from contextvars import ContextVar
 
 VARIABLE = "LAKEFS_FAILPOINT"
 NAMES = {
@@ -31,7 +34,15 @@ _times = itertools.count(1)
 _last = int(_count) if _count.isdecimal() else 1
 
 
-def reached(name: str) -> None:
-    """Die here if that was asked for."""
+def _kill_if_asked(name: str) -> None:
     if name == _name and next(_times) >= _last:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+HOOK: ContextVar[Callable[[str], None]] = ContextVar("HOOK", default=_kill_if_asked)
+"""What a point calls with its name. Tasks and worker threads inherit it, so each node of a simulation has its own."""
+
+
+def reached(name: str) -> None:
+    """Pass the point ``name``; the hook may end the process, or raise."""
+    HOOK.get()(name)

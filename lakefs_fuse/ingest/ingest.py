@@ -16,11 +16,9 @@ For tasks of one trio loop; what blocks is in `ingest_pack` and runs in threads.
 
 from __future__ import annotations
 
-import random
 import re
 import stat
 from collections.abc import Callable, Mapping
-from random import Random
 from typing import TypeVar
 
 import trio
@@ -29,6 +27,7 @@ from lakefs_fuse.commits.archive import build, commit_key, parse_commit_key
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.record import COMMITS, THIS, UNSET, ObjectRef, Operation, Put, Record, encode
 from lakefs_fuse.config import GIB, MIB
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Unsupported
 from lakefs_fuse.ingest.pack_filler import CopyOf, Full, LargeFile, NeedsStored, Pack, Packer, Totals
 from lakefs_fuse.ingest.source import Attributes, Changed, Refused, Source, SourceError
@@ -66,15 +65,14 @@ class Ingest:
         uploads_max: int = 3,
         report: Report,
         note: Callable[[str], None],
-        rng: Random,
-        clock_ns: Callable[[], int],
+        node: Node,
     ) -> None:
         """``path`` is where in the lake the source's root goes; ``prefix_bytes`` what keys have in front of paths."""
         self._client = client
         self._source = source
         self._report, self._note = report, note
-        self._clock = HybridClock(clock_ns, rng=random.SystemRandom())
-        self._writer = f"{rng.getrandbits(32):08x}"
+        self._clock = HybridClock(node.clock.wall_ns, rng=node.random.stream("commit-times"))
+        self._writer = f"{node.random.stream('writer').getrandbits(32):08x}"
         self._packer = Packer(source, path=path, prefix_bytes=prefix_bytes)
         self._slots = trio.Semaphore(uploads_max)
         self._in_flight = 0

@@ -9,11 +9,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import random
-import secrets
 import stat
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,10 +18,13 @@ from pathlib import Path
 import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX, boottime_ns
+from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX
 from lakefs_fuse.commits.index.index import bring_in
 from lakefs_fuse.config import MIB, MountConfig
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.local_disk import free_bytes
+from lakefs_fuse.environment.node import Node
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, marks_of
@@ -37,8 +37,7 @@ from lakefs_fuse.vfs.wiring import Assembly, Ground
 from lakefs_fuse.vfs.writeback.orphans import Recovery
 
 ROOM_BYTES_MIN = 64 * MIB
-SEED_BITS = 256
-"""Of the numbers that name drafts and writers: as good as asking the kernel for each, and a system call less."""
+NS = 1_000_000_000
 """A mount needs so much of the disk beyond what it leaves free."""
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ def check_room(directory: Path, config: MountConfig) -> None:
 
 
 @asynccontextmanager
-async def opened_cache(config: MountConfig, metrics: Metrics) -> AsyncIterator[BlockCache]:
+async def opened_cache(config: MountConfig, metrics: Metrics, node: Node) -> AsyncIterator[BlockCache]:
     """The cache directory is this daemon's; its blocks. Raises CacheError (locked, unusable), MountError (not enough
     disk)."""
     directory = Path(config.cache_dir).absolute()
@@ -114,18 +113,21 @@ async def opened_cache(config: MountConfig, metrics: Metrics) -> AsyncIterator[B
             bytes_max=config.cache_bytes_max,
             free_bytes_min=config.free_bytes_min,
             metrics=metrics.cache,
+            clock=lambda: node.clock.wall_ns() / NS,
+            rng=node.random.stream("eviction"),
+            free=node.disk.free_bytes,
         )
         try:
             yield cache
         finally:
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(cache.close)
+                await node.threads.run(cache.close)
 
 
-def begin_counting(cache: BlockCache, nursery: trio.Nursery) -> None:
+def begin_counting(cache: BlockCache, nursery: trio.Nursery, threads: Threads) -> None:
     """What the cache has is counted in the background, unless the daemon before left the numbers."""
     if not cache.counted:
-        nursery.start_soon(partial(trio.to_thread.run_sync, cache.scan, abandon_on_cancel=True))
+        nursery.start_soon(partial(threads.run, cache.scan, abandon=True))
 
 
 def identity(config: MountConfig) -> str:
@@ -140,11 +142,10 @@ async def open_filesystem(
     client: StoreClient,
     metrics: Metrics,
     *,
-    clock_ns: Callable[[], int] = time.time_ns,
-    rng: random.Random | None = None,
+    node: Node,
 ) -> AsyncIterator[Filesystem]:
     """The filesystem of `assembled`."""
-    async with assembled(config, client, metrics, clock_ns=clock_ns, rng=rng) as parts:
+    async with assembled(config, client, metrics, node=node) as parts:
         yield parts.filesystem
 
 
@@ -154,38 +155,29 @@ async def assembled(
     client: StoreClient,
     metrics: Metrics,
     *,
-    clock_ns: Callable[[], int] = time.time_ns,
-    steady_ns: Callable[[], int] | None = None,
-    rng: random.Random | None = None,
+    node: Node,
     spans: tuple[tuple[int, int], ...] = SPANS,
 ) -> AsyncIterator[Assembly]:
     """A filesystem ready to serve, with its parts, orphans dealt with as ``config.orphans`` says.
 
-    ``steady_ns`` is a clock that nobody sets; None: the time since boot beside the system's clock, else ``clock_ns``.
-
     Raises CacheError (locked, another lake's, unusable) and MountError (not enough disk). On leaving, what is not
     durable stays in staging with its record.
     """
-    if steady_ns is None and clock_ns is time.time_ns:
-        steady_ns = boottime_ns
     directory = Path(config.cache_dir).absolute()
-    async with opened_cache(config, metrics) as cache:
+    async with opened_cache(config, metrics, node) as cache:
         database = Database(directory / "meta", identity(config))
         files: FileTable | None = None
         try:
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
-                await _drop_names_from_the_future(database, client, clock_ns)
+                await _drop_names_from_the_future(database, client, node.clock)
                 await bring_in(database, client, directory / "index")
-                ids = rng or random.Random(secrets.randbits(SEED_BITS))
-                parts = Assembly(
-                    Ground(config, client, metrics, database, cache, nursery, clock_ns, ids, spans, steady_ns)
-                )
+                parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans))
                 files = parts.files
                 await parts.begin()
                 await _deal_with_orphans(config, parts.filesystem, parts.recovery)
                 parts.start()
-                begin_counting(cache, nursery)
+                begin_counting(cache, nursery, node.threads)
                 try:
                     yield parts
                 finally:
@@ -197,10 +189,10 @@ async def assembled(
             database.close()
 
 
-async def _drop_names_from_the_future(database: Database, client: StoreClient, clock_ns: Callable[[], int]) -> None:
+async def _drop_names_from_the_future(database: Database, client: StoreClient, clock: Clock) -> None:
     """Names that are dated too far ahead would hide what others commit: all are read anew. Raises LakeError."""
     newest = marks_of(database).newest
-    is_ahead = newest > clock_ns() + AHEAD_NS_MAX
+    is_ahead = newest > clock.wall_ns() + AHEAD_NS_MAX
     if is_ahead:
         try:
             is_ahead = newest > await client.time_ns() + AHEAD_NS_MAX

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.commits.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment import descriptor_limit as file_limit
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.path_rules import Rules
@@ -67,11 +67,12 @@ class Ground:
     database: Database
     cache: BlockCache
     nursery: trio.Nursery
-    clock_ns: Callable[[], int]
-    ids: random.Random
+    node: Node
     spans: tuple[tuple[int, int], ...]
-    steady_ns: Callable[[], int] | None = None
-    """A clock that nobody sets; None: ``clock_ns`` is one."""
+
+    @property
+    def clock_ns(self) -> Callable[[], int]:
+        return self.node.clock.wall_ns
 
     def reader(self, learned: Callable[[ObjectMeta], None]) -> BlockReader:
         verified = verification(self.client, self.metrics, read_only=self.config.read_only)
@@ -104,6 +105,10 @@ class Ground:
             zeros=ZeroObjects(self.client, layout.single_bytes_max),
         )
 
+    def draft_ids(self) -> Callable[[], str]:
+        stream = self.node.random.stream("draft-ids")
+        return lambda: f"{stream.getrandbits(128):032x}"
+
     @property
     def shown(self) -> tuple[int, int, int]:
         """Mode, uid and gid of files that name none."""
@@ -117,10 +122,12 @@ class Commits:
 
     def __init__(self, ground: Ground, namespace: Namespace, watcher: FilesWatcher) -> None:
         metrics, database, client = ground.metrics.commits, ground.database, ground.client
-        self.clock = HybridClock(ground.clock_ns, steady_ns=ground.steady_ns, rng=ground.ids)
+        self.clock = HybridClock(
+            ground.clock_ns, steady_ns=ground.node.clock.boot_ns, rng=ground.node.random.stream("commit-times")
+        )
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
         self.deletions = Deletions(database, client, namespace.tree, metrics, clock_ns=ground.clock_ns)
-        writer = f"{ground.ids.getrandbits(32):08x}"
+        writer = f"{ground.node.random.stream('writer').getrandbits(32):08x}"
         self.committer = Committer(database, client, self.applier, self.deletions, self.clock, metrics, writer=writer)
         self.poller = Poller(
             client, self.applier, self.clock, metrics,
@@ -170,7 +177,7 @@ class Assembly:
         storing = Storing(namespace, committer, deletions, copies, shown=ground.shown)
         self.files = files = FileTable(
             database, namespace, ground.cache, reader, lambda save: ground.services(reader, save), storing,
-            new_id=lambda: f"{ground.ids.getrandbits(128):032x}", look_again=commits.poller.poll,
+            new_id=ground.draft_ids(), look_again=commits.poller.poll,
         )  # fmt: skip
         self.relocator = relocator = Relocator(
             database, namespace, files, committer, deletions, ground.client, metrics.commits, copies,

@@ -16,6 +16,7 @@ from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
+from tests.fakes import node_of
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Clock
@@ -31,7 +32,7 @@ async def headless(
     """The store as an engine sees it."""
     store.clock = clock
     client = StoreClient(store, store.capabilities, Metrics().store, retry_timeout_s=0, rng=random.Random(seed))
-    async with open_headless(client, STORE, rng=random.Random(seed), clock_ns=clock, cache_dir=cache_dir) as lake:
+    async with open_headless(client, STORE, node=node_of(clock, str(seed)), cache_dir=cache_dir) as lake:
         yield lake
 
 

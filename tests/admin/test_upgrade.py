@@ -18,6 +18,7 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import FORMAT_2, KEY, LakeRecord, change_record
 from tests.admin.lakes import STORE, give_pack
+from tests.fakes import node_of
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import Clock
 
@@ -33,8 +34,7 @@ async def upgrade(store: MemoryStore, clock: Clock) -> protocol.Finished:
         path="",
         progress=lambda progress: None,
         note=lambda text: None,
-        rng=random.Random(2),
-        clock_ns=clock,
+        node=node_of(clock),
     )
     return await run_upgrade(work, protocol.UpgradeArgs(), partial(change_record, store))
 

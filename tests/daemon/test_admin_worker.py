@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.daemon import admin_worker as offline
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.store import lake_root as places
 from lakefs_fuse.store.open import open_store
@@ -121,7 +121,7 @@ async def test_a_command_runs_in_the_lake_that_was_found(tmp_path: Path) -> None
     (tmp_path / "src" / "a").write_text("a")
     reading, writing = os.pipe()
     request = request_for(file_config(tmp_path / "lake" / "in"), tmp_path / "src", find_root=True)
-    finished = await offline.run_command(request, offline.Answers(writing), random.Random(1))
+    finished = await offline.run_command(request, offline.Answers(writing), Node.of_this_machine())
     os.close(writing)
     said = answers_of(os.read(reading, 1 << 16))
     os.close(reading)

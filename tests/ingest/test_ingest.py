@@ -21,6 +21,7 @@ import trio
 
 from lakefs_fuse.commits.record import OWN, THIS, Mkdir, Put, Record, Symlink, decode
 from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import LakeError, StoreFull
 from lakefs_fuse.ingest import ingest as ingest_module
 from lakefs_fuse.ingest import pack_filler as ingest_pack
@@ -33,6 +34,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Body, FileSlice, ObjectMeta, ObjectStore
+from tests.fakes import FakeClock, node_of
 from tests.servers import Server
 from tests.store.lakes import config_of
 
@@ -49,7 +51,7 @@ class Lake:
     notes: list[str] = field(default_factory=list)
     reports: list[tuple[int, int | None]] = field(default_factory=list)
     metrics: Metrics = field(default_factory=Metrics)
-    clock_ns: Callable[[], int] = field(default=lambda: 1_700_000_000_000_000_000)
+    node: Node = field(default_factory=lambda: node_of(FakeClock()))
 
     async def ingest(self, source: Path | str, path: str = "", *, count: bool = False, uploads_max: int = 2) -> Totals:
         capabilities = probe(self.store, random.Random(1), read_only=True)
@@ -63,8 +65,7 @@ class Lake:
             uploads_max=uploads_max,
             report=lambda done, total: self.reports.append((done.files, None if total is None else total.files)),
             note=self.notes.append,
-            rng=random.Random(),
-            clock_ns=self.clock_ns,
+            node=self.node,
         )
         return await run.run(count=count)
 
@@ -402,11 +403,11 @@ async def test_what_is_no_tar_or_cannot_be_read(local: Lake, tmp_path: Path) -> 
 
 
 async def test_our_commits_are_later_than_all_that_are_there(local: Lake, src: Path) -> None:
-    local.clock_ns = lambda: 1_700_000_500_000_000_000
+    local.node = node_of(FakeClock(1_700_000_500_000_000_000))
     await local.ingest(src)
     # The second run's machine is a little behind; by more, and the store's clock would put it right.
     first = local.commits()[-1][1].time
-    local.clock_ns = lambda: first - 1_500_000_000
+    local.node = node_of(FakeClock(first - 1_500_000_000))
     await local.ingest(src)
     assert [record.time > first for _, record in local.commits()] == [False, True]
 
@@ -468,7 +469,7 @@ def run_of(lake: Lake, store: object, source: Source, **more: Any) -> Ingest:
     )  # fmt: skip
     return Ingest(
         client, source, path="x", prefix_bytes=0, report=lambda done, total: None, note=lake.notes.append,
-        rng=random.Random(), clock_ns=time.time_ns, **more,
+        node=Node.of_this_machine(), **more,
     )  # fmt: skip
 
 

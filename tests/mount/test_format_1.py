@@ -16,6 +16,7 @@ from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import FORMAT_2, change_record, open_record
@@ -91,8 +92,7 @@ def upgrade_later(server: Server, lake: Lake) -> protocol.Finished:
             path="",
             progress=lambda progress: None,
             note=lambda text: None,
-            rng=rng,
-            clock_ns=time.time_ns,
+            node=Node.of_this_machine(),
         )
         return trio.run(run_upgrade, work, protocol.UpgradeArgs(), partial(change_record, store))
     finally:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+import secrets
 import stat
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from lakefs_fuse.vfs.filesystem import AttributeChange, Filesystem
 from lakefs_fuse.vfs.open import assembled
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lakefs_fuse.vfs.wiring import Assembly
+from tests.fakes import node_of
 from tests.memory_store import START_NS, MemoryStore
 
 KIB = 1024
@@ -42,6 +45,15 @@ class Clock:
     now_ns: int = START_NS
 
     def __call__(self) -> int:
+        return self.now_ns
+
+    def wall_ns(self) -> int:
+        return self.now_ns
+
+    def mono_s(self) -> float:
+        return time.monotonic()
+
+    def boot_ns(self) -> int:
         return self.now_ns
 
     def advance(self, seconds: float) -> None:
@@ -237,8 +249,8 @@ async def lake(
         metadata_ttl_s=TTL_S,
         **{"refresh_s": NEVER_S, "relocate_after_s": 0.0} | config,  # type: ignore[arg-type]
     )
-    rng = None if seed is None else random.Random(repr(seed))
-    async with assembled(settings, client, metrics, clock_ns=clock, rng=rng, spans=SPANS) as parts:
+    node = node_of(clock, repr(secrets.randbits(64) if seed is None else seed))
+    async with assembled(settings, client, metrics, node=node, spans=SPANS) as parts:
         mounted = Lake(parts, metrics)
         parts.filesystem.on_change = lambda parent, name: mounted.changes.append((parent, name))
         yield mounted

@@ -10,6 +10,7 @@ import pytest
 import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.vfs.immutable import states
@@ -39,7 +40,7 @@ async def test_the_log_says_how_far_the_listing_is(
     async with trio.open_nursery() as nursery:
 
         async def mount() -> None:
-            async with open_immutable(config, client, metrics) as fs:
+            async with open_immutable(config, client, metrics, node=Node.of_this_machine()) as fs:
                 assert sum(1 for _ in fs.readdir(fs.top, 0)) == 2
 
         nursery.start_soon(mount)

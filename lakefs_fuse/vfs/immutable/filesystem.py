@@ -15,8 +15,6 @@ import dataclasses
 import errno
 import logging
 import os
-import random
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -29,6 +27,7 @@ from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
@@ -364,8 +363,7 @@ async def open_immutable(
     metrics: Metrics,
     *,
     path: str = "",
-    clock_ns: Callable[[], int] = time.time_ns,
-    rng: random.Random | None = None,
+    node: Node,
 ) -> AsyncIterator[ImmutableFilesystem]:
     """The directory ``path`` of the lake as it is now, or as the daemon before showed it (``config.mounting``).
 
@@ -373,15 +371,15 @@ async def open_immutable(
     store answers.
     """
     named = f"{identity(config)}, {path or 'whole'}, immutable {config.snapshot}".rstrip()
-    async with opened_cache(config, metrics) as cache:
+    async with opened_cache(config, metrics, node) as cache:
         filesystem: ImmutableFilesystem | None = None
         try:
-            lake = Lake(config, path, named, client, metrics, cache, clock_ns, rng or random.SystemRandom())
+            lake = Lake(config, path, named, client, metrics, cache, node)
             states = States(lake)
             state = await _first_state(states)
             async with trio.open_nursery() as nursery:
                 filesystem = ImmutableFilesystem(lake, states, state, nursery)
-                begin_counting(cache, nursery)
+                begin_counting(cache, nursery, node.threads)
                 try:
                     yield filesystem
                 finally:

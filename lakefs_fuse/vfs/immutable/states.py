@@ -12,9 +12,7 @@ a note, which the next daemon removes.
 from __future__ import annotations
 
 import logging
-import random
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +24,7 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import bring_in, manifests
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import CacheError, LakeError, MountError
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database
@@ -79,8 +78,7 @@ class Lake:
     client: StoreClient
     metrics: Metrics
     cache: BlockCache
-    clock_ns: Callable[[], int]
-    ids: random.Random
+    node: Node
 
 
 class States:
@@ -168,7 +166,7 @@ class States:
         batch = Batch()
         batch.delete(NOTE)
         database.commit(batch)
-        at_ns = lake.clock_ns()
+        at_ns = lake.node.clock.wall_ns()
         if changed is None:
             await bring_in(database, lake.client, self._directory / "index")
         else:
@@ -177,9 +175,7 @@ class States:
             lake.config, read_only=True, metadata_ttl_s=NEVER_S, refresh_s=NEVER_S, rules=(), orphans="keep"
         )
         async with collecting() as nursery:
-            parts = Assembly(
-                Ground(config, lake.client, lake.metrics, database, lake.cache, nursery, lake.clock_ns, lake.ids, SPANS)
-            )
+            parts = Assembly(Ground(config, lake.client, lake.metrics, database, lake.cache, nursery, lake.node, SPANS))
             try:
                 if changed is not None:
                     parts.filesystem.on_change = changed.note

@@ -1,0 +1,78 @@
+"""Time, randomness, threads and the disk come in through constructors: no module below the top reaches for its own."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import PACKAGE, layer_of, modules, name_of, tree_of
+
+TOP = {"__main__", "cli", "control", "daemon", "environment", "kernel"}
+"""What makes the clocks, generators, threads and disks, or runs in a process without a filesystem."""
+BANNED_MODULES = {"secrets", "uuid", "threading", "concurrent", "tempfile"}
+BANNED_CALLS = {
+    "time": {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "sleep", "clock_gettime_ns"},
+    "random": {"random", "randbytes", "getrandbits", "choice", "uniform", "Random", "SystemRandom"},
+    "os": {"urandom", "fsync", "fdatasync", "statvfs"},
+    "trio.to_thread": {"run_sync"},
+}
+BANNED_NAMES = {"hash"}
+EXEMPT: dict[str, set[str]] = {
+    # A store directory on this machine stands for the server behind it: it is outside the node.
+    "store/local/tree.py": {"os.fsync"},
+    "store/local/uploads.py": {"os.fsync"},
+}
+
+PENDING = {
+    "admin",
+    "blockcache",
+    "commits",
+    "ingest",
+    "meta",
+    "staging",
+    "store",
+    "upload",
+    "vfs",
+}
+"""Layers that do not keep the rule yet."""
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
+
+
+def found_in(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.split(".")[0] in BANNED_MODULES}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.split(".")[0] in BANNED_MODULES:
+                found.add(node.module)
+            found |= {f"{node.module}.{a.name}" for a in node.names if a.name in BANNED_CALLS.get(node.module, ())}
+        elif isinstance(node, ast.Attribute) and node.attr in BANNED_CALLS.get(dotted(node.value), ()):
+            found.add(dotted(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BANNED_NAMES:
+            found.add(node.func.id)
+    annotations = {"random.Random"} if not _makes_generator(path) else set()
+    return found - annotations
+
+
+def _makes_generator(path: Path) -> bool:
+    """`random.Random` is a type in annotations, and a call where a generator is made."""
+    calls = (node.func for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call))
+    return any(dotted(call) == "random.Random" for call in calls)
+
+
+@pytest.mark.parametrize("path", [path for path in modules() if layer_of(path) not in TOP | PENDING], ids=name_of)
+def test_module_reaches_for_nothing_of_its_own(path: Path) -> None:
+    assert found_in(path) <= EXEMPT.get(name_of(path), set())
+
+
+def test_exemptions_are_needed() -> None:
+    for name, exempt in EXEMPT.items():
+        assert exempt <= found_in(PACKAGE / name), name
