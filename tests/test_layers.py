@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -178,3 +179,18 @@ def test_the_command_line_starts_without_the_filesystem() -> None:
     assert seen.isdisjoint(
         {"vfs", "kernel", "blockcache", "staging", "upload", "meta", "store", "commits", "ingest", "admin", "daemon"}
     )
+
+
+def named_in_documents() -> Iterator[tuple[str, str]]:
+    """Documents, and the source files that they name in backticks with a folder."""
+    root = PACKAGE.parent
+    for document in [root / "README.md", *sorted((root / "docs").rglob("*.md"))]:
+        for named in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|c|h))`", document.read_text()):
+            yield str(document.relative_to(root)), named
+
+
+def test_documents_name_source_files_that_exist() -> None:
+    named = list(named_in_documents())
+    assert len(named) > 50
+    roots = (PACKAGE.parent, PACKAGE)
+    assert [pair for pair in named if not any((root / pair[1]).exists() for root in roots)] == []
