@@ -181,7 +181,7 @@ class Assembly:
         )  # fmt: skip
         self.relocator = relocator = Relocator(
             database, namespace, files, committer, deletions, ground.client, metrics.commits, copies,
-            after_s=config.relocate_after_s, hide_at=storing.hide_at, clock_ns=ground.clock_ns,
+            after_s=config.relocate_after_s, hide_at=storing.hide_at, clock=ground.node.clock,
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
         )  # fmt: skip
         self.writeback = writeback = self._write_back()
@@ -192,7 +192,7 @@ class Assembly:
             say=storing.say, set_attributes=storing.set_attributes,
         )  # fmt: skip
         files.newest = writeback.publisher = Newest(
-            database, namespace, ground.cache, files, storing, writeback, self.replay
+            database, namespace, ground.cache, files, storing, writeback, self.replay, ground.node.threads
         )
         self.recovery = Recovery(
             database, namespace, files.services, storing, evidence,
@@ -210,7 +210,7 @@ class Assembly:
             writeback, status, lending, metrics, clock_ns=ground.clock_ns,
         )  # fmt: skip
         self.keeper = files.keeper = keeper = Keeper(
-            database, namespace, ground.cache, Units(config.rules),
+            database, namespace, ground.cache, Units(config.rules), ground.node.threads,
             is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
         )  # fmt: skip
         watcher.watch(self.filesystem, namespace, files)
@@ -220,7 +220,7 @@ class Assembly:
             namespace.overridden = commits.foreign_objects(ground, namespace).add
             storing.packer = Packer(
                 ground.database, committer, namespace, ground.cache, metrics.commits, ground.nursery,
-                policy=Rules.of(config).pack_for, being_written=files.being_written,
+                ground.node.threads, policy=Rules.of(config).pack_for, being_written=files.being_written,
             )  # fmt: skip
 
     @property
@@ -239,7 +239,7 @@ class Assembly:
     def _write_back(self) -> WriteBack:
         ground, committer, files = self._ground, self._commits.committer, self.files
         writeback = files.writeback = WriteBack(
-            ground.database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback,
+            ground.database, ground.nursery, ground.node.threads, Rules.of(ground.config), ground.metrics.writeback,
             delay_s=ground.config.writeback_delay_s, is_pressed=lambda: files.services.staging.is_half_full,
             progress=committer.progress, is_held=lambda: bool(committer.held_until),
         )  # fmt: skip

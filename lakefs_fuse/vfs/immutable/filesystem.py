@@ -37,8 +37,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.files.verification import verification
-from lakefs_fuse.vfs.immutable.changed_names import ChangedNames
-from lakefs_fuse.vfs.immutable.states import Lake, State, States
+from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, is_reserved
 from lakefs_fuse.vfs.namespace.location import extent_of, location_of
@@ -285,7 +284,7 @@ class ImmutableFilesystem:
                 "without --snapshot to follow the lake"
             )
         async with self._refreshing:
-            changed = ChangedNames(Path(self.config.cache_dir))
+            changed = ChangedNames(Path(self.config.cache_dir), self._lake.node.disk)
             try:
                 before = self._state
                 state = await self._states.make(before, changed)

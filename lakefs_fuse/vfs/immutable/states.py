@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedRandom, BytesIO
 from pathlib import Path
+from struct import Struct
 
 import msgspec
 import trio
@@ -24,6 +27,7 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import bring_in, manifests
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import CacheError, LakeError, MountError
 from lakefs_fuse.meta import sorted_tables as tables
@@ -34,7 +38,6 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.sync.nursery import collecting
-from lakefs_fuse.vfs.immutable.changed_names import ChangedNames
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 from lakefs_fuse.vfs.wiring import Assembly, Ground
@@ -43,7 +46,49 @@ NEVER_S = 10 * 365 * 86400.0
 NOTE = b"Mstate"
 TELL_S = 5.0
 """How often the log says how far a listing is, which nobody can ask of a mount that does not answer yet."""
+CHANGED_NAMES_BYTES_MAX = 1 << 20
+"""Changed names in memory; more of them lie in a file."""
+_NAME_HEAD = Struct("<QH")
+"""Inode of the parent directory, and bytes of the name, which follows."""
 log = logging.getLogger(__name__)
+
+
+class ChangedNames:
+    """Names that changed while the next state was made, for the kernel to be told of afterwards.
+
+    A large step changes millions. Beyond CHANGED_NAMES_BYTES_MAX they lie in a file without a name, of which a crash
+    leaves an empty one at most. The trio thread adds all of them before one worker thread reads them.
+    """
+
+    def __init__(self, directory: Path, disk: Disk) -> None:
+        self._directory, self._disk = directory, disk
+        self._file: BytesIO | BufferedRandom = BytesIO()
+        self.count = 0
+
+    def add(self, parent: int, name: bytes) -> None:
+        """Raises OSError where the disk is full."""
+        self._file.write(_NAME_HEAD.pack(parent, len(name)) + name)
+        self.count += 1
+        if isinstance(self._file, BytesIO) and self._file.tell() > CHANGED_NAMES_BYTES_MAX:
+            self._file = self._spill(self._file)
+
+    def _spill(self, names: BytesIO) -> BufferedRandom:
+        path = self._directory / self._disk.temporary_name("changed-names-")
+        file = path.open("x+b")
+        path.unlink()
+        with names:
+            file.write(names.getbuffer())
+        return file
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Parents and names, in the order in which they were added."""
+        self._file.seek(0)
+        while head := self._file.read(_NAME_HEAD.size):
+            parent, length = _NAME_HEAD.unpack(head)
+            yield parent, self._file.read(length)
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,7 +223,7 @@ class States:
             parts = Assembly(Ground(config, lake.client, lake.metrics, database, lake.cache, nursery, lake.node, SPANS))
             try:
                 if changed is not None:
-                    parts.filesystem.on_change = changed.note
+                    parts.filesystem.on_change = changed.add
                 await parts.begin()
                 top = await self._survey(parts, changed)
                 await parts.filesystem.look_again()
@@ -209,7 +254,7 @@ class States:
                 await ask_all(tree.children(inode), fs.getattr)
             if is_new and changed is not None:  # merging it told nobody of its names
                 for child in tree.children(inode):
-                    changed.note(inode, child.name)
+                    changed.add(inode, child.name)
 
         names = 0
 

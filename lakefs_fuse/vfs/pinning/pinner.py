@@ -29,6 +29,7 @@ import trio
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.checkpoints.names import MARKERS, looks_temporary
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
@@ -75,12 +76,13 @@ class Keeper:
         namespace: Namespace,
         cache: BlockCache,
         units: Units,
+        threads: Threads,
         *,
         is_dirty: Callable[[Entry], bool],
         bytes_max: int,
     ) -> None:
         self._db, self._ns, self._cache, self._units = database, namespace, cache, units
-        self._is_dirty, self._bytes_max = is_dirty, bytes_max
+        self._threads, self._is_dirty, self._bytes_max = threads, is_dirty, bytes_max
         self._rows: dict[str, Row] = {}
         self._newest: dict[str, str] = {}
         """Of each group, where that is known; so that the next file of a checkpoint costs nothing."""
@@ -128,7 +130,7 @@ class Keeper:
         that what was saved under another name and renamed is read from the cache later on."""
         if old in self._pinned:
             self._pin(new)
-        await trio.to_thread.run_sync(self._cache.transfer, old, new)
+        await self._threads.run(self._cache.transfer, old, new)
         self.stale()
 
     def stale(self) -> None:
@@ -313,7 +315,7 @@ class Keeper:
         def measure() -> list[int]:
             return [self._missing(extent) for extent in doubtful]
 
-        missing = await trio.to_thread.run_sync(measure) if doubtful else []
+        missing = await self._threads.run(measure) if doubtful else []
         held = set(extents)
         self._whole = {extent: None for extent in self._whole if extent in held}
         self._whole |= {extent: None for extent, bytes_ in zip(doubtful, missing, strict=True) if not bytes_}

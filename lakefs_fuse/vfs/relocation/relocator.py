@@ -27,6 +27,7 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
 from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
@@ -89,13 +90,13 @@ class Relocator:
         after_s: float,
         check_s: float,
         hide_at: Callable[[ChangeBuilder, str, str], None],
-        clock_ns: Callable[[], int],
+        clock: Clock,
     ) -> None:
         """``check_s`` after a rename every node has heard of it. ``hide_at(builder, key, etag)`` says that a plain
         object at a key is not the file of that name."""
         self._db, self._ns, self._files = database, namespace, files
         self._committer, self._deletions, self._client, self._metrics = committer, deletions, client, metrics
-        self._after_ns, self._check_ns, self._clock_ns = int(after_s * NS), max(1, int(check_s * NS)), clock_ns
+        self._after_ns, self._check_ns, self._clock = int(after_s * NS), max(1, int(check_s * NS)), clock
         self._hide_at, self.copies = hide_at, copies
         copies.look = self._look
         self.moved: Callable[[Version, Version], Awaitable[None]] | None = None
@@ -110,12 +111,12 @@ class Relocator:
         """Copies that a daemon which died had begun are looked at. Raises CacheError."""
         batch = Batch()
         for path in self.copies.paths():
-            self._add(batch, self._clock_ns(), Task(path, False))
+            self._add(batch, self._clock.wall_ns(), Task(path, False))
         self._db.commit(batch)
 
     def note(self, paths: Iterable[str]) -> None:
         """These names were renamed, and their bytes were not. Raises CacheError."""
-        now = self._clock_ns()
+        now = self._clock.wall_ns()
         batch = Batch()
         for path in paths:
             task = Task(path, True, now + self._after_ns if self._after_ns else 0)
@@ -143,11 +144,11 @@ class Relocator:
     async def relocate_due(self) -> int:
         """Deal with everything whose time has come; answers how many objects were copied. Raises LakeError."""
         if self._committer.held_until:  # a rename that others have not heard of
-            self._quiet_until_ns = self._clock_ns() + self._check_ns
-        if self._clock_ns() < self._quiet_until_ns:
+            self._quiet_until_ns = self._clock.wall_ns() + self._check_ns
+        if self._clock.wall_ns() < self._quiet_until_ns:
             return 0
         before, self._has_told = self._metrics.relocated, False
-        end = b"Z" + (self._clock_ns() + 1).to_bytes(8, "big")
+        end = b"Z" + (self._clock.wall_ns() + 1).to_bytes(8, "big")
         while due := list(islice(self._db.scan(b"Z", end), TASKS_MAX)):
             few = trio.CapacityLimiter(AT_ONCE)
             async with collecting() as nursery:
@@ -165,7 +166,7 @@ class Relocator:
                 if task.copy_ns:
                     self._add(batch, task.copy_ns, Task(task.path, False, 0, token))
             elif not await self._relocate(task.path, task.token):
-                self._add(batch, self._clock_ns() + LATER_NS, task)
+                self._add(batch, self._clock.wall_ns() + LATER_NS, task)
             batch.delete(key)
             self._db.commit(batch)
             self.waiting -= 1
@@ -347,7 +348,7 @@ class Relocator:
         moved = Relocate(
             path, 1, 0, "", OWN, 0, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns, hides=copied.etag
         )
-        old = Doomed(row.key, row.etag, due_ns=self._clock_ns() + KEPT_NS)
+        old = Doomed(row.key, row.etag, due_ns=self._clock.wall_ns() + KEPT_NS)
         objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
         self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
         self._metrics.relocated += 1

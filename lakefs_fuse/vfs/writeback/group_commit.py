@@ -18,6 +18,7 @@ import trio
 
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.environment.failpoints import reached
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.journal import Journal
@@ -63,6 +64,7 @@ class Acceptor:
         self,
         database: Database,
         nursery: trio.Nursery,
+        threads: Threads,
         *,
         number: Callable[[], int],
         replaced: Callable[[OpenFile, list[Draft]], list[Draft]],
@@ -71,7 +73,7 @@ class Acceptor:
         """``number()`` is the next in the order of what is accepted. ``replaced(file, others)`` are the
         earlier versions that nobody needs once this one is accepted, before ``others``; ``accepted`` is told when it
         is."""
-        self._db, self._nursery = database, nursery
+        self._db, self._nursery, self._threads = database, nursery, threads
         self._journal = Journal(database)
         self._number, self._replaced, self._accepted = number, replaced, accepted
         self._closing: list[Closing] = []
@@ -141,7 +143,7 @@ class Acceptor:
     async def _soon(self, group: list[Closing], write: Callable[[], None]) -> None:
         """Writing something of the group to the disk, in a thread where that may take long."""
         if not self._takes_a_moment([closing.draft for closing in group]):
-            await trio.to_thread.run_sync(write)
+            await self._threads.run(write)
             return
         with self._disk.timed():
             write()

@@ -23,6 +23,7 @@ from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import Doomed
 from lakefs_fuse.commits.record import THIS, Operation, Put
 from lakefs_fuse.config import MIB
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
@@ -73,6 +74,7 @@ class Packer:
         cache: BlockCache,
         metrics: CommitMetrics,
         nursery: trio.Nursery,
+        threads: Threads,
         *,
         policy: Callable[[str], PackPolicy],
         being_written: Callable[[int], int],
@@ -80,7 +82,7 @@ class Packer:
         """``being_written(bytes_max)`` counts files no larger that are open and written to, and do not close yet."""
         self._db, self._journal = database, Journal(database)
         self._committer, self._ns, self._cache, self._metrics = committer, namespace, cache, metrics
-        self._nursery = nursery
+        self._nursery, self._threads = nursery, threads
         self._policy, self._being_written = policy, being_written
         self._waiting: list[Waiting] = []
         self._arrived = trio.Event()
@@ -214,7 +216,7 @@ class Packer:
             waiting.done.set()
         view = memoryview(made.body)
         blocks = [view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES)]
-        self._nursery.start_soon(trio.to_thread.run_sync, partial(self._cache.write_blocks, version, 0, blocks))
+        self._nursery.start_soon(partial(self._threads.run, self._cache.write_blocks, version, 0, blocks))
 
     async def _note(self, drafts: list[Draft], key: str) -> None:
         """So that they are recognised in the commit, should this daemon die; accepted ones even if the machine does.
@@ -227,7 +229,7 @@ class Packer:
             self._db.commit(batch)
             await trio.lowlevel.checkpoint()
         if any(draft.accepted for draft in drafts):
-            await trio.to_thread.run_sync(self._db.sync)
+            await self._threads.run(self._db.sync)
 
     @staticmethod
     def _failed(waiting: Waiting, error: BaseException) -> None:

@@ -18,6 +18,7 @@ import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.environment.failpoints import reached
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -59,10 +60,11 @@ class Newest:
         storing: Storing,
         writeback: WriteBack,
         replay: Replay,
+        threads: Threads,
     ) -> None:
         self._db, self._ns, self._cache, self._files = database, namespace, cache, files
         self._storing, self._writeback, self._replay = storing, writeback, replay
-        self._services = files.services
+        self._services, self._threads = files.services, threads
         self._journal = Journal(database)
 
     async def close(self, file: OpenFile) -> None:
@@ -139,11 +141,11 @@ class Newest:
                 self._commit(batch, [late])
             reached("publish.noted")
             if draft.accepted:
-                await trio.to_thread.run_sync(self._sync)
+                await self._threads.run(self._sync)
             for each in older:
                 self._writeback.was_superseded(each)
             if stored.published is not None:
-                await trio.to_thread.run_sync(self._to_cache, draft, stored)
+                await self._threads.run(self._to_cache, draft, stored)
             self._end(draft, stored)
             if not file.unlinked:
                 self._files.keeper.published(owner.key, stored.extent)
@@ -193,7 +195,7 @@ class Newest:
             published += now
             older += self._note(now)
             await trio.lowlevel.checkpoint()
-        await trio.to_thread.run_sync(self._sync)
+        await self._threads.run(self._sync)
         for at in range(0, len(taken), NOTED_TOGETHER):
             self._end_all(published[at : at + NOTED_TOGETHER])
             await trio.lowlevel.checkpoint()

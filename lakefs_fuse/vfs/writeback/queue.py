@@ -26,6 +26,7 @@ from itertools import islice
 
 import trio
 
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import (
     AccessDenied,
     CacheError,
@@ -67,6 +68,7 @@ class WriteBack:
         self,
         database: Database,
         nursery: trio.Nursery,
+        threads: Threads,
         rules: Rules,
         metrics: WriteBackMetrics,
         *,
@@ -80,7 +82,7 @@ class WriteBack:
         self._nursery, self._rules, self._metrics = nursery, rules, metrics
         self._delay_s, self._is_pressed, self._progress, self._is_held = delay_s, is_pressed, progress, is_held
         self.acceptor = Acceptor(
-            database, nursery, number=self._next, replaced=self._replaced, accepted=self._was_accepted
+            database, nursery, threads, number=self._next, replaced=self._replaced, accepted=self._was_accepted
         )
         self.publisher: Publisher
         self.sequence = 0
