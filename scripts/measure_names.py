@@ -24,6 +24,7 @@ from typing import Any
 import trio
 
 from lakefs_fuse.commits.index.index import write_index
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.meta.sorted_tables import Dump
@@ -73,7 +74,8 @@ def make_lake(lake: Path, names: int, directories: int) -> None:
     """An index with these names in a local directory that is a lake."""
     lake.mkdir()
     with tempfile.TemporaryDirectory(prefix="made-", dir=lake.parent) as made:
-        database = Database(Path(made) / "meta", "made")
+        node = Node.of_this_machine()
+        database = Database(Path(made) / "meta", "made", node.clock, node.disk)
         make_names(database, names, directories)
         (Path(made) / "dump").mkdir()
         dump = Dump(database, Path(made) / "dump", applied_since=0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import trio
@@ -12,6 +14,7 @@ from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.random_streams import RandomStreams
 from lakefs_fuse.environment.threads import WorkerThreads
+from lakefs_fuse.meta.database import Database
 
 T = TypeVar("T")
 NS = 1_000_000_000
@@ -42,10 +45,32 @@ class FakeClock:
         self._wall_ns = wall_ns
 
 
+@dataclass
+class SteeredClock:
+    """Clocks that are functions of a test, in nanoseconds."""
+
+    wall_ns: Callable[[], int]
+    boot_ns: Callable[[], int]
+
+    def mono_s(self) -> float:
+        return self.boot_ns() / NS
+
+
+def clock_of(wall_ns: Callable[[], int], boot_ns: Callable[[], int] | None = None) -> Clock:
+    """A clock that reads these; the wall clock also as the time since boot where only that is given."""
+    return SteeredClock(wall_ns, boot_ns or wall_ns)
+
+
 def node_of(clock: Clock, seed: str = "0") -> Node:
     """A node with this clock, real threads and disk, and its own randomness."""
     streams, threads = RandomStreams(seed), WorkerThreads()
     return Node(clock, streams, threads, LocalDisk(streams.stream("temporary-names"), threads))
+
+
+def open_database(directory: Path, identity: str, node: Node | None = None) -> Database:
+    """The database of a directory, with the clock and disk of this machine unless a node is given."""
+    node = node or Node.of_this_machine()
+    return Database(directory, identity, node.clock, node.disk)
 
 
 class InlineThreads:

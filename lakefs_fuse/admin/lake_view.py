@@ -160,7 +160,7 @@ async def open_headless(
         )
         async with open_filesystem(config, client, metrics, node=node) as fs:
             fs.namespace.tree.forget_listings()  # those of an index, or of a node, count for as long as NEVER_S says
-            clock = HybridClock(node.clock.wall_ns, rng=node.random.stream("commit-times"))
+            clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
             try:
                 clock.correct(await client.time_ns())
             except Unsupported:

@@ -94,7 +94,7 @@ async def fold(
 
 
 async def _clock(client: StoreClient, node: Node) -> HybridClock:
-    clock = HybridClock(node.clock.wall_ns, rng=node.random.stream("commit-times"))
+    clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
     try:
         clock.correct(await client.time_ns())
     except Unsupported:

@@ -135,7 +135,7 @@ class Committer:
         if self._clock.went_back:
             done = await self._redate({self.writer})
             self._applier.forget_applied_since(done.oldest_ns or self._clock.wall_ns() - WINDOW_NS)
-            self._clock.went_back = False
+            self._clock.confirm_redated()
 
     async def _redate(self, writers: set[str]) -> Redated:
         done = await Redater(self._client, self._clock, writer=self.writer).run(writers, repeated=self._applier.redate)

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import logging
 import random
-import time
-from collections.abc import Callable
+
+from lakefs_fuse.environment.clock import Clock
 
 NS = 1_000_000_000
 COMMIT_AHEAD_MAX_S = 60
@@ -35,25 +35,13 @@ STEP_NS_MAX = 1 << 20
 log = logging.getLogger(__name__)
 
 
-def boottime_ns() -> int:
-    """Time since boot: suspends included, and nobody sets it."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-
-
 class HybridClock:
-    """``clock_ns`` is this machine's wall clock, ``steady_ns`` a clock that never jumps (the wall clock where none is
-    given). All times in ns since 1970. With ``rng`` two machines whose clocks are behind the same commit do not both
-    take the nanosecond after it."""
+    """``clock`` has the wall clock and the time since boot of this machine. All times in ns since 1970. With ``rng``
+    two machines whose clocks are behind the same commit do not both choose the nanosecond after it."""
 
-    def __init__(
-        self,
-        clock_ns: Callable[[], int],
-        *,
-        steady_ns: Callable[[], int] | None = None,
-        rng: random.Random | None = None,
-    ) -> None:
-        self._clock_ns, self._steady_ns, self._rng = clock_ns, steady_ns or clock_ns, rng
-        self._base_ns = clock_ns() - self._steady_ns()
+    def __init__(self, clock: Clock, *, rng: random.Random | None = None) -> None:
+        self._clock, self._rng = clock, rng
+        self._base_ns = clock.wall_ns() - clock.boot_ns()
         self._last = 0
         self._has_store_time = False
         self._told: tuple[int, int] | None = None
@@ -63,7 +51,7 @@ class HybridClock:
         self.jumps = 0
         """How often the wall clock was found to have jumped."""
         self.went_back = False
-        """What was dated before is farther ahead than any commit may be; reset by who dates that anew."""
+        """What was dated before is farther ahead than any commit may be, until `confirm_redated`."""
 
     def now(self) -> int:
         """A time that is later than all before, but for the exception in the module's head."""
@@ -92,7 +80,7 @@ class HybridClock:
         clocks certainly differ by more than DIFFERENCE_NS_MAX, and CONFIRM_S ago they did as well (the first answer: at
         once). Answers whether the time is another now."""
         self._notice_jump()
-        steady_ns = self._steady_ns()
+        steady_ns = self._clock.boot_ns()
         difference = store_time_ns - (steady_ns + self._base_ns - round_trip_ns // 2)
         tolerated = DIFFERENCE_NS_MAX + round_trip_ns // 2
         is_first, self._has_store_time = not self._has_store_time, True
@@ -115,13 +103,17 @@ class HybridClock:
         self._go_back_to(self.wall_ns())
         return True
 
+    def confirm_redated(self) -> None:
+        """What was dated too far ahead has other dates now."""
+        self.went_back = False
+
     def wall_ns(self) -> int:
         """The store's time, as far as it is known here."""
-        return max(0, self._steady_ns() + self._base_ns + self.offset_ns)
+        return max(0, self._clock.boot_ns() + self._base_ns + self.offset_ns)
 
     def machine_ns(self) -> int:
         """This machine's wall clock, jumps included."""
-        return self._clock_ns()
+        return self._clock.wall_ns()
 
     def ahead_ns(self) -> int:
         """The latest time that a commit may have now."""
@@ -133,7 +125,7 @@ class HybridClock:
 
     def _notice_jump(self) -> None:
         """The offset changes with the wall clock, so that the store's time stays."""
-        jump_ns = self._clock_ns() - self._steady_ns() - self._base_ns
+        jump_ns = self._clock.wall_ns() - self._clock.boot_ns() - self._base_ns
         if abs(jump_ns) <= DIFFERENCE_NS_MAX:
             return
         self.jumps += 1

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol, cast
 
 from lakefs_fuse.environment.local_disk import allocated_bytes, free_bytes, start_writeout
 from lakefs_fuse.environment.threads import Threads
@@ -36,6 +37,10 @@ class Disk(Protocol):
 
     def free_bytes(self, path: str | os.PathLike[str]) -> int:
         """What an ordinary user may still write on the filesystem that holds ``path``. Raises OSError."""
+        ...
+
+    def temporary_file(self, directory: str | os.PathLike[str]) -> BinaryIO:
+        """A file without a name, open for reading and writing, that goes with its last descriptor. Raises OSError."""
         ...
 
     def temporary_name(self, prefix: str) -> str:
@@ -68,6 +73,9 @@ class LocalDisk:
 
     def free_bytes(self, path: str | os.PathLike[str]) -> int:
         return free_bytes(Path(path))
+
+    def temporary_file(self, directory: str | os.PathLike[str]) -> BinaryIO:
+        return cast("BinaryIO", tempfile.TemporaryFile(dir=directory))
 
     def temporary_name(self, prefix: str) -> str:
         return f"{prefix}{self._names.getrandbits(NAME_BITS):016x}"

@@ -71,7 +71,7 @@ class Ingest:
         self._client = client
         self._source = source
         self._report, self._note = report, note
-        self._clock = HybridClock(node.clock.wall_ns, rng=node.random.stream("commit-times"))
+        self._clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
         self._writer = f"{node.random.stream('writer').getrandbits(32):08x}"
         self._packer = Packer(source, path=path, prefix_bytes=prefix_bytes)
         self._slots = trio.Semaphore(uploads_max)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from enum import Enum
 
 import trio
+import xxhash
 
 from lakefs_fuse.meta.entry import Entry
 
@@ -50,7 +51,7 @@ class Barrier:
             self._directories.add(directory)
             self._revoke(directory)
         if len(self._names) < NAMES_MAX:
-            self._names.add(hash((directory, name)))
+            self._names.add(_hash(directory, name))
 
     def lower(self) -> None:
         """The commit is applied, or will be applied anew."""
@@ -81,4 +82,9 @@ class Barrier:
             inode, name = entry.parent, entry.name
         if len(self._names) >= NAMES_MAX:
             return inode in self._directories
-        return hash((inode, name)) in self._names
+        return _hash(inode, name) in self._names
+
+
+def _hash(directory: int, name: bytes) -> int:
+    """Of two names with the same one, a request about either waits."""
+    return xxhash.xxh3_64_intdigest(name, directory)

@@ -29,9 +29,6 @@ synced. After a crash of the machine the tail of the log may be missing: names c
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
@@ -51,6 +48,8 @@ from rocksdict import (
 )
 
 from lakefs_fuse.environment import descriptor_limit as file_limit
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.errors import CacheError
 
 SCHEMA = b"2"
@@ -141,18 +140,18 @@ def options() -> Options:
 class Database:
     """An open database. One process at a time; the cache directory's lock is the caller's."""
 
-    def __init__(self, directory: Path, identity: str) -> None:
+    def __init__(self, directory: Path, identity: str, clock: Clock, disk: Disk) -> None:
         """``identity`` names the lake. Raises CacheError where the database holds another lake's names, or cannot be
         opened even after repair; then nothing in it was changed."""
-        self._directory = directory
+        self._directory, self._clock, self._disk = directory, clock, disk
         self._kept: dict[bytes, bytes | None] = {}
         self._failed_at: float | None = None
         self._damaged: set[bytes] = set()
-        self._raw, self.lost_rows = _open_or_repair(directory)
+        self._raw, self.lost_rows = _open_or_repair(directory, clock)
         """It is new, or was damaged: what it does not tell may have been all the same."""
         if not self._is_whole():
             self.close()
-            _move_aside(directory)
+            _move_aside(directory, clock)
             self._raw, self._kept = Rdict(str(directory), options()), {}
         self.settle_shares: Callable[[Batch], None] = lambda _: None
         """Turns a batch's shares into rows; `objects.Objects` sets it."""
@@ -223,7 +222,7 @@ class Database:
         try:
             self._raw.write(batch._raw, self._synced if sync else self._plain)
         except Exception as error:
-            self._failed_at = time.monotonic()
+            self._failed_at = self._clock.mono_s()
             raise self._broken(error) from error
 
     def _forget(self, keys: list[bytes] | None) -> None:
@@ -252,9 +251,9 @@ class Database:
     def _reopen(self) -> None:
         """After a failed write (a full disk) RocksDB takes none until it is opened anew; tried once a second."""
         failed_at = self._failed_at or 0.0
-        if time.monotonic() - failed_at < REOPEN_PAUSE_S:
+        if self._clock.mono_s() - failed_at < REOPEN_PAUSE_S:
             raise CacheError(f"the metadata cache in {self._directory} could not be written a moment ago")
-        self._failed_at = time.monotonic()
+        self._failed_at = self._clock.mono_s()
         try:
             self._check_disk()
             self.close()
@@ -266,10 +265,10 @@ class Database:
     def _check_disk(self) -> None:
         """Raises OSError where the disk takes no bytes: a database that was closed, and cannot be opened there, could
         not even be read any more."""
-        with tempfile.TemporaryFile(dir=self._directory) as probe:
+        with self._disk.temporary_file(self._directory) as probe:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
-            os.fsync(probe.fileno())
+            self._disk.sync_data(probe.fileno())
 
     def scan(self, begin: bytes, end: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Keys in [begin, end) in order, as of the first step: changes made while it is read are not seen.
@@ -362,7 +361,7 @@ class Database:
             log.warning("closing %s: %s", self._directory, error)
 
 
-def _open_or_repair(directory: Path) -> tuple[Rdict, bool]:
+def _open_or_repair(directory: Path, clock: Clock) -> tuple[Rdict, bool]:
     """The database, and whether rows may be lost. One that does not open is repaired once; where that fails too it is
     moved aside, never deleted."""
     try:
@@ -375,11 +374,11 @@ def _open_or_repair(directory: Path) -> tuple[Rdict, bool]:
         Rdict.repair(str(directory), options())
         return Rdict(str(directory), options()), True
     except Exception:
-        _move_aside(directory)
+        _move_aside(directory, clock)
         return Rdict(str(directory), options()), True
 
 
-def _move_aside(directory: Path) -> None:
-    aside = directory.with_name(f"{directory.name}.damaged-{time.time_ns()}")
+def _move_aside(directory: Path, clock: Clock) -> None:
+    aside = directory.with_name(f"{directory.name}.damaged-{clock.wall_ns()}")
     log.warning("the metadata cache is damaged; it is kept as %s, and begun anew", aside)
     directory.rename(aside)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from stat import S_ISGID
 
 import msgspec
+import xxhash
 
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.database import Batch, Database
@@ -249,7 +250,7 @@ class Tree:
                 if get(key) is not None:
                     continue
             else:
-                place = hash(name)
+                place = xxhash.xxh3_64_intdigest(name)
                 bit, place = 1 << (place & 7), place >> 3 & HERE_BYTES - 1
                 if here[place] & bit and get(key) is not None:
                     continue

@@ -165,7 +165,7 @@ async def assembled(
     """
     directory = Path(config.cache_dir).absolute()
     async with opened_cache(config, metrics, node) as cache:
-        database = Database(directory / "meta", identity(config))
+        database = Database(directory / "meta", identity(config), node.clock, node.disk)
         files: FileTable | None = None
         try:
             async with trio.open_nursery() as nursery:

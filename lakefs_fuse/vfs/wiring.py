@@ -122,9 +122,7 @@ class Commits:
 
     def __init__(self, ground: Ground, namespace: Namespace, watcher: FilesWatcher) -> None:
         metrics, database, client = ground.metrics.commits, ground.database, ground.client
-        self.clock = HybridClock(
-            ground.clock_ns, steady_ns=ground.node.clock.boot_ns, rng=ground.node.random.stream("commit-times")
-        )
+        self.clock = HybridClock(ground.node.clock, rng=ground.node.random.stream("commit-times"))
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
         self.deletions = Deletions(database, client, namespace.tree, metrics, clock_ns=ground.clock_ns)
         writer = f"{ground.node.random.stream('writer').getrandbits(32):08x}"

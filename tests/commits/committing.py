@@ -19,6 +19,7 @@ from lakefs_fuse.commits.record import COMMITS, Operation
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient
 from tests.commits.nodes import Node, at
+from tests.fakes import clock_of
 from tests.memory_store import MemoryStore
 
 
@@ -54,7 +55,7 @@ class Daemon(Node):
     ) -> None:
         super().__init__(directory, writer=writer, clock_ns=clock)
         store.clock = clock
-        self.directory, self.store, self.clock = directory, store, HybridClock(clock, steady_ns=steady)
+        self.directory, self.store, self.clock = directory, store, HybridClock(clock_of(clock, steady))
         self.client = StoreClient(store, store.capabilities, StoreMetrics(), retry_timeout_s=0, rng=random.Random(1))
         self.deletions = Deletions(self.database, self.client, self.tree, self.metrics, clock_ns=clock)
         self.committer = Committer(

@@ -12,13 +12,14 @@ from lakefs_fuse.commits.applier import Applier, Watcher, files_below
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.record import THIS, ObjectRef, Operation, Put, Record, Remove
-from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics, NamespaceMetrics
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, PageNames, read_page
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from tests.fakes import open_database
 
 NS = 1_000_000_000
 START_S = 1_700_000_000
@@ -78,7 +79,7 @@ class Node:
     """A tree, and what is applied to it."""
 
     def __init__(self, directory: Path, *, writer: str = "00000001", clock_ns: Callable[[], int] | None = None) -> None:
-        self.database = Database(directory, "file:///lake")
+        self.database = open_database(directory, "file:///lake")
         self.tree = Tree(self.database)
         self.watcher, self.metrics = Recorder(), CommitMetrics()
         self.writer = writer

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX, CONFIRM_S, DIFFERENCE_NS_MAX, STEP_NS_MAX, HybridClock
+from tests.fakes import clock_of
 
 S = 1_000_000_000
 START = 1_700_000_000 * S
@@ -26,7 +27,7 @@ class Wall:
 
 def test_it_is_the_wall_clock_where_that_goes_on() -> None:
     wall = Wall()
-    clock = HybridClock(wall)
+    clock = HybridClock(clock_of(wall))
     assert clock.now() == START
     wall.ns += 5
     assert clock.now() == START + 5
@@ -34,7 +35,7 @@ def test_it_is_the_wall_clock_where_that_goes_on() -> None:
 
 def test_it_grows_where_the_wall_clock_stands_or_goes_back() -> None:
     wall = Wall()
-    clock = HybridClock(wall)
+    clock = HybridClock(clock_of(wall))
     assert [clock.now() for _ in range(3)] == [START, START + 1, START + 2]
     wall.ns -= 10 * S
     assert clock.now() == START + 3
@@ -42,7 +43,7 @@ def test_it_grows_where_the_wall_clock_stands_or_goes_back() -> None:
 
 def test_what_was_seen_is_before() -> None:
     wall = Wall()
-    clock = HybridClock(wall)
+    clock = HybridClock(clock_of(wall))
     assert clock.seen(START + 7 * S)
     assert clock.now() == START + 7 * S + 1
     assert clock.seen(START)
@@ -51,7 +52,7 @@ def test_what_was_seen_is_before() -> None:
 
 def test_the_far_future_is_not_followed() -> None:
     wall = Wall()
-    clock = HybridClock(wall)
+    clock = HybridClock(clock_of(wall))
     assert not clock.seen(START + AHEAD_NS_MAX + 1)
     assert clock.now() == START
     assert clock.seen(START + AHEAD_NS_MAX - 1)
@@ -59,14 +60,14 @@ def test_the_far_future_is_not_followed() -> None:
 
 
 def test_now_after_a_commit_at_the_bound_stays_within_it() -> None:
-    clock = HybridClock(Wall(), rng=random.Random(1))
+    clock = HybridClock(clock_of(Wall()), rng=random.Random(1))
     assert clock.seen(START + AHEAD_NS_MAX - 1)
     for _ in range(100):
         assert clock.now() <= START + AHEAD_NS_MAX + STEP_NS_MAX
 
 
 def test_the_future_is_counted_from_the_corrected_clock() -> None:
-    clock = HybridClock(Wall())
+    clock = HybridClock(clock_of(Wall()))
     assert clock.correct(START + AHEAD_NS_MAX)
     assert clock.wall_ns() == START + AHEAD_NS_MAX
     assert clock.seen(START + 2 * AHEAD_NS_MAX)
@@ -74,14 +75,14 @@ def test_the_future_is_counted_from_the_corrected_clock() -> None:
 
 
 def test_small_differences_from_the_store_are_left_alone() -> None:
-    clock = HybridClock(Wall())
+    clock = HybridClock(clock_of(Wall()))
     for difference in (0, DIFFERENCE_NS_MAX, -DIFFERENCE_NS_MAX):
         assert not clock.correct(START + difference)
         assert clock.offset_ns == 0
 
 
 def test_correct_first_answer_counts_at_once() -> None:
-    clock = HybridClock(Wall())
+    clock = HybridClock(clock_of(Wall()))
     assert clock.correct(START - 60 * S)
     assert clock.now() == START - 60 * S
     assert not clock.correct(START - 60 * S + DIFFERENCE_NS_MAX)
@@ -89,7 +90,7 @@ def test_correct_first_answer_counts_at_once() -> None:
 
 def test_correct_later_difference_counts_when_told_twice() -> None:
     wall = Wall()
-    clock = HybridClock(wall)
+    clock = HybridClock(clock_of(wall))
     assert not clock.correct(START)
     assert not clock.correct(START + 3600 * S)
     assert clock.is_settled is False
@@ -102,7 +103,7 @@ def test_correct_later_difference_counts_when_told_twice() -> None:
 
 def test_correct_answers_that_disagree_are_not_followed() -> None:
     wall = Wall()
-    clock = HybridClock(wall)
+    clock = HybridClock(clock_of(wall))
     assert not clock.correct(START)
     for difference in (3600, 7200, 3600, 0):
         assert not clock.correct(wall.ns + difference * S)
@@ -119,7 +120,7 @@ def test_now_during_a_jump_of_the_wall_clock_goes_on(
     """``is_local``: the store's clock is the machine's, and jumps with it."""
     wall, steady = Wall(), Wall()
     steady.ns = 5 * S
-    clock = HybridClock(wall, steady_ns=steady)
+    clock = HybridClock(clock_of(wall, steady))
 
     def pass_s(seconds: int) -> None:
         wall.ns += seconds * S
@@ -144,9 +145,9 @@ def test_now_during_a_jump_of_the_wall_clock_goes_on(
 
 def test_now_after_a_start_in_the_future_goes_back_to_the_stores_time(caplog: pytest.LogCaptureFixture) -> None:
     wall, steady = Wall(), Wall()
-    clock = HybridClock(wall, steady_ns=steady)
+    clock = HybridClock(clock_of(wall, steady))
     wall.ns += 3600 * S
-    clock = HybridClock(wall, steady_ns=steady)
+    clock = HybridClock(clock_of(wall, steady))
     assert not clock.correct(wall.ns)
     assert clock.now() == START + 3600 * S
     wall.ns -= 3600 * S
@@ -162,10 +163,10 @@ def test_now_after_a_start_in_the_future_goes_back_to_the_stores_time(caplog: py
 
 def test_a_slow_answer_is_no_difference() -> None:
     wall = Wall()
-    clock = HybridClock(wall)
+    clock = HybridClock(clock_of(wall))
     wall.ns += 20 * S
     assert not clock.correct(START + S, round_trip_ns=20 * S)
-    clock = HybridClock(wall)
+    clock = HybridClock(clock_of(wall))
     assert clock.correct(START - 60 * S, round_trip_ns=20 * S)
     assert clock.offset_ns == -70 * S
 
@@ -173,7 +174,7 @@ def test_a_slow_answer_is_no_difference() -> None:
 def test_two_that_are_behind_do_not_take_the_same_time() -> None:
     """Both saw one commit that their own clocks have not reached."""
     for seed in range(20):
-        one, other = (HybridClock(Wall(), rng=random.Random(f"{seed} {name}")) for name in ("one", "other"))
+        one, other = (HybridClock(clock_of(Wall()), rng=random.Random(f"{seed} {name}")) for name in ("one", "other"))
         assert one.seen(START + S)
         assert other.seen(START + S)
         taken = one.now(), other.now()
@@ -192,7 +193,7 @@ def test_now_whatever_happens_grows_and_stays_within_the_bound(
     happened: list[tuple[str, int, int]], jumps: bool
 ) -> None:
     wall, steady = Wall(), Wall()
-    clock = HybridClock(wall, steady_ns=steady, rng=random.Random(1) if jumps else None)
+    clock = HybridClock(clock_of(wall, steady), rng=random.Random(1) if jumps else None)
     last = 0
     for what, bounds, more in happened:
         amount = bounds * AHEAD_NS_MAX + more

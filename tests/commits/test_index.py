@@ -29,6 +29,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.meta.tree import Listing, Tree
 from tests.commits.archives import client_of
+from tests.fakes import open_database
 from tests.memory_store import START_NS, Failures, MemoryStore, Request
 
 NS = 1_000_000_000
@@ -43,7 +44,7 @@ def opener(tmp_path: Path) -> Iterator[Opener]:
     opened: list[Database] = []
 
     def make(name: str) -> Database:
-        database = Database(tmp_path / name / "meta", "the lake")
+        database = open_database(tmp_path / name / "meta", "the lake")
         opened.append(database)
         return database
 

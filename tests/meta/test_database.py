@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta import database as module
 from lakefs_fuse.meta.database import INODES_RESERVED, Batch, Database
+from tests.fakes import open_database
 
 
 def put(database: Database, *keys: bytes) -> None:
@@ -22,7 +23,7 @@ def put(database: Database, *keys: bytes) -> None:
 
 
 def test_what_is_committed_stays(tmp_path: Path) -> None:
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     put(database, b"Da", b"Db", b"Dc")
     batch = Batch()
     batch.delete(b"Da")
@@ -32,7 +33,7 @@ def test_what_is_committed_stays(tmp_path: Path) -> None:
     database.commit(Batch())
     database.new_inode()
     database.close()
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     assert list(database.scan(b"D", b"E")) == [(b"Dc", b"=Dc"), (b"Dd", b"d")]
     assert database.get(b"Da") is None
     database.close()
@@ -43,7 +44,7 @@ def test_what_is_committed_stays(tmp_path: Path) -> None:
 def test_scans_are_ordered_and_bounded(
     tmp_path_factory: pytest.TempPathFactory, keys: set[bytes], begin: bytes, end: bytes
 ) -> None:
-    database = Database(tmp_path_factory.mktemp("db") / "meta", "lake")
+    database = open_database(tmp_path_factory.mktemp("db") / "meta", "lake")
     keys = {b"X" + key for key in keys}
     put(database, *keys)
     expected = sorted(key for key in keys if b"X" + begin <= key < b"X" + end)
@@ -71,7 +72,7 @@ def test_a_row_is_what_the_last_batch_made_it(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "ROWS_KEPT", 4)
         patch.setattr(module, "ROW_BYTES_MAX", 8)
-        database = Database(tmp_path_factory.mktemp("db") / "meta", "lake")
+        database = open_database(tmp_path_factory.mktemp("db") / "meta", "lake")
         rows: dict[bytes, bytes] = {}
         for changed, read in steps:
             batch = Batch()
@@ -91,7 +92,7 @@ def test_a_row_is_what_the_last_batch_made_it(
 
 
 def test_a_row_that_was_read_is_not_asked_for_again(tmp_path: Path) -> None:
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     put(database, b"Xa")
     assert (database.get(b"Xa"), database.get(b"Xb")) == (b"=Xa", None)
     database.close()  # RocksDB would refuse
@@ -101,7 +102,7 @@ def test_a_row_that_was_read_is_not_asked_for_again(tmp_path: Path) -> None:
 
 
 def test_a_scan_does_not_see_what_comes_later(tmp_path: Path) -> None:
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     put(database, b"Xa", b"Xc")
     scan = database.scan(b"X", b"Y")
     assert next(scan)[0] == b"Xa"
@@ -113,19 +114,19 @@ def test_a_scan_does_not_see_what_comes_later(tmp_path: Path) -> None:
 def test_inode_numbers_are_never_given_out_twice(tmp_path: Path) -> None:
     seen: set[int] = set()
     for _ in range(4):
-        database = Database(tmp_path / "meta", "lake")
+        database = open_database(tmp_path / "meta", "lake")
         numbers = [database.new_inode() for _ in range(100)]
         assert numbers[0] >= 2
         assert numbers == sorted(numbers)
         assert seen.isdisjoint(numbers)
         seen.update(numbers)
         database.close()
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     database._inode_next = database._inode_reserved - 1
     last = [database.new_inode() for _ in range(3)]
     assert last == list(range(last[0], last[0] + 3))
     database.close()
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     assert database.new_inode() > last[-1]
     assert INODES_RESERVED > 1
     database.close()
@@ -133,7 +134,7 @@ def test_inode_numbers_are_never_given_out_twice(tmp_path: Path) -> None:
 
 def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A database that was closed could not be opened again there; with the disk well, writes go on."""
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     put(database, b"Xa")
 
     class Broken:
@@ -168,35 +169,35 @@ def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypat
 
 
 def test_another_lake_is_refused_and_left_alone(tmp_path: Path) -> None:
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     put(database, b"Da")
     database.new_inode()
     database.close()
     with pytest.raises(CacheError, match="belongs to lake"):
-        Database(tmp_path / "meta", "other")
-    database = Database(tmp_path / "meta", "lake")
+        open_database(tmp_path / "meta", "other")
+    database = open_database(tmp_path / "meta", "lake")
     assert database.get(b"Da") == b"=Da"
     database.close()
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     with pytest.raises(CacheError, match="in use"):
-        Database(tmp_path / "meta", "lake")
+        open_database(tmp_path / "meta", "lake")
     database.close()
 
 
 @pytest.mark.parametrize("lost", [b"Midentity", b"Minode"])
 def test_names_without_what_guards_their_numbers_are_put_aside(tmp_path: Path, lost: bytes) -> None:
     """Never an inode number that a name in the database has already."""
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     database.new_inode()
     put(database, b"Da")
     batch = Batch()
     batch.delete(lost)
     database.commit(batch, sync=True)
     database.close()
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     assert list(database.scan(b"D", b"E")) == []
     assert database.new_inode() == 2
     database.close()
@@ -205,18 +206,18 @@ def test_names_without_what_guards_their_numbers_are_put_aside(tmp_path: Path, l
 
 def test_an_empty_database_is_whole(tmp_path: Path) -> None:
     for _ in range(3):
-        Database(tmp_path / "meta", "lake").close()
+        open_database(tmp_path / "meta", "lake").close()
     assert list(tmp_path.glob("meta.damaged-*")) == []
 
 
 def test_a_database_beyond_repair_is_put_aside(tmp_path: Path) -> None:
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     database.new_inode()
     put(database, b"Da")
     database.close()
     for path in (tmp_path / "meta").iterdir():
         path.write_bytes(b"nonsense")
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     put(database, b"Db")
     assert database.get(b"Db") == b"=Db"
     assert database.statistics()["estimate_num_keys"] >= 1

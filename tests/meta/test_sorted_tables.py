@@ -10,10 +10,11 @@ from rocksdict import SstFileWriter
 
 from lakefs_fuse.errors import CacheError, DamagedCommit
 from lakefs_fuse.meta import sorted_tables as tables
-from lakefs_fuse.meta.database import Batch, Database, options
+from lakefs_fuse.meta.database import Batch, options
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.meta.sorted_tables import Dump, Marks
 from lakefs_fuse.meta.tree import Tree
+from tests.fakes import open_database
 
 ROWS = 1_000_000
 LOOKUPS = 300
@@ -32,7 +33,7 @@ def test_a_lookup_among_a_million_rows_reads_a_block(tmp_path: Path) -> None:
     for number in range(ROWS):
         writer[b"N" + number.to_bytes(8, "big") + b"name"] = b"v" * 8
     writer.finish()
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     assert database.get(b"N" + bytes(8) + b"name") is None
     tables.ingest(database, [path], Marks(inode=5, object=0, newest=1), tmp_path)
     assert database.get(b"N" + bytes(8) + b"name") == b"v" * 8, "although it was not there a moment ago"
@@ -48,7 +49,7 @@ def test_a_lookup_among_a_million_rows_reads_a_block(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_in_the_store_is_not_dumped(tmp_path: Path) -> None:
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     batch = Batch()
     Tree(database).insert(batch, ROOT_INODE, b"local", Flag.LOCAL)
     database.commit(batch)
@@ -59,7 +60,7 @@ def test_a_file_that_is_not_in_the_store_is_not_dumped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", tables.LOCAL_KINDS)
 def test_changes_that_are_not_in_the_store_are_known(tmp_path: Path, kind: int) -> None:
-    database = Database(tmp_path / "meta", "lake")
+    database = open_database(tmp_path / "meta", "lake")
     assert not tables.has_local_changes(database)
     batch = Batch()
     batch.put(bytes([kind]) + b"1", b"x")

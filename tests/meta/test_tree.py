@@ -15,6 +15,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag, unpack
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.meta.tree import Listing, Tree
+from tests.fakes import open_database
 
 words = st.integers(0, UNSET)
 wide = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -48,7 +49,7 @@ class TreeMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.directory = tempfile.TemporaryDirectory()
-        self.database = Database(Path(self.directory.name) / "meta", "lake")
+        self.database = open_database(Path(self.directory.name) / "meta", "lake")
         self.tree = Tree(self.database)
         self.model: dict[int, dict[bytes, Entry]] = {ROOT_INODE: {}}
         self.listings: dict[int, Listing] = {}
@@ -127,7 +128,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.database.close()
-        self.database = Database(Path(self.directory.name) / "meta", "lake")
+        self.database = open_database(Path(self.directory.name) / "meta", "lake")
         self.tree = Tree(self.database)
 
     @precondition(lambda self: hasattr(self, "model"))
@@ -164,7 +165,7 @@ TestTree.settings = settings(max_examples=25, stateful_step_count=30, deadline=N
 
 @pytest.fixture
 def database(tmp_path: Path) -> Database:
-    return Database(tmp_path / "meta", "lake")
+    return open_database(tmp_path / "meta", "lake")
 
 
 def test_paths(database: Database) -> None:

@@ -16,12 +16,13 @@ import pytest
 import trio
 
 from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError, LakeError, Unavailable
-from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import KEY_XATTR
 from lakefs_fuse.vfs.views import Unfinished
+from tests.fakes import open_database
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import SPANS, TTL_S, Clock, Lake, lake
@@ -449,7 +450,7 @@ async def test_an_end_that_was_not_a_death(tmp_path: Path) -> None:
 
 
 def rewrite_journal(cache: Path, change: Callable[[Journal, Batch, str], None]) -> None:
-    database = Database(cache / "meta", "file:///nowhere")
+    database = open_database(cache / "meta", "file:///nowhere")
     journal, batch = Journal(database), Batch()
     for draft_id, _ in journal.records():
         change(journal, batch, draft_id)
@@ -528,7 +529,7 @@ async def test_a_database_that_is_damaged(tmp_path: Path, pattern: str, flush: b
 async def test_another_lakes_cache_is_refused(tmp_path: Path) -> None:
     async with lake(MemoryStore(), tmp_path):
         pass
-    database = Database(tmp_path / "meta", "file:///nowhere")
+    database = open_database(tmp_path / "meta", "file:///nowhere")
     batch = Batch()
     batch.put(b"Midentity", b"s3://another")
     database.commit(batch, sync=True)

@@ -29,6 +29,7 @@ from lakefs_fuse.vfs.ops import rename as renaming
 from lakefs_fuse.vfs.writeback import group_commit as accepting
 from lakefs_fuse.vfs.writeback import publisher as newest
 from lakefs_fuse.vfs.writeback import replay
+from tests.fakes import open_database
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import Clock, Lake, entries_of, lake, permissions
@@ -845,7 +846,7 @@ async def test_the_name_is_missing(tmp_path: Path) -> None:
         await m.write("d/file", noise(1, 100))
         await m.setattr("d/file", mode=0o600)
         dead = die(tmp_path / "cache", tmp_path / "dead")
-    database = Database(dead / "meta", "file:///nowhere")
+    database = open_database(dead / "meta", "file:///nowhere")
     tree = Tree(database)
     directory = tree.resolve([b"d"])
     assert directory is not None

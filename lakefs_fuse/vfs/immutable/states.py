@@ -142,7 +142,7 @@ class States:
     def resume(self) -> State | None:
         """The newest complete state that an earlier daemon left, opened; the others go. Raises CacheError."""
         for number in reversed(self._numbers()):
-            database = Database(self._path(number), self._lake.identity)
+            database = Database(self._path(number), self._lake.identity, self._lake.node.clock, self._lake.node.disk)
             raw = database.get(NOTE)
             if raw is not None:
                 self.keep_only(number)
@@ -171,7 +171,7 @@ class States:
         snapshot = self._lake.config.snapshot
         if before is not None and not snapshot:
             before.database.copy_to(path)
-        database = Database(path, self._lake.identity)
+        database = Database(path, self._lake.identity, self._lake.node.clock, self._lake.node.disk)
         try:
             note = await (self._take_snapshot(database) if snapshot else self._bring_up_to_date(database, changed))
             batch = Batch()
