@@ -11,7 +11,7 @@ from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, s
 CLOSE = 49, 155
 RENAME = 42, 1400
 CYCLES = 5
-ASSIGNED_OUTSIDE = 44
+ASSIGNED_OUTSIDE = 34
 PARAMETERS = 14
 
 

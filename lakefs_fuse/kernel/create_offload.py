@@ -80,8 +80,10 @@ class Creating:
         quick.lakefs_creating_closed.argtypes = [ctypes.c_uint64, ctypes.c_int]
         quick.lakefs_creating_serve(self._callback)
         self._set_inodes_aside()
-        self._tree.naming, self._tree.unnaming = self._named, quick.lakefs_lent_take
-        self._fs.settle = self._tree.settling = self._settle
+        events = self._fs.events
+        events.mirrored_name_added.append(self._named)
+        events.mirror_dropped.append(quick.lakefs_lent_take)
+        events.names_requested.append(self._settle)
 
     def end(self) -> None:
         """No request is answered any more. What nobody closed is taken as it is."""
@@ -89,7 +91,7 @@ class Creating:
             self._settle()
             self._quick.lakefs_lent_none()
             self._quick.lakefs_creating_serve(None)
-            self._tree.lent.clear()
+            self._tree.mirrored.clear()
             self._quick = None
 
     def _settle(self) -> None:
@@ -149,7 +151,7 @@ class Creating:
     def _refuse(self, received: Received, code: int) -> None:
         """There is no such file, and the kernel, which was told its name and attributes, forgets them."""
         self._answer(received.inode, code)
-        self._fs.on_change(received.parent, received.name)
+        self._fs.events.announce_name(received.parent, received.name)
 
     def _closed(self, received: Received, error: LakeError | None) -> None:
         if error is not None:
@@ -187,7 +189,7 @@ class Creating:
 
     def _lend(self, directory: int, for_s: float) -> bool:
         assert self._quick is not None
-        is_new = directory not in self._tree.lent
+        is_new = directory not in self._tree.mirrored
         names = self._new_files.names(directory) if is_new else []
         if names is None:
             return False
@@ -197,12 +199,12 @@ class Creating:
         lend, names_bytes_max = self._quick.lakefs_lent_lend, self._new_files.name_bytes_max(directory)
         if not lend(directory, for_ns, remembered_ns, names_bytes_max):
             self._quick.lakefs_lent_none()
-            self._tree.lent.clear()
+            self._tree.mirrored.clear()
             return False
         if is_new and not self._quick.lakefs_lent_names(directory, told, len(told)):
             self._quick.lakefs_lent_take(directory)
             return False
-        self._tree.lent.add(directory)
+        self._tree.mirrored.add(directory)
         # The kernel asks for them after each name that is made.
         hooks.remember(attributes_of(self._fs.entry(directory), self._fs, 0.0), for_s)
         return True
@@ -210,4 +212,4 @@ class Creating:
     def _named(self, directory: int, name: bytes) -> None:
         assert self._quick is not None
         if not self._quick.lakefs_lent_names(directory, name + b"\0", len(name) + 1):
-            self._tree.take_back(directory)
+            self._tree.drop_mirror(directory)

@@ -15,10 +15,12 @@ from lakefs_fuse.vfs.filesystem import Filesystem
 
 
 class Lent:
-    """The `fs.lending.Lender` of this process's session."""
+    """Leases of this process's session."""
 
     def __init__(self, fs: Filesystem) -> None:
         self._fs = fs
+        fs.events.leases_revoked.append(hooks.take)
+        fs.events.directory_updated.append(self._update)
 
     def opened(self, inode: int, handle: int) -> None:
         """A file was opened: whoever opens it for reading next need not ask."""
@@ -30,10 +32,5 @@ class Lent:
         if entry.is_dir:
             hooks.remember(attributes, attributes.attr_timeout)
 
-    # -- as a Lender
-
-    def take(self, inode: int) -> int:
-        return hooks.take(inode)
-
-    def updated(self, directory: Entry) -> None:
+    def _update(self, directory: Entry) -> None:
         hooks.remember(attributes_of(directory, self._fs, 0.0))

@@ -55,11 +55,11 @@ class Operations(pyfuse3.Operations):
         self.barrier = fs.namespace.tree.barrier
         self._metrics = fs.metrics.namespace
         self.invalidations = Invalidations(self._told)
-        fs.on_change = self.invalidations.name
-        fs.on_statistics = self._statistics
+        fs.events.name_changed.append(self.invalidations.name)
+        fs.events.statistics_requested.append(self._statistics)
         self._kernel = kernel
         self._answered: dict[str, int] = {}
-        self._lent = fs.lending.lender = Lent(fs)
+        self._lent = Lent(fs)
         self._rows = RowReplies(fs)
         self.creating = Creating(fs)
 

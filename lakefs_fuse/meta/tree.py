@@ -10,7 +10,7 @@ has no rows below it (`remove` takes them away). Nothing is held in memory but t
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from stat import S_ISGID
 
 import msgspec
@@ -21,6 +21,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import FLAGS_LOW, HEAD, NOWHERE, PLACE, ROOT_INODE, UNSET, Entry, Flag, unpack
 from lakefs_fuse.meta.object_table import Objects
 from lakefs_fuse.meta.tombstones import Tombstones
+from lakefs_fuse.meta.tree_events import TreeEvents
 
 _PAIR = struct.Struct(">QQ")
 _LISTING = struct.Struct("<qQIIII")
@@ -69,27 +70,15 @@ def unpack_xattrs(row: bytes) -> dict[str, bytes]:
 class Tree:
     """See the module's head."""
 
-    def __init__(self, database: Database) -> None:
-        self._db = database
+    def __init__(self, database: Database, events: TreeEvents | None = None) -> None:
+        self._db, self._events = database, events or TreeEvents()
         self.objects = Objects(database)
         self.tombstones = Tombstones(database)
         self.hidden = [0, 0, 0, 0]
         """Sums of all listings' ``hidden_*``, in their order."""
-        self.leaving: Callable[[int], object] = lambda _: None
-        """Told of inodes that no name will lead to any more, while their rows are still there."""
-        self.updating: Callable[[Entry], object] = lambda _: None
-        """Told of the attributes that a directory has from now on."""
-        self.forgetting: Callable[[int], object] = lambda _: None
-        """Told of directories that have to be listed again, before that is committed."""
-        self.lent: set[int] = set()
-        """Directories whose names somebody else keeps too, who is told …"""
-        self.naming: Callable[[int, bytes], object] = lambda _directory, _name: None
-        """… of each name that comes to one of them, and …"""
-        self.unnaming: Callable[[int], object] = lambda _directory: None
-        """… of those whose names are not certain any more. …"""
-        self.settling: Callable[[], object] = lambda: None
-        """… Before a directory counts as empty, names that are known there only come to be known here."""
-        self.barrier = Barrier(self.entry, self.take_back)
+        self.mirrored: set[int] = set()
+        """Directories of which a part outside holds all names; it listens to the events that keep them right."""
+        self.barrier = Barrier(self.entry, self.drop_mirror)
         self.directories_moved = 0
         """Goes up before a directory loses its name, or gets another one."""
         for listing in self.listings():
@@ -202,7 +191,8 @@ class Tree:
         yield some
 
     def has_children(self, directory: int) -> bool:
-        self.settling()
+        for listener in self._events.names_requested:
+            listener()
         return next(self.children(directory), None) is not None
 
     def path(self, inode: int) -> list[bytes] | None:
@@ -240,7 +230,7 @@ class Tree:
         ``here``, `HERE_BYTES` of zeros in the beginning, has a bit for each name that the directory has; names that it
         cannot tell from those are looked up. Without it all are."""
         get, put, new_inode, pack = self._db.get, batch.put, self._db.new_inode, HEAD.pack
-        self.take_back(parent)
+        self.drop_mirror(parent)
         number = parent.to_bytes(8, "big")
         names, rows = b"N" + number, b"D" + number
         added = 0
@@ -269,14 +259,20 @@ class Tree:
         batch.put(_inode_key(b"N", entry.parent) + entry.sort_name, entry.cookie.to_bytes(8, "big"))
         batch.put(_inode_key(b"I", entry.inode), place)
         batch.put(b"D" + place, entry.pack())
-        if entry.parent in self.lent:
-            self.naming(entry.parent, entry.name)
+        if entry.parent in self.mirrored:
+            for listener in self._events.mirrored_name_added:
+                listener(entry.parent, entry.name)
 
-    def take_back(self, directory: int) -> None:
-        """The names of a directory are not certain any more, or are not kept elsewhere."""
-        if directory in self.lent:
-            self.lent.discard(directory)
-            self.unnaming(directory)
+    def drop_mirror(self, directory: int) -> None:
+        """The names of a directory are uncertain, or its mirror is full."""
+        if directory in self.mirrored:
+            self.mirrored.discard(directory)
+            for listener in self._events.mirror_dropped:
+                listener(directory)
+
+    def _drop_inode(self, inode: int) -> None:
+        for listener in self._events.inode_dropped:
+            listener(inode)
 
     def _detach(self, batch: Batch, entry: Entry) -> None:
         self.directories_moved += entry.is_dir
@@ -287,9 +283,10 @@ class Tree:
     def update(self, batch: Batch, entry: Entry) -> None:
         """Write an entry's attributes; name, parent, cookie and inode are those it was read with."""
         if entry.is_dir:
-            self.updating(entry)
+            for listener in self._events.directory_updated:
+                listener(entry)
             if entry.mode != UNSET and entry.mode & S_ISGID:
-                self.take_back(entry.inode)  # whoever makes files in it gives them its group
+                self.drop_mirror(entry.inode)  # whoever makes files in it gives them its group
         else:
             self._share(batch, self._at(entry.parent, entry.cookie), entry)
         batch.put(b"D" + _PAIR.pack(entry.parent, entry.cookie), entry.pack())
@@ -304,7 +301,7 @@ class Tree:
     def renew_inode(self, batch: Batch, entry: Entry, inode: int = 0) -> Entry:
         """Somebody else put another version under the name: it gets an inode of its own, and handles keep the old.
         ``inode`` is one that was set aside for it."""
-        self.leaving(entry.inode)
+        self._drop_inode(entry.inode)
         renewed = msgspec.structs.replace(entry, inode=inode or self._db.new_inode())
         batch.delete(_inode_key(b"I", entry.inode))
         self._forget_rows(batch, entry)
@@ -331,7 +328,7 @@ class Tree:
 
     def remove(self, batch: Batch, entry: Entry) -> None:
         """Take a name away, and everything below it."""
-        self.leaving(entry.inode)
+        self._drop_inode(entry.inode)
         self._detach(batch, entry)
         self._share(batch, entry, None)
         if entry.flags & (Flag.SYMLINK | Flag.XATTRS):
@@ -342,7 +339,7 @@ class Tree:
         while below:
             directory = below.pop()
             for child in self.children(directory):
-                self.leaving(child.inode)
+                self._drop_inode(child.inode)
                 batch.delete(_inode_key(b"I", child.inode))
                 self._share(batch, child, None)
                 if child.flags & (Flag.SYMLINK | Flag.XATTRS):
@@ -398,15 +395,16 @@ class Tree:
         batch.put(_inode_key(b"L", directory), _LISTING.pack(*msgspec.structs.astuple(listing)))
 
     def forget_listing(self, batch: Batch, directory: int) -> None:
-        self.take_back(directory)
-        self.forgetting(directory)
+        self.drop_mirror(directory)
+        for listener in self._events.listing_dropped:
+            listener(directory)
         self._count_hidden(self.listing(directory), -1)
         batch.delete(_inode_key(b"L", directory))
 
     def forget_listings(self) -> None:
         """Every directory has to be listed again by whoever wants to know what is in it."""
-        for directory in list(self.lent):
-            self.take_back(directory)
+        for directory in list(self.mirrored):
+            self.drop_mirror(directory)
         batch = Batch()
         batch.delete_range(b"L", b"M")
         self._db.commit(batch)

@@ -8,8 +8,8 @@ from lakefs_fuse.commits.applier import Watcher
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.files.file_table import FileTable
-from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 log = logging.getLogger(__name__)
@@ -18,12 +18,14 @@ log = logging.getLogger(__name__)
 class FilesWatcher(Watcher):
     """Made before those it tells; `watch` completes it, before anything changes."""
 
-    _filesystem: Filesystem
     _namespace: Namespace
     _files: FileTable
 
-    def watch(self, filesystem: Filesystem, namespace: Namespace, files: FileTable) -> None:
-        self._filesystem, self._namespace, self._files = filesystem, namespace, files
+    def __init__(self, events: ChangeEvents) -> None:
+        self._events = events
+
+    def watch(self, namespace: Namespace, files: FileTable) -> None:
+        self._namespace, self._files = namespace, files
 
     def keeps(self, entry: Entry) -> bool:
         return self._files.is_dirty(entry)
@@ -43,7 +45,7 @@ class FilesWatcher(Watcher):
         self._namespace.changing(parent, name)
 
     def changed(self, parent: int, name: bytes) -> None:
-        self._filesystem.on_change(parent, name)
+        self._events.announce_name(parent, name)
 
     def updated(self, entry: Entry) -> None:
         self._files.updated(entry)

@@ -85,21 +85,15 @@ class Filesystem:
         *,
         clock_ns: Callable[[], int],
     ) -> None:
-        self.config, self.metrics = config, metrics
+        self.config, self.metrics, self.events = config, metrics, namespace.events
         self._committer, self._deletions, self._writeback = committer, deletions, writeback
         self._db, self._client, self._ns, self._files = database, client, namespace, files
         self._recovery, self._status, self._clock_ns = recovery, status, clock_ns
-        self.on_change: Callable[[int, bytes], None] = lambda _parent, _name: None
-        """Told of names that changed behind the kernel's back; the adapter above sets it."""
         self.changes = Changes(
             config, database, namespace, files, committer, client.capabilities,
             relocator=relocator, writeback=writeback, clock_ns=clock_ns, touched_root=self._touched_root,
         )  # fmt: skip
-        self.on_statistics: Callable[[], dict[str, object]] = dict
-        """Called before counters are read: the adapter above adds what it counts elsewhere, and says more."""
         self.new_files = NewFiles(config, database, namespace, files, self.changes, writeback, clock_ns=clock_ns)
-        self.settle: Callable[[], None] = lambda: None
-        """Takes what the adapter above has received of new files, for somebody who asks for all that is not durable."""
         self.lending = lending
         lending.entry = self.entry
         self._handles: dict[int, Handle] = {}
@@ -408,7 +402,8 @@ class Filesystem:
     def _touched_root(self) -> None:
         now = self._clock_ns()
         self._root = msgspec.structs.replace(self._root, mtime_ns=now, ctime_ns=now)
-        self.lending.updated(self._root)
+        for listener in self.events.directory_updated:
+            listener(self._root)
 
     # -- files
 
@@ -533,19 +528,23 @@ class Filesystem:
     # -- what the control socket asks
 
     def statistics(self) -> dict[str, object]:
-        self.settle()
-        adapter = self.on_statistics()
-        return {**self._status.statistics(), **adapter}
+        self._request_names()
+        added = [listener() for listener in self.events.statistics_requested]  # may count, so before the rest
+        return {key: value for each in (self._status.statistics(), *added) for key, value in each.items()}
 
     def unfinished(self) -> list[Unfinished]:
-        self.settle()
+        self._request_names()
         return self._status.unfinished()
+
+    def _request_names(self) -> None:
+        for listener in self.events.names_requested:
+            listener()
 
     async def make_durable(self, path: str = "") -> None:
         """Publish every file at or below ``path`` (relative to the root) that is not durable. Raises LakeError for
         the first that cannot be; the others are published all the same. Of the whole lake, objects whose names are gone
         are deleted if that does not take long: they are hidden, and the next mount goes on with them."""
-        self.settle()
+        self._request_names()
         failed: LakeError | None = None
         below = path.strip("/")
         try:

@@ -30,6 +30,7 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft_services import DraftServices
 from lakefs_fuse.upload.upload_slots import UploadSlots
 from lakefs_fuse.upload.zero_objects import ZeroObjects
+from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.change_watcher import FilesWatcher
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.incomplete_files import IncompleteFiles
@@ -162,11 +163,11 @@ class Assembly:
 
     def __init__(self, ground: Ground) -> None:
         self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
-        watcher = FilesWatcher()
+        watcher = FilesWatcher(events := ChangeEvents())
         self.namespace = namespace = Namespace(
             database, ground.client, metrics.namespace, ground.nursery, ttl_s=config.metadata_ttl_s,
             source_prefix_bytes=len(config.store.source.prefix.encode()), clock_ns=ground.clock_ns,
-            keep=watcher.keeps, changed=watcher.changed,
+            keep=watcher.keeps, events=events,
         )  # fmt: skip
         self._commits = commits = Commits(ground, namespace, watcher)
         self.committer, self.deletions = committer, deletions = commits.committer, commits.deletions
@@ -194,11 +195,11 @@ class Assembly:
         )
         self.recovery = Recovery(
             database, namespace, files.services, storing, evidence,
-            read_only=config.read_only, changed=watcher.changed, replayed=self.replay.records,
+            read_only=config.read_only, changed=events.announce_name, replayed=self.replay.records,
             in_use=lambda inode: files.lending.held(inode) is not None,
         )  # fmt: skip
         files.incomplete = IncompleteFiles(database, namespace, files, self.recovery, commits.read_again)
-        files.lending = lending = Lending(files, namespace)
+        files.lending = lending = Lending(files, namespace, events)
         status = Status(
             metrics, ground.client.capabilities, ground.cache, reader, namespace, files, self.recovery, committer,
             deletions, relocator, writeback, clock_ns=ground.clock_ns,
@@ -211,11 +212,11 @@ class Assembly:
             database, namespace, ground.cache, Units(config.rules), ground.node.threads,
             is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
         )  # fmt: skip
-        watcher.watch(self.filesystem, namespace, files)
+        watcher.watch(namespace, files)
         storing.elsewhere, storing.free, relocator.moved = relocator.note, relocator.free, keeper.moved
         namespace.strays = lambda: files.strays().union(copies.paths())
         if not config.read_only:
-            namespace.overridden = commits.foreign_objects(ground, namespace).add
+            events.object_overridden.append(commits.foreign_objects(ground, namespace).add)
             storing.packer = Packer(
                 ground.database, committer, namespace, ground.cache, metrics.commits, ground.nursery,
                 ground.node.threads, policy=Rules.of(config).pack_for, being_written=files.being_written,

@@ -252,7 +252,7 @@ async def lake(
     node = node_of(clock, repr(secrets.randbits(64) if seed is None else seed))
     async with assembled(settings, client, metrics, node=node, spans=SPANS) as parts:
         mounted = Lake(parts, metrics)
-        parts.filesystem.on_change = lambda parent, name: mounted.changes.append((parent, name))
+        parts.filesystem.events.name_changed.append(lambda parent, name: mounted.changes.append((parent, name)))
         yield mounted
 
 

@@ -445,8 +445,9 @@ async def test_names_that_come_later_are_told(tmp_path: Path) -> None:
         tree = m.fs.namespace.tree
         names: list[bytes] = []
         forgotten: list[int] = []
-        tree.naming, tree.unnaming = lambda _, name: names.append(name), forgotten.append
-        tree.lent.add(directory)
+        m.fs.events.mirrored_name_added.append(lambda _, name: names.append(name))
+        m.fs.events.mirror_dropped.append(forgotten.append)
+        tree.mirrored.add(directory)
         await m.write("d/created", b"x")
         await m.mkdir("d/directory")
         await m.symlink("d/link", "x")
@@ -454,8 +455,8 @@ async def test_names_that_come_later_are_told(tmp_path: Path) -> None:
         assert names == [b"created", b"directory", b"link", b"renamed"]
         batch = Batch()
         tree.insert_plain(batch, directory, [(b"listed", 1, 1, "etag")], None)
-        assert (forgotten, tree.lent) == ([directory], set())
-        tree.lent.update((directory, ROOT_INODE))
+        assert (forgotten, tree.mirrored) == ([directory], set())
+        tree.mirrored.update((directory, ROOT_INODE))
         tree.forget_listings()
         assert sorted(forgotten) == sorted([directory, directory, ROOT_INODE])
 

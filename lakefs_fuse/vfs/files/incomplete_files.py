@@ -76,7 +76,7 @@ class IncompleteFiles:
         elif row is not None:
             self._files.renew_inode(batch, file, row)
         self._db.commit(batch, sync=True)
-        self._ns.tell(parent, name)
+        self._ns.announce_name(parent, name)
         file.refused.cut(0)
         if draft is not None and record is not None:
             log.error("%s is not stored: %s; see `lakefs-fuse orphans`", file.key, draft.refused.describe())

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
 
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import READING, OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -27,51 +27,24 @@ READAHEADS_MAX = 1024
 """Files of which it is remembered how far they were read."""
 
 
-class Lender(Protocol):
-    """Who answers that files are open."""
-
-    def take(self, inode: int) -> int:
-        """Lend the file no more, and no attributes; answers how many handles were, and are released here from now
-        on."""
-
-    def updated(self, directory: Entry) -> None:
-        """If attributes of this directory are lent, these are what they are now."""
-
-
-class NobodyLends:
-    """Every open is asked for."""
-
-    def take(self, inode: int) -> int:
-        return 0
-
-    def updated(self, directory: Entry) -> None:
-        pass
-
-
 class Lending:
     """See the module's head."""
 
-    def __init__(self, files: FileTable, namespace: Namespace) -> None:
-        self._files, self._ns = files, namespace
-        self.lender: Lender = NobodyLends()
+    def __init__(self, files: FileTable, namespace: Namespace, events: ChangeEvents) -> None:
+        self._files, self._ns, self._events = files, namespace, events
         self.entry: Callable[[int], Entry]
         """What is known of an inode; raises FileError(ESTALE)."""
         self._readaheads: OrderedDict[int, Readahead] = OrderedDict()
-        namespace.tree.leaving = self.held
-        namespace.tree.updating = self.updated
+        events.inode_dropped.append(self.held)
 
     def held(self, inode: int) -> OpenFile | None:
         """The file in use; who has it open by handles that were lent has ordinary ones from here on."""
-        handles = self.lender.take(inode)
+        handles = sum(listener(inode) for listener in self._events.leases_revoked)
         entry = self._ns.tree.entry(inode) if handles else None
         if entry is not None:
             for _ in range(handles):
                 self._files.acquire(entry, writer=False)
         return self._files.get(inode)
-
-    def updated(self, directory: Entry) -> None:
-        """A directory has these attributes now."""
-        self.lender.updated(directory)
 
     def allowed_s(self, file: OpenFile) -> float:
         """For how many seconds a file that is open may be opened for reading without asking; 0 where it may not."""

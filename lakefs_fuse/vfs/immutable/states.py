@@ -223,7 +223,7 @@ class States:
             parts = Assembly(Ground(config, lake.client, lake.metrics, database, lake.cache, nursery, lake.node, SPANS))
             try:
                 if changed is not None:
-                    parts.filesystem.on_change = changed.add
+                    parts.filesystem.events.name_changed.append(changed.add)
                 await parts.begin()
                 top = await self._survey(parts, changed)
                 await parts.filesystem.look_again()

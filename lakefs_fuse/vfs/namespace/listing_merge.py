@@ -30,6 +30,7 @@ from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.meta.tree import HERE_BYTES, Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved, why_hidden
 
 EARLIER_MAX = 1000
@@ -100,19 +101,17 @@ class DirectoryMerge:
         now_ns: int,
         touched: Collection[bytes] = (),
         keep: Callable[[Entry], bool] = lambda _: False,
-        changed: Callable[[int, bytes], None] = lambda _parent, _name: None,
-        overridden: Callable[[Entry], None] = lambda _: None,
+        events: ChangeEvents | None = None,
         strays: Collection[str] = (),
     ) -> None:
-        """``prefix`` is the directory's. ``changed(parent, name)`` is told of names the kernel may remember wrongly,
-        ``overridden`` of plain objects that took a name from bytes elsewhere. ``strays`` are keys below it where
-        files of other names come to lie, or copies of which nothing is said yet."""
+        """``prefix`` is the directory's. ``strays`` are keys below it where files of other names come to lie, or copies
+        of which nothing is said yet."""
         self._db, self._tree, self._metrics = database, tree, metrics
         self._directory = directory
         self._now_ns = now_ns
         self._touched = touched
         self._keep = keep
-        self._changed, self._overridden, self._strays = changed, overridden, strays
+        self._events, self._strays = events or ChangeEvents(), strays
         self._prefix = prefix.encode("utf-8", "surrogatepass")
         self._outsiders: list[Entry] = []
         self.ghosts: list[bytes] = []
@@ -168,7 +167,7 @@ class DirectoryMerge:
         self._db.commit(batch)
         if self._here is not None:
             self._changes = self._db.changes
-        self._tell_overridden()
+        self._announce_overridden()
         self._pages += 1
         self._metrics.listing_pages += 1
 
@@ -236,12 +235,13 @@ class DirectoryMerge:
             batch = Batch()
             self._merge(batch, shown)
             self._db.commit(batch)
-            self._tell_overridden()
+            self._announce_overridden()
 
-    def _tell_overridden(self) -> None:
+    def _announce_overridden(self) -> None:
         outsiders, self._outsiders = self._outsiders, []
         for entry in outsiders:
-            self._overridden(entry)
+            for listener in self._events.object_overridden:
+                listener(entry)
 
     def add_directory(self, name: bytes) -> None:
         """A ghost has something below it."""
@@ -259,7 +259,7 @@ class DirectoryMerge:
         self._tree.remove(batch, entry)
         self._db.commit(batch)
         self._metrics.entries_removed += 1
-        self._changed(self._directory, name)
+        self._events.announce_name(self._directory, name)
 
     def _mark(self, batch: Batch) -> None:
         entry = self._tree.entry(self._directory)
@@ -276,14 +276,14 @@ class DirectoryMerge:
             return
         self._tree.remove(batch, entry)
         self._metrics.entries_removed += 1
-        self._changed(self._directory, entry.name)
+        self._events.announce_name(self._directory, entry.name)
 
     def _directory_vanished(self, batch: Batch, entry: Entry) -> None:
         """No key lies below it any more: what commits say of it and of names below it stays."""
         if not entry.stamp and not self._stays(entry.inode):
             self._tree.remove(batch, entry)
             self._metrics.entries_removed += 1
-            self._changed(self._directory, entry.name)
+            self._events.announce_name(self._directory, entry.name)
             return
         if entry.flags & (Flag.LISTED | Flag.MARKER):
             flags = entry.flags & ~(Flag.LISTED | Flag.MARKER)
@@ -310,7 +310,7 @@ class DirectoryMerge:
                 continue
             self._tree.remove(batch, child)
             self._metrics.entries_removed += 1
-            self._changed(directory, child.name)
+            self._events.announce_name(directory, child.name)
 
     def _merge(self, batch: Batch, found: Found) -> None:
         entry = self._tree.named(self._directory, found.sort_name)
@@ -366,7 +366,7 @@ class DirectoryMerge:
             return
         self._tree.remove(batch, entry)
         self._metrics.entries_removed += 1
-        self._changed(self._directory, entry.name)
+        self._events.announce_name(self._directory, entry.name)
 
     def _is_removed(self, name: bytes, meta: ObjectMeta) -> bool:
         tombstone = self._tree.tombstones.get(self._prefix + name)
@@ -429,7 +429,7 @@ class DirectoryMerge:
             self._tree.remove(batch, file)
             if file.cookie >= self.first_cookie:
                 self._places[name] = file.cookie
-        self._changed(self._directory, name)
+        self._events.announce_name(self._directory, name)
         return True
 
     def _insert_directory(self, batch: Batch, name: bytes) -> None:
@@ -445,7 +445,7 @@ class DirectoryMerge:
         self.names += 1
         self._metrics.entries_added += 1
         if self._was_listed:
-            self._changed(self._directory, entry.name)
+            self._events.announce_name(self._directory, entry.name)
 
     def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
         if self._keep(entry):
@@ -458,7 +458,7 @@ class DirectoryMerge:
         if entry.stamp and not entry.is_plain:
             self._outsiders.append(renewed)
         self._metrics.entries_changed += 1
-        self._changed(self._directory, entry.name)
+        self._events.announce_name(self._directory, entry.name)
 
 
 def _needs_object(entry: Entry) -> bool:

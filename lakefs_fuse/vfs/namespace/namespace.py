@@ -21,15 +21,17 @@ from contextlib import contextmanager
 
 import trio
 
-from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.blockcache.object_version import Extent, Version
+from lakefs_fuse.config import Source
 from lakefs_fuse.errors import AccessDenied, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.listing.parallel_listing import SplitListing
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.namespace.key_mapping import (
     KEY_BYTES_MAX,
     NAME_BYTES_MAX,
@@ -40,7 +42,6 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_page
-from lakefs_fuse.vfs.namespace.location import extent_of, key_of, prefix_of
 
 NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
@@ -74,18 +75,17 @@ class Namespace:
         source_prefix_bytes: int = 0,
         clock_ns: Callable[[], int],
         keep: Callable[[Entry], bool],
-        changed: Callable[[int, bytes], None],
+        events: ChangeEvents,
     ) -> None:
-        self.tree = Tree(database)
-        self.tree.forgetting = self._forgetting
-        self.overridden: Callable[[Entry], None] = lambda _: None
-        """Told of plain objects that took a name from bytes elsewhere."""
+        self.tree = Tree(database, events)
+        self.events = events
+        events.listing_dropped.append(self._mark_listings_stale)
         self.strays: Callable[[], set[str]] = set
         """Keys where other names' files come to lie."""
         self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
         self._ttl_ns = int(ttl_s * NS)
         self._clock_ns = clock_ns
-        self._keep, self._changed = keep, changed
+        self._keep = keep
         self._flights: dict[int, Flight] = {}
         self._watched: dict[int, list[Flight]] = {}
         self._answers: dict[tuple[int, bytes], int] = {}
@@ -456,8 +456,7 @@ class Namespace:
             now_ns=flight.began_ns,
             touched=flight.touched,
             keep=self._keep,
-            changed=self._changed,
-            overridden=self.overridden,
+            events=self.events,
             strays=[key for key in self.strays() if key.startswith(prefix)],
         )
 
@@ -476,7 +475,7 @@ class Namespace:
             if not flights:
                 self._watched.pop(directory, None)
 
-    def _forgetting(self, directory: int) -> None:
+    def _mark_listings_stale(self, directory: int) -> None:
         for flight in self._watched.get(directory, ()):
             flight.is_stale = True
 
@@ -492,9 +491,9 @@ class Namespace:
                 break
             directory, name = at.parent, at.name
 
-    def tell(self, directory: int, name: bytes) -> None:
-        """A name is another than the kernel may remember."""
-        self._changed(directory, name)
+    def announce_name(self, directory: int, name: bytes) -> None:
+        """A name means something else than the kernel may have cached."""
+        self.events.announce_name(directory, name)
 
     def renew_inode(self, entry: Entry) -> None:
         """Give the version that a name has now an inode of its own: the kernel keeps the size that it knows of one.
@@ -505,7 +504,7 @@ class Namespace:
         if xattrs:
             self.tree.set_xattrs(batch, renewed.inode, xattrs)
         self._db.commit(batch)
-        self.tell(entry.parent, entry.name)
+        self.events.announce_name(entry.parent, entry.name)
 
     def is_removed(self, entry: Entry) -> bool:
         """A commit removed the plain object that a file is."""
@@ -544,3 +543,34 @@ class Namespace:
 
 def _is_long(key: str) -> bool:
     return len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX
+
+
+def prefix_of(tree: Tree, directory: int) -> str:
+    """Keys of a directory's children begin with this; empty for the root. Raises FileError(ESTALE)."""
+    path = tree.path(directory)
+    if path is None:
+        raise FileError(errno.ESTALE)
+    return "".join(name.decode("utf-8", "surrogatepass") + "/" for name in path)
+
+
+def key_of(tree: Tree, entry: Entry) -> str:
+    """The key of a file, or of a directory's marker. Raises FileError(ESTALE)."""
+    return prefix_of(tree, entry.parent) + entry.sort_name.decode("utf-8", "surrogatepass")
+
+
+def extent_of(tree: Tree, entry: Entry) -> Extent | None:
+    """Where a file's bytes are; None for one that is not in the store yet, or has none. Raises FileError(EIO)."""
+    if entry.flags & (Flag.LOCAL | Flag.SYMLINK):
+        return None
+    if not entry.place:
+        return Extent.whole(Version(key_of(tree, entry), entry.etag, entry.size))
+    row = tree.objects.get(entry.place)
+    if row is None:
+        raise FileError(errno.EIO, f"the object of {key_of(tree, entry)} is not known here: delete the cache directory")
+    return Extent(Version(row.key, row.etag, row.size), entry.offset, entry.size)
+
+
+def location_of(source: Source, extent: Extent) -> str:
+    """Where bytes are in the store, for people."""
+    part = "" if extent.is_whole else f" bytes {extent.offset}-{extent.offset + extent.size - 1}"
+    return f"{str(source).rstrip('/')}/{extent.version.key}{part if extent.size else ''}"

@@ -39,8 +39,7 @@ from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
 from lakefs_fuse.vfs.namespace.key_mapping import PLACEHOLDER, checked_name
-from lakefs_fuse.vfs.namespace.location import location_of
-from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.namespace import Namespace, location_of
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from lakefs_fuse.vfs.namespace.subtree import LookingBelow
 from lakefs_fuse.vfs.ops.journal_moves import note_dropped

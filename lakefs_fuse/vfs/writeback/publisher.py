@@ -294,7 +294,7 @@ class Newest:
         if row is not None and self._ns.is_removed(entry):
             # Another node saw these bytes, and removed or renamed them, before their writer heard that they are there.
             self._ns.tree.remove(batch, row)
-            self._ns.tell(entry.parent, entry.name)
+            self._ns.announce_name(entry.parent, entry.name)
         elif row is not None and stored.published is not None:  # a pack's commit told the rows itself
             self._ns.tree.update(batch, entry)
         elif row is None:  # somebody else's version has the name on this node, and ours replaced it: look again

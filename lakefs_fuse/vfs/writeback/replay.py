@@ -270,7 +270,7 @@ class Replay:
         self._files.detach(file)
         self._files.move(batch, file, self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass"))
         self._db.commit(batch, sync=True)
-        self._ns.tell(parent, name)
+        self._ns.announce_name(parent, name)
         self._metrics.conflicts += 1
         log.error(
             "%s was changed by somebody else since: both versions are kept, the one accepted here as %s", old, file.key
