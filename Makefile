@@ -2,27 +2,49 @@
 #
 #   make demo            the main job on a local directory as the store      make demo STORE=s3   on a real S3 server
 #   make bench           this and other filesystems side by side, into docs/benchmarks.md      make bench BENCH=--quick
-#   make test            the tests (PYTEST="-k name -x" and JOBS=1 to choose)     make lint       ruff and mypy, strict
+#
+# Tests have three tiers (tests/README.md); PYTEST="-k name -x" chooses among the tests of one, JOBS=1 sets the workers:
+#
+#   make check           lint, types, import contracts, unit tests with fakes: a minute     make lint   without the tests
+#   make test            all of `check`, and real mounts on real object stores: under ten minutes
+#   make test-long       all of `test` with full numbers, and what is marked `long`: more than an hour
 
 STORE ?= file
 PYTEST ?=
 BENCH ?= --out docs/benchmarks/results.json --report docs/benchmarks.md
-JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
+RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
+# Workers steal single tests from each other's ends, so no core idles while another finishes a long module. Three of
+# them on two cores for tests with mounts and stores, which wait more than they compute.
+UNIT := -n $(or $(JOBS),2) -m "not integration and not long" \
+	--ignore=tests/bench --ignore=tests/killed --ignore=tests/mount
+SHORT := -n $(or $(JOBS),3) -m "not long"
 SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/kernel/native/*.c)
 
-.PHONY: demo bench test lint setup clean
+.PHONY: demo bench check test test-long lint unit short setup clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python scripts/demo.py --store $(STORE)
 
+check: $(VENV)/.installed-test
+	$(MAKE) --no-print-directory -j2 --output-sync=target lint unit
+
 test: $(VENV)/.installed-test
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST)
+	$(MAKE) --no-print-directory -j2 --output-sync=none lint short
+
+test-long: $(VENV)/.installed-test
+	LAKEFS_TEST_LONG=1 $(RUN) -m pytest --dist worksteal -n $(or $(JOBS),3) $(PYTEST)
+
+unit: $(VENV)/.installed-test
+	$(RUN) -m pytest --dist worksteal -q $(UNIT) $(PYTEST)
+
+short: $(VENV)/.installed-test
+	$(RUN) -m pytest --dist worksteal -q $(SHORT) $(PYTEST)
 
 bench: $(VENV)/.installed-bench
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m scripts.bench $(BENCH)
+	$(RUN) -m scripts.bench $(BENCH)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -9,25 +9,26 @@ import os
 import random
 from collections.abc import Callable, Iterator
 
-import hypothesis
 import pytest
 
 from tests import servers
 from tests.faults import Faults, faulty
 from tests.servers import Server
+from tests.tiers import INTEGRATION, is_integration, load_profile
 
-hypothesis.settings.register_profile("without times", deadline=None)
-hypothesis.settings.load_profile("without times")
-"""What an example takes says how busy the machine is."""
-
-SLOW = ("mount", "killed", "bench")
-"""Directories whose files take longest: begun first, so that no worker is left alone with one of them at the end."""
+load_profile()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Workers take files in this order (``--no-loadscope-reorder``)."""
+    """Mark integration tests, before ``-m`` chooses; they run first, because they take longest."""
     tests = config.rootpath / "tests"
-    items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in SLOW)
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        parameters = () if callspec is None else callspec.params.values()
+        if is_integration(item.path.relative_to(tests), getattr(item, "fixturenames", ()), parameters):
+            item.add_marker(INTEGRATION)
+    items.sort(key=lambda item: item.get_closest_marker(INTEGRATION) is None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -28,6 +28,7 @@ from lakefs_fuse.admin.checkpoint_sums import (
 )
 from lakefs_fuse.config import MIB
 from lakefs_fuse.staging.part_layout import PartLayout
+from tests.tiers import examples
 
 
 def run(check: Check, data: bytes, pieces: Sequence[int] = ()) -> Finding:
@@ -52,7 +53,7 @@ def zip_check(data: bytes, tail: int = 1 << 20) -> Zip:
     return Zip(read_directory(data[-tail:], len(data)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.integers(0, 6500), max_size=12),
     st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED]),

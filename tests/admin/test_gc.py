@@ -17,6 +17,7 @@ from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent
 from tests.memory_store import Failures, MemoryStore, Request, When
+from tests.tiers import sized
 from tests.vfs.lakes import Clock, Lake, lake
 
 NOW = Options(grace_s=0)
@@ -273,6 +274,7 @@ def _from(number: int) -> Callable[[Request], bool]:
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path, when: str) -> None:
     """A mount that was there all the time, and one that comes after, find every file."""
+    every = sized(5, 1)
     leftover = store.give("left", b"over")
     clock.advance(5)
     give_commit(store, clock, Remove("left", hides=leftover.etag), writer="0badcaff")
@@ -295,7 +297,7 @@ async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Cl
         await collect(store, clock)
         assert (len(commits(store)), plain(store)) == (1, [])
         assert await fresh(store, clock, tmp_path) == LEFT, f"request {at}, second run"
-        at += 1
+        at += every
     assert at > 15
 
 

@@ -14,6 +14,7 @@ from lakefs_fuse.admin.repack import Packed, Unpacked
 from lakefs_fuse.errors import LakeError, StoreError
 from tests.admin.lakes import commits, dataset, give_pack, headless, plain, silent
 from tests.memory_store import Failures, MemoryStore, Request
+from tests.tiers import sized
 from tests.vfs.lakes import Clock, Lake, lake
 
 FILES = dataset(30) | dataset(10, "data/deep/er") | {"top": b"at the top", "data/empty": b""}
@@ -167,6 +168,7 @@ async def test_what_others_replace_meanwhile_is_theirs(store: MemoryStore, clock
 
 async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
     """Nothing is lost, and the second run does what is left."""
+    every = sized(9, 3)
     original = dict(store.objects)
     for back in (False, True):
         at, ended = 0, False
@@ -187,7 +189,7 @@ async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Cl
             clock.advance(5)
             assert await fresh(store, clock, tmp_path) == FILES
             assert plain(store) == (sorted(FILES) if back else ["top"])
-            at += 3
+            at += every
         assert at > 9
         original = dict(store.objects)
 

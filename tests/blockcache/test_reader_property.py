@@ -17,6 +17,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.metrics import CacheMetrics
 from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, make_cache
+from tests.tiers import examples
 
 OBJECTS = {"tiny": 1, "block": MIB, "tail": 2 * MIB + 4095, "large": 7 * MIB + 1}
 DATA = {key: content(key, size) for key, size in OBJECTS.items()}
@@ -97,7 +98,7 @@ async def run(directory: Path, steps: list[tuple[str, str, int, int]], bytes_max
         cache.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     st.lists(st.one_of(reads, reads, events), min_size=1, max_size=25),
     st.sampled_from([2 * MIB, 6 * MIB, 64 * MIB]),

@@ -30,6 +30,7 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Flag
 from tests.commits.nodes import NS, Node, archive, at, node, plain, put
+from tests.tiers import examples
 
 WRITERS = ("0000000a", "0000000b", "0000000c")
 NAMES = ("a", "b", "d/x", "d/y", "d/e/z", "q")
@@ -93,7 +94,7 @@ class Writer:
         return record
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(0, 1 << 32), st.integers(5, 25))
 def test_any_order_of_arrival_gives_the_same_tree(seed: int, count: int) -> None:
     """Several writers, who see each other's commits late or in no particular order; clocks that differ by seconds."""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lakefs_fuse.kernel.native import direntries
 from lakefs_fuse.meta.entry import HEAD, UNSET, Entry, Flag, unpack
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
+from tests.tiers import examples
 
 NATIVE = Path(__file__).parents[2] / "lakefs_fuse" / "kernel" / "native"
 DIRENTPLUS = struct.Struct("<QQQQIIQQQQQQIIIIIIIIIIQQII")
@@ -112,7 +113,7 @@ def in_order(entries: list[Entry]) -> list[Entry]:
     return [msgspec.structs.replace(entry, cookie=3 * at + 5) for at, entry in enumerate(entries)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(ENTRIES, max_size=12), st.integers(0, 2000), st.sampled_from([0.0, 0.25, 59.75, 3600.0]))
 def test_the_bytes_are_those_of_the_kernels_structures(entries: list[Entry], room: int, timeout_s: float) -> None:
     """As many as fit, whole ones, in order."""

@@ -13,6 +13,7 @@ from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta import database as module
 from lakefs_fuse.meta.database import INODES_RESERVED, Batch, Database
 from tests.fakes import open_database
+from tests.tiers import examples
 
 
 def put(database: Database, *keys: bytes) -> None:
@@ -39,7 +40,7 @@ def test_what_is_committed_stays(tmp_path: Path) -> None:
     database.close()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.sets(st.binary(min_size=1, max_size=5), max_size=40), st.binary(max_size=3), st.binary(max_size=3))
 def test_scans_are_ordered_and_bounded(
     tmp_path_factory: pytest.TempPathFactory, keys: set[bytes], begin: bytes, end: bytes
@@ -63,7 +64,7 @@ changes = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(changes, st.lists(few_keys, max_size=5)), max_size=12))
 def test_a_row_is_what_the_last_batch_made_it(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[list[tuple[str, bytes, bytes]], list[bytes]]]

@@ -16,6 +16,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag, unpack
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.meta.tree import Listing, Tree
 from tests.fakes import open_database
+from tests.tiers import examples
 
 words = st.integers(0, UNSET)
 wide = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -160,7 +161,7 @@ def _counts(listing: Listing) -> tuple[int, int, int, int]:
 
 
 TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestTree.settings = settings(max_examples=examples(25), stateful_step_count=30, deadline=None)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
 from tests.memory_store import Failures, MemoryStore
 from tests.store.lakes import Lake
 from tests.store.test_contract import ODD_KEYS, all_pages
+from tests.tiers import examples
 
 SORTED, UNSORTED = Capabilities(name="sorted"), Capabilities(name="unsorted", sorted_listing=False)
 
@@ -90,7 +91,7 @@ COMPONENTS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     keys=st.sets(COMPONENTS, max_size=80),
     prefix=st.sampled_from(("", "d/", "a", "é/")),

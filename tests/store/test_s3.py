@@ -42,6 +42,7 @@ from lakefs_fuse.store.s3.store import S3Store
 from tests.faults import Faults
 from tests.servers import Server, s3_client
 from tests.store.lakes import s3_config
+from tests.tiers import examples
 
 MIB = 1 << 20
 
@@ -370,7 +371,7 @@ KEY_PARTS = st.text(st.characters(codec="utf-8", min_codepoint=32), min_size=1, 
 LISTED = st.tuples(KEY_PARTS, st.integers(0, 1 << 50), st.sampled_from(["e0", "e1-2", ""]), st.integers(0, 3))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     directory=st.one_of(st.just(""), st.sampled_from(["d/", "a b/c+d/", "ü/%2F/", "d//"])),
     found=st.lists(LISTED, max_size=6),

@@ -26,6 +26,7 @@ from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.vfs.filesystem import AttributeChange, file_type_and_mode
 from tests.memory_store import MemoryStore
+from tests.tiers import examples
 from tests.upload.drafting import noise
 from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake
 
@@ -52,16 +53,18 @@ class Operation:
         return f"{self.what}{self.arguments!r}"
 
 
-def searched(examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """So many sequences are tried, the same every day. For longer runs ``LAKEFS_MODEL_EXAMPLES`` sets another number,
-    of others each time; with ``LAKEFS_MODEL_NO_SHRINK`` what fails is told as it was found, for failures that depend on
-    timing."""
+def searched(full: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Try as many sequences as `examples` says, the same every day.
+
+    ``LAKEFS_MODEL_EXAMPLES`` sets another number, of others each time. With ``LAKEFS_MODEL_NO_SHRINK`` a failure is
+    shown as it was found, for failures that depend on timing.
+    """
     phases = [Phase.explicit, Phase.reuse, Phase.generate]
     if "LAKEFS_MODEL_NO_SHRINK" not in os.environ:
         phases.append(Phase.shrink)
     asked_for = os.environ.get("LAKEFS_MODEL_EXAMPLES")
     chosen = settings(
-        max_examples=int(asked_for or examples),
+        max_examples=int(asked_for or examples(full)),
         deadline=None,
         derandomize=asked_for is None,
         phases=phases,

@@ -1,0 +1,52 @@
+"""Tiers of the tests, by what a run costs: `check`, `test` and `test-long`. See README.md in this directory.
+
+`conftest.py` marks tests by `is_integration`. Tests that repeat a step take the number from `examples` or `sized`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import PurePath
+
+from hypothesis import settings
+
+INTEGRATION = "integration"
+"""Marker of tests that need a mount, a store's server or other processes: `make check` leaves them out."""
+INTEGRATION_DIRECTORIES = frozenset({"bench", "killed", "mount"})
+"""Directories whose tests are all integration tests."""
+INTEGRATION_FIXTURES = frozenset({"dev_fuse", "faults", "make_lake", "moto", "rclone", "seaweed"})
+"""Fixtures that start a server or need the kernel's FUSE."""
+SERVERS = frozenset({"moto", "rclone", "seaweedfs"})
+"""Parameters that name a server whose fixture a test asks for while it runs."""
+
+IS_LONG = "LAKEFS_TEST_LONG" in os.environ
+"""`make test-long` runs these tests."""
+EXAMPLES = 100
+"""Examples of a property test that does not choose, as hypothesis has it."""
+
+
+def sized(short: int, full: int) -> int:
+    """A number that a test takes: ``full`` in `make test-long`, ``short`` in the other tiers."""
+    return full if IS_LONG else short
+
+
+def examples(full: int) -> int:
+    """Number of examples of a property test: ten times ``full`` in `make test-long`, a quarter in the other tiers."""
+    return sized(max(1, full // 4), full * 10)
+
+
+def load_profile() -> None:
+    """Set what every property test starts from. No deadline: the time of an example says how busy the machine is."""
+    settings.register_profile("tier", deadline=None, max_examples=examples(EXAMPLES))
+    settings.load_profile("tier")
+
+
+def is_integration(directory: PurePath, fixtures: Iterable[str], parameters: Iterable[object]) -> bool:
+    """Whether a test needs a mount or a server. ``directory`` is relative to `tests`."""
+    names = {parameter for parameter in parameters if isinstance(parameter, str)}
+    return (
+        not INTEGRATION_DIRECTORIES.isdisjoint(directory.parts[:1])
+        or not INTEGRATION_FIXTURES.isdisjoint(fixtures)
+        or not SERVERS.isdisjoint(names)
+    )
