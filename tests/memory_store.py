@@ -93,7 +93,7 @@ class MemoryStore:
         self.parts_in_flight: Counter[tuple[str, int]] = Counter()
         self.parts_collided = False
         self._lock = threading.RLock()
-        self._serial = 0
+        self.serial = 0
 
     @property
     def now_ns(self) -> int:
@@ -104,8 +104,8 @@ class MemoryStore:
     def give(self, key: str, data: bytes = b"", metadata: Mapping[str, str] | None = None) -> ObjectMeta:
         """Somebody else puts an object."""
         with self._lock:
-            self._serial += 1
-            etag = hashlib.md5(data + b"%d" % self._serial).hexdigest()
+            self.serial += 1
+            etag = hashlib.md5(data + b"%d" % self.serial).hexdigest()
             meta = ObjectMeta(key, len(data), etag, self.now_ns, dict(metadata or {}))
             self.objects[key] = (data, meta)
             return meta
@@ -207,7 +207,7 @@ class MemoryStore:
         request = self._begin("list", prefix)
         with self._lock:
             begin = token if token is not None else self._place(start_after) if start_after else ""
-            names = [name for name in self._names(prefix, delimiter) if self._place(name[0]) > begin]
+            names = [name for name in self.names(prefix, delimiter) if self._place(name[0]) > begin]
             page = names[: min(keys_max, self.page_keys_max)]
             answer = ListPage(
                 [self._listed(name) for name, common in page if not common],
@@ -221,7 +221,7 @@ class MemoryStore:
         meta = self.objects[key][1]
         return ObjectMeta(meta.key, meta.size, meta.etag, meta.mtime_ns)
 
-    def _names(self, prefix: str, delimiter: str) -> list[tuple[str, bool]]:
+    def names(self, prefix: str, delimiter: str) -> list[tuple[str, bool]]:
         names: dict[tuple[str, bool], None] = {}
         for key in self.objects:
             if not key.startswith(prefix):
@@ -240,8 +240,8 @@ class MemoryStore:
     def create_multipart(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
         request = self._begin("create_multipart", key)
         with self._lock:
-            self._serial += 1
-            upload_id = f"upload-{self._serial}"
+            self.serial += 1
+            upload_id = f"upload-{self.serial}"
             self.uploads[upload_id] = Upload(key, dict(metadata or {}), self.now_ns)
         self.hook(request, "after")
         return upload_id
@@ -267,8 +267,8 @@ class MemoryStore:
     def _store_part(self, request: Request, upload_id: str, data: bytes) -> PartRef:
         with self._lock:
             upload = self._upload(request.key, upload_id)
-            self._serial += 1
-            ref = PartRef(request.number, f"part-{self._serial}", len(data))
+            self.serial += 1
+            ref = PartRef(request.number, f"part-{self.serial}", len(data))
             upload.parts[request.number] = (ref, data)
         self.hook(request, "after")
         return ref

@@ -83,7 +83,7 @@ class Etag:
 
     def __init__(self, etag: str, layouts: Sequence[Sequence[int]]) -> None:
         """``layouts``: sizes of the parts, of each that may be meant; one of one part for a plain MD5."""
-        self.etag = etag
+        self.etag, self.layouts = etag, layouts
         self._sums = [_PartSums(sizes) for sizes in layouts]
 
     def feed(self, data: memoryview) -> None:

@@ -171,9 +171,9 @@ def test_own_parts_grow_along_the_file() -> None:
     layout = PartLayout()
     check = etag_check(f"{'0' * 32}-{layout.count(size)}", size, ours=True)
     assert check is not None
-    (sums,) = check._sums
-    assert [*sums._sizes[:2], *sums._sizes[1000:1002]] == [16 * MIB, 16 * MIB, 64 * MIB, 64 * MIB]
-    assert sum(sums._sizes) == size
+    (sizes,) = check.layouts
+    assert [*sizes[:2], *sizes[1000:1002]] == [16 * MIB, 16 * MIB, 64 * MIB, 64 * MIB]
+    assert sum(sizes) == size
 
 
 def test_etags_that_tell_nothing() -> None:

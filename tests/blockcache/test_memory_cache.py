@@ -26,10 +26,10 @@ def test_a_buffer_counts_until_its_last_block_goes() -> None:
     recent.put(A, 0, [whole[index * MIB : (index + 1) * MIB] for index in range(8)])
     for index in range(7):
         recent.put(A, index, [block()])  # replaces a slice; the buffer behind it lives on
-        assert recent.bytes_used <= 10 * MIB
-    # Room for two more blocks only while the eighth slice keeps all eight in memory.
-    alive = {id(recent._entries[key][1]): recent._entries[key][1].cost for key in recent._entries}
-    assert sum(alive.values()) == recent.bytes_used
+        kept = [other for other in range(8) if (A, other) in recent]
+        blocks = sum(other <= index for other in kept) + (8 if kept[-1] > index else 0)
+        assert recent.bytes_used == blocks * (MIB + ENTRY_BYTES) <= 10 * MIB
+    assert (A, 7) not in recent, "room for two blocks more only while the eighth slice keeps all eight in memory"
 
 
 def test_tiny_blocks_are_bounded_too() -> None:

@@ -323,7 +323,10 @@ def test_one_supervisor_for_a_mountpoint(
     found.stop()
     found.close()
     # A lock file that a killed one left behind means nothing.
-    claim = Claim("/mnt/lake")
-    os.close(claim._descriptor)
+    pid = os.fork()
+    if not pid:
+        Claim("/mnt/lake")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
     assert supervisor_of("/mnt/lake", uid) is None
     Claim("/mnt/lake").release()

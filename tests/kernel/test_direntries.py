@@ -55,16 +55,16 @@ def expected(entry: Entry, timeout_s: float) -> bytes:
 def loaded() -> Iterator[None]:
     """Where the environment leaves the libraries out as well: this is about what was built."""
     with pytest.MonkeyPatch.context() as patch:
-        if direntries._library is None:
+        if direntries.LIBRARY is None:
             patch.delenv("LAKEFS_FUSE_HOOKS", raising=False)
-            patch.setattr(direntries, "_library", direntries._load())
+            patch.setattr(direntries, "LIBRARY", direntries.load())
         yield
 
 
 def library() -> ctypes.PyDLL:
-    assert direntries._library is not None, "not compiled: `pip install -e .` does that where there is a compiler"
-    direntries._library.fuse_add_direntry_plus.restype = ctypes.c_size_t
-    return direntries._library
+    assert direntries.LIBRARY is not None, "not compiled: `pip install -e .` does that where there is a compiler"
+    direntries.LIBRARY.fuse_add_direntry_plus.restype = ctypes.c_size_t
+    return direntries.LIBRARY
 
 
 def written(

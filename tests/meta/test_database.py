@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta import database as module
-from lakefs_fuse.meta.database import INODES_RESERVED, Batch, Database
+from lakefs_fuse.meta.database import Batch, Database
 from tests.fakes import open_database
 from tests.tiers import examples
 
@@ -112,7 +113,7 @@ def test_a_scan_does_not_see_what_comes_later(tmp_path: Path) -> None:
     database.close()
 
 
-def test_inode_numbers_are_never_given_out_twice(tmp_path: Path) -> None:
+def test_inode_numbers_are_never_given_out_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[int] = set()
     for _ in range(4):
         database = open_database(tmp_path / "meta", "lake")
@@ -122,38 +123,44 @@ def test_inode_numbers_are_never_given_out_twice(tmp_path: Path) -> None:
         assert seen.isdisjoint(numbers)
         seen.update(numbers)
         database.close()
+    monkeypatch.setattr(module, "INODES_RESERVED", 5)
     database = open_database(tmp_path / "meta", "lake")
-    database._inode_next = database._inode_reserved - 1
-    last = [database.new_inode() for _ in range(3)]
-    assert last == list(range(last[0], last[0] + 3))
+    last = [database.new_inode() for _ in range(12)]
+    assert last == list(range(last[0], last[0] + 12))
     database.close()
     database = open_database(tmp_path / "meta", "lake")
     assert database.new_inode() > last[-1]
-    assert INODES_RESERVED > 1
     database.close()
 
 
 def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A database that was closed could not be opened again there; with the disk well, writes go on."""
-    database = open_database(tmp_path / "meta", "lake")
-    put(database, b"Xa")
+    opened = []
 
-    class Broken:
-        """The database after a write failed."""
+    class Fragile:
+        """RocksDB, whose writes fail from the first failure until it is opened again."""
 
-        def __init__(self, whole: object) -> None:
-            self._whole = whole
+        def __init__(self, *arguments: object) -> None:
+            self._whole, self.is_broken = rocksdb(*arguments), False
+            opened.append(self)
 
-        def write(self, *_: object) -> None:
-            raise OSError(errno.EROFS, "read-only")
+        def write(self, *arguments: object) -> None:
+            if self.is_broken:
+                raise OSError(errno.EROFS, "read-only")
+            self._whole.write(*arguments)
 
         def __getattr__(self, name: str) -> object:
             return getattr(self._whole, name)
 
+    rocksdb: Any = vars(module)["Rdict"]
+    monkeypatch.setattr(module, "Rdict", Fragile)
+    database = open_database(tmp_path / "meta", "lake")
+    put(database, b"Xa")
+    opened[-1].is_broken = True
+
     def refuse(**_: object) -> None:
         raise OSError(errno.EROFS, "read-only")
 
-    monkeypatch.setattr(database, "_raw", Broken(database._raw))
     monkeypatch.setattr(module, "REOPEN_PAUSE_S", 0.0)
     with monkeypatch.context() as broken:
         broken.setattr("tempfile.TemporaryFile", refuse)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,11 @@ class Stager:
         return 0
 
 
-def make(directory: Path, bytes_max: int = 1000, free: int = 1 << 40, **more: object) -> Staging:
+def make(
+    directory: Path, bytes_max: int = 1000, free: Callable[[Path], int] = lambda _: 1 << 40, **more: object
+) -> Staging:
     return Staging(
-        directory, bytes_max=bytes_max, free_bytes_min=100, metrics=UploadMetrics(), free=lambda _: free,
+        directory, bytes_max=bytes_max, free_bytes_min=100, metrics=UploadMetrics(), free=free,
         **more,  # type: ignore[arg-type]
     )  # fmt: skip
 
@@ -100,9 +103,8 @@ async def test_a_writer_that_waits_in_vain_is_told(tmp_path: Path, autojump_cloc
 
 
 async def test_many_at_once_stay_within_the_bound(tmp_path: Path) -> None:
-    staging = make(tmp_path, evict=lambda _: None, free=100 + IN_FLIGHT_BYTES + 1)
-    free = iter([0] * 5)
-    staging._free = lambda _: next(free, 1 << 40)  # the first of them have to wait for the disk, in a thread
+    free = iter([0] * 5)  # the first of them have to wait for the disk, in a thread
+    staging = make(tmp_path, evict=lambda _: None, free=lambda _: next(free, 1 << 40))
     refused = 0
 
     async def reserve() -> None:
@@ -138,7 +140,7 @@ async def test_the_cache_makes_room_on_the_disk(tmp_path: Path) -> None:
 
 
 async def test_a_full_disk_is_refused(tmp_path: Path) -> None:
-    staging = make(tmp_path, free=100)
+    staging = make(tmp_path, free=lambda _: 100)
     with pytest.raises(StagingFull):
         await staging.reserve(1)
     assert staging.bytes_used == 0

@@ -35,9 +35,9 @@ def found() -> dict[str, Capabilities]:
 
 
 @pytest.fixture
-def client(
+def store(
     faults: tuple[Server, Faults], new_bucket: Callable[[Server], str], found: dict[str, Capabilities]
-) -> Iterator[StoreClient]:
+) -> Iterator[ObjectStore]:
     server, controls = faults
     store = open_store(s3_config(server, new_bucket(controls.server), read_timeout_s=1.0))
     if "seaweedfs" not in found:
@@ -45,8 +45,13 @@ def client(
     store.adapt(found["seaweedfs"])  # type: ignore[attr-defined]  # an S3Store
     store.put("present", BODY, metadata={"mode": "1"})
     controls.clear()
-    yield StoreClient(store, found["seaweedfs"], StoreMetrics(), retry_timeout_s=RETRY_TIMEOUT_S, rng=random.Random(5))
+    yield store
     store.close()
+
+
+@pytest.fixture
+def client(store: ObjectStore, found: dict[str, Capabilities]) -> StoreClient:
+    return StoreClient(store, found["seaweedfs"], StoreMetrics(), retry_timeout_s=RETRY_TIMEOUT_S, rng=random.Random(5))
 
 
 async def get(client: StoreClient) -> None:
@@ -138,11 +143,9 @@ async def test_a_body_cut_short_is_noticed_by_boto3_too(client: StoreClient, fau
     assert client.metrics.retries == 1
 
 
-async def test_retries_end_in_the_error(client: StoreClient, faults: tuple[Server, Faults]) -> None:
+async def test_retries_end_in_the_error(store: ObjectStore, client: StoreClient, faults: tuple[Server, Faults]) -> None:
     _, controls = faults
-    impatient = StoreClient(
-        client._store, client.capabilities, StoreMetrics(), retry_timeout_s=1.0, rng=random.Random(5)
-    )
+    impatient = StoreClient(store, client.capabilities, StoreMetrics(), retry_timeout_s=1.0, rng=random.Random(5))
     for fault in ("error_500", "slow_down", "reset"):
         controls.clear()
         getattr(controls, fault)(100_000)

@@ -14,7 +14,7 @@ import pytest
 from lakefs_fuse.errors import AccessDenied, KeyRefused, NotFound, PreconditionFailed, StoreError, StoreFull
 from lakefs_fuse.store.local import listing as local_listing
 from lakefs_fuse.store.local.store import LocalStore
-from lakefs_fuse.store.local.tree import TMP_AGE_S_MAX
+from lakefs_fuse.store.local.tree import TMP_AGE_S_MAX, LocalTree
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_versions_put_in_a_hurry_differ(store: LocalStore) -> None:
     assert len(etags) == 50
 
 
-def test_an_object_cannot_be_a_directory_too(store: LocalStore) -> None:
+def test_an_object_cannot_be_a_directory_too(store: LocalStore, root: Path) -> None:
     store.put("a", b"file")
     store.put("d/file", b"file")
     refused: list[Callable[[], object]] = [
@@ -84,7 +84,7 @@ def test_an_object_cannot_be_a_directory_too(store: LocalStore) -> None:
     with pytest.raises(KeyRefused):
         store.complete_multipart("d", upload_id, [part])
     assert keys(store) == ["a", "d/file"]
-    assert not any(Path(store._tree.root, ".lakefs/tmp").iterdir())
+    assert not any((root / ".lakefs/tmp").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -326,11 +326,11 @@ def test_writers_and_deleters_of_one_directory(store: LocalStore) -> None:
     assert keys(store) == [f"dir/sub/{number}" for number in range(4)]
 
 
-def test_a_full_disk_is_told_apart(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_apart(store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/full answers every write as a full disk does."""
     full = os.open("/dev/full", os.O_WRONLY)
-    temporary = store._tree.root + "/.lakefs/never"
-    monkeypatch.setattr(store._tree, "new_temporary", lambda: (full, temporary))
+    temporary = str(root / ".lakefs/never")
+    monkeypatch.setattr(LocalTree, "new_temporary", lambda _: (full, temporary))
     with pytest.raises(StoreFull):
         store.put("a", b"x")
     assert keys(store) == []

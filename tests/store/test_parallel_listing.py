@@ -78,7 +78,7 @@ def listed(client: StoreClient, prefix: str, **more: int) -> Counter[tuple[str, 
 
 
 def expected(store: MemoryStore, prefix: str) -> set[tuple[str, str]]:
-    names = store._names(prefix, "/")
+    names = store.names(prefix, "/")
     return {(name, "" if common else store.objects[name][1].etag) for name, common in names}
 
 

@@ -413,9 +413,9 @@ def test_a_page_in_any_form_is_read_alike(
     head = f"<Name>b</Name><IsTruncated>{'false' if token is None else 'true'}</IsTruncated>{more}"
     body = f"<ListBucketResult><EncodingType>url</EncodingType>{head}{text}</ListBucketResult>".encode()
     page = parse_page(body, len("lake/"))
-    assert page == s3_listing._parse_any(body, len("lake/"))
+    assert page == s3_listing.parse_any(body, len("lake/"))
     if all("/" not in name for name, *_ in found):
-        assert page == s3_listing._parse_usual(body, len("lake/")), "one directory is read the quick way"
+        assert page == s3_listing.parse_usual(body, len("lake/")), "one directory is read the quick way"
     assert [(meta.key, meta.size, meta.etag) for meta in page.objects] == [
         (directory + name, size, etag) for name, size, etag, _ in found
     ]

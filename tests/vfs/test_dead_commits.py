@@ -23,7 +23,7 @@ class Death:
     def __init__(self, point: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.armed = False
         self.left = root / "left"
-        self._point, self._cache = point, root / "cache"
+        self._point, self.cache = point, root / "cache"
         monkeypatch.setattr(committer, "reached", self)
 
     def __call__(self, name: str) -> None:
@@ -32,13 +32,13 @@ class Death:
 
     def now(self) -> None:
         self.armed = False
-        die(self._cache, self.left)
+        die(self.cache, self.left)
 
 
 async def test_a_rename_that_took_along_what_was_journaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old name does not come back because the journal seems newer than the commit that removed it."""
     store, death = MemoryStore(), Death("commit.sent", tmp_path, monkeypatch)
-    async with lake(store, death._cache) as m:
+    async with lake(store, death.cache) as m:
         await m.symlink("x", "somewhere")
         death.armed = True
         await m.rename("x", "y")
@@ -53,7 +53,7 @@ async def test_attributes_that_are_in_no_commit_yet(tmp_path: Path, monkeypatch:
     """The commit in doubt is applied again, and does not undo what was set while it was sent."""
     store, death = MemoryStore(), Death("commit.sent", tmp_path, monkeypatch)
     pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
-    async with lake(store, death._cache, pack="never") as m:
+    async with lake(store, death.cache, pack="never") as m:
         handle, _ = await m.fs.create(ROOT_INODE, b"x", 0o600, os.O_RDWR | os.O_CREAT, os.getuid(), os.getgid())
         await m.fs.write(handle, 0, b"bytes")
         await m.close(handle)
@@ -73,7 +73,7 @@ async def test_attributes_that_are_in_no_commit_yet(tmp_path: Path, monkeypatch:
 
 async def test_a_change_that_was_journaled_and_not_in_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, death = MemoryStore(), Death("", tmp_path, monkeypatch)
-    async with lake(store, death._cache) as m:
+    async with lake(store, death.cache) as m:
         await m.write("x", b"1")
         await m.sync()
         real = Applier.apply_pending

@@ -91,7 +91,7 @@ async def prepare(m: Lake) -> None:
 def as_left(store: MemoryStore) -> MemoryStore:
     """As it is now, whatever comes to it later."""
     left = MemoryStore(store.capabilities)
-    left.objects, left.uploads, left._serial = copy(store.objects), deepcopy(store.uploads), store._serial
+    left.objects, left.uploads, left.serial = copy(store.objects), deepcopy(store.uploads), store.serial
     return left
 
 

@@ -21,7 +21,8 @@ class Shown(ctypes.Structure):
     )
 
 
-def _load() -> ctypes.PyDLL | None:
+def load() -> ctypes.PyDLL | None:
+    """The compiled library; None where it is left out or cannot be loaded."""
     if os.environ.get("LAKEFS_FUSE_HOOKS", "on").lower() in ("off", "0", "no"):
         return None
     for path in sorted(Path(__file__).parent.glob("_direntries*.so")):
@@ -39,12 +40,13 @@ def _load() -> ctypes.PyDLL | None:
     return None
 
 
-_library = _load()
+LIBRARY = load()
+"""Loaded when this module is imported, before pyfuse3."""
 
 
 def is_reached() -> bool:
     """An entry that pyfuse3 added went through the library: what is given will be written."""
-    return _library is not None and bool(_library.lakefs_direntries_reached())
+    return LIBRARY is not None and bool(LIBRARY.lakefs_direntries_reached())
 
 
 def give(
@@ -57,14 +59,14 @@ def give(
 ) -> None:
     """The next entry that pyfuse3 adds is as many of ``rows``, keys with ``prefix``, as fit. The row of an inode in
     ``files``, a dict, is ``row_of(inode)``."""
-    assert _library is not None
-    _library.lakefs_direntries_give(rows, files, row_of, prefix, timeout_s, ctypes.byref(shown))
+    assert LIBRARY is not None
+    LIBRARY.lakefs_direntries_give(rows, files, row_of, prefix, timeout_s, ctypes.byref(shown))
 
 
 def taken() -> tuple[int, int, bytes | None]:
     """How many entries were written since `give`, the cookie of the last, and the key of the last damaged row that was
     passed over. Raises what reading the rows raised, and
     ValueError where one is none."""
-    assert _library is not None
-    count, cookie, damaged = _library.lakefs_direntries_taken()
+    assert LIBRARY is not None
+    count, cookie, damaged = LIBRARY.lakefs_direntries_taken()
     return int(count), int(cookie), damaged

@@ -101,11 +101,11 @@ def parse_page(body: bytes, skip: int) -> ListPage:
 
     Raises ParseError or ValueError for anything else.
     """
-    return _parse_usual(body, skip) or _parse_any(body, skip)
+    return parse_usual(body, skip) or parse_any(body, skip)
 
 
-def _parse_usual(body: bytes, skip: int) -> ListPage | None:
-    """None for what is not as most answers are; whether that is one is not looked at here."""
+def parse_usual(body: bytes, skip: int) -> ListPage | None:
+    """As `parse_page`; None for an answer that is not as most are, or is none."""
     text = body.decode()
     first = text.find("<Contents>")
     usual = "<ListBucketResult" in text and "<!" not in text and "<EncodingType>url<" in text
@@ -159,7 +159,8 @@ def _directory(key: str) -> str:
     return key[: max(slash + 3 if slash >= 0 else 0, key.rfind("/") + 1)]
 
 
-def _parse_any(body: bytes, skip: int) -> ListPage:
+def parse_any(body: bytes, skip: int) -> ListPage:
+    """As `parse_page`, of any answer, with an XML parser."""
     root = ElementTree.fromstring(body)
     namespace = root.tag[: root.tag.index("}") + 1] if root.tag.startswith("{") else ""
     if root.tag != namespace + "ListBucketResult":
