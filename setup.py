@@ -1,8 +1,8 @@
-"""Builds the optional C libraries; everything else is in pyproject.toml.
+"""Builds the optional C library; everything else is in pyproject.toml.
 
-`lakefs_fuse/kernel/native/direntries.c` becomes `_direntries*.so`, the other C files there `_hooks*.so`: plain
-shared objects that the program loads with ctypes (they are not Python modules).
-Without a compiler or libfuse's headers the install goes on without them, and the mount works, slower.
+`lakefs_fuse/kernel/native/*.c` becomes `_native*.so`: a plain shared object that the program loads with ctypes (it is
+not a Python module). Without a compiler or libfuse's headers the install goes on without it, and the mount works,
+slower.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 NATIVE = Path("lakefs_fuse/kernel/native")
-HOOKS = [
-    str(NATIVE / f"{name}.c")
-    for name in ("dispatch", "request_loop", "attribute_cache", "create_offload", "leases", "privileges")
-]
-HEADERS = ("request_loop", "attribute_cache", "create_offload", "leases", "privileges", "slots")
-DIRENTRIES = str(NATIVE / "direntries.c")
+PARTS = (
+    "dispatch", "request_loop", "leases", "attribute_cache", "create_offload", "privileges", "direntries",
+)  # fmt: skip
 
 
 def fuse_flags(what: str, usual: str) -> list[str]:
@@ -31,18 +28,19 @@ def fuse_flags(what: str, usual: str) -> list[str]:
     return shlex.split(answer.stdout)
 
 
-def hooks() -> list[Extension]:
+def native() -> list[Extension]:
     """``optional`` makes a failed compilation a warning."""
-    if not (Path(__file__).parent / HOOKS[0]).exists():
+    if not (Path(__file__).parent / NATIVE / "native.h").exists():
         return []
     return [
         Extension(
-            "lakefs_fuse.kernel.native._hooks",
-            sources=HOOKS,
-            depends=[str(NATIVE / f"{name}.h") for name in HEADERS],
+            "lakefs_fuse.kernel.native._native",
+            sources=[str(NATIVE / f"{name}.c") for name in PARTS],
+            depends=[str(NATIVE / "native.h")],
             define_macros=[("FUSE_USE_VERSION", "312"), ("_GNU_SOURCE", None)],
+            undef_macros=["NDEBUG"],  # the assertions of create_offload.c are part of it
             extra_compile_args=["-O2", "-fvisibility=default", *fuse_flags("--cflags", "-I/usr/include/fuse3")],
-            # ctypes binds every symbol at once, and libfuse is not there yet when the hooks are loaded.
+            # ctypes binds every symbol at once: libfuse comes with the library, which is loaded before pyfuse3.
             extra_link_args=fuse_flags("--libs", "-lfuse3"),
             libraries=["dl"],
             optional=True,
@@ -50,19 +48,4 @@ def hooks() -> list[Extension]:
     ]
 
 
-def direntries() -> list[Extension]:
-    if not (Path(__file__).parent / DIRENTRIES).exists():
-        return []
-    return [
-        Extension(
-            "lakefs_fuse.kernel.native._direntries",
-            sources=[DIRENTRIES],
-            define_macros=[("_GNU_SOURCE", None)],
-            extra_compile_args=["-O2", "-fvisibility=hidden"],
-            libraries=["dl"],
-            optional=True,
-        )
-    ]
-
-
-setup(ext_modules=[*hooks(), *direntries()])
+setup(ext_modules=native())

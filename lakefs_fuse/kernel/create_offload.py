@@ -1,7 +1,7 @@
 """New small files that the hooks receive whole: they are taken here when they are closed, or when anybody asks.
 
-See creating.c, which calls `Creating._serve` while no other request is looked at. Of a directory in which files are
-created one after another the hooks are lent all names, for as long as those are known anyway. Trio thread only.
+See create_offload.c, which calls `Creating._serve` while no other request is looked at. Of a directory in which files
+are created one after another the hooks are lent all names, for as long as those are known anyway. Trio thread only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
-from enum import IntEnum
+from enum import IntFlag
 from functools import partial
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
@@ -31,25 +31,22 @@ INODES = 512
 log = logging.getLogger(__name__)
 
 
-class Wanted(IntEnum):
-    """What is to be done with a file, as creating.c numbers it."""
+class Parts(IntFlag):
+    """What is handed over of a file, as create_offload.c numbers it. Bytes alone: its FLUSH waits for an answer. A
+    handle alone: the bytes came before."""
 
-    OPEN = 1
-    """Take it, and the handle."""
-    CLOSE = 2
-    """Take it, close it, and say when that is done."""
-    HANDLE = 3
-    """Take the handle of one that was taken before."""
+    BYTES = 1
+    HANDLE = 2
 
 
-class _Taken(ctypes.Structure):
-    """`struct taken`."""
+class _HandedOver(ctypes.Structure):
+    """`struct handed_over`."""
 
     _fields_ = (
         ("inode", ctypes.c_uint64), ("parent", ctypes.c_uint64),
         ("created_ns", ctypes.c_int64), ("written_ns", ctypes.c_int64),
         ("mode", ctypes.c_uint32), ("uid", ctypes.c_uint32), ("gid", ctypes.c_uint32), ("pid", ctypes.c_uint32),
-        ("size", ctypes.c_uint32), ("wanted", ctypes.c_uint32),
+        ("size", ctypes.c_uint32), ("parts", ctypes.c_uint32),
         ("data", ctypes.c_void_p), ("name", ctypes.c_char_p),
     )  # fmt: skip
 
@@ -60,50 +57,42 @@ class Creating:
     def __init__(self, fs: Filesystem) -> None:
         self._fs, self._new_files, self._tree = fs, fs.new_files, fs.namespace.tree
         self._created: dict[int, int] = {}
-        self._taken = _Taken()
+        self._taken = _HandedOver()
         self._callback = ctypes.CFUNCTYPE(None)(self._serve)
-        self._quick: ctypes.PyDLL | None = None
-        """Calls that are over before anybody else could do anything with the interpreter."""
+        self._library: ctypes.PyDLL | None = None
 
     def begin(self) -> None:
         """The session's requests are about to be read."""
         library = hooks.library()
         if library is None or not hooks.active() or self._fs.config.read_only:
             return
-        self._quick = quick = ctypes.PyDLL(library._name)
-        quick.lakefs_creating_next.argtypes = [ctypes.POINTER(_Taken)]
-        quick.lakefs_creating_inodes.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
-        quick.lakefs_creating_inodes_left.restype = ctypes.c_uint64
-        quick.lakefs_lent_lend.argtypes = [ctypes.c_uint64, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint32]
-        quick.lakefs_lent_names.argtypes = [ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t]
-        quick.lakefs_lent_take.argtypes = [ctypes.c_uint64]
-        quick.lakefs_creating_closed.argtypes = [ctypes.c_uint64, ctypes.c_int]
-        quick.lakefs_creating_serve(self._callback)
+        self._library = library
+        library.lakefs_set_receiver(self._callback)
         self._set_inodes_aside()
         events = self._fs.events
         events.mirrored_name_added.append(self._named)
-        events.mirror_dropped.append(quick.lakefs_lent_take)
+        events.mirror_dropped.append(library.lakefs_revoke_names)
         events.names_requested.append(self._settle)
 
     def end(self) -> None:
         """No request is answered any more. What nobody closed is taken as it is."""
-        if self._quick is not None:
+        if self._library is not None:
             self._settle()
-            self._quick.lakefs_lent_none()
-            self._quick.lakefs_creating_serve(None)
+            self._library.lakefs_revoke_all_names()
+            self._library.lakefs_set_receiver(None)
             self._tree.mirrored.clear()
-            self._quick = None
+            self._library = None
 
     def _settle(self) -> None:
         """What was received is taken now, whoever still writes to it."""
-        if self._quick is not None:
-            self._quick.lakefs_creating_want_all()
+        if self._library is not None:
+            self._library.lakefs_hand_over_all()
             self._serve()
 
     def _set_inodes_aside(self) -> None:
-        assert self._quick is not None
-        if self._quick.lakefs_creating_inodes_left() < INODES // 4:
-            self._quick.lakefs_creating_inodes(self._fs.database.new_inodes(INODES), INODES)
+        assert self._library is not None
+        if self._library.lakefs_inodes_left() < INODES // 4:
+            self._library.lakefs_reserve_inodes(self._fs.database.new_inodes(INODES), INODES)
 
     # -- what was received
 
@@ -116,13 +105,13 @@ class Creating:
             log.exception("taking new files")
 
     def _take_what_came(self) -> None:
-        assert self._quick is not None
+        assert self._library is not None
         came: list[Received] = []
         closed: dict[int, Told] = {}
         again: list[tuple[int, int]] = []
         taken = self._taken
-        while self._quick.lakefs_creating_next(ctypes.byref(taken)):
-            if taken.wanted == Wanted.HANDLE:
+        while self._library.lakefs_next_file(ctypes.byref(taken)):
+            if taken.parts == Parts.HANDLE:
                 again.append((taken.inode, taken.pid))
                 continue
             data = ctypes.string_at(taken.data, taken.size) if taken.size else b""
@@ -131,7 +120,7 @@ class Creating:
                 taken.created_ns, taken.written_ns, data,
             )  # fmt: skip
             came.append(received)
-            if taken.wanted == Wanted.CLOSE:
+            if taken.parts == Parts.BYTES:
                 closed[received.inode] = partial(self._closed, received)
         waiting = {each.inode: each for each in came}
         try:
@@ -169,8 +158,8 @@ class Creating:
             log.info("somebody still has a file open that is gone: %s", error)
 
     def _answer(self, inode: int, code: int) -> None:
-        if self._quick is not None:
-            self._quick.lakefs_creating_closed(inode, code)
+        if self._library is not None:
+            self._library.lakefs_answer_close(inode, code)
 
     # -- directories
 
@@ -181,35 +170,35 @@ class Creating:
         self._created[parent] = count
         if len(self._created) > CREATED_IN_MAX:
             del self._created[next(iter(self._created))]
-        if self._quick is None or count < CREATED_BEFORE:
+        if self._library is None or count < CREATED_BEFORE:
             return
         for_s = self._new_files.lendable_s(file)
         if for_s > 0 and not self._lend(parent, for_s):
             self._created[parent] = 0  # not so soon again
 
     def _lend(self, directory: int, for_s: float) -> bool:
-        assert self._quick is not None
+        assert self._library is not None
         is_new = directory not in self._tree.mirrored
         names = self._new_files.names(directory) if is_new else []
         if names is None:
             return False
-        for_ns = int(min(for_s, hooks.LENT_S_MAX) * 1e9)
-        remembered_ns = int(min(self._fs.config.metadata_ttl_s, hooks.LENT_S_MAX) * 1e9)
+        for_ns = int(min(for_s, hooks.LEASE_S_MAX) * 1e9)
+        remembered_ns = int(min(self._fs.config.metadata_ttl_s, hooks.LEASE_S_MAX) * 1e9)
         told = b"".join(name + b"\0" for name in names)
-        lend, names_bytes_max = self._quick.lakefs_lent_lend, self._new_files.name_bytes_max(directory)
+        lend, names_bytes_max = self._library.lakefs_lease_names, self._new_files.name_bytes_max(directory)
         if not lend(directory, for_ns, remembered_ns, names_bytes_max):
-            self._quick.lakefs_lent_none()
+            self._library.lakefs_revoke_all_names()
             self._tree.mirrored.clear()
             return False
-        if is_new and not self._quick.lakefs_lent_names(directory, told, len(told)):
-            self._quick.lakefs_lent_take(directory)
+        if is_new and not self._library.lakefs_add_names(directory, told, len(told)):
+            self._library.lakefs_revoke_names(directory)
             return False
         self._tree.mirrored.add(directory)
         # The kernel asks for them after each name that is made.
-        hooks.remember(attributes_of(self._fs.entry(directory), self._fs, 0.0), for_s)
+        hooks.cache_attributes(attributes_of(self._fs.entry(directory), self._fs, 0.0), for_s)
         return True
 
     def _named(self, directory: int, name: bytes) -> None:
-        assert self._quick is not None
-        if not self._quick.lakefs_lent_names(directory, name + b"\0", len(name) + 1):
+        assert self._library is not None
+        if not self._library.lakefs_add_names(directory, name + b"\0", len(name) + 1):
             self._tree.drop_mirror(directory)

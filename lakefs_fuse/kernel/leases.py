@@ -19,18 +19,18 @@ class Lent:
 
     def __init__(self, fs: Filesystem) -> None:
         self._fs = fs
-        fs.events.leases_revoked.append(hooks.take)
+        fs.events.leases_revoked.append(hooks.revoke_open)
         fs.events.directory_updated.append(self._update)
 
     def opened(self, inode: int, handle: int) -> None:
         """A file was opened: whoever opens it for reading next need not ask."""
         if handle & READING:
-            hooks.lend(inode, self._fs.lending.allowed_s(self._fs.handle(handle).file))
+            hooks.lease_open(inode, self._fs.lending.allowed_s(self._fs.handle(handle).file))
 
     def answered(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
         """These attributes were told, to be remembered for the time that they say."""
         if entry.is_dir:
-            hooks.remember(attributes, attributes.attr_timeout)
+            hooks.cache_attributes(attributes, attributes.attr_timeout)
 
     def _update(self, directory: Entry) -> None:
-        hooks.remember(attributes_of(directory, self._fs, 0.0))
+        hooks.cache_attributes(attributes_of(directory, self._fs, 0.0))

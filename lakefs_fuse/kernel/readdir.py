@@ -1,40 +1,100 @@
-"""READDIR answered from packed rows, without an object for each entry; the same bytes as entry by entry.
+"""READDIRPLUS answered by direntries.c: from packed rows, without an object for each entry.
 
-Needs the C library of direntries.c; where it is missing, or pyfuse3 does not reach it, `possible` is false. Trio thread
-only.
+The bytes are those of an answer entry by entry, which is what `Operations.readdir` gives where the library is missing
+or pyfuse3 does not reach it (`RowReplies.possible` is false). A large directory is read front to back, and reading rows
+is two thirds of the work: the rows of the next request are read while the kernel takes in the last answer. One set of
+rows is kept at most, and dropped unless it is used before anything at all changes in the database. Trio thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import ctypes
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
 
-from lakefs_fuse.kernel.native import direntries  # isort: skip  (loaded before pyfuse3, whose calls it receives)
+from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
+import trio
 
-from lakefs_fuse.kernel.readdir_ahead import RowsAhead
 from lakefs_fuse.kernel.reply import DIRECTORY_BLKSIZE, FILE_BLKSIZE, Owned
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.vfs.filesystem import unasked_mode
+
+ROWS_MIN, ROWS_MAX = 500, 8192
+"""Rows that are read ahead: fewer are not worth a task; more than a request of 1 MiB holds are not used."""
+Rows = Iterator[tuple[bytes, bytes]]
+log = logging.getLogger(__name__)
+
+
+class Defaults(ctypes.Structure):
+    """`struct defaults` of direntries.c: what is shown of an entry that does not have it, and ``st_blksize``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint32)
+        for name in ("uid", "gid", "dir_mode", "file_mode", "unfetched_mode", "dir_blksize", "file_blksize")
+    )
+
+
+def is_reached() -> bool:
+    """An entry that pyfuse3 added went through the library: entries that are begun will be written."""
+    library = hooks.library()
+    return library is not None and bool(library.lakefs_is_direntry_reached())
+
+
+def begin_entries(
+    rows: Rows,
+    files: Mapping[int, object],
+    row_of: Callable[[int], bytes],
+    prefix: bytes,
+    timeout_s: float,
+    defaults: Defaults,
+) -> None:
+    """The next entry that pyfuse3 adds is as many of ``rows``, keys with ``prefix``, as fit. The row of an inode in
+    ``files``, a dict, is ``row_of(inode)``."""
+    library = hooks.library()
+    assert library is not None
+    library.lakefs_begin_entries(rows, files, row_of, prefix, timeout_s, ctypes.byref(defaults))
+
+
+def end_entries() -> tuple[int, int, bytes | None]:
+    """How many entries were written since `begin_entries`, the cookie of the last, and the key of the last damaged row
+    that was passed over. Raises what reading the rows raised, and ValueError where one is not a pair."""
+    library = hooks.library()
+    assert library is not None
+    count, cookie, damaged = library.lakefs_end_entries()
+    return int(count), int(cookie), damaged
 
 
 def _no_row(inode: int) -> bytes:
     raise KeyError(inode)
 
 
+@dataclass(slots=True)
+class _Prefetched:
+    tree: Tree
+    inode: int
+    after: int
+    changes: int
+    prefix: bytes
+    rows: list[tuple[bytes, bytes]]
+
+
 class RowReplies:
-    """See the module's head. ``ahead`` reads what the next request will want."""
+    """Answers to READDIRPLUS."""
 
     def __init__(self, fs: Owned) -> None:
         config = fs.config
-        self.ahead = RowsAhead()
+        self._prefetched: _Prefetched | None = None
         self._nothing = pyfuse3.EntryAttributes()
-        self._shown = direntries.Shown(
+        self._defaults = Defaults(
             fs.default_uid, fs.default_gid, config.dir_mode, config.file_mode, unasked_mode(config),
             DIRECTORY_BLKSIZE, FILE_BLKSIZE,
         )  # fmt: skip
         # An answer that is nobody's: whether what pyfuse3 adds to one goes through the library.
         pyfuse3.readdir_reply(pyfuse3.ReaddirToken(), pyfuse3.FileNameT(b"x"), self._nothing, 1)
-        self.possible = direntries.is_reached()
+        self.possible = is_reached()
 
     def reply(
         self,
@@ -48,13 +108,28 @@ class RowReplies:
     ) -> None:
         """As many entries of a directory beyond the cookie ``after`` as fit. The row of an inode in ``files``, a dict,
         is ``row_of(inode)``."""
-        prefix, rows = self.ahead.take(tree, inode, after)
-        direntries.give(rows, {} if files is None else files, row_of, prefix, timeout_s, self._shown)
+        prefix, rows = self._rows(tree, inode, after)
+        begin_entries(rows, {} if files is None else files, row_of, prefix, timeout_s, self._defaults)
         try:
             pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b""), self._nothing, 0)
         finally:
-            count, last, damaged = direntries.taken()
+            count, last, damaged = end_entries()
         if damaged is not None:
-            tree.entry_of_row(damaged)  # counted by whoever decodes it
-        if after and count:
-            self.ahead.begin(tree, inode, last, count)
+            tree.entry_of_row(damaged)  # decoding it counts it
+        if after and count >= ROWS_MIN:
+            trio.lowlevel.spawn_system_task(self._prefetch, tree, inode, last, min(count + count // 8, ROWS_MAX))
+
+    def _rows(self, tree: Tree, inode: int, after: int) -> tuple[bytes, Rows]:
+        """As `Tree.rows`; perhaps not all of them."""
+        found, self._prefetched = self._prefetched, None
+        if found is None or (found.inode, found.after) != (inode, after) or found.tree is not tree:
+            return tree.rows(inode, after)
+        return tree.rows(inode, after) if found.changes != tree.changes else (found.prefix, iter(found.rows))
+
+    async def _prefetch(self, tree: Tree, inode: int, after: int, count: int) -> None:
+        try:
+            changes = tree.changes
+            prefix, rows = tree.rows(inode, after)
+            self._prefetched = _Prefetched(tree, inode, after, changes, prefix, list(islice(rows, count)))
+        except Exception as error:  # the READDIR itself will raise it
+            log.info("rows of inode %d were not read ahead: %s", inode, error)

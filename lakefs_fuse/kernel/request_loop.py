@@ -3,9 +3,8 @@
 pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task goes on
 reading while there are requests, for `BURST_S` at most, and another is ready to go on where it has to wait; tasks
 that were busy last are taken first, so that few buffers are ever touched. Whoever takes a request may be busy with it
-for minutes, so nobody goes without another one that waits for the descriptor or is on its way to. Needs the hooks (see
-receiving.c); without them, or with a pyfuse3 that waits in another way, everything is as pyfuse3 does it. Trio thread
-only.
+for minutes, so nobody goes without another one that waits for the descriptor or is on its way to. Needs request_loop.c;
+without it, or with a pyfuse3 that waits in another way, everything is as pyfuse3 does it. Trio thread only.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class Turns:
     def __init__(self) -> None:
         library = hooks.library()
         assert library is not None
-        self._drained, self._exited = library.lakefs_receiving_drained, library.lakefs_receiving_exited
-        self._fd = int(library.lakefs_receiving_fd())
+        self._drained, self._exited = library.lakefs_is_drained, library.lakefs_session_exited
+        self._fd = int(library.lakefs_session_fd())
         self._idle: list[trio.lowlevel.Task] = []
         self._watched = False
         self._coming = 0
@@ -86,7 +85,7 @@ class Turns:
 def begin() -> bool:
     """After `pyfuse3.init`, before `pyfuse3.main`: take over. False where pyfuse3's own way it is."""
     library = hooks.library()
-    if library is None or not hasattr(pyfuse3, "_wait_fuse_readable") or not library.lakefs_receiving_begin():
+    if library is None or not hasattr(pyfuse3, "_wait_fuse_readable") or not library.lakefs_begin_reading():
         return False
     vars(pyfuse3)["_wait_fuse_readable"] = Turns().wait
     return True

@@ -84,7 +84,7 @@ async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, re
     config = structs.replace(config, read_only=fs.config.read_only)  # more than was asked for, perhaps
     kernel = Kernel(features_for(config), not config.read_only, background_max(config))
     operations = ImmutableOperations(fs, kernel) if isinstance(fs, ImmutableFilesystem) else Operations(fs, kernel)
-    hooks.want(kernel.wanted, kernel.background_max)
+    hooks.request_features(kernel.wanted, kernel.background_max)
     _Session.unmount_asked = trio.Event()
     try:
         pyfuse3.init(operations, config.mountpoint, _options(config))

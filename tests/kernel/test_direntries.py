@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakefs_fuse.kernel.native import direntries
+from lakefs_fuse.kernel import readdir
+from lakefs_fuse.kernel.native import hooks
 from lakefs_fuse.meta.entry import HEAD, UNSET, Entry, Flag, unpack
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from tests.tiers import examples
@@ -21,7 +22,7 @@ from tests.tiers import examples
 NATIVE = Path(__file__).parents[2] / "lakefs_fuse" / "kernel" / "native"
 DIRENTPLUS = struct.Struct("<QQQQIIQQQQQQIIIIIIIIIIQQII")
 """struct fuse_entry_out with its struct fuse_attr, then struct fuse_dirent, as linux/fuse.h has them."""
-SHOWN = direntries.Shown(11, 12, 0o40755, 0o644, 0o600, 1 << 20, 1 << 17)
+SHOWN = readdir.Defaults(11, 12, 0o40755, 0o644, 0o600, 1 << 20, 1 << 17)
 NS = 1_000_000_000
 PARENT = 77
 
@@ -53,18 +54,20 @@ def expected(entry: Entry, timeout_s: float) -> bytes:
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> Iterator[None]:
-    """Where the environment leaves the libraries out as well: this is about what was built."""
+    """Where the environment leaves the library out as well: this is about what was built."""
     with pytest.MonkeyPatch.context() as patch:
-        if direntries.LIBRARY is None:
+        if hooks.library() is None:
             patch.delenv("LAKEFS_FUSE_HOOKS", raising=False)
-            patch.setattr(direntries, "LIBRARY", direntries.load())
+            loaded = hooks.load()
+            patch.setattr(hooks, "library", lambda: loaded)
         yield
 
 
 def library() -> ctypes.PyDLL:
-    assert direntries.LIBRARY is not None, "not compiled: `pip install -e .` does that where there is a compiler"
-    direntries.LIBRARY.fuse_add_direntry_plus.restype = ctypes.c_size_t
-    return direntries.LIBRARY
+    found = hooks.library()
+    assert found is not None, "not compiled: `pip install -e .` does that where there is a compiler"
+    found.fuse_add_direntry_plus.restype = ctypes.c_size_t
+    return found
 
 
 def written(
@@ -77,9 +80,9 @@ def written(
     """How many entries, and their bytes."""
     used = files or {}
     buffer = ctypes.create_string_buffer(b"\xee" * (room + 8), room + 8)
-    direntries.give(pairs, used, lambda inode: used[inode].pack(), prefix_of(PARENT), timeout_s, SHOWN)
+    readdir.begin_entries(pairs, used, lambda inode: used[inode].pack(), prefix_of(PARENT), timeout_s, SHOWN)
     length = library().fuse_add_direntry_plus(None, buffer, ctypes.c_size_t(room), b"", None, ctypes.c_int64(0))
-    count, _, _ = direntries.taken()
+    count, _, _ = readdir.end_entries()
     assert length <= room
     assert buffer.raw[length:] == b"\xee" * (room + 8 - length), "nothing is written beyond the last entry"
     return count, buffer.raw[:length]
@@ -159,7 +162,7 @@ def test_a_file_in_use_is_shown_as_it_is() -> None:
     ],
 )
 def test_rows_that_are_none_are_told(pair: object) -> None:
-    with pytest.raises(ValueError, match="cut"):
+    with pytest.raises(ValueError, match="not a pair"):
         written(iter([item(entry_of(1)), pair]), 4096)  # type: ignore[list-item]
     assert written(map(item, [entry_of(1)]), 4096)[0] == 1
 
@@ -178,10 +181,10 @@ def test_direntries_damaged_row_is_passed_over_and_told(row: bytes) -> None:
     key = prefix_of(PARENT) + (7).to_bytes(8, "big")
     rows = [item(entry_of(1)), (key, row), item(entry_of(9))]
     assert written(iter(rows), 4096) == (2, expected(entry_of(1), 60.0) + expected(entry_of(9), 60.0))
-    direntries.give(iter(rows), {}, lambda _: b"", prefix_of(PARENT), 1.0, SHOWN)
+    readdir.begin_entries(iter(rows), {}, lambda _: b"", prefix_of(PARENT), 1.0, SHOWN)
     buffer = ctypes.create_string_buffer(4096)
     library().fuse_add_direntry_plus(None, buffer, ctypes.c_size_t(4096), b"", None, ctypes.c_int64(0))
-    assert direntries.taken()[1:] == (9, key)
+    assert readdir.end_entries()[1:] == (9, key)
 
 
 def test_what_reading_rows_raises_is_raised() -> None:
@@ -204,4 +207,4 @@ class Gone(dict[int, Entry]):
 def test_a_row_begins_as_the_library_reads_it() -> None:
     assert HEAD.size == 67
     assert HEAD.format == "<QHIIIQqqQIQB"
-    assert sorted(NATIVE.glob("_direntries*.so"))
+    assert sorted(NATIVE.glob("_native*.so"))

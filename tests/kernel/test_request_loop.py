@@ -22,9 +22,9 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
     read_end, write_end = os.pipe()
     os.write(write_end, b"a request")
     session = SimpleNamespace(
-        lakefs_receiving_drained=lambda: False,
-        lakefs_receiving_exited=lambda: False,
-        lakefs_receiving_fd=lambda: read_end,
+        lakefs_is_drained=lambda: False,
+        lakefs_session_exited=lambda: False,
+        lakefs_session_fd=lambda: read_end,
     )
     monkeypatch.setattr(hooks, "library", lambda: session)
     monkeypatch.setattr(receiving, "BURST_S", 60.0)

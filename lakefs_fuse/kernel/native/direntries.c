@@ -1,59 +1,38 @@
 /*
  * Directory entries for READDIRPLUS, from the database's rows straight into the answer's buffer.
  *
- * pyfuse3 adds an entry to an answer with fuse_add_direntry_plus, called for each name with objects made for it. Loaded
- * with RTLD_GLOBAL before pyfuse3, this library is what that call reaches. Where rows were given beforehand (`give`),
- * one call writes as many entries as fit, else it is passed on to libfuse. Without this library the mount works as
- * well, and lists slower.
+ * pyfuse3 adds an entry to an answer with fuse_add_direntry_plus, called for each name with objects made for it.
+ * Where rows were given beforehand (`lakefs_begin_entries`) one call writes as many entries as fit, else it is passed
+ * on to libfuse. Without this library the mount works as well, and lists slower.
  *
- * Called with the interpreter's lock held: `give`, pyfuse3's readdir_reply and `taken` follow each other on the one
- * thread that answers requests, without anything else of Python in between but the iterator over the rows and, for
- * files in use, `substitute`.
+ * Called with the GIL: `lakefs_begin_entries`, pyfuse3's readdir_reply and `lakefs_end_entries` follow each other,
+ * with no other Python in between than the iterator over the rows and, for files in use, `row_of`.
  *
- * The layout of a row is that of meta/entry.py, and that of an answer Linux's (struct fuse_direntplus in linux/fuse.h,
- * unchanged since protocol 7.21 but for fields that are 0 here).
+ * The layout of a row is that of meta/entry.py.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <dlfcn.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/stat.h>
+#include "native.h"
 
-#define EXPORT __attribute__((visibility("default")))
-
-enum { KEY_PREFIX = 9, KEY_BYTES = 17, HEAD_BYTES = 67, NAME_BYTES_MAX = 255, NS = 1000000000 };
+enum { KEY_PREFIX = 9, KEY_BYTES = 17, HEAD_BYTES = 67, ROW_NAME_BYTES_MAX = 255 };
 enum { DIRECTORY = 1, SYMLINK = 64, SHADOWED = 256 };
-enum { ASKED = 2 | 4 | SYMLINK }; /* no object has to be asked for the attributes: see asking.py */
+enum { FETCHED = 2 | 4 | SYMLINK }; /* attributes are known without the object: see metadata_fetch.py */
+enum { PASSED_OVER = -3, BEYOND_END = -2, INVALID = -1 };
 static const uint32_t UNSET = 0xffffffff;
 
-struct attributes {
-	uint64_t ino, size, blocks, atime, mtime, ctime;
-	uint32_t atimensec, mtimensec, ctimensec, mode, nlink, uid, gid, rdev, blksize, flags;
+/* What is shown of an entry that does not have it, as readdir.py has it. */
+struct defaults {
+	uint32_t uid, gid, dir_mode, file_mode, unfetched_mode, dir_blksize, file_blksize;
 };
 
-struct entry {
-	uint64_t nodeid, generation, entry_valid, attr_valid;
-	uint32_t entry_valid_nsec, attr_valid_nsec;
-	struct attributes attributes;
-	uint64_t ino, off;
-	uint32_t namelen, type;
-};
-
-_Static_assert(sizeof(struct entry) == 152, "the kernel's layout");
-
-struct lakefs_shown {
-	uint32_t uid, gid, dir_mode, file_mode, unasked_mode, dir_blksize, file_blksize;
-};
-
-static PyObject *rows, *in_use, *substitute, *damaged;
+static PyObject *rows, *in_use, *row_of_file, *damaged;
 static unsigned char prefix[KEY_PREFIX];
-static struct lakefs_shown shown;
+static struct defaults shown;
 static double timeout_s;
 static Py_ssize_t entries;
 static uint64_t last_off;
-static int given, ever_reached;
+static int begun, reached;
 static PyObject *error_type, *error_value, *error_trace;
 
 static uint64_t little(const unsigned char *at, int bytes)
@@ -73,19 +52,6 @@ static uint64_t big(const unsigned char *at)
 	return value;
 }
 
-static void split_time(int64_t ns, uint64_t *seconds, uint32_t *rest)
-{
-	int64_t whole = ns / NS;
-	int64_t left = ns % NS;
-
-	if (left < 0) {
-		whole--;
-		left += NS;
-	}
-	*seconds = (uint64_t)whole;
-	*rest = (uint32_t)left;
-}
-
 /* As `unpack` of meta/entry.py: the row has an ETag in UTF-8 and a name that the kernel takes. */
 static int is_whole(const unsigned char *row, Py_ssize_t length)
 {
@@ -97,7 +63,7 @@ static int is_whole(const unsigned char *row, Py_ssize_t length)
 	etag_length = row[HEAD_BYTES - 1];
 	name = row + HEAD_BYTES + etag_length;
 	name_length = length - HEAD_BYTES - etag_length;
-	if (name_length <= 0 || name_length > NAME_BYTES_MAX)
+	if (name_length <= 0 || name_length > ROW_NAME_BYTES_MAX)
 		return 0;
 	if (memchr(name, '/', name_length) || memchr(name, 0, name_length))
 		return 0;
@@ -118,45 +84,53 @@ static int is_whole(const unsigned char *row, Py_ssize_t length)
 	return 1;
 }
 
+static void fill_attributes(struct fuse_attr *attributes, const unsigned char *row)
+{
+	uint32_t flags = (uint32_t)little(row + 8, 2), mode = (uint32_t)little(row + 10, 4);
+	uint32_t type = flags & DIRECTORY ? S_IFDIR : flags & SYMLINK ? S_IFLNK : S_IFREG;
+	struct timespec mtime = timespec_of((int64_t)little(row + 30, 8));
+	struct timespec ctime = timespec_of((int64_t)little(row + 38, 8));
+
+	if (mode == UNSET)
+		mode = (flags & DIRECTORY ? shown.dir_mode : flags & FETCHED ? shown.file_mode : shown.unfetched_mode) &
+		       0xffff & ~S_IFMT;
+	attributes->ino = little(row, 8);
+	attributes->mode = type | mode;
+	attributes->nlink = 1;
+	attributes->uid = (uint32_t)little(row + 14, 4);
+	attributes->gid = (uint32_t)little(row + 18, 4);
+	if (attributes->uid == UNSET)
+		attributes->uid = shown.uid;
+	if (attributes->gid == UNSET)
+		attributes->gid = shown.gid;
+	attributes->size = little(row + 22, 8);
+	attributes->blocks = attributes->size / 512 + (attributes->size % 512 != 0);
+	attributes->blksize = flags & DIRECTORY ? shown.dir_blksize : shown.file_blksize;
+	attributes->atime = attributes->mtime = (uint64_t)mtime.tv_sec;
+	attributes->atimensec = attributes->mtimensec = (uint32_t)mtime.tv_nsec;
+	attributes->ctime = (uint64_t)ctime.tv_sec;
+	attributes->ctimensec = (uint32_t)ctime.tv_nsec;
+}
+
 /* One entry at the end of the buffer; its length, 0 where it does not fit. */
 static Py_ssize_t add(char *buffer, size_t room, const unsigned char *key, const unsigned char *row, Py_ssize_t length)
 {
-	struct entry entry;
+	struct fuse_direntplus entry;
 	Py_ssize_t name_at = HEAD_BYTES + row[HEAD_BYTES - 1];
 	Py_ssize_t name_length = length - name_at;
-	size_t bytes = (sizeof(entry) + name_length + 7) & ~(size_t)7;
-	uint32_t flags, mode, type;
+	size_t bytes = FUSE_DIRENT_ALIGN(sizeof(entry) + name_length);
 
 	if (bytes > room)
 		return 0;
 	memset(&entry, 0, sizeof(entry));
-	flags = (uint32_t)little(row + 8, 2);
-	mode = (uint32_t)little(row + 10, 4);
-	type = flags & DIRECTORY ? S_IFDIR : flags & SYMLINK ? S_IFLNK : S_IFREG;
-	if (mode == UNSET)
-		mode = (flags & DIRECTORY ? shown.dir_mode : flags & ASKED ? shown.file_mode : shown.unasked_mode) &
-		       0xffff & ~S_IFMT;
-	entry.ino = entry.nodeid = entry.attributes.ino = little(row, 8);
-	entry.entry_valid = entry.attr_valid = (uint64_t)timeout_s;
-	entry.entry_valid_nsec = entry.attr_valid_nsec = (uint32_t)((timeout_s - (double)entry.entry_valid) * 1.0e9);
-	entry.attributes.mode = type | mode;
-	entry.attributes.nlink = 1;
-	entry.attributes.uid = (uint32_t)little(row + 14, 4);
-	entry.attributes.gid = (uint32_t)little(row + 18, 4);
-	if (entry.attributes.uid == UNSET)
-		entry.attributes.uid = shown.uid;
-	if (entry.attributes.gid == UNSET)
-		entry.attributes.gid = shown.gid;
-	entry.attributes.size = little(row + 22, 8);
-	entry.attributes.blocks = entry.attributes.size / 512 + (entry.attributes.size % 512 != 0);
-	entry.attributes.blksize = flags & DIRECTORY ? shown.dir_blksize : shown.file_blksize;
-	split_time((int64_t)little(row + 30, 8), &entry.attributes.mtime, &entry.attributes.mtimensec);
-	entry.attributes.atime = entry.attributes.mtime;
-	entry.attributes.atimensec = entry.attributes.mtimensec;
-	split_time((int64_t)little(row + 38, 8), &entry.attributes.ctime, &entry.attributes.ctimensec);
-	entry.off = last_off = big(key + KEY_PREFIX);
-	entry.namelen = (uint32_t)name_length;
-	entry.type = entry.attributes.mode >> 12 & 15;
+	fill_attributes(&entry.entry_out.attr, row);
+	entry.entry_out.nodeid = entry.dirent.ino = entry.entry_out.attr.ino;
+	entry.entry_out.entry_valid = entry.entry_out.attr_valid = (uint64_t)timeout_s;
+	entry.entry_out.entry_valid_nsec = entry.entry_out.attr_valid_nsec =
+		(uint32_t)((timeout_s - (double)entry.entry_out.entry_valid) * 1.0e9);
+	entry.dirent.off = last_off = big(key + KEY_PREFIX);
+	entry.dirent.namelen = (uint32_t)name_length;
+	entry.dirent.type = entry.entry_out.attr.mode >> 12 & 15;
 	memcpy(buffer, &entry, sizeof(entry));
 	memcpy(buffer + sizeof(entry), row + name_at, name_length);
 	memset(buffer + sizeof(entry) + name_length, 0, bytes - sizeof(entry) - name_length);
@@ -164,7 +138,7 @@ static Py_ssize_t add(char *buffer, size_t room, const unsigned char *key, const
 }
 
 /* A file that is being written is not as its row says. A new reference, or NULL with an error. */
-static PyObject *as_it_is(const unsigned char *row, PyObject *value)
+static PyObject *current_row(const unsigned char *row, PyObject *value)
 {
 	PyObject *inode, *better = NULL;
 	int used;
@@ -178,7 +152,7 @@ static PyObject *as_it_is(const unsigned char *row, PyObject *value)
 	if (used == 0)
 		better = Py_NewRef(value);
 	else if (used > 0)
-		better = PyObject_CallOneArg(substitute, inode);
+		better = PyObject_CallOneArg(row_of_file, inode);
 	Py_DECREF(inode);
 	if (better && !PyBytes_Check(better)) {
 		PyErr_SetString(PyExc_TypeError, "a row is bytes");
@@ -187,35 +161,32 @@ static PyObject *as_it_is(const unsigned char *row, PyObject *value)
 	return better;
 }
 
-/* As `add`, for a pair of key and row; -1 for what is none, -2 beyond the directory's end, -3 to pass it over. */
+/* As `add`, for a pair of key and row; or INVALID, perhaps with an error, BEYOND_END of the directory, or
+ * PASSED_OVER, for a damaged row and for what the directory hides. */
 static Py_ssize_t add_item(char *buffer, size_t room, PyObject *item)
 {
-	PyObject *key, *value;
-	const unsigned char *row;
-	Py_ssize_t added = -1;
+	const unsigned char *key, *row;
+	PyObject *value;
+	Py_ssize_t added = INVALID;
 
-	if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2)
-		return -1;
-	key = PyTuple_GET_ITEM(item, 0);
+	if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2 || !PyBytes_Check(PyTuple_GET_ITEM(item, 0)) ||
+	    !PyBytes_Check(PyTuple_GET_ITEM(item, 1)))
+		return INVALID;
+	key = (const unsigned char *)PyBytes_AS_STRING(PyTuple_GET_ITEM(item, 0));
 	value = PyTuple_GET_ITEM(item, 1);
-	if (!PyBytes_Check(key) || !PyBytes_Check(value))
-		return -1;
-	if (PyBytes_GET_SIZE(key) != KEY_BYTES || memcmp(PyBytes_AS_STRING(key), prefix, KEY_PREFIX))
-		return -2;
+	if (PyBytes_GET_SIZE(PyTuple_GET_ITEM(item, 0)) != KEY_BYTES || memcmp(key, prefix, KEY_PREFIX))
+		return BEYOND_END;
 	if (!is_whole((const unsigned char *)PyBytes_AS_STRING(value), PyBytes_GET_SIZE(value))) {
-		Py_XSETREF(damaged, Py_NewRef(key));
-		return -3;
+		Py_XSETREF(damaged, Py_NewRef(PyTuple_GET_ITEM(item, 0)));
+		return PASSED_OVER;
 	}
-	value = as_it_is((const unsigned char *)PyBytes_AS_STRING(value), value);
+	value = current_row((const unsigned char *)PyBytes_AS_STRING(value), value);
 	if (!value)
-		return -1;
+		return INVALID;
 	row = (const unsigned char *)PyBytes_AS_STRING(value);
-	if (!is_whole(row, PyBytes_GET_SIZE(value)))
-		added = -1;
-	else if (little(row + 8, 2) & SHADOWED)
-		added = -3;
-	else
-		added = add(buffer, room, (const unsigned char *)PyBytes_AS_STRING(key), row, PyBytes_GET_SIZE(value));
+	if (is_whole(row, PyBytes_GET_SIZE(value)))
+		added = little(row + 8, 2) & SHADOWED ? PASSED_OVER
+						      : add(buffer, room, key, row, PyBytes_GET_SIZE(value));
 	Py_DECREF(value);
 	return added;
 }
@@ -229,81 +200,79 @@ static size_t fill(char *buffer, size_t room)
 		Py_ssize_t added = add_item(buffer + filled, room - filled, item);
 
 		Py_DECREF(item);
-		if (added == -3)
+		if (added == PASSED_OVER)
 			continue;
-		if (added == -1 && !PyErr_Occurred())
-			PyErr_SetString(PyExc_ValueError, "a row of a directory was cut");
+		if (added == INVALID && !PyErr_Occurred())
+			PyErr_SetString(PyExc_ValueError, "a row of a directory is not a pair of key and row");
 		if (added <= 0)
 			break;
 		filled += (size_t)added;
 		entries++;
 	}
 	if (PyErr_Occurred())
-		PyErr_Fetch(&error_type, &error_value, &error_trace); /* whoever called this cannot pass it on */
+		PyErr_Fetch(&error_type, &error_value, &error_trace); /* the caller cannot pass it on */
 	return filled;
 }
 
-EXPORT size_t fuse_add_direntry_plus(void *request, char *buffer, size_t room, const char *name, const void *param,
-				     int64_t off)
+size_t fuse_add_direntry_plus(fuse_req_t request, char *buffer, size_t room, const char *name,
+			      const struct fuse_entry_param *param, off_t off)
 {
-	static size_t (*next)(void *, char *, size_t, const char *, const void *, int64_t);
+	static size_t (*next)(fuse_req_t, char *, size_t, const char *, const struct fuse_entry_param *, off_t);
 
-	ever_reached = 1;
-	if (given) {
-		given = 0;
+	reached = 1;
+	if (begun) {
+		begun = 0;
 		return fill(buffer, room);
 	}
-	if (!next) {
-		void *libfuse = dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL);
-
-		if (libfuse)
-			*(void **)&next = dlsym(libfuse, "fuse_add_direntry_plus");
-	}
+	if (!next)
+		*(void **)&next = lakefs_libfuse("fuse_add_direntry_plus");
 	return next ? next(request, buffer, room, name, param, off) : SIZE_MAX;
 }
 
-/* Whether a call of pyfuse3's was ever seen here. */
-EXPORT int lakefs_direntries_reached(void)
+/* -- called by Python */
+
+/* Whether a call of pyfuse3's ever arrived here. */
+int lakefs_is_direntry_reached(void)
 {
-	return ever_reached;
+	return reached;
 }
 
 /*
- * The next entry that is added is all of these: pairs of key and row, in order, of the directory whose keys begin with
- * ``begin``. ``files`` is a dict by inode; the row of an inode in it is what ``row_of`` answers.
+ * The next entry that pyfuse3 adds is all of these: pairs of key and row, in order, of the directory whose keys begin
+ * with ``begin``. ``files`` is a dict by inode; the row of an inode in it is what ``row_of`` answers.
  */
-EXPORT PyObject *lakefs_direntries_give(PyObject *pairs, PyObject *files, PyObject *row_of, const char *begin,
-					double timeout, const struct lakefs_shown *defaults)
+PyObject *lakefs_begin_entries(PyObject *pairs, PyObject *files, PyObject *row_of, const char *begin, double timeout,
+			       const struct defaults *defaults)
 {
 	if (!PyIter_Check(pairs) || !PyDict_Check(files)) {
-		PyErr_SetString(PyExc_TypeError, "an iterator and a dict are wanted");
+		PyErr_SetString(PyExc_TypeError, "rows are an iterator, and files a dict");
 		return NULL;
 	}
 	Py_XSETREF(rows, Py_NewRef(pairs));
 	Py_XSETREF(in_use, Py_NewRef(files));
-	Py_XSETREF(substitute, Py_NewRef(row_of));
+	Py_XSETREF(row_of_file, Py_NewRef(row_of));
 	memcpy(prefix, begin, KEY_PREFIX);
 	timeout_s = timeout < 0 ? 0 : timeout;
 	shown = *defaults;
 	entries = 0;
 	last_off = 0;
-	given = 1;
+	begun = 1;
 	Py_RETURN_NONE;
 }
 
 /*
- * How many entries were added since `give`, the cookie of the last, and the key of the last damaged row that was passed
- * over, or None. Raises what reading them raised.
+ * How many entries were added since `lakefs_begin_entries`, the cookie of the last, and the key of the last damaged row
+ * that was passed over, or None. Raises what reading the rows raised.
  */
-EXPORT PyObject *lakefs_direntries_taken(void)
+PyObject *lakefs_end_entries(void)
 {
 	PyObject *key = damaged ? damaged : Py_NewRef(Py_None);
 
 	damaged = NULL;
-	given = 0;
+	begun = 0;
 	Py_CLEAR(rows);
 	Py_CLEAR(in_use);
-	Py_CLEAR(substitute);
+	Py_CLEAR(row_of_file);
 	if (error_type) {
 		PyErr_Restore(error_type, error_value, error_trace);
 		error_type = error_value = error_trace = NULL;

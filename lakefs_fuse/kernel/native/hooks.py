@@ -1,6 +1,7 @@
-"""Loads the C hooks; must be imported before pyfuse3. See hooks.c for what they do and when they may be asked.
+"""Loads the C library; must be imported before pyfuse3, whose calls it receives. See native.h for its parts.
 
-``LAKEFS_FUSE_HOOKS=off`` leaves them out.
+``LAKEFS_FUSE_HOOKS=off`` leaves it out. Its functions never wait, and are called with the GIL from the trio thread
+only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Feature(IntFlag):
-    """What a session may have by means of the hooks, as hooks.c numbers them."""
+    """What a session may have by means of the library, as dispatch.c numbers it."""
 
     EXPLICIT_INVAL_DATA = 1
     """Attributes that changed drop no pages, and listing a directory again asks for none."""
@@ -32,56 +33,81 @@ class Feature(IntFlag):
     """Dropping suid and sgid is left to us, and the kernel does not ask before each write(2) what there is to drop."""
 
 
-CREATING_OPCODES = {
-    "lookup": 1, "getattr": 3, "setattr": 4, "write": 16, "release": 18, "flush": 25, "create": 35,
+OPCODES = {
+    "getattr": 3, "getxattr": 22, "flush": 25, "open": 14, "release": 18, "forget": 2,
+    "lookup": 1, "setattr": 4, "write": 16, "create": 35,
 }  # fmt: skip
-"""Requests that creating.c answers, by the kernel's numbers."""
-LENT_S_MAX = 1e6
-"""Longer than anything is lent; in ns it fits 64 bits."""
+"""Requests that the library answers, by the kernel's numbers (linux/fuse.h)."""
+LEASE_S_MAX = 1e6
+"""Longer than anything is leased; in ns it fits 64 bits."""
+
+_id, _time_ns, _inode = ctypes.c_uint32, ctypes.c_int64, ctypes.c_uint64
+_FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "is_hooked": (ctypes.c_int, ()),
+    "libfuse_version": (ctypes.c_char_p, ()),
+    "request_features": (None, (ctypes.c_uint32, ctypes.c_uint32)),
+    "granted_features": (ctypes.c_uint32, ()),
+    "answered": (ctypes.c_int64, (ctypes.c_uint32,)),
+    "flush_pid": (ctypes.c_int64, ()),
+    "kills_privileges": (ctypes.c_int, ()),
+    "begin_reading": (ctypes.c_int, ()),
+    "is_drained": (ctypes.c_int, ()),
+    "session_exited": (ctypes.c_int, ()),
+    "session_fd": (ctypes.c_int, ()),
+    "lease_open": (None, (_inode, _time_ns)),
+    "revoke_open": (ctypes.c_uint64, (_inode,)),
+    "cache_attributes": (None, (_inode, _id, _id, _id, _time_ns, _time_ns, ctypes.c_uint32, _time_ns)),
+    "lease_names": (ctypes.c_int, (_inode, _time_ns, _time_ns, ctypes.c_uint32)),
+    "add_names": (ctypes.c_int, (_inode, ctypes.c_char_p, ctypes.c_size_t)),
+    "revoke_names": (None, (_inode,)),
+    "revoke_all_names": (None, ()),
+    "set_receiver": (None, (ctypes.c_void_p,)),
+    "hand_over_all": (None, ()),
+    "next_file": (ctypes.c_int, (ctypes.c_void_p,)),
+    "answer_close": (ctypes.c_int, (_inode, ctypes.c_int)),
+    "reserve_inodes": (None, (_inode, ctypes.c_uint64)),
+    "inodes_left": (ctypes.c_uint64, ()),
+    "is_direntry_reached": (ctypes.c_int, ()),
+    "begin_entries": (
+        ctypes.py_object,
+        (*(ctypes.py_object,) * 3, ctypes.c_char_p, ctypes.c_double, ctypes.c_void_p),
+    ),
+    "end_entries": (ctypes.py_object, ()),
+}
+"""What Python calls of the library, without its prefix: result and parameters."""
 
 
 def _is_turned_off() -> bool:
     return os.environ.get("LAKEFS_FUSE_HOOKS", "on").lower() in ("off", "0", "no")
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    library.lakefs_hooks_flush_pid.restype = ctypes.c_int64
-    library.lakefs_hooks_xattrs_answered.restype = ctypes.c_int64
-    library.lakefs_hooks_flushes_answered.restype = ctypes.c_int64
-    library.lakefs_hooks_granted.restype = ctypes.c_uint32
-    library.lakefs_hooks_libfuse.restype = ctypes.c_char_p
-    library.lakefs_hooks_lend.argtypes = [ctypes.c_uint64, ctypes.c_int64]
-    library.lakefs_hooks_take.argtypes = [ctypes.c_uint64]
-    library.lakefs_hooks_take.restype = ctypes.c_uint64
-    for name in ("hooks_opens_answered", "hooks_releases_answered", "hooks_forgets_taken", "remembered_answered"):
-        getattr(library, f"lakefs_{name}").restype = ctypes.c_int64
-    id_, time_ns = ctypes.c_uint32, ctypes.c_int64
-    library.lakefs_remember.argtypes = [ctypes.c_uint64, id_, id_, id_, time_ns, time_ns, ctypes.c_uint32, time_ns]
-    library.lakefs_remember.restype = None
-    library.lakefs_creating_answered.argtypes = [ctypes.c_uint32]
-    library.lakefs_creating_answered.restype = time_ns
-    library.lakefs_hooks_want.argtypes = [ctypes.c_uint32, ctypes.c_uint32]
-
-
-def _load() -> ctypes.CDLL | None:
+def load() -> ctypes.PyDLL | None:
+    """The library, where it was built for this machine and this version of the program, and is not turned off."""
     if _is_turned_off():
         return None
-    for path in sorted(Path(__file__).parent.glob("_hooks*.so")):
+    for path in sorted(Path(__file__).parent.glob("_native*.so")):
         try:
-            library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-            _declare(library)
-        except (OSError, AttributeError):  # not for this machine, or built from another version
+            found = ctypes.PyDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            for name, (result, parameters) in _FUNCTIONS.items():
+                function = getattr(found, f"lakefs_{name}")
+                function.restype, function.argtypes = result, parameters
+        except (OSError, AttributeError):
             continue
-        return library
+        return found
     return None
 
 
-_library = _load()
+_library = load()
+
+
+def library() -> ctypes.PyDLL | None:
+    """For other modules of this package."""
+    return _library
 
 
 def active() -> bool:
-    """The hooks are in use by the session of this process."""
-    return _library is not None and bool(_library.lakefs_hooks_active())
+    """The library is in use by the session of this process."""
+    return _library is not None and bool(_library.lakefs_is_hooked())
 
 
 def why_inactive() -> str:
@@ -99,52 +125,52 @@ def why_inactive() -> str:
 
 def libfuse_version() -> str:
     """As libfuse says it; empty where that is not known."""
-    return _library.lakefs_hooks_libfuse().decode() if _library is not None else ""
+    return _library.lakefs_libfuse_version().decode() if _library is not None else ""
 
 
-def want(features: Feature, background_max: int) -> None:
-    """What the session that is made next shall have, and how many of its requests the kernel may send in the background
-    (0: as many as it likes). Without the hooks it has none of it."""
+def request_features(features: Feature, background_max: int) -> None:
+    """What the next session is to have, and how many of its requests the kernel may send in the background (0: as many
+    as it likes). Without the library it has none of it."""
     if _library is not None:
-        _library.lakefs_hooks_want(int(features), background_max)
+        _library.lakefs_request_features(int(features), background_max)
 
 
 def granted() -> Feature:
     """Which of the features the kernel has too; none before it sent its first request."""
-    return Feature(_library.lakefs_hooks_granted()) if _library is not None else Feature(0)
+    return Feature(_library.lakefs_granted_features()) if _library is not None else Feature(0)
 
 
 def flush_pid() -> int:
     """Thread that sent the FLUSH being handled, to be asked before the handler's first await; 0 if not known."""
-    return int(_library.lakefs_hooks_flush_pid()) if _library is not None else 0
+    return int(_library.lakefs_flush_pid()) if _library is not None else 0
 
 
 def kills_privileges() -> bool:
     """The request being handled is to drop suid and sgid; to be asked before the handler's first await. Without
     `Feature.HANDLE_KILLPRIV` none is."""
-    return _library is not None and bool(_library.lakefs_privileges_kills())
+    return _library is not None and bool(_library.lakefs_kills_privileges())
 
 
-def lend(inode: int, for_s: float) -> None:
-    """The file may be opened for reading without asking for so long. Handles that are lent so have the bits of
-    `fs.lending` and the inode. Without the hooks nothing happens."""
+def lease_open(inode: int, for_s: float) -> None:
+    """The file may be opened for reading without asking for so long. Handles that are given out so have the bits of
+    `open_leases` and the inode. Without the library nothing happens."""
     if _library is not None:
-        _library.lakefs_hooks_lend(inode, int(min(for_s, LENT_S_MAX) * 1e9))
+        _library.lakefs_lease_open(inode, int(min(for_s, LEASE_S_MAX) * 1e9))
 
 
-def take(inode: int) -> int:
-    """Nothing is answered of this inode any more; answers how many handles of it are lent, which are to be released in
-    Python now."""
-    return int(_library.lakefs_hooks_take(inode)) if _library is not None else 0
+def revoke_open(inode: int) -> int:
+    """Nothing is answered of this inode any more; returns how many handles of it were given out, which are to be
+    released in Python now."""
+    return int(_library.lakefs_revoke_open(inode)) if _library is not None else 0
 
 
-def remember(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) -> None:
+def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) -> None:
     """GETATTR of a directory may be answered so for so long; without a time, from now on so where it may be answered.
-    Without the hooks nothing happens."""
+    Without the library nothing happens."""
     if _library is not None:
-        _library.lakefs_remember(
+        _library.lakefs_cache_attributes(
             attributes.st_ino, attributes.st_mode, attributes.st_uid, attributes.st_gid, attributes.st_mtime_ns,
-            attributes.st_ctime_ns, attributes.st_blksize, int(min(for_s, LENT_S_MAX) * 1e9),
+            attributes.st_ctime_ns, attributes.st_blksize, int(min(for_s, LEASE_S_MAX) * 1e9),
         )  # fmt: skip
 
 
@@ -152,26 +178,11 @@ def answered() -> dict[str, int]:
     """Requests that were answered without entering Python, by name."""
     if _library is None:
         return {}
-    found = {
-        "getattr": int(_library.lakefs_remembered_answered()),
-        "getxattr": int(_library.lakefs_hooks_xattrs_answered()),
-        "flush": int(_library.lakefs_hooks_flushes_answered()),
-        "open": int(_library.lakefs_hooks_opens_answered()),
-        "release": int(_library.lakefs_hooks_releases_answered()),
-        "forget": int(_library.lakefs_hooks_forgets_taken()),
-    }
-    for name, opcode in CREATING_OPCODES.items():
-        found[name] = found.get(name, 0) + int(_library.lakefs_creating_answered(opcode))
-    return found
-
-
-def library() -> ctypes.CDLL | None:
-    """For other modules of this package."""
-    return _library
+    return {name: int(_library.lakefs_answered(opcode)) for name, opcode in OPCODES.items()}
 
 
 def process_of(thread: int) -> int:
-    """The process a thread belongs to; 0 where it is gone."""
+    """The process a thread belongs to; 0 where it ended."""
     try:
         with open(f"/proc/{thread}/status", "rb") as status:
             for line in status:

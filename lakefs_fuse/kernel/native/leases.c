@@ -1,25 +1,37 @@
 /*
- * The names of directories that Python has lent: which there are, and so which there are not.
+ * Leases: what may be answered here because Python has answered it before, until they expire or Python revokes them.
  *
- * What always holds: every name that Python has, or may have, in a directory that is lent, is here. Names are kept as
- * hashes, which a name that is not there may share with one that is: then Python is asked, as for all that this does not
- * know. They stay until no directory is lent any more.
+ * Lease of an open: the file may be opened for reading. Python revokes it before its inode comes to mean anything
+ * else, and then owns the handles that were given out.
  *
- * Single-threaded, as hooks.c.
+ * Lease of names: every name that Python has, or may have, in the directory is known here, so any other name is
+ * absent and can be created. Names are kept as hashes, which an absent name may share with a present one: then Python
+ * is asked, as for all that is not known here. They are kept until no directory is leased any more.
  */
-#include "leases.h"
+#include "native.h"
 
-#include <string.h>
-
-#include "request_loop.h"
-
+#define OPEN_SLOTS (1U << 16)
 #define DIRECTORIES 64
-#define NAMES (1U << 18)
+#define NAME_SLOTS (1U << 18)
 
-static struct directory directories[DIRECTORIES];
-static uint64_t names[NAMES];
+static struct open_lease opens[OPEN_SLOTS];
+static struct name_lease directories[DIRECTORIES];
+static uint64_t names[NAME_SLOTS];
 static uint32_t names_used;
 static uint64_t seeds;
+
+static struct open_lease *slot_of(uint64_t inode, unsigned probe)
+{
+	return &opens[slot_index(inode, probe, OPEN_SLOTS)];
+}
+
+struct open_lease *lakefs_open_lease(uint64_t inode)
+{
+	for (unsigned probe = 0; probe < PROBES; probe++)
+		if (slot_of(inode, probe)->inode == inode)
+			return slot_of(inode, probe);
+	return NULL;
+}
 
 static uint64_t hash_of(uint64_t seed, const char *name, size_t bytes)
 {
@@ -34,35 +46,35 @@ static uint64_t hash_of(uint64_t seed, const char *name, size_t bytes)
 
 static uint64_t *place_of(uint64_t hash)
 {
-	uint32_t at = (uint32_t)(hash >> 40) % NAMES;
+	uint32_t at = (uint32_t)(hash >> 40) % NAME_SLOTS;
 
 	while (names[at] && names[at] != hash)
-		at = (at + 1) % NAMES;
+		at = (at + 1) % NAME_SLOTS;
 	return &names[at];
 }
 
-void lakefs_lent_add(const struct directory *directory, const char *name, size_t bytes)
+void lakefs_add_name(const struct name_lease *lease, const char *name, size_t bytes)
 {
-	uint64_t hash = hash_of(directory->seed, name, bytes), *place = place_of(hash);
+	uint64_t hash = hash_of(lease->seed, name, bytes), *place = place_of(hash);
 
 	names_used += !*place;
 	*place = hash;
 }
 
-int lakefs_lent_full(void)
+int lakefs_is_name_table_full(void)
 {
-	return names_used >= NAMES / 2;
+	return names_used >= NAME_SLOTS / 2;
 }
 
-struct directory *lakefs_lent_directory(uint64_t inode)
+struct name_lease *lakefs_name_lease(uint64_t directory)
 {
 	for (unsigned at = 0; at < DIRECTORIES; at++)
-		if (directories[at].inode == inode)
+		if (directories[at].directory == directory)
 			return &directories[at];
 	return NULL;
 }
 
-/* Names that need no second look: every store takes them, and none is reserved. */
+/* Names that every store takes, and of which none is reserved. */
 static int is_plain(const char *name, size_t bytes_max)
 {
 	size_t bytes;
@@ -75,60 +87,91 @@ static int is_plain(const char *name, size_t bytes_max)
 	return bytes > 0;
 }
 
-struct directory *lakefs_lent_lacking(uint64_t parent, const char *name)
+struct name_lease *lakefs_name_lease_lacking(uint64_t directory, const char *name)
 {
-	struct directory *directory = lakefs_lent_directory(parent);
+	struct name_lease *lease = lakefs_name_lease(directory);
 
-	if (!directory || lakefs_lent_full() || directory->until_ns <= lakefs_request_ns() ||
-	    !is_plain(name, directory->name_bytes_max))
+	if (!lease || lakefs_is_name_table_full() || lease->until_ns <= lakefs_request_time.monotonic_ns ||
+	    !is_plain(name, lease->name_bytes_max))
 		return NULL;
-	return *place_of(hash_of(directory->seed, name, strlen(name))) ? NULL : directory;
+	return *place_of(hash_of(lease->seed, name, strlen(name))) ? NULL : lease;
 }
 
-/* -- what Python says */
+/* -- called by Python */
 
-/* Names of a directory that is lent: so many bytes, each ended by a zero. Answers 0 where it is not, or has too many. */
-int lakefs_lent_names(uint64_t inode, const char *more, size_t bytes)
+/* The file may be opened for reading for so long. Of the slots that its inode may have, one that has no handles and
+ * expires first is reused; where there is none nothing is leased. */
+void lakefs_lease_open(uint64_t inode, int64_t for_ns)
 {
-	struct directory *directory = lakefs_lent_directory(inode);
-	const char *end = more + bytes;
+	struct open_lease *lease = lakefs_open_lease(inode);
 
-	for (; directory && more < end && !lakefs_lent_full(); more += strlen(more) + 1)
-		lakefs_lent_add(directory, more, strlen(more));
-	return directory && !lakefs_lent_full();
+	for (unsigned probe = 0; probe < PROBES && (!lease || lease->inode != inode); probe++) {
+		struct open_lease *other = slot_of(inode, probe);
+
+		if (!other->handles && (!lease || other->until_ns < lease->until_ns))
+			lease = other;
+	}
+	if (!lease)
+		return;
+	lease->inode = inode;
+	lease->until_ns = lakefs_monotonic_ns() + for_ns;
 }
 
-/* The directory is lent so long, without names at first; or, where it is lent already, from now on so long. Answers 0
+/* Nothing is answered here of this inode any more, attributes included. Answers how many handles are Python's now. */
+uint64_t lakefs_revoke_open(uint64_t inode)
+{
+	struct open_lease *lease = lakefs_open_lease(inode);
+	uint64_t handles = lease ? lease->handles : 0;
+
+	if (lease)
+		memset(lease, 0, sizeof(*lease));
+	lakefs_drop_attributes(inode);
+	return handles;
+}
+
+/* Leases the names of a directory, none at first; or, where they are leased already, prolongs the lease. Answers 0
  * where there is no room. */
-int lakefs_lent_lend(uint64_t inode, int64_t for_ns, int64_t remembered_ns, uint32_t name_bytes_max)
+int lakefs_lease_names(uint64_t directory, int64_t for_ns, int64_t timeout_ns, uint32_t name_bytes_max)
 {
-	struct directory *directory = lakefs_lent_directory(inode);
+	struct name_lease *lease = lakefs_name_lease(directory);
 
-	if (!directory && (directory = lakefs_lent_directory(0)))
-		directory->seed = ++seeds * 0x9E3779B97F4A7C15ULL;
-	if (!directory || lakefs_lent_full())
+	if (!lease && (lease = lakefs_name_lease(0)))
+		lease->seed = ++seeds * 0x9E3779B97F4A7C15ULL;
+	if (!lease || lakefs_is_name_table_full())
 		return 0;
-	directory->inode = inode;
-	directory->until_ns = lakefs_now_ns() + for_ns;
-	directory->remembered_ns = remembered_ns;
-	directory->name_bytes_max = name_bytes_max < NAME_BYTES_MAX ? name_bytes_max : NAME_BYTES_MAX;
+	lease->directory = directory;
+	lease->until_ns = lakefs_monotonic_ns() + for_ns;
+	lease->timeout_ns = timeout_ns;
+	lease->name_bytes_max = name_bytes_max < NAME_BYTES_MAX ? name_bytes_max : NAME_BYTES_MAX;
 	return 1;
 }
 
-/* No directory is lent any more. What was created in them stays as it is. */
-void lakefs_lent_none(void)
+/* Names that the directory has: so many bytes, each name ended by a zero. Answers 0 where its names are not leased, or
+ * there are too many. */
+int lakefs_add_names(uint64_t directory, const char *more, size_t bytes)
+{
+	struct name_lease *lease = lakefs_name_lease(directory);
+	const char *end = more + bytes;
+
+	for (; lease && more < end && !lakefs_is_name_table_full(); more += strlen(more) + 1)
+		lakefs_add_name(lease, more, strlen(more));
+	return lease && !lakefs_is_name_table_full();
+}
+
+/* The hashes of its names are dropped with all others. */
+void lakefs_revoke_names(uint64_t directory)
+{
+	struct name_lease *lease = lakefs_name_lease(directory);
+
+	if (lease)
+		memset(lease, 0, sizeof(*lease));
+}
+
+/* What was created in the directories stays as it is. */
+void lakefs_revoke_all_names(void)
 {
 	memset(directories, 0, sizeof(directories));
 	if (names_used)
 		memset(names, 0, sizeof(names));
 	names_used = 0;
-}
-
-/* This one is not, if it was. Its names are forgotten with all others. */
-void lakefs_lent_take(uint64_t inode)
-{
-	struct directory *directory = lakefs_lent_directory(inode);
-
-	if (directory)
-		memset(directory, 0, sizeof(*directory));
 }

@@ -1,28 +1,22 @@
 /*
  * FUSE_HANDLE_KILLPRIV_V2: suid and sgid of a file that is written or truncated are dropped by us, not by the kernel.
  *
- * A kernel that does it by itself asks for security.capability before every write(2). A kernel that leaves it to us asks
- * once, and says with a flag of WRITE, SETATTR and CREATE that the caller lacks CAP_FSETID. OPEN never carries it:
- * O_TRUNC comes as SETATTR here (`init` of hooks.c).
+ * A kernel that does it by itself asks for security.capability before every write(2). A kernel that leaves it to us
+ * asks once, and says with a flag of WRITE, SETATTR and CREATE that the caller lacks CAP_FSETID. OPEN never carries
+ * it: O_TRUNC comes as SETATTR here (`init` of dispatch.c).
  *
- * libfuse before 3.17 neither knows the feature nor passes on any of the flags. So it reads requests and writes answers
- * through the two functions below: one notes the flag of each request, the other adds the feature to the answer to INIT.
- *
- * Single-threaded, as hooks.c; only what is pushed to the kernel may be written by another thread.
+ * libfuse before 3.17 neither knows the feature nor passes on any of the flags. So it reads requests and writes
+ * answers through the two functions below: one keeps the flag of each request, the other adds the feature to the
+ * answer to INIT. Only notifications of the kernel may be written by another thread.
  */
-#include "privileges.h"
+#include "native.h"
 
-#include <fuse_lowlevel.h>
-#include <linux/fuse.h>
-
-#include <dlfcn.h>
 #include <stddef.h>
-#include <stdint.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 static uint64_t init_unique;
-static int offered, taken;
+static int offered, accepted;
 static int kills;
 
 static int offers(const struct fuse_init_in *init)
@@ -47,9 +41,9 @@ static int carries_flag(const struct fuse_in_header *head)
 }
 
 /* A request as it comes from the kernel. */
-void lakefs_privileges_note(const struct fuse_in_header *head)
+void lakefs_parse_killpriv(const struct fuse_in_header *head)
 {
-	kills = taken && carries_flag(head);
+	kills = accepted && carries_flag(head);
 	if (head->opcode == FUSE_INIT) {
 		init_unique = head->unique;
 		offered = offers((const struct fuse_init_in *)(head + 1));
@@ -57,11 +51,11 @@ void lakefs_privileges_note(const struct fuse_in_header *head)
 }
 
 /* An answer as it goes to the kernel. */
-void lakefs_privileges_amend(const struct iovec *iov, int count)
+void lakefs_amend_init(const struct iovec *iov, int count)
 {
 	const struct fuse_out_header *head = iov[0].iov_base;
 
-	if (taken && head->unique == init_unique && !head->error && count == 2 &&
+	if (accepted && head->unique == init_unique && !head->error && count == 2 &&
 	    iov[1].iov_len >= offsetof(struct fuse_init_out, flags) + sizeof(uint32_t))
 		((struct fuse_init_out *)iov[1].iov_base)->flags |= FUSE_HANDLE_KILLPRIV_V2;
 }
@@ -72,18 +66,18 @@ static ssize_t read_request(int fd, void *buf, size_t bytes, void *userdata)
 
 	(void)userdata;
 	if (size >= (ssize_t)sizeof(struct fuse_in_header))
-		lakefs_privileges_note(buf);
+		lakefs_parse_killpriv(buf);
 	return size;
 }
 
 static ssize_t write_answer(int fd, struct iovec *iov, int count, void *userdata)
 {
 	(void)userdata;
-	lakefs_privileges_amend(iov, count);
+	lakefs_amend_init(iov, count);
 	return writev(fd, iov, count);
 }
 
-void lakefs_privileges_begin(struct fuse_session *session, int fd)
+void lakefs_watch_privileges(struct fuse_session *session, int fd)
 {
 	static const struct fuse_custom_io io = {.writev = write_answer, .read = read_request};
 	void *libfuse = dlopen("libfuse3.so.3", RTLD_NOW | RTLD_LOCAL);
@@ -95,14 +89,14 @@ void lakefs_privileges_begin(struct fuse_session *session, int fd)
 		set_io(session, &io, fd);
 }
 
-int lakefs_privileges_take(void)
+int lakefs_accept_killpriv(void)
 {
-	taken = offered;
-	return taken;
+	accepted = offered;
+	return accepted;
 }
 
-/* The request whose handler runs now is to drop suid and sgid. */
-int lakefs_privileges_kills(void)
+/* Called by Python: the request whose handler runs now is to drop suid and sgid. */
+int lakefs_kills_privileges(void)
 {
 	return kills;
 }
