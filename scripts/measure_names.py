@@ -83,7 +83,7 @@ def make_lake(lake: Path, names: int, directories: int) -> None:
         now_ns = time.time_ns()
 
         async def store() -> None:
-            await write_index(client, dump, time=now_ns, horizon=0, wrote=lambda _: None)
+            await write_index(client, node.threads, dump, time=now_ns, horizon=0, wrote=lambda _: None)
 
         trio.run(store)
         dump.close()

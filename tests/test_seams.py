@@ -28,9 +28,6 @@ EXEMPT: dict[str, set[str]] = {
 PENDING = {
     "admin",
     "blockcache",
-    "commits",
-    "ingest",
-    "meta",
     "staging",
     "store",
     "upload",

@@ -26,7 +26,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from lakefs_fuse.admin.lake_view import Headless
-from lakefs_fuse.commits.archive import fetch_record, parse_commit_key
+from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.archive_check import Audit, Fault, verify
 from lakefs_fuse.commits.index.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
 from lakefs_fuse.commits.record import COMMITS, OBJECTS, THIS, Put, Record, Relocate, Remove
@@ -326,7 +326,7 @@ class Checker:
     async def _check_record(self, meta: ObjectMeta, audit: Audit | None) -> None:
         """A mount takes the commit, or it is a problem that names all that the commit is known to have spoken of."""
         try:
-            self._check_applied(meta, await fetch_record(self._lake.client, meta))
+            self._check_applied(meta, await self._lake.log.fetch(meta))
         except DamagedCommit as error:
             text = str(error).removeprefix(meta.key + ": ")
             problem = self._problem(meta.key, Kind.UNREADABLE, f"no mount can use it: {text}")
@@ -379,7 +379,7 @@ class Checker:
             try:
                 if not self._quick:
                     with tempfile.TemporaryDirectory(prefix="lakefs-fuse-") as directory:
-                        await fetch_files(self._lake.client, manifest, Path(directory))
+                        await fetch_files(self._lake.client, self._lake.threads, manifest, Path(directory))
                     self.done.bytes_read += manifest.bytes
             except (NotFound, DamagedCommit) as error:
                 self._problem(prefix_of(time_ns), Kind.INDEX, f"{error}: write a new one with snapshot")

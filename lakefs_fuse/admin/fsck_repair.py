@@ -62,7 +62,7 @@ async def repair(lake: Headless, checker: Checker) -> None:
 async def _redate(lake: Headless, checker: Checker, future: set[str]) -> dict[str, str]:
     """What was done about each of the commits from the future."""
     await lake.take_time()
-    redated = await Redater(lake.client, lake.clock, writer=lake.writer).run()
+    redated = await Redater(lake.log).run()
     await lake.refresh()
     again = [key for key in redated.originals if key in future]
     numbers = {row.number for row in lake.tree.objects.rows() if row.key in future and row.entries > 0}

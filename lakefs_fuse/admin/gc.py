@@ -38,7 +38,7 @@ from lakefs_fuse.admin.gc_record import Note, read_note, write_note
 from lakefs_fuse.admin.lake_view import NS, Headless
 from lakefs_fuse.admin.relocation import Moved, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
-from lakefs_fuse.commits.archive import fetch_record, parse_commit_key
+from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import manifests
 from lakefs_fuse.commits.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
@@ -261,7 +261,7 @@ class Collector:
         if meta.key in self._settled:
             return True
         try:
-            record = await fetch_record(self._lake.client, meta)
+            record = await self._lake.log.fetch(meta)
         except (NotFound, PreconditionFailed):
             return False
         except DamagedCommit:

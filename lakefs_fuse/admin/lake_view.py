@@ -13,12 +13,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from lakefs_fuse.commits.applier import refused_commits
-from lakefs_fuse.commits.archive import commit_key, parse_commit_key
+from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
-from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import LakeError, Unsupported
+from lakefs_fuse.environment.threads import Threads
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import Tree
@@ -39,12 +39,20 @@ class Headless:
     client: StoreClient
     fs: Filesystem
     metrics: Metrics
-    clock: HybridClock
-    writer: str
+    log: CommitLog
+    threads: Threads
 
     @property
     def namespace(self) -> Namespace:
         return self.fs.namespace
+
+    @property
+    def clock(self) -> HybridClock:
+        return self.log.clock
+
+    @property
+    def writer(self) -> str:
+        return self.log.writer
 
     @property
     def tree(self) -> Tree:
@@ -62,14 +70,10 @@ class Headless:
 
     async def take_time(self) -> int:
         """The time of a commit that is about to be written: later than all that are there. Raises LakeError."""
-        async for page in self.client.list_all(COMMITS, start_after=f"{COMMITS}{self.clock.now():016x}"):
-            for meta in page.objects:
-                if named := parse_commit_key(meta.key):
-                    self.clock.seen(named[0])
-        return self.clock.now()
+        return await self.log.latest_time()
 
     def key_of(self, time_ns: int) -> str:
-        return commit_key(time_ns, self.writer)
+        return self.log.key(time_ns)
 
     def path(self, entry: Entry) -> str:
         return self.namespace.key(entry)
@@ -161,11 +165,10 @@ async def open_headless(
         async with open_filesystem(config, client, metrics, node=node) as fs:
             fs.namespace.tree.forget_listings()  # those of an index, or of a node, count for as long as NEVER_S says
             clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
-            try:
-                clock.correct(await client.time_ns())
-            except Unsupported:
-                pass  # Then this machine's clock is what there is.
-            yield Headless(client, fs, metrics, clock, f"{node.random.stream('writer').getrandbits(32):08x}")
+            writer = f"{node.random.stream('writer').getrandbits(32):08x}"
+            log = CommitLog(client, clock, node.threads, writer=writer)
+            await log.read_time()
+            yield Headless(client, fs, metrics, log, node.threads)
 
 
 @contextmanager

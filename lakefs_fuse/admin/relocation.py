@@ -21,9 +21,9 @@ import trio
 from lakefs_fuse.admin.extent_reader import ExtentReader, Moving, chunks
 from lakefs_fuse.admin.lake_view import Headless
 from lakefs_fuse.blockcache.object_version import Extent
-from lakefs_fuse.commits.archive import ArchiveBuilder, Member, build, fd_sink
+from lakefs_fuse.commits.archive import ArchiveBuilder, Member, fd_sink
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
-from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Record, Relocate, encode
+from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Record, Relocate
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import LakeError, NotFound
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -80,8 +80,7 @@ class RelocationBuilder:
         if not self.operations:
             return
         record = self.record(lake, await lake.take_time())
-        raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record, lake.client.commit_format)))
-        await lake.client.put(lake.key_of(record.time), raw)
+        await lake.log.put_record(record)
         await lake.refresh()
 
     def record(self, lake: Headless, time_ns: int) -> Record:
@@ -176,12 +175,11 @@ class Relocator:
             return
         operations = _relocations(pack.moved, THIS, RelocationBuilder())
         record = operations.record(lake, time_ns)
-        size = await trio.to_thread.run_sync(lambda: pack.builder.finish(encode(record, lake.client.commit_format)))
-        key = lake.key_of(time_ns)
+        size = await trio.to_thread.run_sync(lambda: pack.builder.finish(lake.log.encode(record)))
         began = trio.current_time()
-        meta = await lake.client.put(key, FileSlice(pack.file.fileno(), 0, size))
+        meta = await lake.log.put(time_ns, FileSlice(pack.file.fileno(), 0, size))
         if trio.current_time() - began > SLOW_S:
-            await self._commit_again(pack, ObjectRef(key, meta.etag, size))
+            await self._commit_again(pack, ObjectRef(meta.key, meta.etag, size))
         await lake.refresh()
         self.done.packs += 1
         self.done.bytes_written += size
@@ -193,10 +191,7 @@ class Relocator:
         target = builder.index(ref)
         time_ns = await self._lake.take_time()
         record = _relocations(await self._unchanged(pack.moved), target, builder).record(self._lake, time_ns)
-        raw = await trio.to_thread.run_sync(
-            lambda: build((), lambda _: encode(record, self._lake.client.commit_format))
-        )
-        await self._lake.client.put(self._lake.key_of(time_ns), raw)
+        await self._lake.log.put_record(record)
 
     async def _unchanged(self, moved: list[tuple[Moving, int]]) -> list[tuple[Moving, int]]:
         """Those whose plain object is still the version that was read: one LIST of each directory."""

@@ -81,9 +81,9 @@ async def fold(
         if name:
             objects = fs.namespace.tree.objects
             return await snapshots.write(
-                client, name, dump, objects, time=clock.now(), horizon=horizon, wrote=wrote
+                client, node.threads, name, dump, objects, time=clock.now(), horizon=horizon, wrote=wrote
             )  # fmt: skip
-        manifest = await write_index(client, dump, time=clock.now(), horizon=horizon, wrote=wrote)
+        manifest = await write_index(client, node.threads, dump, time=clock.now(), horizon=horizon, wrote=wrote)
     finally:
         dump.close()
     try:

@@ -16,7 +16,8 @@ from msgspec.structs import replace
 
 from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.lake_view import NS
-from lakefs_fuse.commits.archive import fetch_newest_read, parse_commit_key
+from lakefs_fuse.commits.archive import parse_commit_key
+from lakefs_fuse.commits.commit_log import fetch_newest_read
 from lakefs_fuse.commits.record import COMMITS, FORMATS
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported

@@ -4,26 +4,20 @@ Always true of what is written here: members are stored, not compressed, one beh
 CRC-32 in front of their bytes; the archive's comment says where the record is, so that a reader needs the tail only;
 ``unzip`` and Python's zipfile read it. ZIP64 fields appear only where a number needs them.
 
-Building is plain blocking code for any one thread at a time and keeps about 200 bytes a member in memory besides what
-its sink keeps. Reading (`fetch_record`) is for tasks of the trio loop. A crash in the midst of building leaves nothing
-in the store: the object is put whole, when it is finished.
+Building and reading are plain blocking code for any one thread at a time; building keeps about 200 bytes a member in
+memory besides what its sink keeps. `CommitLog` stores archives and fetches them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import stat
 import struct
 import time as clock
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
-
-import trio
 
 from lakefs_fuse.commits.record import (
     COMMITS,
@@ -36,24 +30,12 @@ from lakefs_fuse.commits.record import (
     Relocate,
     SetAttr,
     decode,
-    newest_read,
 )
 from lakefs_fuse.errors import DamagedCommit
-from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
-
-T = TypeVar("T")
+from lakefs_fuse.store.protocol import Buffer, FileSlice
 
 RECORD_NAME = ".lakefs/record"
 RECORD_BYTES_MAX = 1 << 30
-TAIL_BYTES = 256 << 10
-"""What is read of a commit at first; the record and the directory of a pack of a thousand files fit in it."""
-THREAD_BYTES_MIN = 256 << 10
-"""Records from this size on are decoded in a thread, so that the loop goes on."""
-WINDOW_BYTES = 8 << 20
-"""What is read at a time of a record that does not fit in there."""
-ANSWERS_MAX = 3
-"""As often is something asked for that comes damaged, before it is taken to lie in the store like that."""
 SLICE_BYTES_MAX = 8 << 20
 """A longer slice of a file is read twice, for its CRC and to be written, in place of being held in memory."""
 
@@ -294,6 +276,14 @@ def read_record(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Reco
     return record
 
 
+def read_bounded_record(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Record:
+    """As `read_record`, where every operation's bytes are within the archive's members. Raises DamagedCommit."""
+    record = read_record(raw, where, time, writer)
+    for path in outside(record, where):
+        raise DamagedCommit(f"{path!r} is outside of its files")
+    return record
+
+
 def outside(record: Record, where: Whereabouts) -> Iterator[str]:
     """Paths whose bytes are said to be in this archive where no file of it can be."""
     for operation in record.operations:
@@ -301,79 +291,3 @@ def outside(record: Record, where: Whereabouts) -> Iterator[str]:
             continue
         if operation.offset + operation.size > where.offset:
             yield operation.path
-
-
-def _read_inside(raw: Buffer, where: Whereabouts, time: int, writer: str) -> Record:
-    record = read_record(raw, where, time, writer)
-    for path in outside(record, where):
-        raise DamagedCommit(f"{path!r} is outside of its files")
-    return record
-
-
-class LargeRecord(Exception):
-    """A record is larger than whoever asked for it has room."""
-
-
-async def fetch_record(
-    client: StoreClient, meta: ObjectMeta, tail_bytes: int = TAIL_BYTES, *, bytes_max: int = RECORD_BYTES_MAX
-) -> Record:
-    """The checked record of the commit that LIST showed as ``meta``: one GET of its tail, others of WINDOW_BYTES where
-    the record does not fit in it; all again where it came damaged. Raises DamagedCommit that names the key, LargeRecord
-    for one of more than ``bytes_max``, and StoreError kinds (NotFound, PreconditionFailed)."""
-    named = parse_commit_key(meta.key)
-    if named is None:
-        raise DamagedCommit(f"{meta.key}: not the name of a commit")
-
-    async def fetch() -> Record:
-        where, raw = await _fetch_raw(client, meta, tail_bytes, bytes_max)
-        read = partial(_read_inside, raw, where, *named)
-        return read() if len(raw) < THREAD_BYTES_MIN else await trio.to_thread.run_sync(read)
-
-    try:
-        record = await fetch_undamaged(fetch)
-    except DamagedCommit as error:
-        raise DamagedCommit(f"{meta.key}: {error}") from error
-    client.commit_format = max(client.commit_format, record.format)
-    return record
-
-
-async def fetch_newest_read(client: StoreClient, meta: ObjectMeta) -> int:
-    """The newest format of records that the writer of a commit reads. Raises DamagedCommit, StoreError kinds."""
-
-    async def fetch() -> int:
-        return newest_read((await _fetch_raw(client, meta, TAIL_BYTES, RECORD_BYTES_MAX))[1])
-
-    return await fetch_undamaged(fetch)
-
-
-async def fetch_undamaged(fetch: Callable[[], Awaitable[T]]) -> T:
-    """What ``fetch`` answers, which is called again where it raises DamagedCommit: a bit may have changed on the way.
-    Raises the last DamagedCommit after ANSWERS_MAX."""
-    for _ in range(ANSWERS_MAX - 1):
-        with contextlib.suppress(DamagedCommit):
-            return await fetch()
-    return await fetch()
-
-
-async def _fetch_raw(
-    client: StoreClient, meta: ObjectMeta, tail_bytes: int, bytes_max: int
-) -> tuple[Whereabouts, Buffer]:
-    tail_at = max(0, meta.size - max(tail_bytes, END.size + COMMENT_BYTES_MAX))
-    if not meta.size:
-        raise DamagedCommit("empty")
-    tail = memoryview((await client.get(meta.key, tail_at, meta.size, etag=meta.etag)).data)
-    if len(tail) != meta.size - tail_at:
-        raise DamagedCommit(f"{len(tail)} bytes where LIST said {meta.size - tail_at}")
-    where = locate(tail, meta.size)
-    if where.offset >= tail_at:
-        return where, tail[where.offset - tail_at :][: where.length]
-    if where.length > bytes_max:
-        raise LargeRecord
-    raw = bytearray(where.length)
-    for at in range(where.offset, min(tail_at, where.offset + where.length), WINDOW_BYTES):
-        end = min(at + WINDOW_BYTES, tail_at, where.offset + where.length)
-        data = (await client.get(meta.key, at, end, etag=meta.etag)).data
-        raw[at - where.offset : end - where.offset] = data
-    known = max(0, where.offset + where.length - tail_at)
-    raw[where.length - known :] = tail[:known]
-    return where, raw

@@ -26,30 +26,29 @@ import trio
 from msgspec.structs import replace
 
 from lakefs_fuse.commits.applier import Applier
-from lakefs_fuse.commits.archive import Member, build, commit_key, fetch_record
+from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import Change, Committed, Sending, Told, Unsure, is_of_directory, merged, paths_of
+from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import Redated, Redater
-from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
 from lakefs_fuse.commits.objects.reserved_keys import Leaving
-from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr, encode
+from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr
 from lakefs_fuse.commits.window import WINDOW_NS
 from lakefs_fuse.environment.failpoints import reached
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING
 from lakefs_fuse.metrics import CommitMetrics
-from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 
 NS = 1_000_000_000
 ASK_S_MAX = 5.0
 """So long the store is asked about a commit that it did not answer."""
-THREAD_BYTES_MIN = 1 << 20
 LATE_NS = WINDOW_NS // 2
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Committer:
@@ -58,18 +57,17 @@ class Committer:
     def __init__(
         self,
         database: Database,
-        client: StoreClient,
+        log: CommitLog,
         applier: Applier,
         deletions: Deletions,
-        clock: HybridClock,
         metrics: CommitMetrics,
+        threads: Threads,
         *,
-        writer: str,
         delay_s: float = 1.0,
     ) -> None:
-        self._db, self._client, self._applier, self._deletions = database, client, applier, deletions
-        self._clock, self._metrics, self._delay_s = clock, metrics, delay_s
-        self.writer = writer
+        self._db, self._log, self._applier = database, log, applier
+        self._deletions, self._metrics, self._threads, self._delay_s = deletions, metrics, threads, delay_s
+        self._clock, self.writer = log.clock, log.writer
         self._lock = trio.Lock()
         self._kick = trio.Event()
         self._pending: dict[int, Change] = {}
@@ -138,10 +136,10 @@ class Committer:
             self._clock.confirm_redated()
 
     async def _redate(self, writers: set[str]) -> Redated:
-        done = await Redater(self._client, self._clock, writer=self.writer).run(writers, repeated=self._applier.redate)
+        done = await Redater(self._log).run(writers, repeated=self._applier.redate)
         self._metrics.redated += len(done.originals)
         if done.originals:
-            log.warning(
+            logger.warning(
                 "%d commits of this node were dated in the future: what they say was committed again, but for %d of "
                 "%d changes that others made again since; `lakefs-fuse fsck --repair` removes them",
                 len(done.originals), done.superseded, done.superseded + done.operations,
@@ -291,12 +289,12 @@ class Committer:
                 await self.flush()
                 pause_s = PAUSE_S_FIRST
             except LakeError as error:
-                log.warning("%d changes of names are not in the store yet: %s", self.waiting, error)
+                logger.warning("%d changes of names are not in the store yet: %s", self.waiting, error)
                 await trio.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_S_MAX)
             except Exception as error:
                 self.error = LakeError(f"committing failed: {error!r}")
-                log.exception("committing")
+                logger.exception("committing")
                 await trio.sleep(PAUSE_S_MAX)
 
     async def flush(self) -> None:
@@ -348,21 +346,18 @@ class Committer:
             return Committed(ObjectRef(), b"")
         time = self._clock.now()
         self._metrics.clock_jumps, self._metrics.clock_offset_s = self._clock.jumps, self._clock.offset_ns / NS
-        key = commit_key(time, self.writer)
+        key = self._log.key(time)
         if told is not None:
             await told(key)
         records: list[Record] = []
         places: list[int] = []
 
-        def make_record(offsets: Sequence[int]) -> bytes:
+        def make_record(offsets: Sequence[int]) -> Record:
             places.extend(offsets)
             records.append(merged(changes, self.writer, time, offsets))
-            return encode(records[0], self._client.commit_format)
+            return records[0]
 
-        if sum(member.size for member in members) < THREAD_BYTES_MIN:
-            body = build(members, make_record)
-        else:
-            body = await trio.to_thread.run_sync(build, members, make_record)
+        body = await self._log.build(members, make_record)
         own, doomed = (change.operations, change.doomed) if change is not None else ([], [])
         passed = [each for each in self._pending if own and each not in journaled]
         sending = Sending(
@@ -372,9 +367,9 @@ class Committer:
         )  # fmt: skip
         if journaled or passed:
             self._note_sending(sending)
-            await trio.to_thread.run_sync(self._db.sync)  # or a power cut leaves a commit that nobody knows
+            await self._threads.run(self._db.sync)  # or a power cut leaves a commit that nobody knows
         reached("commit.noted")
-        meta = await self._put(key, body, Unsure(records[0], doomed))
+        meta = await self._put(time, body, Unsure(records[0], doomed))
         reached("commit.sent")
         self._metrics.note_written(len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
@@ -383,16 +378,16 @@ class Committer:
             await self._say_again(records[0], this)
         return Committed(this, body, places)
 
-    async def _put(self, key: str, body: bytes, unsure: Unsure) -> ObjectMeta:
+    async def _put(self, time: int, body: bytes, unsure: Unsure) -> ObjectMeta:
         """Where the PUT fails, the store is asked whether it was made all the same. Raises LakeError."""
         try:
-            return await self._client.put(key, body)
+            return await self._log.put(time, body)
         except LakeError:
             self._metrics.failures += 1
             self._unsure = unsure
             with trio.move_on_after(ASK_S_MAX):
                 try:
-                    meta = await self._client.head(key)
+                    meta = await self._log.head(self._log.key(time))
                     self._unsure = None
                     return meta
                 except NotFound:
@@ -417,7 +412,7 @@ class Committer:
             return
         record = self._unsure.record
         try:
-            meta = await self._client.head(commit_key(record.time, self.writer))
+            meta = await self._log.head(self._log.key(record.time))
         except NotFound:
             self._unsure = None
             return
@@ -429,7 +424,7 @@ class Committer:
 
     async def _say_again(self, record: Record, this: ObjectRef) -> None:
         """The PUT took so long that others may not look for this commit's time any more: they are told by another."""
-        log.warning("commit %s took long to store: what it says is said again", this.key)
+        logger.warning("commit %s took long to store: what it says is said again", this.key)
         objects = [*record.objects, this]
         last = len(record.objects)
         operations = [
@@ -440,9 +435,7 @@ class Committer:
         ]
         time = self._clock.now()
         again = replace(record, time=time, objects=objects, operations=operations)
-        key = commit_key(time, self.writer)
-        meta = await self._client.put(key, build([], lambda _: encode(again, self._client.commit_format)))
-        self._applier.apply(again, ObjectRef(key, meta.etag, meta.size), own=True)
+        self._applier.apply(again, await self._log.put_record(again), own=True)
 
     def _settle(
         self, sending: Sending, journaled: dict[int, Change], doomed: list[Doomed], record: Record, this: ObjectRef
@@ -459,7 +452,7 @@ class Committer:
                     self._deletions.add(batch, each)
                 self._db.commit(batch)
         except CacheError as error:
-            log.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
+            logger.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
 
     def _waive(self, key: str) -> list[Doomed]:
         """An object that journaled changes were to delete gets new bytes: they will not. Raises CacheError."""
@@ -519,13 +512,13 @@ class Committer:
         if sending is None:
             return
         try:
-            meta = await self._client.head(sending.key)
-            record = await fetch_record(self._client, meta)
+            meta = await self._log.head(sending.key)
+            record = await self._log.fetch(meta)
         except NotFound:
             self._sending = None
             return
         except DamagedCommit as error:  # nobody takes it: what is journaled is sent again
-            log.error("%s", error)
+            logger.error("%s", error)
             self._end_sending()
             return
         done = {sequence: self._pending[sequence] for sequence in sending.sequences if sequence in self._pending}

@@ -21,9 +21,10 @@ from typing import TypeAlias, TypeVar
 import trio
 from msgspec.structs import replace
 
-from lakefs_fuse.commits.archive import build, commit_key, fetch_record, parse_commit_key
+from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change, is_of_directory, merged
-from lakefs_fuse.commits.hybrid_clock import NS, HybridClock
+from lakefs_fuse.commits.commit_log import CommitLog
+from lakefs_fuse.commits.hybrid_clock import NS
 from lakefs_fuse.commits.record import (
     COMMITS,
     THIS,
@@ -35,17 +36,15 @@ from lakefs_fuse.commits.record import (
     Remove,
     SetAttr,
     Symlink,
-    encode,
 )
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
-from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
 
 REQUESTS_AT_ONCE = 16
 TASKS_MAX = 512
 Item = TypeVar("Item")
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Said: TypeAlias = tuple[str, bool, bool]
 """What an operation speaks of: a path, whether of the directory there, whether of attributes only."""
@@ -79,10 +78,10 @@ def ignore(_original: Original, _operations: Sequence[Operation], _time: int) ->
 
 
 class Redater:
-    """See the module's head. ``writer`` is who commits."""
+    """See the module's head."""
 
-    def __init__(self, client: StoreClient, clock: HybridClock, *, writer: str) -> None:
-        self._client, self._clock, self._writer = client, clock, writer
+    def __init__(self, log: CommitLog) -> None:
+        self._log, self._clock = log, log.clock
         self._newer: dict[Said, int] = {}
         self._waiting: list[tuple[Original, list[Operation]]] = []
 
@@ -98,10 +97,10 @@ class Redater:
         await self._read_newer(done.oldest_ns)
         for meta in found:
             try:
-                record = await fetch_record(self._client, meta)
+                record = await self._log.fetch(meta)
                 record = replace(record, operations=list(record.operations))  # to be told apart by what they are
             except (NotFound, PreconditionFailed, DamagedCommit) as error:
-                log.error("commit %s is dated too far ahead, and cannot be committed again: %s", meta.key, error)
+                logger.error("commit %s is dated too far ahead, and cannot be committed again: %s", meta.key, error)
                 continue
             original = Original(meta, record, made[meta.key])
             kept = await self._still_newest(original)
@@ -117,7 +116,7 @@ class Redater:
     async def _find(self, writers: Collection[str] | None) -> list[ObjectMeta]:
         """In the order of their times."""
         found: list[ObjectMeta] = []
-        async for page in self._client.list_all(COMMITS, start_after=f"{COMMITS}{self._clock.ahead_ns() + 1:016x}"):
+        async for page in self._log.list_since(self._clock.ahead_ns() + 1):
             for meta in page.objects:
                 named = parse_commit_key(meta.key)
                 if named is not None and (writers is None or named[1] in writers):
@@ -139,12 +138,12 @@ class Redater:
         """What commits with right dates say since a time."""
         metas: list[ObjectMeta] = []
         last = f"{COMMITS}{self._clock.ahead_ns() + 1:016x}"
-        async for page in self._client.list_all(COMMITS, start_after=f"{COMMITS}{since_ns:016x}"):
+        async for page in self._log.list_since(since_ns):
             metas += [meta for meta in page.objects if meta.key < last and parse_commit_key(meta.key) is not None]
 
         async def read(meta: ObjectMeta) -> None:
             try:
-                record = await fetch_record(self._client, meta)
+                record = await self._log.fetch(meta)
             except (NotFound, PreconditionFailed, DamagedCommit):
                 return
             for operation in record.operations:
@@ -162,7 +161,7 @@ class Redater:
 
         async def ask(operation: Put | Symlink | Remove) -> None:
             try:
-                there = await self._client.head(operation.path)
+                there = await self._log.head(operation.path)
             except NotFound:
                 return
             if there.etag != operation.hides and there.mtime_ns > since_ns:
@@ -188,9 +187,7 @@ class Redater:
         changes = [_linked(original, operations) for original, operations in waiting if operations]
         time = self._clock.now()
         if changes:
-            record = merged(changes, self._writer, time)
-            raw = await trio.to_thread.run_sync(lambda: build((), lambda _: encode(record, self._client.commit_format)))
-            await self._client.put(commit_key(time, self._writer), raw)
+            await self._log.put_record(merged(changes, self._log.writer, time))
         for original, operations in waiting:
             repeated(original, operations, time)
 

@@ -21,14 +21,14 @@ import trio
 
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.apply_record import Doubt
-from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, LargeRecord, fetch_record, parse_commit_key
+from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, parse_commit_key
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
-from lakefs_fuse.commits.hybrid_clock import CONFIRM_S, HybridClock
-from lakefs_fuse.commits.record import COMMITS, ObjectRef, Record
+from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
+from lakefs_fuse.commits.hybrid_clock import CONFIRM_S
+from lakefs_fuse.commits.record import ObjectRef, Record
 from lakefs_fuse.commits.window import WINDOW_NS
-from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, Unsupported
+from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
-from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
 
@@ -43,7 +43,7 @@ DOUBT_S_MAX = 1.0
 """From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
 DOUBT_PAUSE_S_FIRST = 0.25
 """The next is twice as long each time."""
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Poller:
@@ -51,16 +51,16 @@ class Poller:
 
     def __init__(
         self,
-        client: StoreClient,
+        log: CommitLog,
         applier: Applier,
-        clock: HybridClock,
         metrics: CommitMetrics,
         *,
         refresh_s: float,
         redate: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
     ) -> None:
         """``redate`` is asked to commit again what was dated too far ahead."""
-        self._client, self._applier, self._clock, self._metrics = client, applier, clock, metrics
+        self._log, self._applier, self._metrics = log, applier, metrics
+        self._clock = log.clock
         self._refresh_s, self._redate = refresh_s, redate
         self._refused: set[str] = set()
         self._ahead: set[str] = set()
@@ -87,19 +87,14 @@ class Poller:
                 failing = False
             except LakeError as error:
                 if not failing:
-                    log.warning("looking for commits of other nodes failed: %s", error)
+                    logger.warning("looking for commits of other nodes failed: %s", error)
                 failing = True
             except Exception:
-                log.exception("looking for commits of other nodes")
+                logger.exception("looking for commits of other nodes")
 
     async def correct_clock(self) -> None:
-        """Ask the store for its time; one that tells none goes by this machine's clock. Raises LakeError."""
-        asked = self._clock.wall_ns()
-        try:
-            store_ns = await self._client.time_ns()
-        except Unsupported:
-            store_ns = self._clock.machine_ns()
-        self._clock.correct(store_ns, self._clock.wall_ns() - asked)
+        """As `CommitLog.read_time`."""
+        await self._log.read_time()
         self._metrics.clock_jumps = self._clock.jumps
         self._metrics.clock_offset_s = self._clock.offset_ns / NS
 
@@ -125,19 +120,17 @@ class Poller:
         ahead_ns = self._clock.ahead_ns()
         since = max(0, min(self._applier.newest(), ahead_ns) - WINDOW_NS)
         found: list[tuple[int, str, ObjectMeta]] = []
-        token: str | None = None
-        start = f"{COMMITS}{since:016x}" if since else ""
-        while True:
-            page = await self._client.list_page(COMMITS, start_after=start, token=token)
-            ahead: list[tuple[int, str, ObjectMeta]] = []
-            for meta in page.objects:
-                named = parse_commit_key(meta.key)
-                if named is not None and meta.key not in self._refused and not self._applier.is_applied(*named):
-                    (found if named[0] <= ahead_ns else ahead).append((*named, meta))
-            self._leave_out([item for item in ahead if item[2].key not in self._ahead])
-            token = None if ahead else page.next_token  # all that follow are later still
-            if token is None:
-                return sorted(found, key=lambda item: item[:2])
+        async with contextlib.aclosing(self._log.list_since(since)) as pages:
+            async for page in pages:
+                ahead: list[tuple[int, str, ObjectMeta]] = []
+                for meta in page.objects:
+                    named = parse_commit_key(meta.key)
+                    if named is not None and meta.key not in self._refused and not self._applier.is_applied(*named):
+                        (found if named[0] <= ahead_ns else ahead).append((*named, meta))
+                self._leave_out([item for item in ahead if item[2].key not in self._ahead])
+                if ahead:
+                    break  # all that follow are later still
+        return sorted(found, key=lambda item: item[:2])
 
     def _leave_out(self, ahead: Sequence[tuple[int, str, ObjectMeta]]) -> None:
         """Commits that are dated too far ahead, until their time has come."""
@@ -146,7 +139,7 @@ class Poller:
             self._applier.note_refused(time, writer)
         self._metrics.future += len(ahead)
         if ahead:
-            log.error(
+            logger.error(
                 "%d commits are left out until their time has come, as they are dated %.0f s and more ahead of the "
                 "store's clock, the first is %s: correct that node's clock, then run `lakefs-fuse fsck --repair`",
                 len(ahead), (ahead[0][0] - self._clock.wall_ns()) / NS, ahead[0][2].key,
@@ -195,7 +188,7 @@ class Poller:
     async def _fetch(self, meta: ObjectMeta, bytes_max: int) -> Record | None:
         """None for what is not there any more, or cannot be read. Raises LargeRecord, LakeError."""
         try:
-            return await fetch_record(self._client, meta, bytes_max=bytes_max)
+            return await self._log.fetch(meta, bytes_max=bytes_max)
         except NotFound:
             return None  # collected meanwhile
         except DamagedCommit as error:
@@ -214,7 +207,7 @@ class Poller:
             nonlocal is_sure
             async with few:
                 try:
-                    there = await self._client.head(doubt.path)
+                    there = await self._log.head(doubt.path)
                 except NotFound:
                     outdated[doubt.path] = doubt.etag
                     return
@@ -238,4 +231,4 @@ class Poller:
         if named is not None:
             self._applier.note_refused(*named)
         self._metrics.damaged += 1
-        log.error("commit %s is left out: %s", key, why)
+        logger.error("commit %s is left out: %s", key, why)

@@ -21,6 +21,7 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
@@ -98,8 +99,8 @@ class Command(Generic[Args]):
 
 
 async def _ingest(context: Context, args: protocol.IngestArgs) -> protocol.Finished:
-    from lakefs_fuse.ingest.ingest import Ingest, Totals
-    from lakefs_fuse.ingest.source import open_source
+    from lakefs_fuse.ingest.ingest import Ingest, open_source
+    from lakefs_fuse.ingest.pack_filler import Packer, Totals
 
     def report(done: Totals, total: Totals | None) -> None:
         context.report(
@@ -112,16 +113,15 @@ async def _ingest(context: Context, args: protocol.IngestArgs) -> protocol.Finis
             )
         )
 
-    source = open_source(args.source)
-    ingest = Ingest(
-        context.client,
-        source,
+    packer = Packer(
+        open_source(args.source, context.node.clock, context.node.threads),
+        context.node.disk,
         path=context.path,
         prefix_bytes=len(context.store.source.prefix.encode()),
-        uploads_max=context.uploads_max,
-        report=report,
-        note=context.note,
-        node=context.node,
+        directory=tempfile.gettempdir(),
+    )
+    ingest = Ingest(
+        context.client, packer, context.node, uploads_max=context.uploads_max, report=report, note=context.note
     )
     began = trio.current_time()
     done = await ingest.run(count=args.count)

@@ -16,6 +16,7 @@ For tasks of one trio loop; what blocks is in `ingest_pack` and runs in threads.
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Callable, Mapping
@@ -23,14 +24,18 @@ from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.commits.archive import build, commit_key, parse_commit_key
+from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
-from lakefs_fuse.commits.record import COMMITS, THIS, UNSET, ObjectRef, Operation, Put, Record, encode
+from lakefs_fuse.commits.record import THIS, UNSET, ObjectRef, Operation, Put, Record
 from lakefs_fuse.config import GIB, MIB
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.node import Node
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Unsupported
 from lakefs_fuse.ingest.pack_filler import CopyOf, Full, LargeFile, NeedsStored, Pack, Packer, Totals
 from lakefs_fuse.ingest.source import Attributes, Changed, Refused, Source, SourceError
+from lakefs_fuse.ingest.tar_source import TarSource
+from lakefs_fuse.ingest.tree_source import TreeSource
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import PARTS_MAX, Body, ObjectMeta, PartRef
 
@@ -49,31 +54,26 @@ T = TypeVar("T")
 Report = Callable[[Totals, Totals | None], None]
 """What is done, and what there is where that is known."""
 
-__all__ = ["Ingest", "Totals"]
-
 
 class Ingest:
-    """One run. Owns the source."""
+    """One run; owns the packer and its source."""
 
     def __init__(
         self,
         client: StoreClient,
-        source: Source,
+        packer: Packer,
+        node: Node,
         *,
-        path: str,
-        prefix_bytes: int,
         uploads_max: int = 3,
         report: Report,
         note: Callable[[str], None],
-        node: Node,
     ) -> None:
-        """``path`` is where in the lake the source's root goes; ``prefix_bytes`` what keys have in front of paths."""
-        self._client = client
-        self._source = source
+        self._client, self._packer, self._threads = client, packer, node.threads
+        self._source = packer.source
         self._report, self._note = report, note
         self._clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
-        self._writer = f"{node.random.stream('writer').getrandbits(32):08x}"
-        self._packer = Packer(source, path=path, prefix_bytes=prefix_bytes)
+        writer = f"{node.random.stream('writer').getrandbits(32):08x}"
+        self._log = CommitLog(client, self._clock, node.threads, writer=writer)
         self._slots = trio.Semaphore(uploads_max)
         self._in_flight = 0
         self._landed = trio.Event()
@@ -84,7 +84,9 @@ class Ingest:
         """``count``: find out how much there is, for `Report`. Raises LakeError, or a group of them."""
         counting, watching = trio.CancelScope(), trio.CancelScope()
         try:
-            await self._learn_time()
+            # Commits of this run have to be later than all that are there, whatever this machine's clock says.
+            await self._log.read_time()
+            await self._log.latest_time()
             async with trio.open_nursery() as nursery:
                 await nursery.start(self._interrupt_when_cancelled, watching)
                 if count:
@@ -95,27 +97,13 @@ class Ingest:
         finally:
             self._packer.close()
             with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(self._source.close)
+                await self._threads.run(self._source.close)
         self._tell_refused_sum()
         return self.done
 
-    async def _learn_time(self) -> None:
-        """Our commits have to be later than all that are there, whatever this machine's clock says."""
-        began = trio.current_time()
-        try:
-            store_time_ns = await self._client.time_ns()
-        except Unsupported:
-            pass  # Then this machine's clock is what there is.
-        else:
-            self._clock.correct(store_time_ns, int((trio.current_time() - began) * 1e9))
-        async for page in self._client.list_all(COMMITS, start_after=f"{COMMITS}{self._clock.now():016x}"):
-            for meta in page.objects:
-                if named := parse_commit_key(meta.key):
-                    self._clock.seen(named[0])
-
     async def _count(self, scope: trio.CancelScope) -> None:
         with scope:
-            found = await trio.to_thread.run_sync(self._source.count, abandon_on_cancel=True)
+            found = await self._threads.run(self._source.count, abandon=True)
             if found is not None:
                 self._total = Totals(files=found[0], bytes=found[1])
 
@@ -131,7 +119,7 @@ class Ingest:
     async def _blocking(self, call: Callable[..., T], *args: object) -> T:
         """In a thread; what an interrupted source says there is not what went wrong."""
         try:
-            return await trio.to_thread.run_sync(call, *args)
+            return await self._threads.run(call, *args)
         except SourceError:
             await trio.lowlevel.checkpoint_if_cancelled()
             raise
@@ -167,18 +155,18 @@ class Ingest:
             await self._slots.acquire()
             # Not a moment earlier: mounts look for new commits among those of the last minutes.
             time = self._clock.now()
-            record = Record(writer=self._writer, time=time, objects=pack.objects, operations=pack.operations)
-            await trio.to_thread.run_sync(self._packer.seal, pack, record, self._client.commit_format)
+            record = Record(writer=self._log.writer, time=time, objects=pack.objects, operations=pack.operations)
+            await self._threads.run(self._packer.seal, pack, self._log.encode(record))
         except BaseException:
             pack.file.close()
             raise
         self._in_flight += 1
-        nursery.start_soon(self._store, pack, commit_key(time, self._writer))
+        nursery.start_soon(self._store, pack, time)
 
-    async def _store(self, pack: Pack, key: str) -> None:
+    async def _store(self, pack: Pack, time: int) -> None:
         began = trio.current_time()
         with pack.file:
-            meta = await self._client.put(key, pack.body())
+            meta = await self._log.put(time, pack.body())
         ref = ObjectRef(meta.key, meta.etag, pack.size)
         if trio.current_time() - began > SLOW_S:
             await self._commit_again(pack, ref)
@@ -194,12 +182,8 @@ class Ingest:
         """The same operations in a commit of now, which points into the pack."""
         objects = [*pack.objects, ref]
         operations = [_pointing(operation, len(objects) - 1) for operation in pack.operations]
-        time = self._clock.now()
-        record = Record(writer=self._writer, time=time, objects=objects, operations=operations)
-        raw = await trio.to_thread.run_sync(
-            lambda: build((), lambda offsets: encode(record, self._client.commit_format))
-        )
-        await self._client.put(commit_key(time, self._writer), raw)
+        record = Record(writer=self._log.writer, time=self._clock.now(), objects=objects, operations=operations)
+        await self._log.put_record(record)
 
     # -- plain objects
 
@@ -243,7 +227,7 @@ class Ingest:
                     length = min(part_bytes, size - start)
                     body = await self._blocking(step.content.read, start, length)
                     nursery.start_soon(send, number, body)
-            await trio.to_thread.run_sync(step.content.check)
+            await self._threads.run(step.content.check)
             meta = await self._complete(key, upload_id, [parts[number] for number in sorted(parts)], size)
             await self._check_name(key)
             return meta
@@ -327,6 +311,19 @@ class Ingest:
     def _tell_refused_sum(self) -> None:
         if self.done.refused > NOTES_MAX:
             self._note(f"left out: {self.done.refused - NOTES_MAX} more")
+
+
+def open_source(name: str, clock: Clock, threads: Threads) -> Source:
+    """A directory, a tar archive, or ``-`` for standard input. Raises SourceError where it cannot be read."""
+    if name == "-":
+        return TarSource(os.dup(0), "standard input")
+    try:
+        if os.path.isdir(name):
+            with os.scandir(name):
+                return TreeSource(name, clock, threads)
+        return TarSource(os.open(name, os.O_RDONLY | os.O_CLOEXEC), name)
+    except OSError as error:
+        raise SourceError(f"{name} cannot be read: {error.strerror}") from error
 
 
 def printable(name: str) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from lakefs_fuse.commits.archive import ArchiveBuilder, Member, fd_sink
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
-from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Symlink, encode
+from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Symlink
 from lakefs_fuse.config import MIB
+from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.ingest.source import (
     Attributes,
@@ -166,21 +166,24 @@ class Places:
 
 
 class Packer:
-    """See the module's head. ``path`` is where in the lake the source's root goes, empty for the lake's own."""
+    """See the module's head. ``path`` is where in the lake the source's root goes, empty for the lake's own;
+    ``prefix_bytes`` what keys have in front of paths; packs are built in ``directory``."""
 
     def __init__(
         self,
         source: Source,
+        disk: Disk,
         *,
         path: str,
         prefix_bytes: int,
-        make_file: Callable[[], BinaryIO] = tempfile.TemporaryFile,
+        directory: str,
     ) -> None:
+        self.source = source
         self._items: Iterator[Item] = source.items()
         self._held: Item | None = None
         self._path = path
         self._prefix_bytes = prefix_bytes
-        self._make_file = make_file
+        self._disk, self._directory = disk, directory
         self._places = Places() if source.links else None
         self._stored: dict[int, ObjectRef] = {}
         self._plain: dict[str, str] = {}
@@ -210,9 +213,9 @@ class Packer:
             if step is not None:
                 return step
 
-    def seal(self, pack: Pack, record: Record, commit_format: int) -> None:
+    def seal(self, pack: Pack, record: bytes) -> None:
         """Write the end of the archive. Raises LakeError."""
-        pack.size = pack.builder.finish(encode(record, commit_format))
+        pack.size = pack.builder.finish(record)
 
     # -- trio thread, while no `fill` runs
 
@@ -240,10 +243,10 @@ class Packer:
     def _current(self) -> Pack:
         if self._pack is None:
             try:
-                file = self._make_file()
+                file = self._disk.temporary_file(self._directory)
             except OSError as error:
-                raise _no_room(error) from error
-            self._pack = Pack(self._packs, file, ArchiveBuilder(_sink(file.fileno())))
+                raise self._no_room(error) from error
+            self._pack = Pack(self._packs, file, ArchiveBuilder(self._sink(file.fileno())))
             self._packs += 1
         return self._pack
 
@@ -354,21 +357,19 @@ class Packer:
         if self._places is not None:
             self._places.put(path, pack, offset, size, text)
 
+    def _sink(self, fd: int) -> Callable[[Buffer], object]:
+        write = fd_sink(fd)
 
-def _sink(fd: int) -> Callable[[Buffer], object]:
-    write = fd_sink(fd)
+        def checked(data: Buffer) -> None:
+            try:
+                write(data)
+            except OSError as error:
+                raise self._no_room(error) from error
 
-    def checked(data: Buffer) -> None:
-        try:
-            write(data)
-        except OSError as error:
-            raise _no_room(error) from error
+        return checked
 
-    return checked
-
-
-def _no_room(error: OSError) -> LakeError:
-    return LakeError(
-        f"packs are built in {tempfile.gettempdir()}, which fails ({os.strerror(error.errno or 0)}): "
-        f"make room for {PACK_BYTES // MIB} MiB for each upload at once, or set TMPDIR"
-    )
+    def _no_room(self, error: OSError) -> LakeError:
+        return LakeError(
+            f"packs are built in {self._directory}, which fails ({os.strerror(error.errno or 0)}): "
+            f"make room for {PACK_BYTES // MIB} MiB for each upload at once, or set TMPDIR"
+        )

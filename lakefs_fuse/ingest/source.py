@@ -7,7 +7,6 @@ time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -186,19 +185,3 @@ def attributes(mode: int, mtime_ns: int, uid: int, gid: int) -> Attributes:
         uid if 0 <= uid < UNSET else UNSET,
         gid if 0 <= gid < UNSET else UNSET,
     )
-
-
-def open_source(name: str) -> Source:
-    """A directory, a tar archive, or ``-``. Raises SourceError where it cannot be read."""
-    from lakefs_fuse.ingest.tar_source import TarSource
-    from lakefs_fuse.ingest.tree_source import TreeSource
-
-    if name == "-":
-        return TarSource(os.dup(0), "standard input")
-    try:
-        if os.path.isdir(name):
-            with os.scandir(name):
-                return TreeSource(name)
-        return TarSource(os.open(name, os.O_RDONLY | os.O_CLOEXEC), name)
-    except OSError as error:
-        raise SourceError(f"{name} cannot be read: {error.strerror}") from error

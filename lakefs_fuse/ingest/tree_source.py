@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from itertools import islice
+from queue import SimpleQueue
 
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.ingest.source import (
     Attributes,
     Bytes,
@@ -33,11 +34,10 @@ from lakefs_fuse.ingest.source import (
 )
 from lakefs_fuse.store.protocol import FileSlice
 
-READERS = 4
 BATCH = 16
 """Files that a reader takes at once."""
 BATCHES_MAX = 6
-"""Read ahead and not asked for yet, those under way included."""
+"""Read ahead and not asked for yet, those under way included, each in a thread."""
 SLOW_S = 0.0005
 """A mean time to read a file at which reading ahead pays off."""
 SLOW_BATCHES = 128
@@ -77,22 +77,20 @@ class TreeSource:
 
     links = False
 
-    def __init__(self, root: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` answers seconds."""
+    def __init__(self, root: str, clock: Clock, threads: Threads) -> None:
         self._root = root
-        self._clock = clock
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="ingest-read")
-        self._pending: deque[Future[list[Item]]] = deque()
+        self._clock, self._threads = clock, threads
+        self._pending: deque[SimpleQueue[list[Item] | BaseException]] = deque()
+        """Batches that are read ahead; each queue gets one answer."""
 
     def interrupt(self) -> None:
         """A batch is read soon."""
 
     def close(self) -> None:
-        self._readers.shutdown(wait=True)
         while self._pending:
-            future = self._pending.popleft()
-            if not future.cancelled() and future.exception() is None:
-                _close_all(future.result())
+            answer = self._pending.popleft().get()
+            if not isinstance(answer, BaseException):
+                _close_all(answer)
 
     def count(self) -> tuple[int, int] | None:
         files = size = 0
@@ -123,19 +121,40 @@ class TreeSource:
         while batch := list(islice(walk, BATCH)):
             if ahead:
                 ahead -= 1
-                self._pending.append(self._readers.submit(_read_batch, batch))
+                self._begin_reading(batch)
                 if len(self._pending) >= BATCHES_MAX:
-                    yield self._pending.popleft().result()
+                    yield self._next_read()
                 continue
             while self._pending:
-                yield self._pending.popleft().result()
-            began = self._clock()
+                yield self._next_read()
+            began = self._clock.mono_s()
             items = _read_batch(batch)
-            if self._clock() - began > SLOW_S * len(batch):
+            if self._clock.mono_s() - began > SLOW_S * len(batch):
                 ahead = SLOW_BATCHES
             yield items
         while self._pending:
-            yield self._pending.popleft().result()
+            yield self._next_read()
+
+    def _begin_reading(self, batch: list[Found]) -> None:
+        answers: SimpleQueue[list[Item] | BaseException] = SimpleQueue()
+
+        def read() -> None:
+            try:
+                answers.put(_read_batch(batch))
+            except BaseException as error:
+                answers.put(error)
+
+        try:
+            self._threads.start(read, "ingest-read")
+        except RuntimeError:  # no more threads
+            read()
+        self._pending.append(answers)
+
+    def _next_read(self) -> list[Item]:
+        answer = self._pending.popleft().get()
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
 
 Found = tuple[str, "os.DirEntry[str] | str"]

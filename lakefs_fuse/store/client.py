@@ -132,6 +132,10 @@ class StoreClient:
         """See `ObjectStore.head`."""
         return await self._call("head", partial(self._store.head, key), abandon=True)
 
+    def raise_commit_format(self, format: int) -> None:
+        """A commit of this format was read: others write it, so this client does."""
+        self.commit_format = max(self.commit_format, format)
+
     async def time_ns(self) -> int:
         """See `ObjectStore.time_ns`."""
         return await self._call("head", self._store.time_ns, abandon=True)

@@ -171,7 +171,7 @@ async def assembled(
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
                 await _drop_names_from_the_future(database, client, node.clock)
-                await bring_in(database, client, directory / "index")
+                await bring_in(database, client, node.threads, directory / "index")
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans))
                 files = parts.files
                 await parts.begin()

@@ -12,6 +12,7 @@ import trio
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.commits.applier import Applier
+from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import Deletions
@@ -123,13 +124,14 @@ class Commits:
 
     def __init__(self, ground: Ground, namespace: Namespace, watcher: FilesWatcher) -> None:
         metrics, database, client = ground.metrics.commits, ground.database, ground.client
-        self.clock = HybridClock(ground.node.clock, rng=ground.node.random.stream("commit-times"))
+        node = ground.node
+        self.clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
+        log = CommitLog(client, self.clock, node.threads, writer=f"{node.random.stream('writer').getrandbits(32):08x}")
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
         self.deletions = Deletions(database, client, namespace.tree, metrics, clock_ns=ground.clock_ns)
-        writer = f"{ground.node.random.stream('writer').getrandbits(32):08x}"
-        self.committer = Committer(database, client, self.applier, self.deletions, self.clock, metrics, writer=writer)
+        self.committer = Committer(database, log, self.applier, self.deletions, metrics, node.threads)
         self.poller = Poller(
-            client, self.applier, self.clock, metrics,
+            log, self.applier, metrics,
             refresh_s=ground.config.refresh_s, redate=self.committer.redate,
         )  # fmt: skip
         self._is_read_only = ground.config.read_only

@@ -41,7 +41,9 @@ async def fold_all(view: Headless, horizon: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
         dump = Dump(view.fs.database, Path(directory), applied_since=0)
         try:
-            await write_index(view.client, dump, time=view.clock.now(), horizon=horizon, wrote=lambda _: None)
+            await write_index(
+                view.client, view.threads, dump, time=view.clock.now(), horizon=horizon, wrote=lambda _: None
+            )
         finally:
             dump.close()
 

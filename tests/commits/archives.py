@@ -8,7 +8,11 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from lakefs_fuse.commits.archive import Member, build, commit_key
+from lakefs_fuse.commits.commit_log import CommitLog
+from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.record import Operation, Record, encode
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient
 from tests.commits.records import TIME, WRITER, put, record_of
@@ -34,6 +38,11 @@ def commit_of(files: dict[str, bytes], *, record: Record | None = None, more: Se
         return encode(msgspec.structs.replace(base, operations=[*puts, *base.operations, *more]))
 
     return build([member(path, data) for path, data in files.items()], make_record)
+
+
+def log_of(client: StoreClient, writer: str = WRITER) -> CommitLog:
+    """The commits of a store, as a node with this machine's clock and threads reads and writes them."""
+    return CommitLog(client, HybridClock(SystemClock()), WorkerThreads(), writer=writer)
 
 
 def client_of(store: MemoryStore) -> StoreClient:

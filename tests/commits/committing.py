@@ -11,11 +11,13 @@ from pathlib import Path
 import trio
 
 from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.commits.record import COMMITS, Operation
+from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient
 from tests.commits.nodes import Node, at
@@ -57,20 +59,12 @@ class Daemon(Node):
         store.clock = clock
         self.directory, self.store, self.clock = directory, store, HybridClock(clock_of(clock, steady))
         self.client = StoreClient(store, store.capabilities, StoreMetrics(), retry_timeout_s=0, rng=random.Random(1))
+        self.log = CommitLog(self.client, self.clock, WorkerThreads(), writer=writer)
         self.deletions = Deletions(self.database, self.client, self.tree, self.metrics, clock_ns=clock)
         self.committer = Committer(
-            self.database,
-            self.client,
-            self.applier,
-            self.deletions,
-            self.clock,
-            self.metrics,
-            writer=writer,
-            delay_s=delay_s,
+            self.database, self.log, self.applier, self.deletions, self.metrics, WorkerThreads(), delay_s=delay_s
         )
-        self.poller = Poller(
-            self.client, self.applier, self.clock, self.metrics, refresh_s=0.01, redate=self.committer.redate
-        )
+        self.poller = Poller(self.log, self.applier, self.metrics, refresh_s=0.01, redate=self.committer.redate)
         self.committer.load()
 
     def enqueue(self, *operations: Operation, doomed: tuple[Doomed, ...] = ()) -> None:

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakefs_fuse.commits import archive
-from lakefs_fuse.commits.archive import TAIL_BYTES, LargeRecord, build, commit_key, fetch_record, locate, outside
+from lakefs_fuse.commits import archive, commit_log
+from lakefs_fuse.commits.archive import build, commit_key, locate, outside
+from lakefs_fuse.commits.commit_log import TAIL_BYTES, LargeRecord
 from lakefs_fuse.commits.record import THIS, Put, Record, Relocate, Remove, SetAttr, decode, encode
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
 from lakefs_fuse.store.protocol import ObjectMeta
-from tests.commits.archives import FILES, KEY, client_of, commit_of, fixed, member
+from tests.commits.archives import FILES, KEY, client_of, commit_of, fixed, log_of, member
 from tests.commits.records import TIME, WRITER, put, record_of, valid_records
 from tests.memory_store import MemoryStore
 
@@ -25,7 +26,7 @@ async def fetched(data: bytes, *, key: str = KEY, size: int | None = None, tail_
     store = MemoryStore()
     meta = store.give(key, data)
     meta = ObjectMeta(key, meta.size if size is None else size, meta.etag, 0)
-    return await fetch_record(client_of(store), meta, tail_bytes)
+    return await log_of(client_of(store)).fetch(meta, tail_bytes)
 
 
 async def refused(data: bytes, match: str = "commits", *, size: int | None = None) -> None:
@@ -43,7 +44,7 @@ async def test_one_request_brings_it() -> None:
     store = MemoryStore()
     meta = store.give(KEY, commit_of({"large": bytes(3 * TAIL_BYTES), "small": b"abc"}))
     client = client_of(store)
-    record = await fetch_record(client, meta)
+    record = await log_of(client).fetch(meta)
     assert [operation.path for operation in record.operations] == ["large", "small"]
     assert client.metrics.requests["get"] == 1
     assert client.metrics.bytes_read == TAIL_BYTES
@@ -54,7 +55,7 @@ async def test_two_where_it_does_not_fit(tail_bytes: int) -> None:
     store = MemoryStore()
     meta = store.give(KEY, DATA)
     client = client_of(store)
-    record = await fetch_record(client, meta, tail_bytes)
+    record = await log_of(client).fetch(meta, tail_bytes)
     assert [operation.path for operation in record.operations] == list(FILES)
     offset = int(DATA[DATA.rindex(b"lakefs1 ") :].split()[1])
     assert client.metrics.requests["get"] == (1 if max(tail_bytes, 78) >= len(DATA) - offset else 2)
@@ -62,11 +63,11 @@ async def test_two_where_it_does_not_fit(tail_bytes: int) -> None:
 
 @pytest.mark.parametrize("window_bytes", [1, 7, 64, len(DATA)])
 async def test_fetch_record_in_windows(monkeypatch: pytest.MonkeyPatch, window_bytes: int) -> None:
-    monkeypatch.setattr(archive, "WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(commit_log, "WINDOW_BYTES", window_bytes)
     for tail_bytes in range(0, len(DATA) + 2, 13):
         store = MemoryStore()
         client = client_of(store)
-        record = await fetch_record(client, store.give(KEY, DATA), tail_bytes)
+        record = await log_of(client).fetch(store.give(KEY, DATA), tail_bytes)
         assert [operation.path for operation in record.operations] == list(FILES)
         assert client.metrics.bytes_read <= len(DATA)
 
@@ -75,13 +76,13 @@ async def test_fetch_record_larger_than_wanted_is_not_read() -> None:
     store = MemoryStore()
     client, meta = client_of(store), store.give(KEY, DATA)
     with pytest.raises(LargeRecord):
-        await fetch_record(client, meta, 0, bytes_max=10)
+        await log_of(client).fetch(meta, 0, bytes_max=10)
     assert client.metrics.requests["get"] == 1
-    await fetch_record(client, meta, bytes_max=10)  # it came with the tail
+    await log_of(client).fetch(meta, bytes_max=10)  # it came with the tail
 
 
 async def test_a_record_large_enough_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "THREAD_BYTES_MIN", 1)
+    monkeypatch.setattr(commit_log, "DECODE_INLINE_BYTES_MAX", 1)
     assert len((await fetched(DATA)).operations) == 3
     await refused(build([], fixed(b"\x90")), "not a change record")
 
@@ -92,10 +93,10 @@ async def test_the_version_that_was_listed_or_none() -> None:
     client = client_of(store)
     store.give(KEY, DATA)
     with pytest.raises(PreconditionFailed):
-        await fetch_record(client, meta)
+        await log_of(client).fetch(meta)
     store.take(KEY)
     with pytest.raises(NotFound):
-        await fetch_record(client, meta)
+        await log_of(client).fetch(meta)
 
 
 async def test_cut_short_anywhere() -> None:

@@ -13,6 +13,7 @@ from lakefs_fuse.commits import archive
 from lakefs_fuse.commits import hybrid_clock as clock
 from lakefs_fuse.commits import record as rec
 from lakefs_fuse.commits.archive import build, commit_key, locate
+from lakefs_fuse.commits.commit_log import TAIL_BYTES
 from lakefs_fuse.commits.record import OWN, ObjectRef, Operation, Relocate, Remove, Symlink, encode
 from tests.commits.archives import member
 from tests.commits.records import WRITER, put, record_of
@@ -143,7 +144,7 @@ def test_the_numbers_in_the_text_are_those_of_the_code() -> None:
     assert f"| mode | 0{rec.MODE_MAX:o} |" in said
     assert rec.UNSET == 0xFFFF_FFFF
     assert f"The comment has {archive.COMMENT_BYTES_MAX} bytes at most" in said
-    assert archive.TAIL_BYTES == 256 << 10
+    assert TAIL_BYTES == 256 << 10
     assert clock.COMMIT_AHEAD_MAX_S == 60
     assert f"{clock.COMMIT_AHEAD_MAX_S} seconds (`COMMIT_AHEAD_MAX_S`)" in said
     assert clock.DIFFERENCE_NS_MAX == 2 * S

@@ -9,13 +9,13 @@ import pytest
 import trio
 
 from lakefs_fuse.commits import poller
-from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, fetch_record, parse_commit_key
+from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_commit_key
+from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S
 from lakefs_fuse.commits.poller import FETCHED_MAX
 from lakefs_fuse.commits.record import COMMITS, OWN, Operation, Record, Remove, SetAttr
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.database import Batch
-from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from tests.commits.archives import commit_of
 from tests.commits.committing import Daemon, Site, until
@@ -77,13 +77,15 @@ async def test_many_are_fetched_in_pieces_and_listed_in_pages(tmp_path: Path) ->
 async def test_large_records_are_fetched_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetches: list[tuple[str, int]] = []
 
-    async def fetched(client: StoreClient, meta: ObjectMeta, *, bytes_max: int) -> Record:
+    fetch = CommitLog.fetch
+
+    async def fetched(log: CommitLog, meta: ObjectMeta, *, bytes_max: int) -> Record:
         named = parse_commit_key(meta.key)
         assert named is not None
         fetches.append((named[1], bytes_max))
-        return await fetch_record(client, meta, 0, bytes_max=bytes_max)
+        return await fetch(log, meta, 0, bytes_max=bytes_max)
 
-    monkeypatch.setattr(poller, "fetch_record", fetched)
+    monkeypatch.setattr(CommitLog, "fetch", fetched)
     monkeypatch.setattr(poller, "FETCHED_BYTES_MAX", 1000)
     site = Site(tmp_path)
     with site.daemon("a") as a:

@@ -8,6 +8,7 @@ import os
 import random
 import stat
 import tarfile
+import tempfile
 import threading
 import time
 import zipfile
@@ -21,12 +22,16 @@ import trio
 
 from lakefs_fuse.commits.record import OWN, THIS, Mkdir, Put, Record, Symlink, decode
 from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node
+from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import LakeError, StoreFull
 from lakefs_fuse.ingest import ingest as ingest_module
 from lakefs_fuse.ingest import pack_filler as ingest_pack
-from lakefs_fuse.ingest.ingest import Ingest, Totals
-from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, attributes, open_source
+from lakefs_fuse.ingest.ingest import Ingest, open_source
+from lakefs_fuse.ingest.pack_filler import Packer, Totals
+from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, attributes
 from lakefs_fuse.ingest.tar_source import TarSource
 from lakefs_fuse.ingest.tree_source import TreeSource
 from lakefs_fuse.metrics import Metrics
@@ -59,13 +64,17 @@ class Lake:
         client = StoreClient(self.store, capabilities, self.metrics.store, uploads_max=4, rng=random.Random(2))
         run = Ingest(
             client,
-            open_source(str(source)),
-            path=path,
-            prefix_bytes=len(self.config.source.prefix),
+            Packer(
+                open_source(str(source), self.node.clock, self.node.threads),
+                self.node.disk,
+                path=path,
+                prefix_bytes=len(self.config.source.prefix),
+                directory=tempfile.gettempdir(),
+            ),
+            self.node,
             uploads_max=uploads_max,
             report=lambda done, total: self.reports.append((done.files, None if total is None else total.files)),
             note=self.notes.append,
-            node=self.node,
         )
         return await run.run(count=count)
 
@@ -467,10 +476,9 @@ def run_of(lake: Lake, store: object, source: Source, **more: Any) -> Ingest:
         cast(ObjectStore, store), probe(lake.store, random.Random(1), read_only=True), lake.metrics.store,
         uploads_max=4, retry_timeout_s=0, rng=random.Random(2),
     )  # fmt: skip
-    return Ingest(
-        client, source, path="x", prefix_bytes=0, report=lambda done, total: None, note=lake.notes.append,
-        node=Node.of_this_machine(), **more,
-    )  # fmt: skip
+    node = Node.of_this_machine()
+    packer = Packer(source, node.disk, path="x", prefix_bytes=0, directory=tempfile.gettempdir())
+    return Ingest(client, packer, node, report=lambda done, total: None, note=lake.notes.append, **more)
 
 
 async def test_twenty_thousand_small_files_are_a_handful_of_requests(local: Lake) -> None:
@@ -527,7 +535,9 @@ async def test_an_interrupted_large_file_leaves_no_upload(lake: Lake, tmp_path: 
             raise StoreFull("no room")
 
     with pytest.raises(ExceptionGroup) as raised:
-        await run_of(lake, Failing(lake.store, lake.store.put), open_source(str(root))).run()
+        await run_of(
+            lake, Failing(lake.store, lake.store.put), open_source(str(root), SystemClock(), WorkerThreads())
+        ).run()
     # One for each part that was under way.
     assert raised.value.split(StoreFull)[1] is None
     assert lake.store.list_multipart("") == []
@@ -548,7 +558,7 @@ async def test_a_file_that_changes_while_it_is_read_is_left_out(local: Lake, tmp
                         file.write(b"more")
                 yield item
 
-    done = await run_of(local, local.store, Restless(str(root))).run()
+    done = await run_of(local, local.store, Restless(str(root), SystemClock(), WorkerThreads())).run()
     assert set(local.tree()) == {"x", "x/a"}
     assert done.refused == 2
     assert local.notes == [f"left out: {name}: it was changed while it was read" for name in ("x/larger", "middle")]
@@ -557,11 +567,13 @@ async def test_a_file_that_changes_while_it_is_read_is_left_out(local: Lake, tmp
 
 
 async def test_packs_need_room_and_say_where(local: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full() -> BinaryIO:
-        return open("/dev/full", "w+b", buffering=0)
+    class FullDisk(LocalDisk):
+        def temporary_file(self, directory: str | os.PathLike[str]) -> BinaryIO:
+            return open("/dev/full", "w+b", buffering=0)
 
-    packer = ingest_pack.Packer(Synthetic(1, 10), path="", prefix_bytes=0, make_file=full)
-    with pytest.raises(LakeError, match=r"No space left.*64 MiB.*TMPDIR"):
+    disk = FullDisk(random.Random(1), WorkerThreads())
+    packer = Packer(Synthetic(1, 10), disk, path="", prefix_bytes=0, directory="/somewhere")
+    with pytest.raises(LakeError, match=r"/somewhere.*No space left.*64 MiB.*TMPDIR"):
         packer.fill()
     packer.close()
 
@@ -581,24 +593,33 @@ async def test_slow_files_are_read_ahead_in_the_same_order(local: Lake, tmp_path
     root.mkdir()
     for number in range(3000):
         (root / f"{number:04}").write_bytes(b"%d" % number)
-    now = 0.0
     before = threading.active_count()
 
-    def clock() -> float:
-        nonlocal now
-        now += seconds
-        return now
+    class Slow(FakeClock):
+        """Time passes whenever it is asked for."""
 
-    source = TreeSource(str(root), clock)
+        def mono_s(self) -> float:
+            self.advance(seconds)
+            return super().mono_s()
+
+    class Counted(WorkerThreads):
+        started = 0
+
+        def start(self, call: Callable[[], None], name: str) -> None:
+            self.started += 1
+            super().start(call, name)
+
+    clock, threads = Slow(), Counted()
+    source = TreeSource(str(root), clock, threads)
     paths = [item.path for item in source.items() if isinstance(item, File)]
     assert paths == [f"{number:04}" for number in range(3000)]
-    assert (threading.active_count() > before) == (seconds > 0)
+    assert (threads.started > 0) == (seconds > 0)
     source.close()
     assert threading.active_count() == before
-    abandoned = TreeSource(str(root), clock)
+    abandoned = TreeSource(str(root), clock, threads)
     assert len(list(itertools.islice(abandoned.items(), 100))) == 100
     abandoned.close()
-    await run_of(local, local.store, TreeSource(str(root), clock)).run()
+    await run_of(local, local.store, TreeSource(str(root), clock, threads)).run()
     assert {path[2:]: content[0] for path, content in local.tree().items() if path != "x"} == {
         f"{number:04}": b"%d" % number for number in range(3000)
     }

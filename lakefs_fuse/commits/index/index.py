@@ -29,8 +29,9 @@ import msgspec
 import trio
 import xxhash
 
-from lakefs_fuse.commits.archive import fetch_undamaged
+from lakefs_fuse.commits.commit_log import fetch_undamaged
 from lakefs_fuse.commits.record import SIZE_MAX, TIME_NS_MAX
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
@@ -184,7 +185,9 @@ async def manifests(client: StoreClient, *, count_max: int | None = None) -> lis
     return found
 
 
-async def fetch_files(client: StoreClient, manifest: Manifest, directory: Path, *, prefix: str = "") -> list[Path]:
+async def fetch_files(
+    client: StoreClient, threads: Threads, manifest: Manifest, directory: Path, *, prefix: str = ""
+) -> list[Path]:
     """All files of an index, compared with the manifest and tried; ``prefix`` is where they are, if not at the index's
     own. Raises DamagedCommit, NotFound, CacheError."""
     few = trio.CapacityLimiter(FILES_AT_ONCE)
@@ -192,7 +195,7 @@ async def fetch_files(client: StoreClient, manifest: Manifest, directory: Path, 
     async def fetch(file: IndexFile) -> None:
         async with few:
             key, path = (prefix or manifest.prefix) + file.name, directory / file.name
-            await fetch_undamaged(partial(_fetch_file, client, key, file, path))
+            await fetch_undamaged(partial(_fetch_file, client, threads, key, file, path))
 
     async with collecting() as nursery:
         for file in manifest.files:
@@ -200,7 +203,7 @@ async def fetch_files(client: StoreClient, manifest: Manifest, directory: Path, 
     return [directory / file.name for file in manifest.files]
 
 
-async def _fetch_file(client: StoreClient, key: str, file: IndexFile, path: Path) -> None:
+async def _fetch_file(client: StoreClient, threads: Threads, key: str, file: IndexFile, path: Path) -> None:
     hasher = xxhash.xxh3_128()
     path.unlink(missing_ok=True)
 
@@ -217,16 +220,16 @@ async def _fetch_file(client: StoreClient, key: str, file: IndexFile, path: Path
         fetched = await client.get(key, at, end)
         if fetched.meta.size != file.size or len(fetched.data) != end - at:
             raise DamagedCommit(f"{key}: {fetched.meta.size} bytes where the manifest says {file.size}")
-        await trio.to_thread.run_sync(take, fetched.data)
+        await threads.run(take, fetched.data)
     if hasher.hexdigest() != file.digest:
         raise DamagedCommit(f"{key}: its bytes are not those that were written")
     try:
-        await trio.to_thread.run_sync(tables.check_file, path, file.first, file.last)
+        await threads.run(tables.check_file, path, file.first, file.last)
     except DamagedCommit as error:
         raise DamagedCommit(f"{key}: {error}") from error
 
 
-async def bring_in(database: Database, client: StoreClient, directory: Path) -> Manifest | None:
+async def bring_in(database: Database, client: StoreClient, threads: Threads, directory: Path) -> Manifest | None:
     """Take the newest index into a database without names, or with names that are too old to be brought up to date by
     polling; answers which, None where there was no need or none. ``directory`` is for files on their way.
 
@@ -234,7 +237,7 @@ async def bring_in(database: Database, client: StoreClient, directory: Path) -> 
     answer.
     """
     for last in (False, True):  # an index may be removed while it is read; then there are two newer ones
-        taking = _Taking(database, client, directory)
+        taking = _Taking(database, client, threads, directory)
         for time in (await find(client))[:CANDIDATES_MAX]:
             if await taking.consider(time):
                 return taking.taken
@@ -247,8 +250,8 @@ async def bring_in(database: Database, client: StoreClient, directory: Path) -> 
 class _Taking:
     """One look at all indexes of a lake."""
 
-    def __init__(self, database: Database, client: StoreClient, directory: Path) -> None:
-        self._db, self._client, self._directory = database, client, directory
+    def __init__(self, database: Database, client: StoreClient, threads: Threads, directory: Path) -> None:
+        self._db, self._client, self._threads, self._directory = database, client, threads, directory
         self._known = tables.marks_of(database).newest
         self._fresh = not self._known and not tables.has_names(database)
         self._missing = tables.missing_before(database)
@@ -290,7 +293,7 @@ class _Taking:
     async def _take(self, manifest: Manifest) -> None:
         directory = tables.empty_directory(self._directory)
         try:
-            paths = await fetch_files(self._client, manifest, directory)
+            paths = await fetch_files(self._client, self._threads, manifest, directory)
             if not self._fresh:
                 log.warning("this node was away for so long that commits it never saw were collected: its names are "
                             "taken from the index")  # fmt: skip
@@ -323,6 +326,7 @@ class _Taking:
 
 async def write_index(
     client: StoreClient,
+    threads: Threads,
     dump: tables.Dump,
     *,
     time: int,
@@ -348,7 +352,7 @@ async def write_index(
     async with collecting() as nursery:
         while True:
             await few.acquire()  # dumped files waiting on the disk are few, too
-            made = await trio.to_thread.run_sync(dump.next_file)
+            made = await threads.run(dump.next_file)
             if made is None:
                 break
             files.append(IndexFile(made.path.name, made.size, made.digest, made.entries, made.first, made.last))

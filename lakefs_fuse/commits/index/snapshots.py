@@ -18,6 +18,7 @@ import msgspec
 
 from lakefs_fuse.commits.index.index import MANIFEST, MANIFEST_BYTES_MAX, Manifest, decode, fetch_files, write_index
 from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import ConfigError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
@@ -74,10 +75,12 @@ async def manifest_of(client: StoreClient, name: str) -> Manifest:
                           f"{name}` makes one of now)") from error  # fmt: skip
 
 
-async def take_in(client: StoreClient, name: str, manifest: Manifest, database: Database, directory: Path) -> None:
+async def take_in(
+    client: StoreClient, threads: Threads, name: str, manifest: Manifest, database: Database, directory: Path
+) -> None:
     """Into a database without names; ``directory`` is for files on their way. Raises DamagedCommit, CacheError."""
     try:
-        paths = await fetch_files(client, manifest, tables.empty_directory(directory), prefix=prefix_of(name))
+        paths = await fetch_files(client, threads, manifest, tables.empty_directory(directory), prefix=prefix_of(name))
         marks = tables.Marks(inode=manifest.inode, object=manifest.object, newest=manifest.newest)
         tables.ingest(database, paths, marks, directory)
     finally:
@@ -86,6 +89,7 @@ async def take_in(client: StoreClient, name: str, manifest: Manifest, database: 
 
 async def write(
     client: StoreClient,
+    threads: Threads,
     name: str,
     dump: tables.Dump,
     objects: Objects,
@@ -99,7 +103,7 @@ async def write(
     await _clear(client, name)
     kept = [row.key for row in objects.rows() if row.entries > 0 and row.key.startswith(RESERVED_NAME + "/")]
     await client.put(prefix_of(name) + OBJECTS, msgspec.msgpack.encode(kept))
-    return await write_index(client, dump, time=time, horizon=horizon, wrote=wrote, prefix=prefix_of(name))
+    return await write_index(client, threads, dump, time=time, horizon=horizon, wrote=wrote, prefix=prefix_of(name))
 
 
 async def check_free(client: StoreClient, name: str) -> None:

@@ -196,7 +196,7 @@ class States:
         lake = self._lake
         name = lake.config.snapshot
         manifest = await snapshots.manifest_of(lake.client, name)
-        await snapshots.take_in(lake.client, name, manifest, database, self._directory / "index")
+        await snapshots.take_in(lake.client, lake.node.threads, name, manifest, database, self._directory / "index")
         path = [part.encode() for part in lake.path.split("/") if part]
         entry = Tree(database).resolve(path)
         if path and (entry is None or not entry.is_dir):
@@ -213,7 +213,7 @@ class States:
         database.commit(batch)
         at_ns = lake.node.clock.wall_ns()
         if changed is None:
-            await bring_in(database, lake.client, self._directory / "index")
+            await bring_in(database, lake.client, lake.node.threads, self._directory / "index")
         else:
             await self._check_nothing_collected(database)
         config = structs.replace(

@@ -1,0 +1,183 @@
+"""The commits of a lake in its store, as one writer dates, stores and fetches them.
+
+What always holds (*whole commits*): a commit appears with one PUT, or not at all; a fetched record was checked against
+its CRC-32 and its name before anything reads it. Tasks of the trio loop; large archives and records are built and
+decoded in worker threads. Nothing is kept here but the clock, so a crash leaves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from lakefs_fuse.commits.archive import (
+    COMMENT_BYTES_MAX,
+    END,
+    RECORD_BYTES_MAX,
+    Member,
+    Whereabouts,
+    build,
+    commit_key,
+    locate,
+    parse_commit_key,
+    read_bounded_record,
+)
+from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.record import COMMITS, ObjectRef, Record, encode, newest_read
+from lakefs_fuse.environment.threads import Threads
+from lakefs_fuse.errors import DamagedCommit, Unsupported
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Body, Buffer, ListPage, ObjectMeta
+
+TAIL_BYTES = 256 << 10
+"""First GET of a commit: the record and the directory of a pack of a thousand files fit in it."""
+DECODE_INLINE_BYTES_MAX = 256 << 10
+BUILD_INLINE_BYTES_MAX = 1 << 20
+"""Larger records are decoded, and archives with more bytes of members built, in a thread: a step of the loop takes
+50 ms at most."""
+WINDOW_BYTES = 8 << 20
+"""Each further GET of a record that the first one does not hold."""
+ATTEMPTS_MAX = 3
+"""GETs of an object that arrives damaged, before the object itself counts as damaged."""
+T = TypeVar("T")
+
+
+class LargeRecord(Exception):
+    """A record is larger than the caller has room for."""
+
+
+class CommitLog:
+    """See the module's head. ``writer`` is the name of this process in its commits, 8 hex digits."""
+
+    def __init__(self, client: StoreClient, clock: HybridClock, threads: Threads, *, writer: str) -> None:
+        self._client, self._threads = client, threads
+        self.clock, self.writer = clock, writer
+
+    # -- time
+
+    async def read_time(self) -> None:
+        """Correct the clock by the store's; a store that tells none leaves this machine's. Raises LakeError."""
+        asked_ns = self.clock.wall_ns()
+        try:
+            store_ns = await self._client.time_ns()
+        except Unsupported:
+            store_ns = self.clock.machine_ns()
+        self.clock.correct(store_ns, self.clock.wall_ns() - asked_ns)
+
+    async def latest_time(self) -> int:
+        """A time later than that of every commit in the store. Raises LakeError."""
+        async for page in self.list_since(self.clock.now()):
+            for meta in page.objects:
+                if named := parse_commit_key(meta.key):
+                    self.clock.seen(named[0])
+        return self.clock.now()
+
+    # -- writing
+
+    def key(self, time_ns: int) -> str:
+        return commit_key(time_ns, self.writer)
+
+    def encode(self, record: Record) -> bytes:
+        """The bytes of a record in the format of this lake."""
+        return encode(record, self._client.commit_format)
+
+    async def build(self, members: Sequence[Member], make_record: Callable[[Sequence[int]], Record]) -> bytes:
+        """An archive of small files. ``make_record`` is given the offsets of their data, perhaps in a thread."""
+
+        def encoded(offsets: list[int]) -> bytes:
+            return self.encode(make_record(offsets))
+
+        if sum(member.size for member in members) < BUILD_INLINE_BYTES_MAX:
+            return build(members, encoded)
+        return await self._threads.run(build, members, encoded)
+
+    async def put(self, time_ns: int, body: Body) -> ObjectMeta:
+        """Store an archive as the commit of this time. Raises StoreError kinds."""
+        return await self._client.put(self.key(time_ns), body)
+
+    async def put_record(self, record: Record) -> ObjectRef:
+        """Store a commit without members. Raises StoreError kinds."""
+        body = await self._threads.run(build, (), lambda _: self.encode(record))
+        meta = await self.put(record.time, body)
+        return ObjectRef(meta.key, meta.etag, len(body))
+
+    # -- reading
+
+    async def head(self, key: str) -> ObjectMeta:
+        """The object that lies at any key of the lake. Raises NotFound, StoreError kinds."""
+        return await self._client.head(key)
+
+    def list_since(self, time_ns: int) -> AsyncGenerator[ListPage, None]:
+        """LIST pages of the commits later than a time."""
+        return self._client.list_all(COMMITS, start_after=f"{COMMITS}{time_ns:016x}")
+
+    async def fetch(
+        self, meta: ObjectMeta, tail_bytes: int = TAIL_BYTES, *, bytes_max: int = RECORD_BYTES_MAX
+    ) -> Record:
+        """The checked record of the commit that LIST showed as ``meta``.
+
+        One GET of its tail, others of WINDOW_BYTES where the record does not fit in it; all again where it came
+        damaged. Raises DamagedCommit that names the key, LargeRecord for a record of more than ``bytes_max``, and
+        StoreError kinds (NotFound, PreconditionFailed).
+        """
+        named = parse_commit_key(meta.key)
+        if named is None:
+            raise DamagedCommit(f"{meta.key}: not the name of a commit")
+
+        async def fetch() -> Record:
+            where, raw = await _fetch_raw(self._client, meta, tail_bytes, bytes_max)
+            read = partial(read_bounded_record, raw, where, *named)
+            return read() if len(raw) < DECODE_INLINE_BYTES_MAX else await self._threads.run(read)
+
+        try:
+            record = await fetch_undamaged(fetch)
+        except DamagedCommit as error:
+            raise DamagedCommit(f"{meta.key}: {error}") from error
+        self._client.raise_commit_format(record.format)
+        return record
+
+
+async def fetch_newest_read(client: StoreClient, meta: ObjectMeta) -> int:
+    """The newest format of records that the writer of a commit reads. Raises DamagedCommit, StoreError kinds."""
+
+    async def fetch() -> int:
+        return newest_read((await _fetch_raw(client, meta, TAIL_BYTES, RECORD_BYTES_MAX))[1])
+
+    return await fetch_undamaged(fetch)
+
+
+async def fetch_undamaged(fetch: Callable[[], Awaitable[T]]) -> T:
+    """What ``fetch`` answers, called again where it raises DamagedCommit: a bit may have changed on the way.
+
+    Raises the last DamagedCommit after ATTEMPTS_MAX.
+    """
+    for _ in range(ATTEMPTS_MAX - 1):
+        with contextlib.suppress(DamagedCommit):
+            return await fetch()
+    return await fetch()
+
+
+async def _fetch_raw(
+    client: StoreClient, meta: ObjectMeta, tail_bytes: int, bytes_max: int
+) -> tuple[Whereabouts, Buffer]:
+    tail_at = max(0, meta.size - max(tail_bytes, END.size + COMMENT_BYTES_MAX))
+    if not meta.size:
+        raise DamagedCommit("empty")
+    tail = memoryview((await client.get(meta.key, tail_at, meta.size, etag=meta.etag)).data)
+    if len(tail) != meta.size - tail_at:
+        raise DamagedCommit(f"{len(tail)} bytes where LIST said {meta.size - tail_at}")
+    where = locate(tail, meta.size)
+    if where.offset >= tail_at:
+        return where, tail[where.offset - tail_at :][: where.length]
+    if where.length > bytes_max:
+        raise LargeRecord
+    raw = bytearray(where.length)
+    for at in range(where.offset, min(tail_at, where.offset + where.length), WINDOW_BYTES):
+        end = min(at + WINDOW_BYTES, tail_at, where.offset + where.length)
+        data = (await client.get(meta.key, at, end, etag=meta.etag)).data
+        raw[at - where.offset : end - where.offset] = data
+    known = max(0, where.offset + where.length - tail_at)
+    raw[where.length - known :] = tail[:known]
+    return where, raw
