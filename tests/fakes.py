@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,22 @@ class SteeredClock:
 def clock_of(wall_ns: Callable[[], int], boot_ns: Callable[[], int] | None = None) -> Clock:
     """A clock that reads these; the wall clock also as the time since boot where only that is given."""
     return SteeredClock(wall_ns, boot_ns or wall_ns)
+
+
+class FakeDisk(LocalDisk):
+    """The disk of the machine with as much ``room``, and as many descriptors, as the test says."""
+
+    def __init__(self, *, room: int | None = None, descriptors_max: int = 4096) -> None:
+        super().__init__(RandomStreams("disk").stream("temporary-names"), WorkerThreads())
+        self.room = room
+        self._descriptors_max = descriptors_max
+
+    def free_bytes(self, path: str | os.PathLike[str]) -> int:
+        return super().free_bytes(path) if self.room is None else self.room
+
+    @property
+    def descriptors_max(self) -> int:
+        return self._descriptors_max
 
 
 def node_of(clock: Clock, seed: str = "0") -> Node:

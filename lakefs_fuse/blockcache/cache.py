@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import random
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from lakefs_fuse.blockcache.cache_directory import CacheFiles
 from lakefs_fuse.blockcache.cache_file import ALIGN_BYTES, CacheFile, block_hash
 from lakefs_fuse.blockcache.health import CacheHealth, CacheState
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
-from lakefs_fuse.environment import local_disk as disk
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Buffer
@@ -57,7 +57,7 @@ class CacheStatistics:
 
 
 class BlockCache:
-    """See the module's head. ``clock`` gives seconds since the epoch, ``free`` the free bytes of a path's disk."""
+    """See the module's head."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class BlockCache:
         bytes_max: int,
         free_bytes_min: int,
         metrics: CacheMetrics,
-        clock: Callable[[], float] = time.time,
-        rng: random.Random | None = None,
-        free: Callable[[str], int] = disk.free_bytes,
+        clock: Clock,
+        rng: random.Random,
+        disk: Disk,
     ) -> None:
         """Raises CacheError where the directory cannot be made or written."""
         self._health = CacheHealth(clock)
@@ -79,8 +79,8 @@ class BlockCache:
                 free_bytes_min=free_bytes_min,
                 metrics=metrics,
                 clock=clock,
-                rng=rng or random.Random(),
-                free=free,
+                rng=rng,
+                disk=disk,
             )
         except OSError as error:
             raise CacheError(f"cannot use the cache directory {directory}: {error.strerror}") from error

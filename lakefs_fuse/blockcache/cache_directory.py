@@ -24,7 +24,7 @@ import os
 import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -33,15 +33,16 @@ import msgspec
 
 from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
-from lakefs_fuse.blockcache.disk_latency import at_once
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.blockcache.presence_filter import Presence
-from lakefs_fuse.environment import descriptor_limit as file_limit
-from lakefs_fuse.environment import local_disk as disk
+from lakefs_fuse.environment import local_disk
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.metrics import CacheMetrics
 
 _log = logging.getLogger(__name__)
 
+NS = 1_000_000_000
 FILES_OPEN_MAX = 256
 TOUCH_S = 60.0
 """A file's time of use is written at most so often."""
@@ -59,8 +60,19 @@ class _Usage(msgspec.Struct, frozen=True):
     presence: int
 
 
+@contextmanager
+def _locked_nowait(lock: threading.Lock) -> Iterator[None]:
+    """Hold the lock. Raises BlockingIOError where another thread has it."""
+    if not lock.acquire(blocking=False):
+        raise BlockingIOError
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class CacheFiles:
-    """See the module's head. ``clock`` gives seconds since the epoch, ``free`` the free bytes of a path's disk."""
+    """See the module's head."""
 
     def __init__(
         self,
@@ -69,18 +81,18 @@ class CacheFiles:
         bytes_max: int,
         free_bytes_min: int,
         metrics: CacheMetrics,
-        clock: Callable[[], float],
+        clock: Clock,
         rng: random.Random,
-        free: Callable[[str], int],
+        disk: Disk,
     ) -> None:
         self.bytes_max = bytes_max
         self._free_bytes_min = free_bytes_min
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
-        self._free = free
+        self._disk = disk
         self._root = root
-        self._open_share = file_limit.share()
+        self._open_max = min(FILES_OPEN_MAX, disk.descriptors_max)
         self._files_lock = threading.Lock()
         self._lock = threading.Lock()
         self._open: OrderedDict[bytes, CacheFile] = OrderedDict()
@@ -168,17 +180,17 @@ class CacheFiles:
 
     def _ready(self, version: Version, prompt: bool) -> CacheFile | None:
         digest = name_digest(version)
-        with at_once(self._lock):
+        with _locked_nowait(self._lock):
             file = self._open.get(digest)
             if file is not None:
                 if file.version != version or (not prompt and self._is_due(file)):
                     raise BlockingIOError
-                file.users += 1
+                file.begin_use()
                 self._open.move_to_end(digest)
                 return file
         if not prompt:
             raise BlockingIOError
-        with at_once(self._files_lock):
+        with _locked_nowait(self._files_lock):
             return self._open_file(version)
 
     @contextmanager
@@ -206,7 +218,7 @@ class CacheFiles:
         fd = os.open(path, os.O_RDWR)
         try:
             seal(fd, version, hashes)
-            allocated = disk.allocated_bytes(fd)
+            allocated = local_disk.allocated_bytes(fd)
         finally:
             os.close(fd)
         with self._files_lock:
@@ -245,14 +257,14 @@ class CacheFiles:
             with self._lock:
                 self._presence.add(target)
             os.rename(path, aim)
-            allocated = disk.allocated_bytes(aim)
+            allocated = local_disk.allocated_bytes(aim)
             with self._lock:
                 file = self._open.pop(source, None)
                 if file is not None:  # whoever reads or writes it goes on: the bytes are the same
-                    file.dead = True
+                    file.mark_removed()
                 self._count(source, -(file.accounted_bytes if file is not None else allocated))
                 self._count(target, allocated)
-            if file is not None and not file.users:
+            if file is not None and file.is_idle:
                 file.close()
         return True
 
@@ -281,7 +293,7 @@ class CacheFiles:
             file = self._open.get(digest)
             if file is None or file.version != version:  # names are hashes that somebody may have made to collide
                 return None
-            file.users += 1
+            file.begin_use()
             self._open.move_to_end(digest)
             return file
 
@@ -315,7 +327,7 @@ class CacheFiles:
         digest = name_digest(version)
         with self._lock:
             self._presence.add(digest)
-        file = CacheFile.create(eviction.file_path(self._root, digest), version, digest, blank=blank)
+        file = CacheFile.create(eviction.file_path(self._root, digest), version, digest, self._now_s(), blank=blank)
         with self._lock:
             self._count(digest, file.accounted_bytes)
         self._keep_open(file)
@@ -323,10 +335,10 @@ class CacheFiles:
 
     def _keep_open(self, file: CacheFile) -> None:
         with self._lock:
-            file.users = 1
+            file.begin_use()
             self._open[file.digest] = file
-            surplus = max(0, len(self._open) - min(FILES_OPEN_MAX, self._open_share))
-            idle = list(islice((other for other in self._open.values() if not other.users), surplus))
+            surplus = max(0, len(self._open) - self._open_max)
+            idle = list(islice((other for other in self._open.values() if other.is_idle), surplus))
             for other in idle:
                 del self._open[other.digest]
         for other in idle:
@@ -334,18 +346,19 @@ class CacheFiles:
 
     def _release(self, file: CacheFile) -> None:
         with self._lock:
-            file.users -= 1
-            close = file.dead and not file.users
+            close = file.end_use()
         if close:
-            file.close_removed()
+            self._disk.close_removed(file.fd)
 
     def _is_due(self, file: CacheFile) -> bool:
-        return abs(self._clock() - file.touched_s) >= TOUCH_S
+        return abs(self._now_s() - file.touched_s) >= TOUCH_S
+
+    def _now_s(self) -> float:
+        return self._clock.wall_ns() / NS
 
     def _touch(self, file: CacheFile) -> None:
         if self._is_due(file):
-            now = file.touched_s = self._clock()
-            os.utime(file.fd, (now, now))
+            file.touch(self._now_s())
 
     def _remove(self, digest: bytes) -> int:
         """Under the files lock: remove a file, whoever uses it; answers bytes freed."""
@@ -353,10 +366,10 @@ class CacheFiles:
         with self._lock:
             file = self._open.pop(digest, None)
             if file is not None:
-                file.dead = True
-            idle = file is not None and not file.users
+                file.mark_removed()
+            idle = file is not None and file.is_idle
         try:
-            allocated = disk.allocated_bytes(path)
+            allocated = local_disk.allocated_bytes(path)
             os.unlink(path)
         except FileNotFoundError:
             allocated = 0
@@ -411,7 +424,7 @@ class CacheFiles:
                         self._presence.add(found.digest)
                         file = self._open.get(found.digest)
                         if file is not None:
-                            file.accounted_bytes = found.allocated_bytes
+                            file.set_allocated(found.allocated_bytes)
         eviction.remove_earlier(self._root)
         self._presence_known = True
 
@@ -439,14 +452,12 @@ class CacheFiles:
     def _account(self, file: CacheFile) -> None:
         with self._lock:
             if not file.dead:
-                now = disk.allocated_bytes(file.fd)
-                self._count(file.digest, now - file.accounted_bytes)
-                file.accounted_bytes = now
+                self._count(file.digest, file.set_allocated(local_disk.allocated_bytes(file.fd)))
 
     def _excess(self, room: int, disk_room: int) -> int:
         """Bytes to free before the cache may grow by ``room``, of which ``disk_room`` is new to the disk."""
         over = self._bytes_used + self._bytes_reserved + room - self.bytes_max
-        short = self._free_bytes_min + self._bytes_reserved + disk_room - self._free(self._root)
+        short = self._free_bytes_min + self._bytes_reserved + disk_room - self._disk.free_bytes(self._root)
         return max(over, short)
 
     def has_room(self, wanted: int) -> bool:
@@ -482,11 +493,9 @@ class CacheFiles:
     def _evict_one(self, victim: eviction.Candidate) -> int:
         if victim.allocated_bytes > eviction.LARGE_BYTES and eviction.punch_range(victim, self._rng):
             with self._lock:
-                now = disk.allocated_bytes(victim.path)
+                now = local_disk.allocated_bytes(victim.path)
                 file = self._open.get(victim.digest)
-                self._count(victim.digest, now - (file.accounted_bytes if file else victim.allocated_bytes))
-                if file is not None:
-                    file.accounted_bytes = now
+                self._count(victim.digest, file.set_allocated(now) if file else now - victim.allocated_bytes)
             if now < victim.allocated_bytes:
                 return victim.allocated_bytes - now
         return self._remove(victim.digest)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,7 +31,6 @@ import xxhash
 
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.environment import local_disk as disk
-from lakefs_fuse.environment.deferred_removal import close_removed
 from lakefs_fuse.store.protocol import Buffer
 
 ALIGN_BYTES = 4096
@@ -223,7 +221,17 @@ class CacheFile:
 
     __slots__ = ("accounted_bytes", "blank", "dead", "digest", "fd", "layout", "touched_s", "users", "version")
 
-    def __init__(self, fd: int, layout: Layout, version: Version, digest: bytes, *, blank: bool = False) -> None:
+    def __init__(
+        self,
+        fd: int,
+        layout: Layout,
+        version: Version,
+        digest: bytes,
+        *,
+        new_s: float | None = None,
+        blank: bool = False,
+    ) -> None:
+        """``new_s`` is the time of day, in seconds, at which the file was made just now."""
         self.fd = fd
         self.layout = layout
         self.version = version
@@ -232,9 +240,8 @@ class CacheFile:
         self.dead = False
         self.blank = blank
         """It is empty, header and all, and `write_all` is to come: for whoever reads it meanwhile no block is there."""
-        stat = None if blank else os.fstat(fd)
-        self.accounted_bytes = 0 if stat is None else disk.stat_allocated_bytes(stat)
-        self.touched_s = time.time() if stat is None else stat.st_mtime
+        self.accounted_bytes = 0 if blank else disk.allocated_bytes(fd)
+        self.touched_s = os.fstat(fd).st_mtime if new_s is None else new_s
 
     @classmethod
     def open(cls, path: str, version: Version, digest: bytes) -> CacheFile | None:
@@ -250,7 +257,7 @@ class CacheFile:
             return cls(fd, layout, version, digest)
 
     @classmethod
-    def create(cls, path: str, version: Version, digest: bytes, *, blank: bool = False) -> CacheFile:
+    def create(cls, path: str, version: Version, digest: bytes, now_s: float, *, blank: bool = False) -> CacheFile:
         """A new file without any block, or an empty one for `write_all`; its directory too. Raises OSError, then there
         is no file."""
         try:
@@ -261,22 +268,49 @@ class CacheFile:
         with _closed_on_error(fd):
             layout = Layout.for_size(version.size)
             if blank:
-                return cls(fd, layout, version, digest, blank=True)
+                return cls(fd, layout, version, digest, new_s=now_s, blank=True)
             try:
                 os.ftruncate(fd, layout.file_bytes)
                 disk.pwrite_all(fd, _header(layout, _check(version)).ljust(HEADER_BYTES, b"\0"), layout.data_end)
             except OSError:
                 os.unlink(path)
                 raise
-            return cls(fd, layout, version, digest)
+            return cls(fd, layout, version, digest, new_s=now_s)
+
+    # -- the books of `CacheFiles`, which calls these under its lock
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.users
+
+    def begin_use(self) -> None:
+        """Keep the descriptor open until as many `end_use`."""
+        self.users += 1
+
+    def end_use(self) -> bool:
+        """Undo one `begin_use`; answers whether the caller has to close the descriptor, for the file was removed."""
+        self.users -= 1
+        return self.dead and not self.users
+
+    def mark_removed(self) -> None:
+        """The file has no name any more, or another version's."""
+        self.dead = True
+
+    def set_allocated(self, allocated_bytes: int) -> int:
+        """The file takes up so much disk space; answers by how much that is more than counted before."""
+        change, self.accounted_bytes = allocated_bytes - self.accounted_bytes, allocated_bytes
+        return change
+
+    def touch(self, now_s: float) -> None:
+        """The file was used now. Raises OSError."""
+        self.touched_s = now_s
+        os.utime(self.fd, (now_s, now_s))
+
+    # -- blocks
 
     def close(self) -> None:
         """The last use of the object."""
         os.close(self.fd)
-
-    def close_removed(self) -> None:
-        """As `close`, of a file that is in the cache no more, from a thread that must not wait for the disk."""
-        close_removed(self.fd)
 
     def hashes(self, first: int, stop: int) -> tuple[int, ...]:
         """Of blocks [first, stop), which must exist; 0 = absent. Raises OSError."""

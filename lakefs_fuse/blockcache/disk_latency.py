@@ -8,10 +8,10 @@ syncs of what is small, which may take somewhat longer. Trio thread only.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+
+from lakefs_fuse.environment.clock import Clock
 
 PROMPT_S = 0.002
 """On the average of the last ones, about `WEIGHT` of them."""
@@ -22,22 +22,11 @@ PAUSE_S_FIRST, PAUSE_S_MAX = 0.25, 5.0
 """For so long a slow disk is not tried again: twice as long each time, until `WEIGHT` in turn were prompt."""
 
 
-@contextmanager
-def at_once(lock: threading.Lock) -> Iterator[None]:
-    """With the lock. Raises BlockingIOError where somebody else has it."""
-    if not lock.acquire(blocking=False):
-        raise BlockingIOError
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 class Promptness:
-    """See the module's head. ``clock`` gives seconds."""
+    """See the module's head."""
 
-    def __init__(self, prompt_s: float = PROMPT_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._prompt_s, self._clock = prompt_s, clock
+    def __init__(self, clock: Clock, prompt_s: float = PROMPT_S) -> None:
+        self._clock, self._prompt_s = clock, prompt_s
         self._average_s = 0.0
         self._slow_until_s = 0.0
         self._pause_s = PAUSE_S_FIRST
@@ -46,16 +35,16 @@ class Promptness:
     @property
     def is_prompt(self) -> bool:
         """It is worth trying without a thread."""
-        return self._clock() >= self._slow_until_s
+        return self._clock.mono_s() >= self._slow_until_s
 
     @contextmanager
     def timed(self) -> Iterator[None]:
         """One read, or sync."""
-        began_s = self._clock()
+        began_s = self._clock.mono_s()
         try:
             yield
         finally:
-            ended_s = self._clock()
+            ended_s = self._clock.mono_s()
             self._took(ended_s - began_s, ended_s)
 
     def _took(self, took_s: float, ended_s: float) -> None:

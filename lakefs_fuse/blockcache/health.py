@@ -13,7 +13,8 @@ from __future__ import annotations
 import enum
 import errno
 import logging
-from collections.abc import Callable
+
+from lakefs_fuse.environment.clock import Clock
 
 _log = logging.getLogger(__name__)
 
@@ -31,9 +32,9 @@ class CacheState(enum.Enum):
 
 
 class CacheHealth:
-    """``clock`` gives seconds, of any epoch, and may jump."""
+    """See the module's head."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._retry_at_s = 0.0
         self.state = CacheState.OK
@@ -67,14 +68,13 @@ class CacheHealth:
         self._become(state, error.strerror or str(error))
 
     def _retry_due(self) -> bool:
-        wait_s = self._retry_at_s - self._clock()
-        return wait_s <= 0 or wait_s > FAILED_RETRY_S  # the latter where somebody set the clock back
+        return self._clock.mono_s() >= self._retry_at_s
 
     def _become(self, state: CacheState, why: str | None) -> None:
         if state is CacheState.FULL:
-            self._retry_at_s = self._clock() + FULL_RETRY_S
+            self._retry_at_s = self._clock.mono_s() + FULL_RETRY_S
         elif state is CacheState.FAILED:
-            self._retry_at_s = self._clock() + FAILED_RETRY_S
+            self._retry_at_s = self._clock.mono_s() + FAILED_RETRY_S
         if why is not None:
             self.last_error = why
         if state is self.state:

@@ -30,7 +30,7 @@ class Readahead:
         self._window_max = max(window_bytes_max, BLOCK_BYTES)
         self._window = BLOCK_BYTES
         self.local = False
-        """Set by the reader: whether the last plan was on the cache disk already."""
+        """Whether the last plan was on the cache disk already."""
         self.starved = False
         """Whether what was planned last is not being fetched for want of room."""
         self._front = 0
@@ -73,6 +73,10 @@ class Readahead:
         self.starved = False
         self._window = min(window * 2, self._window_max)
         return start, stop
+
+    def set_local(self, local: bool) -> None:
+        """Whether the cache disk had what was planned last."""
+        self.local = local
 
     def dropped(self, start: int) -> None:
         """What was planned from ``start`` on is not being fetched: plan it again."""

@@ -23,37 +23,28 @@ import errno
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.blockcache.cache import BlockCache, CacheState
-from lakefs_fuse.blockcache.disk_latency import Promptness
+from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
+from lakefs_fuse.blockcache.cache import CacheState
 from lakefs_fuse.blockcache.fetches import Load, PendingBlock, runs
 from lakefs_fuse.blockcache.memory_cache import RecentBlocks, RecentParts
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.blockcache.prefetch import WholeObjects
 from lakefs_fuse.blockcache.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.blockcache.verified_get import Getter, Spans, VerifiedGet
-from lakefs_fuse.blockcache.write_behind import WriteBehind
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
 from lakefs_fuse.sync.byte_budget import ByteBudget
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
 MEMORY_BLOCKS = 48
 FETCH_BLOCKS_MAX = PIECE_BYTES // BLOCK_BYTES
 INFLIGHT_BYTES_MAX = 64 << 20
-READING_THREADS_MAX = 8
-"""Apart from those that write, so that a reader never queues behind them."""
 ENSURE_SPAN_BYTES = 32 << 20
-SMALL_BYTES_MAX = 256 << 10
-"""So much at most is read from the disk without a thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,7 @@ class BlockReader:
     def __init__(
         self,
         client: Getter,
-        cache: BlockCache,
+        disk: AsyncBlockCache,
         metrics: CacheMetrics,
         nursery: trio.Nursery,
         *,
@@ -84,19 +75,16 @@ class BlockReader:
         verified: VerifiedGet | None = None,
     ) -> None:
         self._client, self._verified = client, verified
-        self._cache = cache
+        self._disk, self._cache = disk, disk.blocks
         self._metrics = metrics
         self._nursery = nursery
         self._blind_blocks_max = max(1, memory_blocks // 4)
         self._learned = learned
         self._recent = RecentBlocks(memory_blocks * BLOCK_BYTES)
         self._parts = RecentParts()
-        self._disk = Promptness()
         self._budget = ByteBudget(inflight_bytes_max)
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
-        self._whole = WholeObjects(cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
-        self._reading_threads = trio.CapacityLimiter(READING_THREADS_MAX)
-        self._write_behind = WriteBehind(cache, nursery)
+        self._whole = WholeObjects(self._cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
 
     def statistics(self) -> ReaderStatistics:
         """Gauges of this moment."""
@@ -131,10 +119,7 @@ class BlockReader:
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
         jumps = jumps or (readahead is not None and not readahead.reads_on)
         if jumps and not around and self._in_parts(version, first, stop, end - offset, readahead):
-            try:
-                part = self._part_now(version, offset, end)
-            except BlockingIOError:
-                part = await self._in_thread(partial(self._cache.read_part, version, offset, end))
+            part = await self._disk.read_part(version, offset, end)
             if part is not None:
                 self._metrics.hits += stop - first
                 if readahead is not None:
@@ -166,7 +151,7 @@ class BlockReader:
         for first in range(start // BLOCK_BYTES, stop_all, step):
             stop = min(first + step, stop_all)
             for _ in range(2):  # the second round fetches what was in memory or in flight, but not on its way to disk
-                present = await self._present(version, first, stop)
+                present = await self._disk.has_blocks(version, first, stop)
                 if all(present):
                     break
                 absent = [
@@ -180,14 +165,14 @@ class BlockReader:
                         await block.wait()
                         await block.done.wait()
             else:
-                if not all(await self._present(version, first, stop)):
+                if not all(await self._disk.has_blocks(version, first, stop)):
                     return False
         return True
 
     async def _fill(self, version: Version, first: int, stop: int) -> None:
         """What is missing of blocks [first, stop) is brought to the cache disk, or was tried to be, by whoever brings
         it. Raises LakeError."""
-        present = await self._present(version, first, stop)
+        present = await self._disk.has_blocks(version, first, stop)
         others = [self._pending.get((version, index)) for index in range(first, stop)]
         absent = [not here and (version, index) not in self._pending for index, here in enumerate(present, first)]
         loads = [Load(version, *run, range(0), for_memory=False) for run in runs(first, absent, FETCH_BLOCKS_MAX)]
@@ -298,29 +283,11 @@ class BlockReader:
                 del self._pending[load.version, index]
             load.done.set()
 
-    def _part_now(self, version: Version, start: int, end: int) -> memoryview | None:
-        """Raises BlockingIOError where a thread has to look for it."""
-        if end - start > SMALL_BYTES_MAX:
-            raise BlockingIOError
-        with self._disk.timed():
-            return self._cache.read_part_now(version, start, end, prompt=self._disk.is_prompt)
-
-    def _all_now(self, version: Version) -> bytes | None:
-        """The block that a small object is. Raises BlockingIOError where a thread has to look for it."""
-        if version.size > SMALL_BYTES_MAX or not self._disk.is_prompt:
-            raise BlockingIOError
-        with self._disk.timed():
-            return self._cache.read_all_now(version)
-
     async def _from_disk(self, load: Load) -> list[bool]:
         """Answer what the cache has; tells which blocks it has not."""
         if not self._cache.may_have(load.version):
             return [True] * len(load.blocks)
-        try:
-            blocks: list[bytes | None] = [self._all_now(load.version)]
-        except BlockingIOError:
-            read = partial(self._cache.read_blocks, load.version, load.first, load.stop, parts_to_come=load.scattered)
-            blocks = await self._in_thread(read)
+        blocks = await self._disk.read_blocks(load.version, load.first, load.stop, parts_to_come=load.scattered)
         for index, (data, pending) in enumerate(zip(blocks, load.blocks, strict=True), load.first):
             if data is not None:
                 view = memoryview(data)
@@ -330,7 +297,7 @@ class BlockReader:
                 pending.resolve(view)
         absent = [data is None for data in blocks]
         if load.readahead is not None:
-            load.readahead.local = not any(absent)
+            load.readahead.set_local(not any(absent))
         return absent
 
     async def _from_store(self, load: Load, first: int, stop: int) -> None:
@@ -360,7 +327,7 @@ class BlockReader:
         if self._learned is not None and fetched.meta.metadata is not None:
             self._learned(fetched.meta)
         if self._cache.writable and not wrong:
-            await self._write_behind.write(version, first, views)
+            await self._disk.write(version, first, views)
 
     async def _get(self, version: Version, start: int, end: int) -> tuple[Fetched, Spans]:
         wrong: Spans = ()
@@ -376,11 +343,3 @@ class BlockReader:
         if len(fetched.data) != end - start:
             raise StoreError(f"{version.key}: the store answered {len(fetched.data)} bytes of {end - start}")
         return fetched, wrong
-
-    async def _present(self, version: Version, first: int, stop: int) -> list[bool]:
-        if not self._cache.may_have(version):
-            return [False] * (stop - first)
-        return await self._in_thread(partial(self._cache.has_blocks, version, first, stop))
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await trio.to_thread.run_sync(call, limiter=self._reading_threads)

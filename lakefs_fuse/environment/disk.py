@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-from pathlib import Path
 from typing import BinaryIO, Protocol, cast
 
+from lakefs_fuse.environment import descriptor_limit
 from lakefs_fuse.environment.local_disk import allocated_bytes, free_bytes, start_writeout
 from lakefs_fuse.environment.threads import Threads
 
@@ -56,6 +56,11 @@ class Disk(Protocol):
         """Room of removed files is being given back."""
         ...
 
+    @property
+    def descriptors_max(self) -> int:
+        """How many files one part of the node (block cache, staging) may hold open."""
+        ...
+
 
 class LocalDisk:
     """The disk of the machine."""
@@ -72,7 +77,7 @@ class LocalDisk:
         start_writeout(fd, offset, length)
 
     def free_bytes(self, path: str | os.PathLike[str]) -> int:
-        return free_bytes(Path(path))
+        return free_bytes(path)
 
     def temporary_file(self, directory: str | os.PathLike[str]) -> BinaryIO:
         return cast("BinaryIO", tempfile.TemporaryFile(dir=directory))
@@ -101,3 +106,7 @@ class LocalDisk:
     @property
     def is_freeing(self) -> bool:
         return bool(self._closing)
+
+    @property
+    def descriptors_max(self) -> int:
+        return descriptor_limit.share()

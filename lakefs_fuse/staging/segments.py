@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 
-from lakefs_fuse.environment.deferred_removal import close_removed
+from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.local_disk import pwrite_all
 
 PREFIX = "segment-"
@@ -41,8 +41,8 @@ class Spot:
 class Segments:
     """All segments of a staging directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, disk: Disk) -> None:
+        self._directory, self._disk = directory, disk
         self._descriptors: OrderedDict[str, int] = OrderedDict()
         self._wanted: Counter[str] = Counter()
         self._current = ""
@@ -58,7 +58,7 @@ class Segments:
         full, self._current = self._current, ""
         if full and not self._wanted[full]:
             self._delete(full)
-        name = f"{PREFIX}{os.urandom(8).hex()}"
+        name = self._disk.temporary_name(PREFIX)
         path = self._directory / name
         self._descriptors[name] = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._current, self._size = name, 0
@@ -77,6 +77,10 @@ class Segments:
         while len(self._descriptors) > OPEN_MAX:
             oldest = next(name for name in self._descriptors if name != self._current)
             os.close(self._descriptors.pop(oldest))
+
+    def sync(self, descriptor: int) -> None:
+        """In a worker thread. Raises OSError."""
+        self._disk.sync_data(descriptor)
 
     def keep(self, segment: str, size: int, count: int) -> None:
         """A group was written: so many entries are wanted, until `release` of each."""
@@ -106,7 +110,7 @@ class Segments:
         (self._directory / segment).unlink(missing_ok=True)
         descriptor = self._descriptors.pop(segment, None)
         if descriptor is not None:
-            close_removed(descriptor)
+            self._disk.close_removed(descriptor)
 
     def close(self) -> None:
         """What nobody wants goes; the rest is for the next mount."""
@@ -149,7 +153,7 @@ class Group:
         """In a worker thread. Raises OSError; then nothing counts as written."""
         if self._pieces:
             pwrite_all(self._descriptor, b"".join(self._pieces), self._at)
-            os.fdatasync(self._descriptor)
+            self._segments.sync(self._descriptor)
 
     def keep(self) -> None:
         """It was written, and its entries are wanted."""

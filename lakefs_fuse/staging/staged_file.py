@@ -3,7 +3,7 @@
 What was never written reads as zeros. A draft that `begins_small` has no file of its own until it outgrows
 `MEMORY_BYTES_MAX` or somebody needs a descriptor; once accepted its bytes are in a segment (see `segments`), where they
 are read from. The descriptor stays open until the last `held` block has ended, for its number would be another file's
-after. Outside of such blocks it is closed (parked) when other files need descriptors (`descriptor_pool`), and opened
+after. Outside of such blocks it is closed (parked) when other files need descriptors (`DescriptorPool`), and opened
 again by its next use. Used from trio tasks; calls that may block long go to worker threads.
 """
 
@@ -16,8 +16,7 @@ from contextlib import contextmanager, suppress
 
 import trio
 
-from lakefs_fuse.environment.deferred_removal import close_removed
-from lakefs_fuse.environment.local_disk import punch_hole, pwrite_all, start_writeout
+from lakefs_fuse.environment.local_disk import punch_hole, pwrite_all
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.protocol import Buffer
@@ -36,15 +35,22 @@ class StagedFile:
     """See the module's head. Errors of the disk are StagingFull, CacheError, or FileError(EMFILE)."""
 
     def __init__(
-        self, staging: Staging, draft_id: str, key: str, *, has_file: bool = False, spot: Spot | None = None
+        self,
+        staging: Staging,
+        draft_id: str,
+        key: str,
+        *,
+        fd: int = NO_FILE,
+        has_file: bool = False,
+        spot: Spot | None = None,
     ) -> None:
-        """Of a staging file that is there, or a place in a segment; in memory where neither is given."""
-        self._fd = NO_FILE
+        """Of a staging file (``fd``, where it is open), or a place in a segment; in memory where neither is given."""
+        self._fd = fd
         self._spot = spot
         self._memory = None if has_file or spot is not None else bytearray()
         self._staging = staging
         self._draft_id, self._key = draft_id, key
-        self._has_file = self._parked = has_file
+        self._has_file, self._parked = has_file, has_file and fd == NO_FILE
         self._holders = 0
         self._closing = False
         self._leave = self._removed = False
@@ -54,8 +60,7 @@ class StagedFile:
     def create(cls, staging: Staging, draft_id: str, key: str) -> StagedFile:
         """Of a new staging file. Raises StagingFull, CacheError, FileError(EMFILE)."""
         fd = staging.create(draft_id, key)
-        file = cls(staging, draft_id, key, has_file=True)
-        file._fd, file._parked = fd, False
+        file = cls(staging, draft_id, key, fd=fd, has_file=True)
         staging.descriptors.add(file)
         return file
 
@@ -84,7 +89,7 @@ class StagedFile:
 
     @property
     def in_use(self) -> bool:
-        """See `descriptor_pool.Holder`."""
+        """See `staging_area.Holder`."""
         return self._holders > 0
 
     @property
@@ -158,7 +163,7 @@ class StagedFile:
                 self._staging.segments.release(self._spot)
             self._spot = None
         if self._fd >= 0:
-            close_removed(self._fd) if self._removed else os.close(self._fd)
+            self._staging.disk.close_removed(self._fd) if self._removed else os.close(self._fd)
             self._fd = NO_FILE
             self._staging.descriptors.remove(self)
 
@@ -174,7 +179,7 @@ class StagedFile:
         """The bytes survive a crash of the machine when this returns."""
         try:
             with self.held():
-                await trio.to_thread.run_sync(os.fdatasync, self.fd)
+                await self._staging.threads.run(self._staging.disk.sync_data, self.fd)
         except OSError as error:
             raise self._staging.translate(error) from error
 
@@ -196,7 +201,7 @@ class StagedFile:
         if self._reading_threads is None:
             self._reading_threads = trio.CapacityLimiter(READS_MAX)
         with self.held():
-            return await trio.to_thread.run_sync(os.pread, self.fd, length, offset, limiter=self._reading_threads)
+            return await self._staging.threads.run(os.pread, self.fd, length, offset, limiter=self._reading_threads)
 
     def begin_with(self, data: bytes) -> None:
         """The first bytes, no more than `MEMORY_BYTES_MAX`."""
@@ -218,7 +223,7 @@ class StagedFile:
                 pwrite_all(self.fd, data, offset)
             else:
                 with self.held():
-                    await trio.to_thread.run_sync(pwrite_all, self.fd, data, offset)
+                    await self._staging.threads.run(pwrite_all, self.fd, data, offset)
         except OSError as error:
             raise self._staging.translate(error) from error
 
@@ -233,7 +238,7 @@ class StagedFile:
         async with self._staging.write_outs:
             if self._fd >= 0:
                 with self.held():
-                    await trio.to_thread.run_sync(start_writeout, self._fd, start, end - start)
+                    await self._staging.threads.run(self._staging.disk.begin_writeout, self._fd, start, end - start)
 
     async def cut(self, size: int) -> None:
         if self._memory is not None:
@@ -241,7 +246,7 @@ class StagedFile:
             return
         try:
             with self.held():
-                await trio.to_thread.run_sync(os.ftruncate, self.fd, size)
+                await self._staging.threads.run(os.ftruncate, self.fd, size)
         except OSError as error:
             raise self._staging.translate(error) from error
 

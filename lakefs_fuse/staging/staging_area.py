@@ -12,6 +12,7 @@ import errno
 import math
 import os
 import stat
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
@@ -20,11 +21,10 @@ from typing import Protocol
 
 import trio
 
-from lakefs_fuse.environment.deferred_removal import is_under_way
-from lakefs_fuse.environment.local_disk import free_bytes
+from lakefs_fuse.environment.disk import Disk
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
-from lakefs_fuse.staging.descriptor_pool import DescriptorPool
 from lakefs_fuse.staging.segments import Segments
 
 FREE_AGE_S = 0.05
@@ -37,7 +37,6 @@ the file's removal leaves no orphan behind."""
 STAGED_MODE = 0o600
 INCOMPLETE_MODE = stat.S_ISVTX
 WAIT_S_MAX = 1.0
-FILES_OPEN_MAX = 4096
 WRITE_OUTS_MAX = 8
 """At once, of parts of all files: each holds a descriptor while a busy disk holds it up."""
 
@@ -66,25 +65,73 @@ class Stager(Protocol):
         """Put bytes that cannot be uploaded yet somewhere else, and let go of them; answers how many."""
 
 
+class Holder(Protocol):
+    """A file with an open descriptor, which it can open again."""
+
+    @property
+    def in_use(self) -> bool:
+        """A thread or a task is using the descriptor."""
+
+    def park(self) -> None:
+        """Close the descriptor for now, and call `DescriptorPool.remove`."""
+
+
+class DescriptorPool:
+    """The open descriptors of staging files: at most ``open_max``. One more closes the one used least recently.
+
+    Where a task or thread uses every one of them, another is refused with EMFILE.
+    """
+
+    def __init__(self, open_max: int) -> None:
+        self.open_max = open_max
+        self._open: OrderedDict[Holder, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def make_room(self) -> None:
+        """Of one more descriptor. Raises FileError(EMFILE)."""
+        if len(self._open) < self.open_max:
+            return
+        idle = next((holder for holder in self._open if not holder.in_use), None)
+        if idle is None:
+            raise FileError(
+                errno.EMFILE,
+                f"{self.open_max} staging files are being read or written at this moment: "
+                "raise the daemon's limit of open files (`ulimit -Hn`, LimitNOFILE=)",
+            )
+        idle.park()
+
+    def add(self, holder: Holder) -> None:
+        """Its descriptor was opened or used just now."""
+        self._open[holder] = None
+        self._open.move_to_end(holder)
+
+    def remove(self, holder: Holder) -> None:
+        """Its descriptor was closed."""
+        self._open.pop(holder, None)
+
+
 class Staging:
     """Counts staged bytes. Trio thread only."""
 
     def __init__(
         self,
         directory: Path,
+        disk: Disk,
+        threads: Threads,
         *,
         bytes_max: int,
         free_bytes_min: int,
         metrics: UploadMetrics,
         evict: Callable[[int], object] = lambda _: None,
-        free: Callable[[Path], int] = free_bytes,
         wait_s_max: float = 3600.0,
-        files_open_max: int = FILES_OPEN_MAX,
     ) -> None:
         """``evict(bytes)`` asks the block cache for room on the same disk; it is called in a worker thread."""
         self.directory = directory
-        self.segments = Segments(directory)
-        self.descriptors = DescriptorPool(files_open_max)
+        self.disk, self.threads = disk, threads
+        self.segments = Segments(directory, disk)
+        self.descriptors = DescriptorPool(disk.descriptors_max)
         self.write_outs = trio.CapacityLimiter(WRITE_OUTS_MAX)
         self.bytes_max = bytes_max
         self.bytes_used = 0
@@ -93,7 +140,6 @@ class Staging:
         self._free_bytes_min = free_bytes_min
         self._metrics = metrics
         self._evict = evict
-        self._free = free
         self._free_known, self._free_at = 0, -math.inf
         self._stagers: set[Stager] = set()
         self._room = trio.Event()
@@ -195,7 +241,7 @@ class Staging:
             if self._drop(keep_recent=True):
                 continue
             self.state = StagingState.FULL
-            if not is_under_way() and not any(stager.making_room for stager in self._stagers):
+            if not self.disk.is_freeing and not any(stager.making_room for stager in self._stagers):
                 if self._drop(keep_recent=False) or await self._spill(count):
                     continue
                 raise StagingFull(
@@ -245,7 +291,7 @@ class Staging:
     def _free_bytes(self) -> int:
         """Raises StagingFull or CacheError."""
         try:
-            return self._free(self.directory)
+            return self.disk.free_bytes(self.directory)
         except OSError as error:
             raise self.translate(error) from error
 
@@ -265,6 +311,6 @@ class Staging:
         wanted = self._free_bytes_min + IN_FLIGHT_BYTES + count
         short = wanted - self._free_bytes()
         if short > 0:
-            await trio.to_thread.run_sync(self._evict, short)
+            await self.threads.run(self._evict, short)
             short = wanted - self._free_bytes()
         return short <= 0

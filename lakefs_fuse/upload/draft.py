@@ -525,7 +525,9 @@ class Draft:
                     ref = await self.services.client.upload_part(self.target.key, upload_id, index + 1, body)
                     hashes = hasher.seen()
                     if hashes is None:
-                        hashes = await trio.to_thread.run_sync(hash_blocks, self.fd, start, start + length, self.size)
+                        hashes = await self.services.staging.threads.run(
+                            hash_blocks, self.fd, start, start + length, self.size
+                        )
             except BaseException:
                 part.state = PartState.DIRTY
                 self.upload_failed = True

@@ -339,7 +339,7 @@ async def _all_hashes(draft: Draft) -> list[int]:
         with draft.file.held():
             if draft.size <= THREAD_BYTES_MIN:
                 return complete(draft.fd)
-            return await trio.to_thread.run_sync(complete, draft.fd)
+            return await draft.services.staging.threads.run(complete, draft.fd)
     except (OSError, LakeError) as error:
         log.warning("%s is stored, but cannot be read back from staging: %s", draft.target.key, error)
         return [0] * blocks

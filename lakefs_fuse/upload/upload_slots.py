@@ -6,7 +6,7 @@ adds up the time in which a part was announced and not started although a slot w
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import trio
@@ -17,11 +17,10 @@ from lakefs_fuse.metrics import UploadMetrics
 class UploadSlots:
     """At most ``slots`` uploads at once, first come first served. Trio thread only."""
 
-    def __init__(self, slots: int, metrics: UploadMetrics, clock: Callable[[], float] = trio.current_time) -> None:
+    def __init__(self, slots: int, metrics: UploadMetrics) -> None:
         self._limiter = trio.CapacityLimiter(slots)
         self.slots = slots
         self._metrics = metrics
-        self._clock = clock
         self._ready = 0
         self._busy = 0
         self._since = 0.0
@@ -32,7 +31,7 @@ class UploadSlots:
         return self._ready + self._busy
 
     def _account(self) -> None:
-        now = self._clock()
+        now = trio.current_time()
         if self._ready and self._busy < self.slots:
             self._metrics.idle_with_work_s += now - self._since
         self._since = now

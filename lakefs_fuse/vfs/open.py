@@ -37,7 +37,6 @@ from lakefs_fuse.vfs.wiring import Assembly, Ground
 from lakefs_fuse.vfs.writeback.orphans import Recovery
 
 ROOM_BYTES_MIN = 64 * MIB
-NS = 1_000_000_000
 """A mount needs so much of the disk beyond what it leaves free."""
 log = logging.getLogger(__name__)
 
@@ -113,9 +112,9 @@ async def opened_cache(config: MountConfig, metrics: Metrics, node: Node) -> Asy
             bytes_max=config.cache_bytes_max,
             free_bytes_min=config.free_bytes_min,
             metrics=metrics.cache,
-            clock=lambda: node.clock.wall_ns() / NS,
+            clock=node.clock,
             rng=node.random.stream("eviction"),
-            free=node.disk.free_bytes,
+            disk=node.disk,
         )
         try:
             yield cache

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import trio
 
+from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.commits.applier import Applier
@@ -18,7 +19,6 @@ from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.commits.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import Metrics
@@ -78,20 +78,20 @@ class Ground:
 
     def reader(self, learned: Callable[[ObjectMeta], None]) -> BlockReader:
         verified = verification(self.client, self.metrics, read_only=self.config.read_only)
-        return BlockReader(
-            self.client, self.cache, self.metrics.cache, self.nursery, learned=learned, verified=verified
-        )
+        disk = AsyncBlockCache(self.cache, self.nursery, self.node.threads, self.node.clock)
+        return BlockReader(self.client, disk, self.metrics.cache, self.nursery, learned=learned, verified=verified)
 
     def services(self, reader: BlockReader, save: Callable[[DraftRecord, bool], None]) -> DraftServices:
         config = self.config
         staging = Staging(
             Path(config.cache_dir).absolute() / "staging",
+            self.node.disk,
+            self.node.threads,
             bytes_max=config.staging_bytes_max,
             free_bytes_min=config.free_bytes_min,
             metrics=self.metrics.upload,
             evict=self.cache.evict,
             wait_s_max=config.staging_timeout_s,
-            files_open_max=file_limit.share(),
         )
         layout = PartLayout(self.spans, staging_bytes_max=config.staging_bytes_max)
         return DraftServices(
@@ -243,6 +243,7 @@ class Assembly:
             ground.database, ground.nursery, ground.node.threads, Rules.of(ground.config), ground.metrics.writeback,
             delay_s=ground.config.writeback_delay_s, is_pressed=lambda: files.services.staging.is_half_full,
             progress=committer.progress, is_held=lambda: bool(committer.held_until),
+            clock=ground.node.clock,
         )  # fmt: skip
         committer.reached = writeback.reached
         return writeback

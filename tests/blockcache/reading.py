@@ -12,11 +12,16 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.environment.clock import Clock, SystemClock
+from lakefs_fuse.environment.disk import Disk
+from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
+from tests.fakes import FakeDisk
 
 MIB = 1 << 20
 CACHES_MADE: list[BlockCache] = []
@@ -73,13 +78,28 @@ class MemoryStore:
 
 
 def make_cache(
-    directory: Path, metrics: CacheMetrics | None = None, bytes_max: int = 1 << 30, scanned: bool = True
+    directory: Path,
+    metrics: CacheMetrics | None = None,
+    bytes_max: int = 1 << 30,
+    scanned: bool = True,
+    *,
+    free_bytes_min: int = 0,
+    clock: Clock | None = None,
+    seed: int = 0,
+    disk: Disk | None = None,
 ) -> BlockCache:
-    cache = BlockCache(directory, bytes_max=bytes_max, free_bytes_min=0, metrics=metrics or CacheMetrics())
+    cache = BlockCache(
+        directory, bytes_max=bytes_max, free_bytes_min=free_bytes_min, metrics=metrics or CacheMetrics(),
+        clock=clock or SystemClock(), rng=random.Random(seed), disk=disk or FakeDisk(),
+    )  # fmt: skip
     CACHES_MADE.append(cache)
     if scanned:
         cache.scan()
     return cache
+
+
+def for_tasks(cache: BlockCache, nursery: trio.Nursery) -> AsyncBlockCache:
+    return AsyncBlockCache(cache, nursery, WorkerThreads(), SystemClock())
 
 
 def cache_files(directory: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from lakefs_fuse.errors import CacheError
 from lakefs_fuse.metrics import CacheMetrics
 from tests.blockcache.reading import MIB, block_of, content, make_cache
 from tests.blockcache.reading import cache_files as files_in
+from tests.fakes import FakeClock
 
 SIZE = 2 * MIB + 777
 DATA = content("blocks", SIZE)
@@ -260,14 +261,6 @@ def test_threads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path)) <= 6 * MIB
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1e9
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
     def fail(*_: object, **__: object) -> int:
         raise OSError(code, os.strerror(code))
@@ -276,8 +269,8 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
 
 
 def test_a_full_disk_stops_writes_not_reads_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), clock=clock)
+    clock = FakeClock()
+    cache = make_cache(tmp_path, scanned=False, clock=clock)
     cache.write_block(VERSION, 0, block_of(DATA, 0))
     cache.pin(VERSION)  # open, so that no room is made at its cost
     with monkeypatch.context() as patch:
@@ -288,7 +281,7 @@ def test_a_full_disk_stops_writes_not_reads_and_is_tried_again(tmp_path: Path, m
     assert cache.read_block(VERSION, 0) == block_of(DATA, 0)
     cache.write_block(VERSION, 1, block_of(DATA, 1))
     assert cache.read_block(VERSION, 1) is None, "not tried again at once"
-    clock.now += FULL_RETRY_S
+    clock.advance(FULL_RETRY_S)
     cache.write_block(VERSION, 1, block_of(DATA, 1))
     assert cache.statistics().state is CacheState.OK
     assert cache.read_block(VERSION, 1) == block_of(DATA, 1)
@@ -397,8 +390,8 @@ def test_a_quota_that_free_space_does_not_show_is_met_by_evicting(
 
 
 def test_a_failing_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), clock=clock)
+    clock = FakeClock()
+    cache = make_cache(tmp_path, scanned=False, clock=clock)
     fill(cache)
     with monkeypatch.context() as patch:
         failing(patch, "pread", errno.EIO)
@@ -407,14 +400,15 @@ def test_a_failing_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: p
     assert not cache.readable
     assert not cache.writable
     assert cache.read_block(VERSION, 0) is None
-    clock.now += FAILED_RETRY_S
+    clock.advance(FAILED_RETRY_S)
     assert cache.read_block(VERSION, 0) == block_of(DATA, 0)
     assert cache.statistics().state is CacheState.OK
-    clock.now -= 1e6  # somebody sets the clock back just after a failure
     with monkeypatch.context() as patch:
         failing(patch, "pread", errno.EIO)
         assert cache.read_block(VERSION, 0) is None
-    clock.now -= 1e6
+    clock.set_wall(0)
+    assert not cache.readable, "a clock that was set back neither shortens the pause nor lengthens it"
+    clock.advance(FAILED_RETRY_S)
     assert cache.read_block(VERSION, 0) == block_of(DATA, 0)
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 
 from lakefs_fuse.blockcache.disk_latency import PAUSE_S_FIRST, PAUSE_S_MAX, PROMPT_S, SLOW_S, WEIGHT, Promptness
+from tests.fakes import FakeClock
 
 
 class Disk:
     def __init__(self) -> None:
-        self.now = 1000.0
-        self.promptness = Promptness(clock=lambda: self.now)
+        self.clock = FakeClock()
+        self.promptness = Promptness(self.clock)
 
     def read(self, seconds: float, times: int = 1) -> bool:
         """Whether it is prompt after so many reads."""
         for _ in range(times):
             with self.promptness.timed():
-                self.now += seconds
+                self.clock.advance(seconds)
         return self.is_prompt()
 
     def is_prompt(self) -> bool:
@@ -36,7 +37,7 @@ def test_a_disk_that_is_slow_on_the_average_is_left_alone_for_a_while() -> None:
     disk = Disk()
     assert disk.read(PROMPT_S * 2, 5)
     assert not disk.read(PROMPT_S * 2, 6)
-    disk.now += PAUSE_S_FIRST
+    disk.clock.advance(PAUSE_S_FIRST)
     assert disk.is_prompt(), "tried again"
     assert disk.read(PROMPT_S / 2, 100)
 
@@ -45,9 +46,9 @@ def test_one_read_that_hangs_is_enough() -> None:
     disk = Disk()
     disk.read(PROMPT_S / 10, 1000)
     assert not disk.read(SLOW_S * 1.01)
-    disk.now += PAUSE_S_FIRST / 2
+    disk.clock.advance(PAUSE_S_FIRST / 2)
     assert not disk.is_prompt()
-    disk.now += PAUSE_S_FIRST
+    disk.clock.advance(PAUSE_S_FIRST)
     assert disk.is_prompt()
     assert not disk.read(1.0)
 
@@ -55,10 +56,10 @@ def test_one_read_that_hangs_is_enough() -> None:
 def pause_s(disk: Disk) -> float:
     """After one that hangs."""
     assert not disk.read(SLOW_S * 2)
-    began = disk.now
+    began = disk.clock.mono_s()
     while not disk.is_prompt():
-        disk.now += 0.01
-    return disk.now - began
+        disk.clock.advance(0.01)
+    return round(disk.clock.mono_s() - began, 6)
 
 
 def test_a_disk_that_stays_slow_is_tried_less_and_less_often() -> None:
@@ -79,7 +80,7 @@ def test_an_error_is_timed_as_well() -> None:
 
     def fail() -> None:
         with disk.promptness.timed():
-            disk.now += 1
+            disk.clock.advance(1)
             raise OSError("bad sector")
 
     with pytest.raises(OSError, match="bad sector"):

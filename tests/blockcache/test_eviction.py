@@ -1,7 +1,6 @@
 """The cache stays within its bounds, and what goes is what was used longest ago and is not open."""
 
 import os
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version
 from lakefs_fuse.blockcache.cache_file import name_digest
 from lakefs_fuse.metrics import CacheMetrics
 from tests.blockcache.reading import MIB, block_of, cache_files, content, make_cache
+from tests.fakes import NS, FakeClock, FakeDisk
 
 
 def version(number: int, size: int = 100_000) -> Version:
@@ -58,18 +58,15 @@ def test_the_oldest_go_first_and_reading_is_use(tmp_path: Path) -> None:
 
 
 def test_a_file_is_touched_at_most_once_a_minute(tmp_path: Path) -> None:
-    now = 2e9
-    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), clock=lambda: now)
+    clock = FakeClock(2_000_000_000 * NS)
+    cache = make_cache(tmp_path, scanned=False, clock=clock)
     write(cache, 0)
     (path,) = cache_files(tmp_path)
-    cache.read_block(version(0), 0)
-    assert path.stat().st_mtime == 2e9
-    now += 59
-    cache.read_block(version(0), 0)
-    assert path.stat().st_mtime == 2e9
-    now += 1
-    cache.read_block(version(0), 0)
-    assert path.stat().st_mtime == 2e9 + 60
+    made_s = path.stat().st_mtime
+    for seconds, touched_s in [(0, made_s), (59, made_s), (1, 2e9 + 60), (59, 2e9 + 60), (1, 2e9 + 120)]:
+        clock.advance(seconds)
+        cache.read_block(version(0), 0)
+        assert path.stat().st_mtime == touched_s
 
 
 def test_open_versions_are_spared_and_then_the_cache_is_full(tmp_path: Path) -> None:
@@ -93,17 +90,14 @@ def test_open_versions_are_spared_and_then_the_cache_is_full(tmp_path: Path) -> 
 
 
 def test_free_space_of_the_disk_is_kept(tmp_path: Path) -> None:
-    free = 100 * MIB
-    cache = BlockCache(
-        tmp_path, bytes_max=1 << 40, free_bytes_min=90 * MIB, metrics=CacheMetrics(), free=lambda _: free
-    )
-    cache.scan()
+    disk = FakeDisk(room=100 * MIB)
+    cache = make_cache(tmp_path, bytes_max=1 << 40, free_bytes_min=90 * MIB, disk=disk)
     for number in range(20):
         write(cache, number)
-    free = 90 * MIB - 500_000  # somebody else fills the disk
+    disk.room = 90 * MIB - 500_000  # somebody else fills the disk
     assert cache.evict() >= 500_000
     assert cache.statistics().bytes_used > 0
-    free = 0
+    disk.room = 0
     write(cache, 100)
     assert cache.bytes_used == 0
     assert cache.state is CacheState.FULL
@@ -113,8 +107,7 @@ def test_free_space_of_the_disk_is_kept(tmp_path: Path) -> None:
 def test_large_files_lose_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "LARGE_BYTES", 4 * MIB)
     monkeypatch.setattr(eviction, "RANGE_BYTES", 2 * MIB)
-    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), rng=random.Random(4))
-    cache.scan()
+    cache = make_cache(tmp_path, seed=4)
     data = content("large", 9 * MIB + 5)
     large = Version("large", "etag", len(data))
     for index in range(large.blocks):

@@ -16,7 +16,8 @@ from lakefs_fuse.blockcache.health import FAILED_RETRY_S
 from lakefs_fuse.metrics import CacheMetrics
 from tests.blockcache.reading import MIB, block_of, content, make_cache
 from tests.blockcache.reading import cache_files as files_in
-from tests.blockcache.test_cache import BOTH, DATA, SIZE, VERSION, WHOLE, Clock, failing, fill, flip
+from tests.blockcache.test_cache import BOTH, DATA, SIZE, VERSION, WHOLE, failing, fill, flip
+from tests.fakes import FakeClock
 
 
 def part(cache: BlockCache, start: int, end: int) -> bytes | None:
@@ -115,26 +116,26 @@ def test_what_is_known_of_pieces_is_mended(tmp_path: Path) -> None:
 def test_a_bad_disk_is_noticed_without_a_thread_and_a_mended_one_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
-    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), clock=clock)
+    clock = FakeClock()
+    cache = make_cache(tmp_path, scanned=False, clock=clock)
     cache.write_block(SMALL, 0, content("small", 5000))
     with monkeypatch.context() as patch:
         failing(patch, "pread", errno.EIO)
         assert cache.read_all_now(SMALL) is None
         assert cache.state is CacheState.FAILED
         assert cache.statistics().last_error == "Input/output error"
-    clock.now += FAILED_RETRY_S
+    clock.advance(FAILED_RETRY_S)
     cache.write_block(SMALL, 0, content("small", 5000))
-    clock.now += FAILED_RETRY_S
+    clock.advance(FAILED_RETRY_S)
     assert cache.read_all_now(SMALL) == content("small", 5000)
     assert cache.statistics().state is CacheState.OK
 
 
 def test_a_file_whose_use_cannot_be_noted_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    cache = BlockCache(tmp_path, bytes_max=1 << 30, free_bytes_min=0, metrics=CacheMetrics(), clock=clock)
+    clock = FakeClock()
+    cache = make_cache(tmp_path, scanned=False, clock=clock)
     cache.write_block(SMALL, 0, content("small", 5000))
-    clock.now += 10 * cache_files.TOUCH_S
+    clock.advance(10 * cache_files.TOUCH_S)
     with monkeypatch.context() as patch:
         failing(patch, "utime", errno.EROFS)
         assert cache.read_all_now(SMALL) is None

@@ -16,7 +16,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.metrics import CacheMetrics
-from tests.blockcache.reading import MIB, MemoryStore, content, make_cache
+from tests.blockcache.reading import MIB, MemoryStore, content, for_tasks, make_cache
 
 BLOCKS = 96
 ENOUGH = 6
@@ -39,7 +39,7 @@ class Lake:
     def __init__(self, directory: Path, nursery: trio.Nursery, bytes_max: int, scanned: bool) -> None:
         self.store, self.metrics = Store(), CacheMetrics()
         self.cache = make_cache(directory, self.metrics, bytes_max, scanned)
-        self.reader = BlockReader(self.store, self.cache, self.metrics, nursery)
+        self.reader = BlockReader(self.store, for_tasks(self.cache, nursery), self.metrics, nursery)
         self.version = self.store.put("file", DATA)
 
     async def jump(self, blocks: list[int], version: Version | None = None) -> None:
@@ -151,7 +151,7 @@ async def test_it_is_over_when_what_readers_brought_is_on_the_disk_too(
             write_runs(runs)
 
         monkeypatch.setattr(lake.cache, "write_runs", held_back)
-        lake.reader._write_behind._threads.total_tokens += ENOUGH
+        lake.reader._disk._writing.total_tokens += ENOUGH
         await lake.jump(FAR)
         while len(lake.reader._pending) > ENOUGH:
             await trio.sleep(0.002)

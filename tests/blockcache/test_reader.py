@@ -18,7 +18,7 @@ from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import AccessDenied, FileError, Unavailable
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
-from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, make_cache
+from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, for_tasks, make_cache
 
 KIB = 1024
 DATA = content("reader", 20 * MIB + 123)
@@ -42,7 +42,7 @@ class Lake:
         self.learned: list[ObjectMeta] = []
         self.reader = BlockReader(
             self.store,
-            self.cache,
+            for_tasks(self.cache, self.nursery),
             self.metrics,
             self.nursery,
             learned=self.learned.append,

@@ -19,6 +19,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.environment import local_disk as disk
 from tests.blockcache.reading import MIB, cache_files, content, reads_now
 from tests.blockcache.test_reader import DATA, KIB, Lake, lake_at
+from tests.fakes import NS, FakeClock
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
         await on_disk(lake)
         await lake.read(0, 10, jumps=True)  # opens the file
         monkeypatch.setattr(trio.to_thread, "run_sync", counting)
-        lake.reader._disk._slow_until_s = math.inf
+        lake.reader._disk.latency._slow_until_s = math.inf
 
         async def threads_for(offset: int) -> int:
             threads.clear()
@@ -97,7 +98,7 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
             patch.setattr(disk, "pread_now", would_block)
             assert await threads_for(4 * MIB) == 1
         assert await threads_for(4 * MIB + 10) == 0
-        lake.cache._files._clock = lambda: time.time() + 2 * TOUCH_S
+        lake.cache._files._clock = FakeClock(time.time_ns() + 2 * int(TOUCH_S) * NS)
         assert await threads_for(4 * MIB + 20) == 1, "which notes that it is in use"
 
 
@@ -110,7 +111,7 @@ async def test_a_prompt_disk_is_read_without_a_thread(tmp_path: Path, monkeypatc
         for version in small:
             assert await lake.reader.ensure(version, 0, 1)
         await on_disk(lake)
-        lake.reader._disk = Promptness(clock=lambda: 0.0)
+        lake.reader._disk.latency = Promptness(FakeClock())
         with monkeypatch.context() as patch:
             patch.setattr(trio.to_thread, "run_sync", refuse)
             for number, version in enumerate(small):
@@ -141,7 +142,7 @@ async def test_parts_of_what_is_not_there_take_no_thread(tmp_path: Path, monkeyp
         await lake.idle()
         lake.cache.close()
         lake.restart()
-        lake.reader._disk = Promptness(clock=lambda: 0.0)
+        lake.reader._disk.latency = Promptness(FakeClock())
         assert await lake.read(3 * MIB, 10, jumps=True) == DATA[3 * MIB :][:10]
         assert await lake.reader.read(small, 5, 10, jumps=True) == content("small", MIB)[5:15]
         assert looked == []

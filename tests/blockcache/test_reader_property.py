@@ -16,7 +16,7 @@ from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.metrics import CacheMetrics
-from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, make_cache
+from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, for_tasks, make_cache
 from tests.tiers import examples
 
 OBJECTS = {"tiny": 1, "block": MIB, "tail": 2 * MIB + 4095, "large": 7 * MIB + 1}
@@ -62,7 +62,12 @@ async def run(directory: Path, steps: list[tuple[str, str, int, int]], bytes_max
             metrics = CacheMetrics()
             cache = make_cache(directory, metrics, bytes_max)
             return cache, BlockReader(
-                store, cache, metrics, nursery, memory_blocks=memory_blocks, inflight_bytes_max=16 * BLOCK_BYTES
+                store,
+                for_tasks(cache, nursery),
+                metrics,
+                nursery,
+                memory_blocks=memory_blocks,
+                inflight_bytes_max=16 * BLOCK_BYTES,
             )
 
         cache, reader = start()

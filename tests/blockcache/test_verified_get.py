@@ -18,7 +18,7 @@ from lakefs_fuse.blockcache.verified_get import ANSWERS_MAX, Spans, VerifiedGet
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import Buffer, Fetched
-from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, make_cache
+from tests.blockcache.reading import MIB, MemoryStore, cache_files, content, for_tasks, make_cache
 
 DATA = content("sums", 2 * MIB + 11)
 ODD = "0123456789abcdef" * 2
@@ -71,7 +71,7 @@ class Lake:
             md5_etags=md5_etags,
         )  # fmt: skip
         self.cache = make_cache(directory, self.metrics)
-        self.reader = BlockReader(store, self.cache, self.metrics, nursery, verified=verified)
+        self.reader = BlockReader(store, for_tasks(self.cache, nursery), self.metrics, nursery, verified=verified)
 
     @staticmethod
     def wrong_members(data: Buffer) -> Spans:

@@ -8,18 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.staging import segments as segments_module
 from lakefs_fuse.staging.segments import Segments, Spot
 from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.staging.staging_area import Staging
+from tests.fakes import FakeDisk
 
 
 def staging_in(directory: Path, files_open_max: int) -> Staging:
     return Staging(
-        directory, bytes_max=1 << 30, free_bytes_min=0, metrics=UploadMetrics(), files_open_max=files_open_max
-    )
+        directory, FakeDisk(descriptors_max=files_open_max), WorkerThreads(), bytes_max=1 << 30, free_bytes_min=0,
+        metrics=UploadMetrics(),
+    )  # fmt: skip
 
 
 def descriptors() -> int:
@@ -70,7 +73,7 @@ def kept(segments: Segments, data: bytes) -> Spot:
 async def test_segments_many_wanted_keep_few_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments_module, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(segments_module, "OPEN_MAX", 3)
-    before, segments = descriptors(), Segments(tmp_path)
+    before, segments = descriptors(), Segments(tmp_path, FakeDisk())
     spots = [kept(segments, bytes([index]) * 10) for index in range(9)]
     assert len({spot.segment for spot in spots}) == 9
     assert descriptors() == before + 3

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
+from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import CacheError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.staging.staging_area import IN_FLIGHT_BYTES, KEY_XATTR, UPLOAD_XATTR, Staging
+from tests.fakes import FakeDisk
 
 
 class Stager:
@@ -34,12 +35,10 @@ class Stager:
         return 0
 
 
-def make(
-    directory: Path, bytes_max: int = 1000, free: Callable[[Path], int] = lambda _: 1 << 40, **more: object
-) -> Staging:
+def make(directory: Path, bytes_max: int = 1000, free: int = 1 << 40, **more: object) -> Staging:
     return Staging(
-        directory, bytes_max=bytes_max, free_bytes_min=100, metrics=UploadMetrics(), free=free,
-        **more,  # type: ignore[arg-type]
+        directory, FakeDisk(room=free), WorkerThreads(), bytes_max=bytes_max, free_bytes_min=100,
+        metrics=UploadMetrics(), **more,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -103,8 +102,16 @@ async def test_a_writer_that_waits_in_vain_is_told(tmp_path: Path, autojump_cloc
 
 
 async def test_many_at_once_stay_within_the_bound(tmp_path: Path) -> None:
-    free = iter([0] * 5)  # the first of them have to wait for the disk, in a thread
-    staging = make(tmp_path, evict=lambda _: None, free=lambda _: next(free, 1 << 40))
+    room = iter([0] * 5)
+
+    class SlowlyFreedDisk(FakeDisk):
+        def free_bytes(self, path: str | os.PathLike[str]) -> int:
+            return next(room, 1 << 40)  # the first of them have to wait for the disk, in a thread
+
+    staging = Staging(
+        tmp_path, SlowlyFreedDisk(), WorkerThreads(), bytes_max=1000, free_bytes_min=100, metrics=UploadMetrics(),
+        evict=lambda _: None,
+    )  # fmt: skip
     refused = 0
 
     async def reserve() -> None:
@@ -123,16 +130,15 @@ async def test_many_at_once_stay_within_the_bound(tmp_path: Path) -> None:
 
 
 async def test_the_cache_makes_room_on_the_disk(tmp_path: Path) -> None:
-    free = 50
+    disk = FakeDisk(room=50)
     asked: list[int] = []
 
     def evict(short: int) -> None:
-        nonlocal free
         asked.append(short)
-        free += short
+        disk.room = 50 + short
 
     staging = Staging(
-        tmp_path, bytes_max=1 << 30, free_bytes_min=100, metrics=UploadMetrics(), free=lambda _: free, evict=evict
+        tmp_path, disk, WorkerThreads(), bytes_max=1 << 30, free_bytes_min=100, metrics=UploadMetrics(), evict=evict
     )
     await staging.reserve(10)
     assert asked == [100 + IN_FLIGHT_BYTES + 10 - 50]
@@ -140,7 +146,7 @@ async def test_the_cache_makes_room_on_the_disk(tmp_path: Path) -> None:
 
 
 async def test_a_full_disk_is_refused(tmp_path: Path) -> None:
-    staging = make(tmp_path, free=lambda _: 100)
+    staging = make(tmp_path, free=100)
     with pytest.raises(StagingFull):
         await staging.reserve(1)
     assert staging.bytes_used == 0
@@ -177,10 +183,9 @@ async def test_what_it_says_of_itself(tmp_path: Path) -> None:
 
 
 async def test_a_disk_that_cannot_even_be_asked(tmp_path: Path) -> None:
-    def gone(_: Path) -> int:
-        raise FileNotFoundError(errno.ENOENT, "gone")
-
-    staging = Staging(tmp_path, bytes_max=1000, free_bytes_min=0, metrics=UploadMetrics(), free=gone)
+    staging = Staging(
+        tmp_path / "gone", FakeDisk(), WorkerThreads(), bytes_max=1000, free_bytes_min=0, metrics=UploadMetrics()
+    )
     with pytest.raises(CacheError, match="the staging disk fails"):
         await staging.reserve(1)
     assert staging.state.name == "FAILED"

@@ -12,6 +12,7 @@ from pathlib import Path
 import trio
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
+from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.metrics import StoreMetrics, UploadMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PartLayout
@@ -23,6 +24,7 @@ from lakefs_fuse.upload.draft_services import DraftServices, DraftTarget
 from lakefs_fuse.upload.publish import Published, publish
 from lakefs_fuse.upload.upload_slots import UploadSlots
 from lakefs_fuse.upload.zero_objects import ZeroObjects
+from tests.fakes import FakeDisk
 from tests.memory_store import MemoryStore
 
 KIB = 1024
@@ -111,7 +113,9 @@ async def bench(
     )  # fmt: skip
     staging_dir = directory / "staging"
     staging_dir.mkdir(exist_ok=True)
-    staging = Staging(staging_dir, bytes_max=staging_bytes_max, free_bytes_min=0, metrics=metrics)
+    staging = Staging(
+        staging_dir, FakeDisk(), WorkerThreads(), bytes_max=staging_bytes_max, free_bytes_min=0, metrics=metrics
+    )
     saved: dict[str, DraftRecord] = {}
     synced: dict[str, DraftRecord] = {}
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 import trio
 
+from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
@@ -72,7 +73,8 @@ class ImmutableFilesystem:
         self.config, self.metrics = lake.config, lake.metrics
         self._lake, self._states, self._state = lake, states, state
         verified = verification(lake.client, lake.metrics, read_only=True)
-        self._reader = BlockReader(lake.client, lake.cache, lake.metrics.cache, nursery, verified=verified)
+        disk = AsyncBlockCache(lake.cache, nursery, lake.node.threads, lake.node.clock)
+        self._reader = BlockReader(lake.client, disk, lake.metrics.cache, nursery, verified=verified)
         self._readings: OrderedDict[int, Reading] = OrderedDict()
         self._gone = self._refreshes = 0
         self._refreshing = trio.Lock()

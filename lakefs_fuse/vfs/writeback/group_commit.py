@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from lakefs_fuse.blockcache.disk_latency import Promptness
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, LakeError
@@ -65,6 +66,7 @@ class Acceptor:
         database: Database,
         nursery: trio.Nursery,
         threads: Threads,
+        clock: Clock,
         *,
         number: Callable[[], int],
         replaced: Callable[[OpenFile, list[Draft]], list[Draft]],
@@ -78,7 +80,7 @@ class Acceptor:
         self._number, self._replaced, self._accepted = number, replaced, accepted
         self._closing: list[Closing] = []
         self._working = False
-        self._disk = Promptness(PROMPT_S)
+        self._disk = Promptness(clock, PROMPT_S)
 
     async def accept(self, file: OpenFile, draft: Draft) -> None:
         """The caller holds the draft alone. Raises LakeError; then the draft is as it was."""

@@ -26,6 +26,7 @@ from itertools import islice
 
 import trio
 
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -76,13 +77,14 @@ class WriteBack:
         is_pressed: Callable[[], bool],
         progress: Callable[[], None],
         is_held: Callable[[], bool],
+        clock: Clock,
     ) -> None:
         """``is_pressed``: staging needs room. ``progress`` is told when something is durable. ``is_held``: changes of
         names wait for what was accepted before them."""
         self._nursery, self._rules, self._metrics = nursery, rules, metrics
         self._delay_s, self._is_pressed, self._progress, self._is_held = delay_s, is_pressed, progress, is_held
         self.acceptor = Acceptor(
-            database, nursery, threads, number=self._next, replaced=self._replaced, accepted=self._was_accepted
+            database, nursery, threads, clock, number=self._next, replaced=self._replaced, accepted=self._was_accepted
         )
         self.publisher: Publisher
         self.sequence = 0

@@ -9,11 +9,11 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.blockcache import write_behind
+from lakefs_fuse.blockcache import async_cache
+from lakefs_fuse.blockcache.async_cache import SMALL_WRITE_BYTES_MAX, AsyncBlockCache
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
-from lakefs_fuse.blockcache.write_behind import SMALL_BYTES_MAX, WriteBehind
-from tests.blockcache.reading import content, make_cache
+from tests.blockcache.reading import content, for_tasks, make_cache
 
 FILES = 30
 
@@ -36,7 +36,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-async def write(behind: WriteBehind, number: int, size: int = 5000) -> None:
+async def write(behind: AsyncBlockCache, number: int, size: int = 5000) -> None:
     version, data = small(number, size)
     await behind.write(version, 0, [memoryview(data)])
 
@@ -44,7 +44,7 @@ async def write(behind: WriteBehind, number: int, size: int = 5000) -> None:
 async def test_small_ones_share_a_thread(tmp_path: Path, steps: list[int]) -> None:
     cache = make_cache(tmp_path)
     async with trio.open_nursery() as nursery:
-        behind = WriteBehind(cache, nursery)
+        behind = for_tasks(cache, nursery)
         for number in range(FILES):
             nursery.start_soon(write, behind, number)
     assert steps == [FILES]
@@ -56,24 +56,24 @@ async def test_small_ones_share_a_thread(tmp_path: Path, steps: list[int]) -> No
 async def test_they_do_not_wait_for_more_than_is_worth_it(
     tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_behind, "GATHER_S", 60.0)
-    monkeypatch.setattr(write_behind, "GATHER_BYTES_MAX", 10 * 5000)
+    monkeypatch.setattr(async_cache, "GATHER_S", 60.0)
+    monkeypatch.setattr(async_cache, "GATHER_BYTES_MAX", 10 * 5000)
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
-            behind = WriteBehind(make_cache(tmp_path), nursery)
+            behind = for_tasks(make_cache(tmp_path), nursery)
             for number in range(FILES):
                 nursery.start_soon(write, behind, number)
     assert steps == [10] * (FILES // 10)
 
 
 async def test_a_large_one_waits_for_nobody(tmp_path: Path, steps: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "GATHER_S", 60.0)
+    monkeypatch.setattr(async_cache, "GATHER_S", 60.0)
     cache = make_cache(tmp_path)
     async with trio.open_nursery() as nursery:
-        behind = WriteBehind(cache, nursery)
+        behind = for_tasks(cache, nursery)
         nursery.start_soon(write, behind, 1)
         with trio.fail_after(20):
-            for size in (SMALL_BYTES_MAX + 1, BLOCK_BYTES):
+            for size in (SMALL_WRITE_BYTES_MAX + 1, BLOCK_BYTES):
                 await write(behind, size, size)
                 assert cache.has_blocks(small(size, size)[0], 0, 1) == [True]
         assert steps == [1, 1]
@@ -81,10 +81,10 @@ async def test_a_large_one_waits_for_nobody(tmp_path: Path, steps: list[int], mo
 
 
 async def test_who_waits_hears_of_it_when_the_mount_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_behind, "GATHER_S", 60.0)
+    monkeypatch.setattr(async_cache, "GATHER_S", 60.0)
     told = 0
 
-    async def wait(behind: WriteBehind) -> None:
+    async def wait(behind: AsyncBlockCache) -> None:
         nonlocal told
         await write(behind, 1)
         told += 1
@@ -92,7 +92,7 @@ async def test_who_waits_hears_of_it_when_the_mount_ends(tmp_path: Path, monkeyp
     with trio.fail_after(20):
         async with trio.open_nursery() as waiting:
             async with trio.open_nursery() as nursery:
-                behind = WriteBehind(make_cache(tmp_path), nursery)
+                behind = for_tasks(make_cache(tmp_path), nursery)
                 waiting.start_soon(wait, behind)
                 await trio.testing.wait_all_tasks_blocked()
                 nursery.cancel_scope.cancel()
@@ -107,7 +107,7 @@ async def test_an_error_is_told_to_nobody_and_ends_nothing(
 
     cache = make_cache(tmp_path)
     async with trio.open_nursery() as nursery:
-        behind = WriteBehind(cache, nursery)
+        behind = for_tasks(cache, nursery)
         with monkeypatch.context() as patch:
             patch.setattr(BlockCache, "write_runs", fail)
             with trio.fail_after(20):

@@ -1,0 +1,124 @@
+"""The block cache for trio tasks: reads at once while the disk is prompt, else in worker threads; writes gathered.
+
+Handing work to a thread and getting the answer back takes about a millisecond of CPU, because two threads have to be
+woken and to get hold of the interpreter. So small reads of a prompt disk stay on the trio thread (`DiskLatency`), and
+small writes are gathered, for `GATHER_S` at most, and made by one thread.
+
+What always holds (*bounded threads*): at most `READING_THREADS_MAX` threads read and `WRITING_THREADS_MAX` write.
+The caller bounds the bytes. Trio thread only; a crash loses the writes under way, whose blocks are fetched again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.disk_latency import Promptness
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.environment.threads import Threads
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+READING_THREADS_MAX = 8
+"""Apart from those that write, so that a reader never queues behind them."""
+WRITING_THREADS_MAX = 2
+SMALL_READ_BYTES_MAX = 256 << 10
+"""Larger reads always go to a thread."""
+GATHER_S = 0.02
+GATHER_BYTES_MAX = 4 * BLOCK_BYTES
+"""Written by one thread at a time, about."""
+SMALL_WRITE_BYTES_MAX = BLOCK_BYTES // 2
+"""A larger write has a thread of its own."""
+
+
+@dataclass(slots=True)
+class _Gathered:
+    runs: list[tuple[Version, int, Sequence[memoryview]]] = field(default_factory=list)
+    bytes_total: int = 0
+    full: trio.Event = field(default_factory=trio.Event)
+    done: trio.Event = field(default_factory=trio.Event)
+
+
+class AsyncBlockCache:
+    """See the module's head. ``blocks`` is the cache itself, for what needs no disk."""
+
+    def __init__(self, blocks: BlockCache, nursery: trio.Nursery, threads: Threads, clock: Clock) -> None:
+        self.blocks = blocks
+        self.latency = Promptness(clock)
+        self._nursery, self._threads = nursery, threads
+        self._reading = trio.CapacityLimiter(READING_THREADS_MAX)
+        self._writing = trio.CapacityLimiter(WRITING_THREADS_MAX)
+        self._gathering: _Gathered | None = None
+
+    async def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
+        """As `BlockCache.read_part`. No checkpoint where the disk answers at once."""
+        try:
+            if end - start > SMALL_READ_BYTES_MAX:
+                raise BlockingIOError
+            with self.latency.timed():
+                return self.blocks.read_part_now(version, start, end, prompt=self.latency.is_prompt)
+        except BlockingIOError:
+            return await self._read(partial(self.blocks.read_part, version, start, end))
+
+    async def read_blocks(
+        self, version: Version, first: int, stop: int, *, parts_to_come: bool
+    ) -> Sequence[bytes | None]:
+        """As `BlockCache.read_blocks`, which must be all blocks of a small version."""
+        try:
+            if version.size > SMALL_READ_BYTES_MAX or not self.latency.is_prompt:
+                raise BlockingIOError
+            with self.latency.timed():
+                return [self.blocks.read_all_now(version)]
+        except BlockingIOError:
+            return await self._read(partial(self.blocks.read_blocks, version, first, stop, parts_to_come=parts_to_come))
+
+    async def has_blocks(self, version: Version, first: int, stop: int) -> list[bool]:
+        """As `BlockCache.has_blocks`."""
+        if not self.blocks.may_have(version):
+            return [False] * (stop - first)
+        return await self._read(partial(self.blocks.has_blocks, version, first, stop))
+
+    async def _read(self, call: Callable[[], T]) -> T:
+        return await self._threads.run(call, limiter=self._reading)
+
+    async def write(self, version: Version, first: int, blocks: Sequence[memoryview]) -> None:
+        """Adjacent blocks are on the disk, or cannot be, when this returns."""
+        size = sum(map(len, blocks))
+        if size > SMALL_WRITE_BYTES_MAX:
+            await self._write([(version, first, blocks)])
+            return
+        gathered = self._gathering
+        if gathered is None:
+            gathered = self._gathering = _Gathered()
+            self._nursery.start_soon(self._write_gathered, gathered)
+        gathered.runs.append((version, first, blocks))
+        gathered.bytes_total += size
+        if gathered.bytes_total >= GATHER_BYTES_MAX:
+            self._gathering = None
+            gathered.full.set()
+        await gathered.done.wait()
+
+    async def _write_gathered(self, gathered: _Gathered) -> None:
+        try:
+            try:
+                with trio.move_on_after(GATHER_S):
+                    await gathered.full.wait()
+            finally:
+                if self._gathering is gathered:
+                    self._gathering = None
+            await self._write(gathered.runs)
+        except Exception:  # the blocks are fetched again; an error would end the nursery, which others share
+            _log.exception("writing %d files to the cache", len(gathered.runs))
+        finally:
+            gathered.done.set()
+
+    async def _write(self, runs: Sequence[tuple[Version, int, Sequence[memoryview]]]) -> None:
+        await self._threads.run(self.blocks.write_runs, runs, limiter=self._writing)
