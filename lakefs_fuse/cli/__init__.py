@@ -1,8 +1,9 @@
-"""The command line. `main` is the entry point; every command is a module here.
+"""The command line: `main` is the entry point, and `MODULES` says where each command is.
 
-Commands talk to daemons over the control socket only, and work on a lake beside its mounts in a child (`offline`). An
-error is one line on standard error that says what to do, and the exit code of its kind (errors.py): 2 for what was
-asked, 1 for what failed. A command loads what it needs, and nothing of the others.
+Commands ask daemons over the control socket, and work on a lake beside its mounts in a child process (`worker`). An
+error is one line on standard error that says what to do, and the exit code of its kind (errors.py): 2 for wrong
+arguments, 1 for a failure. *Light start*: no command loads a library that only another one needs
+(`tests/cli/test_loading.py`), and none loads the filesystem (`tests/test_layers.py`).
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from lakefs_fuse import __version__
 from lakefs_fuse.errors import EXIT_FAILURE, EXIT_USAGE, LakeError
 
 EXIT_INTERRUPTED = 130
-
+"""128 and the number of SIGINT, as shells have it."""
 
 MODULES = {
     "checkpoint": "checkpoint",
-    "flush": "durability",
-    "fsck": "fsck",
-    "gc": "gc",
-    "ingest": "ingest",
+    "flush": "daemon_commands",
+    "fsck": "lake_commands",
+    "gc": "lake_commands",
+    "ingest": "lake_commands",
     "mount": "mount",
-    "orphans": "durability",
-    "pack": "pack",
-    "refresh": "refresh",
-    "snapshot": "snapshot",
+    "orphans": "daemon_commands",
+    "pack": "lake_commands",
+    "refresh": "daemon_commands",
+    "snapshot": "lake_commands",
     "stats": "stats",
     "umount": "umount",
-    "unpack": "pack",
-    "upgrade": "upgrade",
+    "unpack": "lake_commands",
+    "upgrade": "lake_commands",
 }
-"""Where each command is, under its own name."""
+"""The module that defines each command, under the name of the command."""
 
 
 class Commands(click.Group):
-    """The modules' commands, loaded when they are asked for."""
+    """The group of all commands, each loaded when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(MODULES)
@@ -59,13 +60,13 @@ def commands() -> None:
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run one command and answer its exit code; errors are printed."""
+    """Run one command, print its error, and return its exit code."""
     given = None if args is None else list(args)
     return answer_errors(lambda: commands.main(args=given, prog_name="lakefs-fuse", standalone_mode=False))
 
 
 def answer_errors(call: Callable[[], object]) -> int:
-    """The exit code of ``call``: what it answers if that is a number, or that of its error, which is printed."""
+    """The exit code of ``call``: the number that it returns, or that of its error, which is printed."""
     try:
         code = call()
     except LakeError as error:
@@ -78,7 +79,7 @@ def answer_errors(call: Callable[[], object]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader of our output has seen enough, as in `stats | head`.
+        # The reader closed the pipe, as in `stats | head`.
         sys.stderr.close()
         return EXIT_FAILURE
     return code if isinstance(code, int) else 0

@@ -1,8 +1,8 @@
-"""`lakefs-fuse checkpoint`: which checkpoints there are, whether their bytes are right, the newest; away with the old.
+"""`lakefs-fuse checkpoint`: lists, verifies and prunes checkpoints, and finds the newest.
 
-In a mount `ls`, `latest` and `prune` go through the mount, so they see what this node sees, and say of what is not in
-the store yet that it is incomplete. `verify` reads the object store in any case, in a child (`offline`): what lies in a
-cache, or in the kernel's pages, proves nothing. With the URL of a place in a lake all but `prune` work without a mount.
+On a path in a mount, `ls`, `latest` and `prune` work through the mount: they see what this node sees, and a checkpoint
+that is not entirely in the store is incomplete. `verify` always reads the object store, in a child process (`worker`),
+because a cache or the page cache proves nothing. With a URL, all but `prune` work without a mount.
 """
 
 from __future__ import annotations
@@ -22,61 +22,71 @@ from rich.table import Column, Table
 from lakefs_fuse.checkpoints.model import Checkpoint, Listing, Pruning, choose
 from lakefs_fuse.cli.checkpoint_walk import delete, find_checkpoints, is_directory
 from lakefs_fuse.cli.daemons import locate, open_daemon
+from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
-from lakefs_fuse.cli.store_options import StoreOptions, any_given, store_options
+from lakefs_fuse.cli.store_options import (
+    StoreOptions,
+    any_given,
+    dry_run_option,
+    json_option,
+    lake_option,
+    store_options,
+)
 from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.control.worker_protocol import CheckpointArgs, VerifyArgs
 from lakefs_fuse.errors import ConfigError, LakeError
 
 PIPE_WIDTH = 200
+"""Characters of a line where standard output is no terminal."""
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
 
-def which_options(command: Decorated) -> Decorated:
-    """What counts as a checkpoint, and when it is complete."""
-    command = click.option(
-        "--match", metavar="GLOB", help="Names that count as checkpoints.  [default: directories, and files that end "
-        "as checkpoints do: .pt, .ckpt, .safetensors, …]",
-    )(command)  # fmt: skip
-    return click.option(
-        "--marker", metavar="NAME", help="A directory is complete when it has a file of this name.  [default: where "
-        "any directory has _SUCCESS, .metadata or COMPLETE, all need it]",
-    )(command)  # fmt: skip
+def selection_options(command: Decorated) -> Decorated:
+    """Add the options that select names and define a complete checkpoint."""
+    command = option(
+        "--match",
+        metavar="GLOB",
+        help="Names that count as checkpoints. Set it for files with other suffixes.  [default: directories, and "
+        "files with a suffix of checkpoints: .pt, .ckpt, .safetensors, …]",
+    )(command)
+    return option(
+        "--marker",
+        metavar="NAME",
+        help="A directory is complete when it contains a file of this name.  [default: if any directory has _SUCCESS, "
+        ".metadata or COMPLETE, all need it]",
+    )(command)
 
 
-_lake_option = click.option(
-    "--lake", metavar="SOURCE", help="The lake's SOURCE as it is mounted, where PATH is a URL of a place in it.  "
-    "[default: the nearest place at or above PATH with commits, else PATH itself]",
-)  # fmt: skip
-_json_option = click.option("--json", "as_json", is_flag=True, help="As JSON, for scripts.")
+PATH = argument(
+    "path", "The directory of the checkpoints: a path in a mount, or a URL such as s3://bucket/prefix/ckpt."
+)
 
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """Checkpoints: list, verify, find the newest, delete old ones.
+    """List, verify and prune checkpoints, and find the newest.
 
-    Each file, and each directory of shards, directly in PATH is one. PATH is in a mount, or (but for prune) a URL of a
-    place in a lake: s3://bucket/prefix/ckpt or file:///lake/ckpt.
+    A checkpoint is a file, or a directory of shards, directly in PATH.
     """
 
 
-@checkpoint.command("ls", context_settings={"show_default": True})
-@click.argument("path")
-@which_options
+@checkpoint.command("ls", cls=GroupedCommand, context_settings=SETTINGS)
+@PATH
+@selection_options
+@json_option
+@lake_option
 @store_options
-@_lake_option
-@_json_option
 def list_checkpoints(path: str, marker: str | None, match: str | None, lake: str | None, as_json: bool,
                      **options: Unpack[StoreOptions]) -> int:  # fmt: skip
-    """List the checkpoints of PATH, newest first, complete or not, and why not.
+    """List checkpoints, newest first, and why one is incomplete.
 
-    Incomplete is what has a temporary name (.tmp, .partial, .incomplete at its end; ., tmp, _tmp at its beginning), a
-    directory without the marker, what has no files, and what is not all in the store yet.
+    A checkpoint is incomplete if its name is temporary (.tmp, .partial or .incomplete at the end; a dot, tmp or _tmp at
+    the beginning), if a directory has no marker, if it has no files, or if it is not entirely in the store.
     """
     if "://" in path:
         args = CheckpointArgs(action="ls", url=path, marker=marker, match=match)
         return run_offline("checkpoint", find_place(path, options, lake), args, as_json=as_json)
-    listing = _look(path, marker, match, lake, options)
+    listing = _list(path, marker, match, lake, options)
     if as_json:
         _print_json(listing)
     else:
@@ -84,26 +94,29 @@ def list_checkpoints(path: str, marker: str | None, match: str | None, lake: str
     return 0
 
 
-@checkpoint.command("latest")
-@click.argument("path")
-@which_options
+@checkpoint.command("latest", cls=GroupedCommand, context_settings=SETTINGS)
+@PATH
+@selection_options
+@json_option
+@lake_option
 @store_options
-@_lake_option
-@_json_option
 def latest(path: str, marker: str | None, match: str | None, lake: str | None, as_json: bool,
            **options: Unpack[StoreOptions]) -> int:  # fmt: skip
-    """Print the path of the newest complete checkpoint of PATH; exit code 1 where there is none.
+    """Print the path of the newest complete checkpoint.
 
-    The newest has the highest step where the names of all (but temporary ones) have a number after `step` or `iter`, or
-    differ in their numbers only; else it is the one written last.
+    Exit code 1 if there is none. The newest has the highest step, if all names that are not temporary have a number
+    after `step` or `iter`, or differ only in their numbers; else it is the one written last.
     """
     if "://" in path:
         args = CheckpointArgs(action="latest", url=path, marker=marker, match=match)
         return run_offline("checkpoint", find_place(path, options, lake), args, as_json=as_json)
-    listing = _look(path, marker, match, lake, options)
+    listing = _list(path, marker, match, lake, options)
     found = listing.find(listing.latest) if listing.latest is not None else None
     if found is None:
-        raise LakeError(f"{path} has no complete checkpoint ({len(listing.checkpoints)} incomplete)")
+        raise LakeError(
+            f"{path} has no complete checkpoint ({len(listing.checkpoints)} incomplete): "
+            f"`lakefs-fuse checkpoint ls {path}` shows why"
+        )
     if as_json:
         _print_json(found)
     else:
@@ -111,69 +124,69 @@ def latest(path: str, marker: str | None, match: str | None, lake: str | None, a
     return 0
 
 
-@checkpoint.command("verify")
-@click.argument("path")
-@click.argument("names", nargs=-1, metavar="[NAME]…")
-@which_options
+@checkpoint.command("verify", cls=GroupedCommand, context_settings=SETTINGS)
+@PATH
+@argument("names", "Checkpoints to verify; without any, all complete ones.", nargs=-1, metavar="[NAME]…")
+@selection_options
+@json_option
+@lake_option
 @store_options
-@_lake_option
-@_json_option
 def verify(path: str, names: tuple[str, ...], marker: str | None, match: str | None, lake: str | None, as_json: bool,
            **options: Unpack[StoreOptions]) -> int:  # fmt: skip
-    """Read every byte of checkpoints in PATH from the object store, not from a cache, and check sizes and sums.
+    """Check the bytes of checkpoints in the object store.
 
-    Without NAMEs all complete ones. Checked are, of each file as far as it has them: the size; the ETag, where it is an
-    MD5 or that of the parts; the CRC-32 in a pack; the CRC-32s in a ZIP (what torch.save writes); the header of a
-    .safetensors file; a SHA256SUMS file in the same directory; shards that an index.json names. Exit code 1 where
-    anything is bad.
+    Every byte is read from the store, bypassing all caches. Checked, as far as a file has them: the size; the ETag, if
+    it is an MD5 or made of those of the parts; the CRC-32 in a pack; the CRC-32s in a ZIP, which torch.save writes; the
+    header of a .safetensors file; a SHA256SUMS file in the same directory; the shards that an index.json names. Exit
+    code 1 if anything is damaged or missing.
     """
     md5_etags: bool | None = None
-    seen: tuple[str, ...] = ()
+    not_stored: tuple[str, ...] = ()
     if "://" not in path:
-        listing = _look(path, marker, match, lake, options)
-        seen = tuple(item.name for item in listing.checkpoints if item.where != "store")
+        listing = _list(path, marker, match, lake, options)
+        not_stored = tuple(item.name for item in listing.checkpoints if item.where != "store")
         with open_daemon(locate(path)[0]) as client:
             capabilities = client.statistics().get("capabilities")
         md5_etags = bool(capabilities.get("md5_etags")) if isinstance(capabilities, dict) else None
-    args = VerifyArgs(names=names, marker=marker, match=match, url=path, md5_etags=md5_etags, not_stored=seen)
+    args = VerifyArgs(names=names, marker=marker, match=match, url=path, md5_etags=md5_etags, not_stored=not_stored)
     return run_offline("checkpoint-verify", find_place(path, options, lake), args, as_json=as_json)
 
 
-@checkpoint.command("prune", context_settings={"show_default": True})
-@click.argument("path")
-@which_options
-@click.option("--keep", type=click.IntRange(1), metavar="N", help="Keep the N newest complete ones.")
-@click.option("--older-than", type=DURATION, help="Delete only what is older.")
-@click.option("--incomplete", is_flag=True, help="Also incomplete ones, if older than the newest complete one.")
-@click.option("--dry-run", is_flag=True, help="Say what would be deleted, and change nothing.")
-@_json_option
+@checkpoint.command("prune", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("path", "The directory of the checkpoints, in a mount.")
+@option("--keep", type=click.IntRange(1), metavar="N", help="Keep the N newest complete checkpoints.")
+@option("--older-than", type=DURATION, help="Delete only checkpoints older than this.")
+@option("--incomplete", is_flag=True, help="Also delete incomplete ones that are older than the newest complete one.")
+@selection_options
+@dry_run_option
+@json_option
 def prune(path: str, marker: str | None, match: str | None, keep: int | None, older_than: float | None,
           incomplete: bool, dry_run: bool, as_json: bool) -> int:  # fmt: skip
-    """Delete old checkpoints of PATH, a directory in a mount.
+    """Delete old checkpoints.
 
-    The newest complete one is never deleted, nor anything that is not all in the store yet, nor what a symbolic link
-    in PATH leads to. What has no number in its name (best.pt, config) is left alone, unless --match names it. With both
-    --keep and --older-than only what both allow is deleted.
+    Give --keep, --older-than or both; with both, a checkpoint has to match both to be deleted. Never deleted are the
+    newest complete checkpoint, one that is not entirely in the store, the target of a symbolic link in PATH, and a name
+    without a number (best.pt, config) unless --match selects it.
     """
     if keep is None and older_than is None:
-        raise click.UsageError("say what may go: --keep N, --older-than DURATION, or both")
+        raise click.UsageError("--keep or --older-than is missing: give --keep N, --older-than DURATION, or both")
     if "://" in path:
-        raise ConfigError(f"{path}: checkpoints are deleted through a mount; give a path in one")
-    listing = _look(path, marker, match, None, {})
+        raise ConfigError(f"{path} is a URL, and checkpoints are deleted through a mount: give a path in one")
+    listing = _list(path, marker, match, None, {})
     pruning = Pruning(keep=keep, older_than_s=older_than, incomplete=incomplete, any_name=match is not None)
     chosen = choose(listing, pruning)
     failed = {} if dry_run else _delete_all(listing.path, chosen)
-    gone = [item for item in chosen if item.name not in failed]
+    deleted = [item for item in chosen if item.name not in failed]
     if as_json:
         _print_json(_Pruned(
-            path=listing.path, latest=listing.latest, dry_run=dry_run, deleted=gone,
-            kept=[item.name for item in listing.checkpoints if item not in gone],
-            bytes=sum(item.bytes for item in gone), failed=failed,
+            path=listing.path, latest=listing.latest, dry_run=dry_run, deleted=deleted,
+            kept=[item.name for item in listing.checkpoints if item not in deleted],
+            bytes=sum(item.bytes for item in deleted), failed=failed,
         ))  # fmt: skip
     else:
-        for item in gone:
+        for item in deleted:
             click.echo(f"{'would delete' if dry_run else 'deleted'} {item.path} ({format_bytes(item.bytes)})")
-        if not gone:
+        if not deleted:
             click.echo("nothing to delete")
     for name, why in failed.items():
         click.echo(f"lakefs-fuse: {name} could not be deleted: {why}", err=True)
@@ -181,7 +194,7 @@ def prune(path: str, marker: str | None, match: str | None, keep: int | None, ol
 
 
 class _Pruned(msgspec.Struct, frozen=True, kw_only=True):
-    """As ``prune --json`` prints it; ``failed`` has why, by name."""
+    """What ``prune --json`` prints; ``failed`` maps names to reasons."""
 
     path: str
     latest: str | None
@@ -193,7 +206,7 @@ class _Pruned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _delete_all(directory: str, chosen: list[Checkpoint]) -> dict[str, str]:
-    """What could not be deleted, with why."""
+    """Delete checkpoints; the names that could not be deleted, with the reasons."""
     failed: dict[str, str] = {}
     console = Console(stderr=True)
     for item in track(chosen, "deleting", console=console, transient=True, disable=not console.is_terminal):
@@ -204,11 +217,11 @@ def _delete_all(directory: str, chosen: list[Checkpoint]) -> dict[str, str]:
     return failed
 
 
-def _look(path: str, marker: str | None, match: str | None, lake: str | None, options: object) -> Listing:
-    """What a mount shows. Raises LakeError where ``path`` is not a directory in one."""
+def _list(path: str, marker: str | None, match: str | None, lake: str | None, options: object) -> Listing:
+    """The checkpoints that a mount shows. Raises LakeError where ``path`` is no directory in one."""
     named = (lake and "--lake") or any_given(options if isinstance(options, dict) else {})
     if named:
-        raise ConfigError(f"{named} goes with a source URL; {path} is a path, whose mount knows its store")
+        raise ConfigError(f"{named} goes with a source URL, and {path} is a path: leave {named} out")
     locate(path)
     absolute = os.path.abspath(path)
     if not is_directory(absolute):

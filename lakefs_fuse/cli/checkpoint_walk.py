@@ -1,7 +1,7 @@
-"""The checkpoints of a directory in a mount: found with ordinary system calls, deleted with them.
+"""Finds and deletes the checkpoints of a directory in a mount, with ordinary system calls.
 
-A directory goes in three steps: renamed to a name that says so (one commit: no node ever sees a part of it under its
-own name), emptied, removed. After a crash between them what is left looks incomplete, and the next `prune` takes it.
+A directory is deleted in three steps: renamed to a temporary name (one commit, so that *no node sees a part of it*
+under its own name), emptied, removed. After a crash the rest is incomplete, and the next `prune` deletes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STATE = "user.lakefs.state"
 
 
 def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Listing:
-    """What is directly in ``path``, an absolute path. Raises LakeError where it is not a directory that can be read."""
+    """The checkpoints directly in ``path``, an absolute path. Raises LakeError where it cannot be read."""
     asked = markers_asked(marker)
     linked: set[str] = set()
     found: list[Seen] = []
@@ -32,9 +32,9 @@ def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Lis
                 continue
             is_dir = entry.is_dir(follow_symlinks=False)
             if is_wanted(entry.name, match, is_dir=is_dir) and (is_dir or entry.is_file(follow_symlinks=False)):
-                found.append(_look_into(entry, asked) if is_dir else _look_at(entry))
+                found.append(_read_directory(entry, asked) if is_dir else _read_file(entry))
     except OSError as error:
-        raise LakeError(f"{path}: {error.strerror}") from error
+        raise LakeError(f"{path} cannot be read: {error.strerror}") from error
     for item in found:
         item.linked = item.name in linked
     return make_listing(path, found, marker=marker, now_ns=time.time_ns())
@@ -45,13 +45,13 @@ def _entries(path: str) -> Iterator[os.DirEntry[str]]:
         yield from entries
 
 
-def _look_at(entry: os.DirEntry[str]) -> Seen:
+def _read_file(entry: os.DirEntry[str]) -> Seen:
     seen = Seen(name=entry.name, is_dir=False)
     _add(seen, entry)
     return seen
 
 
-def _look_into(top: os.DirEntry[str], asked: tuple[str, ...]) -> Seen:
+def _read_directory(top: os.DirEntry[str], asked: tuple[str, ...]) -> Seen:
     seen = Seen(name=top.name, is_dir=True)
     waiting = [top.path]
     while waiting:
@@ -78,7 +78,7 @@ def _add(seen: Seen, entry: os.DirEntry[str]) -> None:
 
 
 def state_of(path: str) -> str:
-    """What the mount says of a file; one that it says nothing of is in the store."""
+    """The state of a file as the mount reports it; durable if it reports none."""
     try:
         return os.getxattr(path, STATE, follow_symlinks=False).decode("ascii", "replace")
     except OSError as error:
@@ -88,7 +88,7 @@ def state_of(path: str) -> str:
 
 
 def delete(directory: str, checkpoint: Checkpoint) -> None:
-    """Take a checkpoint of ``directory`` away. Raises OSError; one that is gone already is no error."""
+    """Delete a checkpoint of ``directory``; one that does not exist is no error. Raises OSError."""
     path = os.path.join(directory, checkpoint.name)
     try:
         if checkpoint.kind == "file":
@@ -104,7 +104,7 @@ def delete(directory: str, checkpoint: Checkpoint) -> None:
 
 
 def _delete_tree(path: str) -> None:
-    """Not shutil.rmtree: nothing here follows a link or asks for more than names."""
+    """Delete a directory and its contents. Not shutil.rmtree: this follows no link, and asks for names only."""
     for entry in list(_entries(path)):
         if entry.is_dir(follow_symlinks=False):
             _delete_tree(entry.path)
@@ -114,10 +114,10 @@ def _delete_tree(path: str) -> None:
 
 
 def is_directory(path: str) -> bool:
-    """Raises LakeError where nothing can be said."""
+    """Whether ``path`` is a directory. Raises LakeError where that cannot be found out."""
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise LakeError(f"{path}: {error.strerror}") from error
+        raise LakeError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""Finding the daemon of a mount, waiting for its end, and showing what it is doing."""
+"""The daemon of a mount, as commands find it, wait for it and show its progress."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from lakefs_fuse.control.supervision import supervisor_of
 from lakefs_fuse.errors import LakeError
 
 FILES_SHOWN_MAX = 20
+"""Files that a message lists by name."""
 
 
 def open_daemon(mountpoint: str) -> ControlClient:
-    """A connection to the daemon that serves ``mountpoint``. Raises LakeError that says what is there instead."""
+    """A connection to the daemon that serves ``mountpoint``. Raises LakeError if there is none."""
     point = real_mountpoint(mountpoint)
     mounted = mount_at(point)
     client = connect_to_owner(point, mounted)
@@ -29,16 +30,18 @@ def open_daemon(mountpoint: str) -> ControlClient:
     supervisor = supervisor_of(point, owner_of(mounted))
     if supervisor is not None:
         supervisor.close()
-        raise LakeError(f"the daemon of {point} died and is being started again (by pid {supervisor.pid}): see its log")
+        raise LakeError(
+            f"the daemon of {point} died and is being started again (by pid {supervisor.pid}): see its log, or retry"
+        )
     if mounted is None:
-        raise LakeError(f"nothing is mounted at {point}")
+        raise LakeError(f"nothing is mounted at {point}: name the directory of a mount")
     if mounted.is_fuse and is_dead(point):
         raise LakeError(f"the daemon of {point} is dead: run `lakefs-fuse umount {point}`, then mount again")
-    raise LakeError(f"{point} is a mount of something else ({mounted.source}, {mounted.fstype})")
+    raise LakeError(f"{point} is a mount of another program ({mounted.source}, {mounted.fstype}): name a lake's mount")
 
 
 def connect_to_owner(point: str, mounted: Mount | None) -> ControlClient | None:
-    """None where no daemon answers. Raises LakeError where it is another user's."""
+    """A connection to the daemon of a mount, None if no daemon answers. Raises LakeError for another user's mount."""
     uid, owner = os.geteuid(), owner_of(mounted)
     if uid not in (0, owner):
         raise LakeError(f"the mount {point} belongs to uid {owner}: run this as that user or as root")
@@ -46,36 +49,38 @@ def connect_to_owner(point: str, mounted: Mount | None) -> ControlClient | None:
 
 
 def owner_of(mounted: Mount | None) -> int:
-    """Whose daemon it is to be; this user's where nothing tells."""
+    """The user who made a FUSE mount, or else this user."""
     return mounted.owner if mounted is not None and mounted.is_fuse else os.geteuid()
 
 
 def locate(path: str) -> tuple[str, str]:
-    """The mountpoint that ``path`` lies in, and its path relative to that. Raises LakeError if it is not in a mount."""
+    """The mountpoint that ``path`` lies in, and the path relative to it. Raises LakeError for a path in no mount."""
     real = os.path.realpath(path)
     mounted = mount_of(real)
     if mounted is None or not mounted.is_fuse:
-        raise LakeError(f"{path} is not inside a mount of this program")
+        raise LakeError(f"{path} is not inside a mount of this program: name a file or directory in one")
     return mounted.mountpoint, real[len(mounted.mountpoint.rstrip("/")) :].strip("/")
 
 
 def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float) -> protocol.Reply:
-    """Show progress until the last reply, which is `Done` or `Failed`; quiet where there is nothing to wait for.
+    """Show progress until the last reply, `Done` or `Failed`, and return that.
 
-    Raises LakeError at ``deadline_s`` of time.monotonic; what the daemon was asked for goes on then.
+    Raises LakeError at ``deadline_s`` of time.monotonic; the daemon continues the work.
     """
     reply: protocol.Reply = protocol.Done()
     with progress_bar() as bar:
         for reply in replies:
             if isinstance(reply, protocol.Progress) and time.monotonic() > deadline_s:
-                raise LakeError(f"{what} takes longer than --timeout allows: {reply.files_left} files are left")
+                raise LakeError(
+                    f"{what} takes longer than --timeout allows: {reply.files_left} files are left; raise it or retry"
+                )
             if isinstance(reply, protocol.Progress) and reply.files_left:
                 bar.update(what, reply.bytes_done, reply.bytes_total, f"{reply.files_left} files left")
     return reply
 
 
 def describe_files(files: tuple[protocol.UnfinishedFile, ...]) -> list[str]:
-    """One line for each file that is not durable, with why; the first FILES_SHOWN_MAX of them."""
+    """One line for each file that is not durable, with the reason; FILES_SHOWN_MAX files at most."""
     lines = [
         f"  {file.path}: {file.state}, {format_bytes(file.bytes_done)} of {format_bytes(file.bytes)} stored, "
         f"{format_duration(file.age_s)} old" + (f": {file.error}" if file.error else "")
@@ -87,5 +92,5 @@ def describe_files(files: tuple[protocol.UnfinishedFile, ...]) -> list[str]:
 
 
 def wait_exit(pidfd: int, timeout_s: float) -> bool:
-    """Whether the process behind a pidfd has ended within ``timeout_s``."""
+    """Whether the process of a pidfd has ended within ``timeout_s``."""
     return bool(select.select([pidfd], [], [], max(0.0, timeout_s))[0])

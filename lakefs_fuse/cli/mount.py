@@ -1,4 +1,4 @@
-"""`lakefs-fuse mount`: from arguments to a checked `MountConfig`, and a daemon that serves it."""
+"""`lakefs-fuse mount`: makes a checked `MountConfig` of its arguments, and starts a daemon that serves it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import platformdirs
 from msgspec import structs
 
 from lakefs_fuse.cli import preflight, spawn, systemd
+from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount_options import expand
 from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE, default_text
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
+from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import StoreOptions, absolute, build_store, given, store_options
 from lakefs_fuse.cli.worker import find_place, place_below
 from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
@@ -35,7 +37,7 @@ def _default(name: str) -> str:
 
 
 class Options(StoreOptions):
-    """The options of `mount` as click hands them over; None where config.py's default holds."""
+    """The options of `mount` as click passes them; None where the default of config.py applies."""
 
     cache_dir: str | None
     cache_size: int | None
@@ -69,8 +71,8 @@ class Options(StoreOptions):
     print_systemd_unit: bool
 
 
-class MountCommand(click.Command):
-    """A command that takes its long options in ``-o`` too."""
+class MountCommand(GroupedCommand):
+    """A command that takes its long options in ``-o``, too."""
 
     def flags(self) -> dict[str, bool]:
         """Long options without their dashes, and whether they take no value."""
@@ -85,71 +87,109 @@ class MountCommand(click.Command):
         return super().parse_args(ctx, expand(args, self.flags()))
 
 
-@click.command("mount", cls=MountCommand, context_settings={"show_default": True})
-@click.argument("source")
-@click.argument("mountpoint", type=click.Path(), required=False)
-@click.option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, "
-              "allow_other, and every long option here, with - or _.")  # fmt: skip
-@click.option("--cache-dir", type=click.Path(), help="Local directory, best on NVMe, one mount each.  "
-              "[default: one per source in the user's cache directory]")  # fmt: skip
-@click.option("--cache-size", type=SIZE, help=f"Most that cached blocks may take.  {_default('cache_bytes_max')}")
-@click.option(
-    "--staging-size", type=SIZE, help=f"Most that bytes not yet in the store may take.  {_default('staging_bytes_max')}"
-)
-@click.option(
-    "--free-space", type=SIZE, help=f"Disk space that cache and staging leave free.  {_default('free_bytes_min')}"
-)
+CACHE, DURABILITY = "Cache options", "Durability options"
+SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
+
+
+@click.command("mount", cls=MountCommand, context_settings=SETTINGS)
+@argument("source", help="The lake: s3://bucket/prefix or file:///absolute/dir. With --immutable also a directory "
+          "in a mount.")  # fmt: skip
+@argument("mountpoint", type=click.Path(), required=False, help="The directory to mount at. With --immutable it may "
+          "be left out where SOURCE is a directory, which the mount then covers.")  # fmt: skip
+@option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, "
+        "allow_other, and every long option here, with - or _.")  # fmt: skip
 @store_options
-@click.option("--metadata-ttl", type=DURATION, help=f"How long a listing is believed.  {_default('metadata_ttl_s')}")
-@click.option(
-    "--refresh", type=DURATION, help=f"How often the store is asked for commits of others.  {_default('refresh_s')}"
-)
-@click.option("--read-only/--read-write", help="Refuse every change.")
-@click.option("--immutable", is_flag=True, help="Show SOURCE as it is now, and nothing that comes later: "
-              "read-only, and the kernel remembers everything. `lakefs-fuse refresh` moves it on.")  # fmt: skip
-@click.option("--snapshot", metavar="NAME", help="With --immutable: as the snapshot has it that `lakefs-fuse snapshot "
-              "--name` made.")  # fmt: skip
-@click.option("--allow-other", is_flag=True, help="Let other users in.")
-@click.option("--uid", type=click.IntRange(0, 2**32 - 2), help="Owner of files that name none.  [default: you]")
-@click.option("--gid", type=click.IntRange(0, 2**32 - 2), help="Group of files that name none.  [default: yours]")
-@click.option("--file-mode", type=OCTAL_MODE, help=f"Mode of files that name none.  {_default('file_mode')}")
-@click.option("--dir-mode", type=OCTAL_MODE, help=f"Mode of directories that name none.  {_default('dir_mode')}")
-@click.option("--uploads", type=click.IntRange(1, 64), help=f"Parts uploaded at once.  {_default('uploads_max')}")
-@click.option("--pack", type=click.Choice(PACK_MODES), help="Whether small files share packs: where several close "
-              f"together, all, or none.  {_default('pack')}")  # fmt: skip
-@click.option(
-    "--pack-threshold", type=SIZE, help=f"Largest file that goes into a pack.  {_default('pack_threshold_bytes')}"
-)
-@click.option("--rules", type=click.Path(), metavar="FILE", help="TOML file of settings that differ by path.")
-@click.option("--relocate-after", type=DURATION, help="Plain objects that were renamed are copied to their new key by "
-              f"the store after so long; 0 leaves them.  {_default('relocate_after_s')}")  # fmt: skip
-@click.option("--durability", type=click.Choice(DURABILITIES), help="What close() waits for: the store, or (writeback) "
-              f"the local disk, to upload later.  {_default('durability')}")  # fmt: skip
-@click.option("--writeback-delay", type=DURATION, help="How long files accepted by write-back wait for others to share "
-              f"a pack with.  {_default('writeback_delay_s')}")  # fmt: skip
-@click.option("--staging-timeout", type=DURATION, help="How long a writer waits while staging is full before it gets "
-              f"ENOSPC.  {_default('staging_timeout_s')}")  # fmt: skip
-@click.option("--upload-limit", type=RATE, help="Most that uploads send in a second, such as 2GiB/s; 0 is no limit.  "
-              f"{_default('upload_bytes_s_max')}")  # fmt: skip
-@click.option("--supervise/--no-supervise", default=True, help="Start a daemon that died again, and mount anew.")
-@click.option("--attributes", type=click.Choice(["listing", "objects"]), help="Where mode, owner and mtime of objects "
-              f"come from: the listing, or one HEAD each, once.  {_default('attributes')}")  # fmt: skip
-@click.option("--orphans", type=click.Choice(["keep", "finish", "abort"]), help="What to do with files that a dead "
-              f"daemon left unfinished.  {_default('orphans')}")  # fmt: skip
-@click.option("--log-file", type=click.Path(), help="[default: one per mountpoint in the user's state directory]")
-@click.option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
-              help=_default("log_level"))  # fmt: skip
-@click.option("--foreground", is_flag=True, help="Stay in the foreground and log to standard error.")
-@click.option("--print-systemd-unit", is_flag=True, help="Mount nothing; print a systemd service that would.")
+@option("--read-only/--read-write", group=SOURCE_GROUP, help="Refuse every change. Use it with credentials that may "
+        "only read.")  # fmt: skip
+@option("--immutable", is_flag=True, group=SOURCE_GROUP, help="Show SOURCE as it is at mount time, read-only, and "
+        "let the kernel cache all of it. Use it for a dataset that does not change while a job runs; `lakefs-fuse "
+        "refresh` moves the mount to a newer state.")  # fmt: skip
+@option("--snapshot", metavar="NAME", group=SOURCE_GROUP, help="With --immutable: show the state that `lakefs-fuse "
+        "snapshot --name NAME` kept.  [default: the state at mount time]")  # fmt: skip
+@option("--attributes", type=click.Choice(["listing", "objects"]), group=SOURCE_GROUP, help="Origin of mode, owner "
+        "and mtime of an object that was not opened here yet: the listing (--uid, --file-mode, LastModified) or the "
+        "object (one HEAD request, once). Use objects where they matter before the first open.  "
+        f"{_default('attributes')}")  # fmt: skip
+@option("--cache-dir", type=click.Path(), metavar="DIR", group=CACHE, help="Local directory of cached blocks, "
+        "metadata and bytes not yet in the store; one mount each. Choose a fast disk, such as NVMe.  [default: one "
+        "per source in the user's cache directory]")  # fmt: skip
+@option("--cache-size", type=SIZE, group=CACHE, help="Maximum size of the block cache. Set it to the size of the "
+        f"data that is read repeatedly.  {_default('cache_bytes_max')}")  # fmt: skip
+@option("--free-space", type=SIZE, group=CACHE, help="Disk space that cache and staging leave free. Raise it on a "
+        f"disk that other programs fill.  {_default('free_bytes_min')}")  # fmt: skip
+@option("--metadata-ttl", type=DURATION, group=CACHE, help="Time after which a cached listing is fetched again. "
+        "Lower it to see objects of other tools sooner, raise it to send fewer LIST requests. Changes of other "
+        f"mounts arrive within --refresh.  {_default('metadata_ttl_s')}")  # fmt: skip
+@option("--durability", type=click.Choice(DURABILITIES), group=DURABILITY, help="What close() waits for: the store "
+        "(close), or the local disk, with uploads in the background (writeback). Use writeback to keep uploads out "
+        f"of the training step.  {_default('durability')}")  # fmt: skip
+@option("--writeback-delay", type=DURATION, group=DURABILITY, help="Time for which small files under write-back "
+        "wait for others to share a pack with. Raise it for fewer, larger packs; 0 stores at once.  "
+        f"{_default('writeback_delay_s')}")  # fmt: skip
+@option("--staging-size", type=SIZE, group=DURABILITY, help="Maximum size of staging, the bytes not yet in the "
+        "store. Set it to what is written during the longest outage to survive.  "
+        f"{_default('staging_bytes_max')}")  # fmt: skip
+@option("--staging-timeout", type=DURATION, group=DURABILITY, help="Maximum time for which a writer waits for room "
+        "in staging before it gets ENOSPC. Lower it for jobs that should fail early.  "
+        f"{_default('staging_timeout_s')}")  # fmt: skip
+@option("--uploads", type=click.IntRange(1, 64), metavar="N", group=DURABILITY, help="Maximum number of parts "
+        f"uploaded concurrently. Raise it for a fast network.  {_default('uploads_max')}")  # fmt: skip
+@option("--upload-limit", type=RATE, group=DURABILITY, help="Maximum bytes per second of all uploads, such as "
+        "2GiB/s. Set it to leave bandwidth to other programs; 0 is no limit.  "
+        f"{_default('upload_bytes_s_max')}")  # fmt: skip
+@option("--pack", type=click.Choice(PACK_MODES), group=DURABILITY, help="Which small files are stored together in "
+        "packs: those closed at about the same time (auto), all, or none. Use never where other S3 tools read every "
+        f"file by its key.  {_default('pack')}")  # fmt: skip
+@option("--pack-threshold", type=SIZE, group=DURABILITY, help="Maximum size of a file in a pack, at most 64MiB. "
+        f"Raise it for datasets of larger small files.  {_default('pack_threshold_bytes')}")  # fmt: skip
+@option("--rules", type=click.Path(), metavar="FILE", group=DURABILITY, help="TOML file that sets pack, "
+        "pack-threshold, durability and keep-newest by path (docs/operations.md). Use it where paths need different "
+        "settings.")  # fmt: skip
+@option("--orphans", type=click.Choice(["keep", "finish", "abort"]), group=DURABILITY, help="What to do at mount "
+        "with files that a dead daemon left unfinished: keep them for `lakefs-fuse orphans`, finish (store) or "
+        f"abort (delete) them.  {_default('orphans')}")  # fmt: skip
+@option("--supervise/--no-supervise", default=True, group=DURABILITY, help="Restart a daemon that dies, and mount "
+        "again. Turn it off where another program restarts it.")  # fmt: skip
+@option("--refresh", type=DURATION, group=SHARING, help="Interval at which the store is polled for commits of other "
+        "mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each.  "
+        f"{_default('refresh_s')}")  # fmt: skip
+@option("--relocate-after", type=DURATION, group=SHARING, help="Time after which the store copies a renamed plain "
+        "object to its new key, where other S3 tools find it; 0 never copies.  "
+        f"{_default('relocate_after_s')}")  # fmt: skip
+@option("--allow-other", is_flag=True, group=SHARING, help="Let other users access the mount. An ordinary user "
+        "needs user_allow_other in /etc/fuse.conf.")  # fmt: skip
+@option("--uid", type=click.IntRange(0, 2**32 - 2), metavar="ID", group=SHARING, help="Owner of files whose objects "
+        "store none.  [default: yours]")  # fmt: skip
+@option("--gid", type=click.IntRange(0, 2**32 - 2), metavar="ID", group=SHARING, help="Group of files whose objects "
+        "store none.  [default: yours]")  # fmt: skip
+@option("--file-mode", type=OCTAL_MODE, group=SHARING, help="Mode, in octal, of files whose objects store none.  "
+        f"{_default('file_mode')}")  # fmt: skip
+@option("--dir-mode", type=OCTAL_MODE, group=SHARING, help="Mode, in octal, of directories that store none.  "
+        f"{_default('dir_mode')}")  # fmt: skip
+@option("--log-file", type=click.Path(), metavar="FILE", group=DIAGNOSTICS, help="Log of the daemon, rotated at 10 "
+        "MiB.  [default: one per mountpoint in the user's state directory]")  # fmt: skip
+@option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
+        group=DIAGNOSTICS, help="Lowest severity that is logged. Use DEBUG to report a problem.  "
+        f"{_default('log_level')}")  # fmt: skip
+@option("--foreground", is_flag=True, group=DIAGNOSTICS, help="Stay in the foreground and log to standard error. "
+        "Use it in a container or a service.")  # fmt: skip
+@option("--print-systemd-unit", is_flag=True, group=DIAGNOSTICS, help="Print a systemd service that makes this "
+        "mount, and mount nothing.")  # fmt: skip
 def mount(source: str, mountpoint: str | None, **options: Unpack[Options]) -> None:
-    """Mount SOURCE (s3://bucket/prefix or file:///dir) at the directory MOUNTPOINT.
+    """Mount a lake as a directory.
 
-    With --immutable SOURCE may also be a directory in a mount that is there; without MOUNTPOINT it is covered by its
-    own state of now.
+    \b
+      lakefs-fuse mount s3://bucket/prefix /mnt/lake
+      lakefs-fuse mount s3://bucket /mnt/lake --endpoint-url http://localhost:8333
+      lakefs-fuse mount file:///srv/lake /mnt/lake --durability writeback
 
-    Returns when the mount answers. Waits first for the daemon of a mount that was there before, while that stores what
-    is left. Credentials come from where boto3 finds them: AWS_ACCESS_KEY_ID and
-    AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role; they are never arguments.
+    Returns when the mount answers; a daemon serves it in the background. If the daemon of an earlier mount is still
+    storing files, the command waits for it first.
+
+    boto3 finds the credentials: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role. They are
+    never arguments.
+
+    SIZE is bytes, 500M or 10GiB; RATE is a SIZE per second; DURATION is seconds, 1.5s, 5m, 2h or 7d.
     """
     config = build_config(source, mountpoint, options)
     if config.immutable:
@@ -162,32 +202,33 @@ def mount(source: str, mountpoint: str | None, **options: Unpack[Options]) -> No
         click.echo(f"lakefs-fuse: {note}", err=True)
     wait_for_predecessor(config)
     if config.foreground:
-        spawn.run_in_foreground(config)
+        spawn.exec_in_foreground(config)
     else:
         spawn.start(config)
 
 
 def config_of(args: Sequence[str]) -> MountConfig:
-    """What a command line asks for, checked and not mounted. Raises ConfigError and click.UsageError."""
+    """The configuration that a command line asks for, with nothing mounted. Raises ConfigError and click.UsageError."""
     context = mount.make_context("mount", list(args))
     source, mountpoint = str(context.params.pop("source")), context.params.pop("mountpoint")
     return build_config(source, mountpoint, cast("Options", context.params))
 
 
 def build_config(source: str, mountpoint: str | None, options: Options) -> MountConfig:
-    """Raises ConfigError, and LakeError where SOURCE is a path that is not in a mount. Paths come out absolute, because
-    the daemon works elsewhere."""
+    """The checked configuration, with absolute paths, because the daemon works in another directory.
+
+    Raises ConfigError, and LakeError where SOURCE is a path that is not in a mount."""
     if options["immutable"]:
         _check_immutable(options)
     elif options["snapshot"] is not None:
-        raise ConfigError("--snapshot goes with --immutable: what a snapshot has cannot be written to")
+        raise ConfigError("--snapshot needs --immutable, because a snapshot cannot be written to: add --immutable")
     within = options["immutable"] and "://" not in source
     store = store_within(source, options) if within else build_store(Source.parse(source), options)
     if mountpoint is None:
         if not within:
-            raise ConfigError("MOUNTPOINT is missing: the directory at which the lake is to be seen")
+            raise ConfigError("MOUNTPOINT is missing: name the directory to mount at")
         mountpoint = source
-    _check_packing(options)
+    _check_bounds(options)
     point = real_mountpoint(mountpoint)
     foreground = options["foreground"]
     config = MountConfig(
@@ -238,22 +279,22 @@ _OF_CHANGES = ("metadata_ttl", "refresh")
 
 
 def _check_immutable(options: Options) -> None:
-    """Raises ConfigError for what an immutable mount has no use for."""
+    """Raises ConfigError for options without a meaning for an immutable mount."""
     given_options = cast("dict[str, object]", options)
-    for names, why in ((_OF_WRITING, "writes nothing"), (_OF_CHANGES, "looks for no changes but at `refresh`")):
+    for names, why in ((_OF_WRITING, "writes nothing"), (_OF_CHANGES, "changes only at `lakefs-fuse refresh`")):
         for name in names:
             if given_options[name] is not None:
                 raise ConfigError(f"--{name.replace('_', '-')}: an --immutable mount {why}: leave one of the two out")
 
 
 def store_within(path: str, options: Options) -> StoreConfig:
-    """The place in a store that a directory of a mount shows. Raises LakeError."""
+    """The store and prefix that a directory in a mount shows. Raises LakeError."""
     place = find_place(path, options)
     return place_below(place.store, place.path)
 
 
-def _check_packing(options: Options) -> None:
-    """Raises ConfigError."""
+def _check_bounds(options: Options) -> None:
+    """Raises ConfigError for a value outside its bounds."""
     if options["pack_threshold"] is not None:
         check_pack_threshold(options["pack_threshold"], "--pack-threshold")
     if options["refresh"] is not None and options["refresh"] < REFRESH_S_MIN:
@@ -261,19 +302,19 @@ def _check_packing(options: Options) -> None:
 
 
 def state_of(options: Options) -> str:
-    """Which state of a lake is shown; empty where that is always the newest."""
+    """The name of the fixed state that is shown; empty for a mount that follows the lake."""
     return f"immutable {options['snapshot'] or ''}" if options["immutable"] else ""
 
 
 def default_cache_dir(store: StoreConfig, state: str = "") -> str:
-    """One directory per lake: a source, and which store is meant by it; another for each state that does not change."""
+    """One directory for each source, endpoint and profile, and for each fixed state of it."""
     identity = "\n".join(store.meant) if store.source.scheme == "s3" else str(store.source)
     identity += f"\n{state}" if state else ""
     return str(Path(platformdirs.user_cache_dir(APP)) / hashlib.sha256(identity.encode()).hexdigest()[:16])
 
 
 def default_log_file(mountpoint: str) -> str:
-    """One file per mountpoint, with a name that tells which."""
+    """One file for each mountpoint, named after it."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", mountpoint).strip("-")[-60:] or "root"
     digest = hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:8]
     return str(Path(platformdirs.user_state_dir(APP)) / "log" / f"{readable}-{digest}.log")

@@ -25,7 +25,7 @@ _CODES = {0: 0, EXIT_USAGE: EXIT_MOUNT_USAGE, EXIT_FAILURE: EXIT_MOUNT_FAILED}
 
 
 def helper(args: Sequence[str]) -> int:
-    """Mount as mount(8) asks; its exit code."""
+    """Mount as mount(8) requests, and return an exit code of mount(8)."""
     try:
         # As mount(8) does, options may follow the two operands.
         given, operands = getopt.gnu_getopt(list(args), "sfnvhN:t:o:")

@@ -1,7 +1,7 @@
-"""``-o k=v,…`` as mount(8) passes it, turned into the long options it stands for before click sees the arguments.
+"""Turns ``-o k=v,…``, as mount(8) passes it, into long options, before click parses the arguments.
 
-So `-o` and long options have one set of names, checks and defaults, and the last one given wins. What mount(8) adds for
-its own purposes is dropped; anything else that is not a long option is an error that names it.
+So `-o` and long options share names, checks and defaults, and the last one wins. Options for mount(8) itself are
+dropped; any other that is no long option is an error that names it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FOR_MOUNT_ITSELF = frozenset(
         "users",
     }
 )
-"""Of no concern to a filesystem, or (nosuid, nodev, noatime) true of every mount of ours."""
+"""Not for the filesystem, or (nosuid, nodev, noatime) true of every mount of this program."""
 
 _ALIASES = {"ro": "read-only", "rw": "read-write"}
 
@@ -57,13 +57,13 @@ def expand(args: Iterable[str], flags: Mapping[str, bool]) -> list[str]:
             expanded.append(arg)
             name = arg.removeprefix("--")
             if arg.startswith("--") and flags.get(name) is False:
-                # Its value is the next argument, whatever that looks like.
+                # The next argument is its value, even if it looks like an option.
                 expanded += [value] if (value := next(rest, None)) is not None else []
     return expanded
 
 
 def known_only(text: str, flags: Mapping[str, bool]) -> str:
-    """The value of an ``-o`` without the options that are not ours, for mount(8)'s ``-s``."""
+    """The value of an ``-o`` without unknown options, for ``-s`` of mount(8)."""
     items = (item for item in text.split(",") if _long_name(item.partition("=")[0]) in flags)
     return ",".join(items)
 
@@ -80,7 +80,7 @@ def _long_options(text: str, flags: Mapping[str, bool]) -> list[str]:
             continue
         name = _long_name(key)
         if name not in flags:
-            raise click.UsageError(f"unknown mount option {key!r} in -o")
+            raise click.UsageError(f"unknown mount option {key!r} in -o: use a long option of mount")
         if flags[name] and equals:
             raise click.UsageError(f"mount option {key!r} in -o takes no value")
         if not flags[name] and not equals:

@@ -1,4 +1,4 @@
-"""Sizes, durations and modes as people type them: 10GiB, 500M, 5m, 0644.
+"""Types of option values (sizes, rates, durations, modes) and the texts in which they are printed.
 
 A bare unit letter is binary (500M is 500 MiB), as in mount(8) and dd; KB, MB, GB, TB are decimal.
 """
@@ -69,7 +69,7 @@ class Duration(_FloatType):
 class OctalMode(_IntType):
     """Permission bits."""
 
-    name = "octal mode"
+    name = "mode"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
@@ -104,13 +104,17 @@ def format_duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+_LONGEST_FIRST = (("h", 3600.0), ("m", 60.0))
 _LARGEST_FIRST = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10), ("", 0))
 
 
 def default_text(name: str, value: object) -> str:
-    """A default of config.py for the help text: sizes in the largest unit that keeps them whole, modes in octal."""
+    """A default of config.py as help shows it: sizes and durations in the largest exact unit, modes in octal."""
     if name.endswith("_mode"):
         return f"[default: {value:o}]"
+    if name.endswith("_s") and isinstance(value, float):
+        unit, seconds = next((each for each in _LONGEST_FIRST if value >= each[1] and not value % each[1]), ("s", 1.0))
+        return f"[default: {value / seconds:g}{unit}]"
     if "bytes" in name and isinstance(value, int) and value:  # every unit keeps 0 whole: it needs none
         unit, bits = next((unit, bits) for unit, bits in _LARGEST_FIRST if value % (1 << bits) == 0)
         return f"[default: {value >> bits}{unit}]"

@@ -1,8 +1,8 @@
-"""Waits for the daemon that served a mountpoint or a cache directory before, while it stores what is left.
+"""Waits for the daemon of an earlier mount, which stores what is left, before a new mount starts.
 
-A daemon outlives its mount: after `umount` it uploads and closes its database, and then its supervisor ends. Each holds
-a lock meanwhile: the supervisor that of the mountpoint, the daemon that of the cache directory. A mount that is still
-there is refused at once, and no process is stopped.
+A daemon outlives its mount: after `umount` it uploads and closes its database, and then its supervisor ends. Meanwhile
+the supervisor holds the lock of the mountpoint, and the daemon that of the cache directory. A mount that still exists
+is an error at once. *No process is stopped* here.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from lakefs_fuse.control.supervision import cache_lock_holder, supervisor_of
 from lakefs_fuse.errors import LakeError, MountError
 
 CLOSING_S_MAX = 60.0
-"""How long a process may take that does not say what it does: one that opens a lake, or closes its database."""
+"""Time for a process that reports no progress: it opens a lake, or closes its database."""
 DETACHED_S_MIN = 2.0
-"""A daemon that goes on serving for so long without a mount has open files: it may never end."""
+"""A daemon that serves for so long without a mount has open files, and may never end."""
 CHECK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that holds what a mount needs, and the mountpoint that it serves or served."""
+    """A process that holds a lock that the mount needs, and the mountpoint that it serves or served."""
 
     pid: int
     mountpoint: str
@@ -41,7 +41,7 @@ class Holder:
 
 
 def find_holder(config: MountConfig) -> Holder | None:
-    """The supervisor of the mountpoint, else the daemon on the cache directory, if one runs."""
+    """The supervisor of the mountpoint, or else the daemon on the cache directory; None if neither runs."""
     supervisor = supervisor_of(config.mountpoint, os.geteuid())
     if supervisor is not None:
         supervisor.close()
@@ -53,9 +53,10 @@ def find_holder(config: MountConfig) -> Holder | None:
 
 
 def wait_for_predecessor(config: MountConfig, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
-    """Return when nothing holds the mountpoint and the cache directory. Raises MountError where that cannot be waited
-    for: a mount that is there, one that was detached in use, a process that does not end."""
-    told = False
+    """Return when no process holds the mountpoint or the cache directory.
+
+    Raises MountError where that may never be: a mount exists, or was detached in use, or a process does not end."""
+    is_announced = False
     silent_since_s = serving_since_s = None
     while (holder := find_holder(config)) is not None:
         if mount_at(holder.mountpoint) is not None:
@@ -63,9 +64,9 @@ def wait_for_predecessor(config: MountConfig, *, monotonic_s: Callable[[], float
                 f"{holder.what} is in use by the mount at {holder.mountpoint} (pid {holder.pid}): "
                 f"`lakefs-fuse umount {holder.mountpoint}` first, or choose another"
             )
-        if not told:
+        if not is_announced:
             click.echo(f"waiting for the daemon that served {holder.mountpoint} before (pid {holder.pid})", err=True)
-            told = True
+            is_announced = True
         now_s = monotonic_s()
         answer = _ask(holder)
         if answer is not None and answer.draining:
@@ -83,7 +84,7 @@ def wait_for_predecessor(config: MountConfig, *, monotonic_s: Callable[[], float
             if now_s - silent_since_s > CLOSING_S_MAX + config.store.retry_timeout_s:
                 raise MountError(
                     f"{holder.what} is in use by pid {holder.pid}, which served {holder.mountpoint} and does not end: "
-                    "see its log"
+                    "its log says why"
                 )
         _wait_end(holder.pid)
 
@@ -116,7 +117,7 @@ def _wait_drained(holder: Holder) -> None:
         try:
             follow(client.follow(protocol.WaitEnd()), what="finishing", deadline_s=float("inf"))
         except LakeError:
-            pass  # What it could not store stays in staging, and the next daemon says so.
+            pass  # What it could not store stays in staging, and the next daemon reports it.
 
 
 def _wait_end(pid: int) -> None:

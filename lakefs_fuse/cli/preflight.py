@@ -1,7 +1,7 @@
-"""What can be known to be wrong before a daemon is started, each with what to do about it.
+"""Checks of this machine before a daemon is started; each error says what to do.
 
-The checks look at this machine only and change nothing but to make the cache directory. `Host` is what they look at, so
-that tests own it.
+They ask no store, and change nothing except that they make the cache directory. `Host` holds what they look at, for
+tests to replace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lakefs_fuse.control.mounts import MOUNTINFO, is_dead, mount_at, mount_of
 from lakefs_fuse.errors import CacheError, MountError
 
 ROOM_BYTES_MIN = 64 * MIB
-"""What a mount needs beyond the space it leaves free: one part of an upload and the metadata cache."""
+"""Disk space that a mount needs in addition to --free-space: one part of an upload, and the database."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,9 @@ class Host:
 
 
 def check(config: MountConfig, host: Host) -> list[str]:
-    """What the user should know. Raises MountError or CacheError. ``config.mountpoint`` and ``config.cache_dir`` are
-    absolute."""
+    """Run all checks, and return notes for the user. The paths of ``config`` are absolute.
+
+    Raises MountError or CacheError."""
     check_overlap(config)
     check_mountpoint(config.mountpoint, host)
     check_fuse(config, host)
@@ -50,7 +51,7 @@ def check(config: MountConfig, host: Host) -> list[str]:
 
 
 def check_mountpoint(mountpoint: str, host: Host) -> None:
-    """It must be a directory where nothing is mounted; it need not be empty."""
+    """Check that the mountpoint is a directory with nothing mounted on it; it need not be empty."""
     mounted = mount_at(mountpoint, host.mountinfo)
     if is_dead(mountpoint):
         raise MountError(
@@ -67,17 +68,17 @@ def check_mountpoint(mountpoint: str, host: Host) -> None:
     except FileNotFoundError as error:
         raise MountError(f"mountpoint {mountpoint} does not exist: run `mkdir -p {mountpoint}`") from error
     except OSError as error:
-        raise MountError(f"mountpoint {mountpoint}: {error.strerror}") from error
+        raise MountError(f"mountpoint {mountpoint} cannot be used ({error.strerror}): choose another") from error
     if not stat.S_ISDIR(found.st_mode):
-        raise MountError(f"mountpoint {mountpoint} is not a directory")
+        raise MountError(f"mountpoint {mountpoint} is not a directory: choose one that is")
     if host.uid != 0 and not os.access(mountpoint, os.W_OK):
         raise MountError(
-            f"mountpoint {mountpoint} is not writable for you, as fusermount3 demands: choose one of yours"
+            f"mountpoint {mountpoint} is not writable for you, which fusermount3 requires: choose one of yours"
         )
 
 
 def check_fuse(config: MountConfig, host: Host) -> None:
-    """The kernel's device, the helper that ordinary users need, and permission for ``allow_other``."""
+    """Check /dev/fuse, fusermount3 (for ordinary users) and the permission for --allow-other."""
     if not host.dev_fuse.exists():
         raise MountError(
             f"no {host.dev_fuse}: run `modprobe fuse` as root; in a container, start it with "
@@ -109,7 +110,7 @@ def _user_allow_other(fuse_conf: Path) -> bool:
 
 
 def check_overlap(config: MountConfig) -> None:
-    """A mount must not lie in what it is made from, nor the other way round: both wait for each other for ever."""
+    """Check that mountpoint, cache directory and source do not contain one another, which would deadlock."""
     places = [("the mountpoint", config.mountpoint), ("the cache directory", config.cache_dir)]
     if config.store.source.scheme == "file":
         places.append(("the source", config.store.source.bucket))
@@ -121,7 +122,7 @@ def check_overlap(config: MountConfig) -> None:
 
 
 def check_cache_dir(config: MountConfig) -> None:
-    """It can be made and written to, and its disk has room beyond what must stay free."""
+    """Make the cache directory, and check that it can be written to and has room beyond --free-space."""
     directory = Path(config.cache_dir)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -141,7 +142,7 @@ def check_cache_dir(config: MountConfig) -> None:
 
 
 def notes_on_cache_dir(directory: Path) -> list[str]:
-    """What the daemon is about to do to a cache directory that others may look into."""
+    """A note if the daemon is going to close the cache directory to other users."""
     found = os.stat(directory)
     if found.st_uid != os.geteuid() or not found.st_mode & 0o077:
         return []

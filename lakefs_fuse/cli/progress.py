@@ -1,6 +1,6 @@
 """A progress bar on standard error, where that is a terminal.
 
-rich is loaded only there: loading it takes as long as everything else that most commands do.
+rich is loaded only there, because loading it takes as long as the rest of most commands.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def is_watched() -> bool:
-    """Whether there is a terminal for a progress bar."""
+    """Whether standard error is a terminal."""
     return sys.stderr.isatty()
 
 
 class Bar:
-    """Shown by nobody; what is noted is printed all the same."""
+    """A progress bar without a terminal: it shows nothing, and prints notes."""
 
     def update(self, what: str, done_bytes: int, total_bytes: int | None, files: str) -> None:
         pass
@@ -47,7 +47,7 @@ class _ShownBar(Bar):
 
 @contextmanager
 def progress_bar() -> Iterator[Bar]:
-    """It is seen from its first update on, and gone afterwards."""
+    """A bar that appears with its first update and disappears at the end."""
     if not is_watched():
         yield Bar()
         return

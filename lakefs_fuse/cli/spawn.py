@@ -1,8 +1,8 @@
-"""Starts the daemon of a mount, or its supervisor, and waits until it serves or says why it cannot.
+"""Starts the daemon of a mount, or its supervisor, and waits until it serves or reports an error.
 
-Both are started in the same way: the configuration goes over standard input and the answer comes over an inherited
-pipe, one JSON line; credentials are only ever in the environment. What is started is a session of its own, so closing
-the terminal does not end it.
+Both read the configuration from standard input and write one `Answer`, a JSON line, to an inherited pipe. Credentials
+are only in the environment. The child is a session of its own, so closing the terminal does not end it. *No stray
+daemon*: when `start` raises, the child has ended.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer
 from lakefs_fuse.errors import LakeError, MountError
 
 STARTUP_S = 60.0
-"""On top of the time that store requests are tried again: opening and checking the cache directory."""
+"""Time to open and check the cache directory, in addition to --retry-timeout."""
 STATE_S = 3600.0
-"""The same for an immutable mount, which lists everything below before it answers."""
+"""The same for an immutable mount, which lists everything before it answers."""
 QUIET_S = 5.0
-"""A mount that takes longer says where one can see why."""
+"""Time after which the command names the log file."""
 TERMINATE_S_MAX = 10.0
-"""A supervisor kills a daemon that does not serve yet sooner than that."""
+"""Time for a child to end after SIGTERM; a supervisor needs less to kill a daemon that does not serve yet."""
 
 DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.mount_daemon")
-"""-P: the directory in which a user happens to be is not where modules come from."""
+"""-P: the working directory of the user is no place to import modules from."""
 SUPERVISOR: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.supervisor")
 
 
 def program(config: MountConfig) -> tuple[str, ...]:
-    """What serves a mount: its daemon, or a supervisor that keeps one."""
+    """The command line of the daemon, or of the supervisor that runs it."""
     return SUPERVISOR if config.supervise else DAEMON
 
 
 class DaemonFailed(LakeError):
-    """The daemon's own error, with the exit code it chose."""
+    """An error that the daemon reported, with its exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class DaemonFailed(LakeError):
 
 
 def open_log(log_file: str) -> int:
-    """A descriptor for what the daemon writes to standard error before and beside its log. Raises MountError."""
+    """A descriptor of the log file, for the standard error of the daemon. Raises MountError."""
     try:
         Path(log_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -60,8 +60,8 @@ def open_log(log_file: str) -> int:
         ) from error
 
 
-def run_in_foreground(config: MountConfig, command: Sequence[str] | None = None) -> None:
-    """Become the daemon or its supervisor, which log to standard error. Does not return."""
+def exec_in_foreground(config: MountConfig, command: Sequence[str] | None = None) -> None:
+    """Replace this process by the daemon or its supervisor, which logs to standard error. Does not return."""
     command = command or program(config)
     document = msgspec.json.encode(config)
     descriptor = os.memfd_create("lakefs-fuse-config")
@@ -74,8 +74,9 @@ def run_in_foreground(config: MountConfig, command: Sequence[str] | None = None)
 
 
 def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_s: float | None = None) -> None:
-    """Returns when the mount answers, after ``startup_s`` (STARTUP_S, or STATE_S) at most. Raises DaemonFailed or
-    MountError, and then no daemon is left."""
+    """Start the daemon and return when the mount answers, after ``startup_s`` (STARTUP_S, or STATE_S) at most.
+
+    Raises DaemonFailed or MountError, and then no daemon is left."""
     command = command or program(config)
     startup_s = startup_s if startup_s is not None else STATE_S if config.immutable else STARTUP_S
     log_file = config.log_file or os.devnull
@@ -98,18 +99,18 @@ def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_
             _hand_over(daemon, msgspec.json.encode(config))
             deadline_s = time.monotonic() + startup_s + config.store.retry_timeout_s
             if startup_s > QUIET_S and not select.select([answer_end], [], [], QUIET_S)[0]:
-                click.echo(f"not ready yet; what the daemon is doing is in {log_file}", err=True)
+                click.echo(f"waiting for the daemon; its log is {log_file}", err=True)
             answer = _wait_answer(answer_end, deadline_s)
         except BaseException:
             _end(daemon)
             raise
         if answer is None:
             code = _end(daemon)
-            raise MountError(f"the daemon ended without a word (status {code}): see {log_file}")
+            raise MountError(f"the daemon ended without an answer (status {code}): see {log_file}")
         if answer.error:
             _end(daemon)
             raise DaemonFailed(answer.error, answer.exit_code)
-        # It is init's child from here on; without this Popen warns that it still runs.
+        # The daemon outlives this process; without this, Popen warns that it still runs.
         daemon.returncode = 0
     finally:
         os.close(answer_end)
@@ -121,17 +122,17 @@ def _hand_over(daemon: subprocess.Popen[bytes], document: bytes) -> None:
         with daemon.stdin as pipe:
             pipe.write(document)
     except BrokenPipeError:
-        pass  # It died already: its answer, or the lack of one, says more.
+        pass  # It died already; its answer, or the lack of one, becomes the error.
 
 
 def _wait_answer(descriptor: int, deadline_s: float) -> Answer | None:
-    """The daemon's line, or None if it closed the pipe without one. Raises MountError at the deadline."""
+    """The answer of the daemon, or None if it closed the pipe without one. Raises MountError at the deadline."""
     received = b""
     while b"\n" not in received and len(received) < ANSWER_BYTES_MAX:
         left_s = deadline_s - time.monotonic()
         if left_s <= 0 or not select.select([descriptor], [], [], left_s)[0]:
             raise MountError(
-                "the daemon did not get ready in time; it was stopped: see its log, and that the store answers"
+                "the daemon did not get ready in time and was stopped: see its log, and check that the store answers"
             )
         piece = os.read(descriptor, ANSWER_BYTES_MAX)
         if not piece:
@@ -141,9 +142,9 @@ def _wait_answer(descriptor: int, deadline_s: float) -> Answer | None:
 
 
 def _end(daemon: subprocess.Popen[bytes]) -> int:
-    """Stop our own child, gently first; its exit status."""
+    """End the child, with SIGTERM and then SIGKILL; its exit status."""
     try:
-        # One that has answered is on its way out by itself.
+        # A child that has answered with an error ends by itself.
         return daemon.wait(1.0)
     except subprocess.TimeoutExpired:
         daemon.terminate()

@@ -1,4 +1,4 @@
-"""`lakefs-fuse stats`: a daemon's counters as tables, as JSON for scripts, or refreshed once a second."""
+"""`lakefs-fuse stats`: the counters of a daemon as tables, as JSON, or refreshed until interrupted."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ import click
 import msgspec
 
 from lakefs_fuse.cli.daemons import open_daemon
+from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION
+from lakefs_fuse.cli.store_options import json_option
 
 PIPE_WIDTH = 200
+"""Characters of a line where standard output is no terminal."""
 
 
-@click.command("stats")
-@click.argument("mountpoint", type=click.Path())
-@click.option("--json", "as_json", is_flag=True, help="Nested objects for scripts; the names are final.")
-@click.option("--watch", is_flag=True, help="Refresh until interrupted.")
-@click.option("--interval", type=DURATION, default="1", show_default=True, help="How often --watch refreshes.")
+@click.command("stats", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("mountpoint", "The directory of the mount.", type=click.Path())
+@json_option
+@option("--watch", is_flag=True, help="Refresh until interrupted.")
+@option("--interval", type=DURATION, default="1s", help="Time between refreshes of --watch, at least 0.1s.")
 def stats(mountpoint: str, as_json: bool, watch: bool, interval: float) -> None:
-    """Show what the daemon of MOUNTPOINT has done since it started, and what is not in the store yet."""
+    """Show the counters of a mount's daemon, and the files that are not in the store yet.
+
+    Counters start at 0 with the daemon. docs/operations.md explains each of them.
+    """
     if as_json and watch:
-        raise click.UsageError("--json and --watch exclude each other")
+        raise click.UsageError("--json and --watch exclude each other: give one of them")
     if watch:
         _watch(mountpoint, max(0.1, interval))
         return
@@ -35,12 +41,12 @@ def stats(mountpoint: str, as_json: bool, watch: bool, interval: float) -> None:
 
         from lakefs_fuse.cli.stats_tables import render
 
-        # Lines that a pipe gets are not broken where a terminal would end.
+        # A pipe gets whole lines, whatever the width of the terminal.
         Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(render(values))
 
 
 def _watch(mountpoint: str, interval_s: float) -> None:
-    """Until Ctrl-C, or until the daemon ends, which is an error like any other."""
+    """Print until Ctrl-C. Raises LakeError when the daemon ends."""
     from rich.live import Live
 
     from lakefs_fuse.cli.stats_tables import render

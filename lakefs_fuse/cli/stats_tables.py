@@ -1,4 +1,4 @@
-"""A daemon's statistics as rich tables. Values that a daemon does not report are left out, not invented."""
+"""Statistics of a daemon as rich tables; values that it does not report are left out."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FEATURES = (
     "explicit_inval_data", "stateless_opendir", "stateless_open", "noflush", "cache_symlinks", "writeback_cache",
     "passthrough",
 )  # fmt: skip
-"""Of ``kernel``, in the order in which they are shown."""
+"""Names below ``kernel``, in the order in which they are shown."""
 
 Values = Mapping[str, object]
 
 
 def section(values: object, *keys: str) -> Values:
-    """The object at ``keys``, empty if there is none."""
+    """The mapping at ``keys``, empty if there is none."""
     for key in keys:
         values = values.get(key) if isinstance(values, Mapping) else None
     return values if isinstance(values, Mapping) else {}
@@ -35,7 +35,7 @@ def number(values: Values, key: str) -> float:
 
 
 def render(values: Values, before: Values | None = None, interval_s: float = 1.0) -> RenderableType:
-    """Everything; with an earlier state also what changed per second since."""
+    """All tables; with earlier values also the changes per second since then."""
     parts: list[RenderableType] = [
         _head(values),
         _store(values, before, interval_s),
@@ -102,7 +102,7 @@ def _store(values: Values, before: Values | None, interval_s: float) -> Renderab
 def _cache(values: Values) -> Text:
     cache = section(values, "cache")
     hits, misses = number(cache, "hits"), number(cache, "misses")
-    ratio = f"{100 * hits / (hits + misses):.1f} % hits" if hits + misses else "not asked yet"
+    ratio = f"{100 * hits / (hits + misses):.1f} % hits" if hits + misses else "no reads yet"
     return Text.assemble(
         ("block cache: ", "bold"),
         f"{ratio} ({hits:,.0f} hits, {misses:,.0f} misses), {format_bytes(number(cache, 'bytes'))} on disk, "
@@ -129,8 +129,8 @@ def _write_back(values: Values) -> Iterator[Text]:
             ("write-back: ", "bold"),
             f"{number(waiting, 'files'):,.0f} files, {format_bytes(number(waiting, 'bytes'))} wait for the store, "
             f"the oldest for {format_duration(number(waiting, 'oldest_s'))}{why}; ",
-            f"{number(waiting, 'accepted'):,.0f} accepted, {number(waiting, 'failed'):,.0f} failed, ",
-            f"{number(waiting, 'replayed'):,.0f} back at mount, {number(waiting, 'conflicts'):,.0f} conflicts",
+            f"{number(waiting, 'accepted'):,.0f} acknowledged, {number(waiting, 'failed'):,.0f} failed, ",
+            f"{number(waiting, 'replayed'):,.0f} replayed at mount, {number(waiting, 'conflicts'):,.0f} conflicts",
         )
     if number(kept, "checkpoints"):
         yield Text.assemble(
@@ -140,14 +140,14 @@ def _write_back(values: Values) -> Iterator[Text]:
 
 
 def _listings(values: Values) -> Iterator[Text]:
-    """Listings under way."""
+    """The listings in progress."""
     under_way = section(values, "namespace").get("listing")
     for each in under_way if isinstance(under_way, list) else ():
         row = section(each)
         yield Text.assemble(
             ("listing ", "bold"),
             f"/{row.get('path') or ''}: {number(row, 'names'):,.0f} names in {number(row, 'pages'):,.0f} pages, "
-            f"{number(row, 'requests_under_way'):,.0f} requests under way, {format_duration(number(row, 'age_s'))}",
+            f"{number(row, 'requests_under_way'):,.0f} requests in flight, {format_duration(number(row, 'age_s'))}",
         )
 
 
@@ -179,7 +179,7 @@ def _kernel(values: Values) -> Iterator[Text]:
 def _upcalls(values: Values, before: Values | None, interval_s: float) -> RenderableType:
     counts = section(values, "upcalls")
     earlier = None if before is None else section(before, "upcalls")
-    table = _table("kernel upcalls", "", "count", *([] if before is None else ["now"]))
+    table = _table("FUSE requests", "", "count", *([] if before is None else ["now"]))
     for name in sorted(counts, key=lambda name: -number(counts, name)):
         count = number(counts, name)
         if count:

@@ -1,6 +1,6 @@
-"""The options that say how a store is reached: the same for every command that takes a SOURCE.
+"""Options that several commands share: how a store is reached, which lake a URL lies in, ``--json``, ``--dry-run``.
 
-Credentials are never among them; they come from where boto3 finds them, in the environment of whoever asks the store.
+Credentials are never among them: boto3 finds them, in the environment of the process that asks the store.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from urllib.parse import urlsplit
 import click
 from msgspec import structs
 
+from lakefs_fuse.cli.help import option
 from lakefs_fuse.cli.parameters import DURATION, default_text
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.errors import ConfigError
 
 _DEFAULTS: dict[str, object] = {field.name: field.default for field in structs.fields(StoreConfig)}
+GROUP = "Source options"
+
+SOURCE_HELP = "The lake: s3://bucket/prefix, file:///absolute/dir, or a mountpoint."
+PATH_HELP = (
+    "A path in a mount, or the URL of a file or directory in a lake: s3://bucket/prefix/dir or file:///lake/dir."
+)
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
@@ -27,7 +34,7 @@ def _default(name: str) -> str:
 
 
 class StoreOptions(TypedDict):
-    """As click hands them over; None where config.py's default holds."""
+    """Values as click passes them; None where the default of config.py applies."""
 
     endpoint_url: str | None
     region: str | None
@@ -39,37 +46,81 @@ class StoreOptions(TypedDict):
 
 
 _OPTIONS = (
-    click.option("--endpoint-url", metavar="URL", help="S3 endpoint, where it is not AWS."),
-    click.option("--region", help="As boto3 takes it; else from its own configuration."),
-    click.option("--profile", help="Profile of ~/.aws to take credentials and settings from."),
-    click.option(
-        "--addressing-style", type=click.Choice(["auto", "path", "virtual"]), help=_default("addressing_style")
+    option(
+        "--endpoint-url",
+        metavar="URL",
+        group=GROUP,
+        help="S3 endpoint. Set it for a store other than AWS, such as http://localhost:8333.  [default: that of boto3]",
     ),
-    click.option("--ca-bundle", type=click.Path(), help="PEM file of certificate authorities to trust."),
-    click.option(
-        "--requests", type=click.IntRange(1, 1024), help=f"Other store requests at once.  {_default('requests_max')}"
+    option(
+        "--region",
+        metavar="NAME",
+        group=GROUP,
+        help="Region of the bucket. Set it where boto3's configuration names none, or another.  "
+        "[default: that of boto3]",
     ),
-    click.option(
+    option(
+        "--profile",
+        metavar="NAME",
+        group=GROUP,
+        help="Profile in ~/.aws that credentials and settings come from.  [default: that of boto3]",
+    ),
+    option(
+        "--addressing-style",
+        type=click.Choice(["auto", "path", "virtual"]),
+        group=GROUP,
+        help="Whether requests name the bucket in the path or in the host name (virtual); auto leaves it to botocore. "
+        f"Use path for a store without DNS names for buckets.  {_default('addressing_style')}",
+    ),
+    option(
+        "--ca-bundle",
+        type=click.Path(),
+        metavar="FILE",
+        group=GROUP,
+        help="PEM file of trusted certificate authorities. Set it for a store with a private certificate.  "
+        "[default: that of boto3]",
+    ),
+    option(
+        "--requests",
+        type=click.IntRange(1, 1024),
+        metavar="N",
+        group=GROUP,
+        help="Maximum number of concurrent store requests, besides uploads of parts. Raise it for a distant store, "
+        f"lower it for one that throttles.  {_default('requests_max')}",
+    ),
+    option(
         "--retry-timeout",
         type=DURATION,
-        help=f"How long a failing request is tried again.  {_default('retry_timeout_s')}",
+        group=GROUP,
+        help="Maximum time for which a failing request is retried before its error is returned. Raise it to survive "
+        f"longer outages.  {_default('retry_timeout_s')}",
     ),
 )
 
+lake_option = option(
+    "--lake",
+    metavar="SOURCE",
+    group=GROUP,
+    help="SOURCE of the lake as it is mounted. Set it where PATH is a URL below several lakes.  "
+    "[default: the nearest directory at or above PATH that has commits, else PATH itself]",
+)
+json_option = option("--json", "as_json", is_flag=True, help="Print JSON with stable names, for scripts.")
+dry_run_option = option("--dry-run", is_flag=True, help="Print what would be done, and change nothing.")
+
 
 def store_options(command: Decorated) -> Decorated:
-    """Adds them to a command, whose function takes them as `StoreOptions`."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
+    """Add the options that say how a store is reached; the function takes them as `StoreOptions`."""
+    for each in reversed(_OPTIONS):
+        command = each(command)
     return command
 
 
 def build_store(source: Source, options: StoreOptions) -> StoreConfig:
-    """Raises ConfigError. Paths come out absolute, because whoever asks the store works elsewhere."""
+    """The store of ``source``, with absolute paths, because daemons work in another directory. Raises ConfigError."""
     endpoint_url = _checked_endpoint(options["endpoint_url"])
     ca_bundle = options["ca_bundle"]
     if ca_bundle is not None and not os.access(ca_bundle, os.R_OK):
-        raise ConfigError(f"--ca-bundle {ca_bundle} cannot be read")
+        raise ConfigError(f"--ca-bundle {ca_bundle} cannot be read: name a PEM file that you may read")
     return structs.replace(
         StoreConfig(source=source),
         **given(
@@ -85,7 +136,7 @@ def build_store(source: Source, options: StoreOptions) -> StoreConfig:
 
 
 def any_given(options: Mapping[str, object]) -> str:
-    """The first store option that was given, as it is typed; empty if none."""
+    """The first store option on the command line, as it is typed; empty if there is none."""
     for name in StoreOptions.__annotations__:
         if options.get(name) is not None:
             return "--" + name.replace("_", "-")
@@ -93,12 +144,12 @@ def any_given(options: Mapping[str, object]) -> str:
 
 
 def given(**values: object) -> dict[str, object]:
-    """Those that were given, so that defaults stay in config.py alone."""
+    """The values that are not None, so that defaults stay in config.py alone."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def absolute(path: str | None) -> str | None:
-    """With ~ and the working directory put in."""
+    """``path`` with ~ and the working directory resolved."""
     return None if path is None else os.path.abspath(os.path.expanduser(path))
 
 

@@ -1,8 +1,8 @@
-"""`lakefs-fuse mount … --print-systemd-unit`: a service that does what the same command line would do.
+"""`lakefs-fuse mount … --print-systemd-unit`: a systemd service that makes the same mount.
 
-``Type=notify``: the process in the foreground (the supervisor, or the daemon without one) tells systemd when the mount
-answers. Stopping the service stores everything first. Credentials are never in a unit, which anyone may read: they come
-from an environment file, or from where else boto3 finds them.
+``Type=notify``: the process in the foreground (supervisor, or daemon without one) notifies systemd when the mount
+answers. Stopping the service stores everything first. *No credentials in units*, which anyone may read: they come from
+an environment file, or from the other places where boto3 looks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lakefs_fuse.cli.store_options import absolute
 from lakefs_fuse.config import MountConfig
 
 _LEFT_OUT = frozenset({"mount_o", "print_systemd_unit", "foreground", "cache_dir"})
-"""Said in another way in a unit, or always."""
+"""Options that a unit always has, or expresses in another way."""
 
 SYSTEM_UNIT = """\
 # /etc/systemd/system/{name}.service: then `systemctl daemon-reload` and `systemctl enable --now {name}`.
@@ -58,7 +58,7 @@ WantedBy=default.target
 
 SERVICE = """\
 ExecStart={start}
-# Everything reaches the store before the mount goes. If that fails, SIGTERM unmounts, and the bytes stay in staging.
+# Stores everything, then unmounts. If that fails, SIGTERM unmounts, and the bytes stay in staging.
 ExecStop=-{stop}
 KillMode=mixed
 TimeoutStartSec=15min
@@ -70,7 +70,7 @@ RestartPreventExitStatus=2
 
 
 def unit(config: MountConfig, context: click.Context, *, uid: int, program: tuple[str, ...]) -> str:
-    """The unit file of ``config``, which ``context`` was made into; a user's own where ``uid`` is not root's."""
+    """The unit file for ``config``, which came from ``context``; a user unit unless ``uid`` is root's."""
     source, point = str(context.params["source"]), config.mountpoint
     if config.store.source.scheme == "file":
         source = str(config.store.source)
@@ -90,18 +90,18 @@ def unit(config: MountConfig, context: click.Context, *, uid: int, program: tupl
 
 
 def unit_name(mountpoint: str) -> str:
-    """One name for each mountpoint that looks like it: lakefs-mnt-lake."""
+    """A readable name for the service of a mountpoint, such as lakefs-mnt-lake."""
     return "lakefs-" + (re.sub(r"[^A-Za-z0-9._]+", "-", mountpoint).strip("-")[-100:] or "root")
 
 
 def this_program() -> tuple[str, ...]:
-    """How to run this installation from anywhere."""
+    """The command that runs this installation from any directory."""
     beside = Path(sys.executable).with_name("lakefs-fuse")
     return (str(beside),) if os.access(beside, os.X_OK) else (sys.executable, "-P", "-m", "lakefs_fuse")
 
 
 def _given(context: click.Context) -> list[str]:
-    """Options that were given, from the command line or in ``-o``, in the form that they are checked in."""
+    """The options of the command line, those in ``-o`` included, as long options."""
     found: list[str] = []
     for param in context.command.params:
         name = param.name or ""
@@ -118,7 +118,7 @@ def _given(context: click.Context) -> list[str]:
 
 
 def _text(param: click.Option, value: object) -> str:
-    """``value`` as it can be typed again."""
+    """``value`` as one types it."""
     if isinstance(param.type, click.Path):
         return str(absolute(str(value)))
     if isinstance(param.type, OctalMode) and isinstance(value, int):
@@ -133,7 +133,7 @@ def _command(arguments: list[str]) -> str:
 
 
 def _argument(text: str) -> str:
-    """One word for ExecStart=: see "Command lines" in systemd.service(5)."""
+    """``text`` quoted for ExecStart=; see "Command lines" in systemd.service(5)."""
     text = _literal(text).replace("$", "$$")
     if re.fullmatch(r"[A-Za-z0-9_./:=@%$+,-]+", text):
         return text

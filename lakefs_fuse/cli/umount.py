@@ -1,8 +1,7 @@
-"""`lakefs-fuse umount`: everything durable first, then the mount goes, then the daemon ends.
+"""`lakefs-fuse umount`: makes everything durable, then detaches the mount, then waits for the end of the daemon.
 
-The order is what keeps a failed upload from costing anything: while the mount is there the user can still look, free
-space, fix credentials and try again. What cannot be made durable stays in the cache directory's staging whatever
-happens here.
+*Durable first*: the mount is not detached while bytes cannot be stored, so that the user can still read the files, free
+space, fix credentials and try again. Bytes that cannot be stored stay in staging whatever happens here.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from contextlib import ExitStack
 import click
 
 from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of, wait_exit
+from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
@@ -24,28 +24,30 @@ from lakefs_fuse.control.supervision import Supervisor, supervisor_of
 from lakefs_fuse.errors import LakeError
 
 LAZY_WAIT_S_MAX = 2.0
-"""A lazily detached mount ends when its last file is closed, which may be never: not waited for any longer."""
+"""A lazily detached mount ends when its last file is closed, which may be never, so the wait is short."""
 
 EXIT_S_MIN = 5.0
-"""A daemon that has drained may take this long to close its database, whatever --timeout says."""
+"""Time for a drained daemon to close its database, also after --timeout."""
 
 NEXT_LIFE_S_MAX = 15.0
-"""How long a daemon that died is waited for: only a daemon can store what it had accepted."""
+"""Time to wait for the restart of a daemon that died: only a daemon can store acknowledged files."""
 NEXT_LIFE_CHECK_S = 0.1
 SUPERVISOR_S_MAX = 20.0
-"""A supervisor gives a daemon that does not serve yet less than this to end."""
+"""Time for a supervisor to end: it kills a daemon that does not serve yet sooner than this."""
 
 
-@click.command("umount")
-@click.argument("mountpoint", type=click.Path())
-@click.option("--lazy", is_flag=True, help="Detach even if the mount is in use or bytes cannot be stored now; such "
-              "bytes stay in the cache directory and are listed at the next mount.")  # fmt: skip
-@click.option("--timeout", type=DURATION, default="1h", show_default=True, help="How long uploads may take in all.")
+@click.command("umount", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("mountpoint", "The directory of the mount.", type=click.Path())
+@option("--lazy", is_flag=True, help="Detach although the mount is in use or bytes cannot be stored. The bytes stay in "
+        "the cache directory, and the next mount stores or lists them.")  # fmt: skip
+@option("--timeout", type=DURATION, default="1h", help="Maximum time for uploads; after it the mount stays. Raise it "
+        "for slow networks.")  # fmt: skip
 def umount(mountpoint: str, lazy: bool, timeout: float) -> None:
-    """Unmount MOUNTPOINT after everything written to it is in the store.
+    """Store everything, then unmount.
 
-    Clears away a mount whose daemon died, too. One that is being started again is waited for; if it does not come, the
-    mount goes without it, with exit code 1.
+    If something cannot be stored, the files and the reasons are printed, and the mount stays. A dead mount, whose
+    daemon died, is detached. If the daemon is being restarted, the command waits up to 15 s for it; after that it
+    unmounts and ends with exit code 1.
     """
     point = real_mountpoint(mountpoint)
     mounted = mount_at(point)
@@ -70,7 +72,7 @@ def umount(mountpoint: str, lazy: bool, timeout: float) -> None:
 
 
 def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, lazy: bool, deadline_s: float) -> bool:
-    """Whether the daemon has ended; it may go on for a while with --lazy."""
+    """Unmount through the daemon; whether that has ended, which may take longer with --lazy."""
     pidfd = os.pidfd_open(client.pid)
     try:
         problem = make_durable(client, point, deadline_s)
@@ -81,13 +83,13 @@ def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, 
         if lazy:
             detach(point, lazy=True)
             return report_lazy_end(client.pid, pidfd, point)
-        # Asked for before the mount goes, so that the daemon cannot end without our hearing how.
+        # Sent before the mount is detached, so that the result of the drain is not missed.
         ending = client.follow(protocol.WaitEnd())
         if mounted is not None:
             detach(point, lazy=False)
         wait_end(ending, deadline_s)
         if not wait_exit(pidfd, max(EXIT_S_MIN, deadline_s - time.monotonic())):
-            raise LakeError(f"{point} is unmounted, but its daemon (pid {client.pid}) does not end: see its log")
+            raise LakeError(f"{point} is unmounted, but its daemon (pid {client.pid}) does not end: its log says why")
         return True
     finally:
         os.close(pidfd)
@@ -96,7 +98,7 @@ def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, 
 def wait_next_life(
     point: str, mounted: Mount | None, supervisor: Supervisor, deadline_s: float
 ) -> ControlClient | None:
-    """A connection to the daemon that is being started again, if that works soon."""
+    """A connection to the restarted daemon; None if it does not serve in time."""
     until_s = min(deadline_s, time.monotonic() + NEXT_LIFE_S_MAX)
     while time.monotonic() < until_s and not supervisor.wait(NEXT_LIFE_CHECK_S):
         client = connect_serving(point, mounted)
@@ -106,7 +108,7 @@ def wait_next_life(
 
 
 def connect_serving(point: str, mounted: Mount | None) -> ControlClient | None:
-    """As `connect_to_owner`, but not to a daemon that has not mounted yet: there is nothing of its own to unmount."""
+    """A connection to the daemon that serves the mount; None for one that has not mounted yet."""
     client = connect_to_owner(point, mounted)
     if client is None:
         return None
@@ -115,21 +117,21 @@ def connect_serving(point: str, mounted: Mount | None) -> ControlClient | None:
             if client.hello().starting:
                 return None
         except LakeError:
-            pass  # It died just now, or hangs: what is asked of it next will tell.
+            pass  # It died just now, or hangs: the next request shows which.
     return connect_to_owner(point, mounted)
 
 
 def end_between_lives(point: str, supervisor: Supervisor, *, lazy: bool) -> None:
-    """Unmount where no daemon runs, and none is to come. Raises LakeError: nobody knows what is stored."""
+    """End the supervisor and detach the dead mount. Raises LakeError, because bytes may be left in staging."""
     supervisor.stop()
     if not supervisor.wait(SUPERVISOR_S_MAX):
-        raise LakeError(f"the supervisor of {point} (pid {supervisor.pid}) does not end: see its log")
+        raise LakeError(f"the supervisor of {point} (pid {supervisor.pid}) does not end: its log says why")
     mounted = mount_at(point)
     if mounted is not None and mounted.is_fuse and is_dead(point):
         detach(point, lazy=True)
     message = (
-        f"{point} is unmounted, but its daemon had died and could not be started again: bytes that were not in the "
-        "store yet are in the cache directory, for the next mount"
+        f"{point} is unmounted, but its daemon had died and could not be started again: bytes that are not in the "
+        "store are in the cache directory; mount again to store them"
     )
     if not lazy:
         raise LakeError(message)
@@ -137,7 +139,7 @@ def end_between_lives(point: str, supervisor: Supervisor, *, lazy: bool) -> None
 
 
 def make_durable(client: ControlClient, point: str, deadline_s: float) -> str:
-    """What went wrong, or nothing; the files that are not durable are printed."""
+    """Wait until everything is stored; the error, or an empty text. Files that are not durable are printed."""
     try:
         reply = follow(client.follow(protocol.MakeDurable()), what=f"storing {point}", deadline_s=deadline_s)
     except LakeError as error:
@@ -149,14 +151,14 @@ def make_durable(client: ControlClient, point: str, deadline_s: float) -> str:
 
 
 def wait_end(ending: Iterator[protocol.Reply], deadline_s: float) -> None:
-    """Until the daemon has drained. Raises LakeError where it could not store something."""
+    """Wait until the daemon has drained. Raises LakeError for files that it could not store."""
     reply = follow(ending, what="finishing", deadline_s=deadline_s)
     if isinstance(reply, protocol.Failed):
         raise LakeError("\n".join([f"{reply.message}; the bytes stay in staging:", *describe_files(reply.files)]))
 
 
 def report_lazy_end(pid: int, pidfd: int, point: str) -> bool:
-    """Whether the daemon of a lazily detached mount has ended; if it goes on, that is said."""
+    """Whether the daemon of a lazily detached mount has ended; prints a line if it has not."""
     if wait_exit(pidfd, LAZY_WAIT_S_MAX):
         return True
     click.echo(f"lakefs-fuse: {point} is detached; its daemon (pid {pid}) ends when it is idle", err=True)
@@ -164,17 +166,17 @@ def report_lazy_end(pid: int, pidfd: int, point: str) -> bool:
 
 
 def clear_dead_mount(point: str, mounted: Mount | None) -> None:
-    """Remove what a dead daemon left mounted. Raises LakeError for a mount that is not one of those."""
+    """Detach the mount of a dead daemon. Raises LakeError for any other mount."""
     if mounted is None:
-        raise LakeError(f"nothing is mounted at {point}")
+        raise LakeError(f"nothing is mounted at {point}: name the directory of a mount")
     if not mounted.is_fuse or not is_dead(point):
-        raise LakeError(f"{point} is a mount of something else ({mounted.source}, {mounted.fstype}): use umount(8)")
-    # Nothing can be lost any more by detaching: nobody serves the files that are still open.
+        raise LakeError(f"{point} is a mount of another program ({mounted.source}, {mounted.fstype}): use umount(8)")
+    # Detaching loses nothing: no process serves the open files.
     detach(point, lazy=True)
     for socket in client_socket_paths(point, mounted.owner):
         socket.unlink(missing_ok=True)
     click.echo(
-        f"lakefs-fuse: the daemon of {point} had died; the mount is cleared away. "
-        "Bytes that were not in the store yet are in the cache directory: the next mount lists them",
+        f"lakefs-fuse: the daemon of {point} had died, and the mount is detached. "
+        "Bytes that are not in the store are in the cache directory: mount again to store or list them",
         err=True,
     )

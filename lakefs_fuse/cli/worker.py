@@ -1,8 +1,8 @@
 """Runs commands that need no mount in a child process (`daemon.admin_worker`) and shows their progress.
 
-The request goes over an inherited descriptor, the answers come as JSON lines over a pipe; standard input is passed on
-only to a command that reads it. Credentials are only ever in the environment. The child is a session of its own, so
-that Ctrl-C reaches it once, from here: it cleans up and says so; a second Ctrl-C kills it.
+The child reads its request from an inherited descriptor and writes answers, JSON lines, to a pipe; it inherits standard
+input only for a command that reads it. Credentials are only in the environment. The child is a session of its own, so
+Ctrl-C reaches it through this process alone: the first one cancels the command, a second one kills it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import ConfigError, LakeError
 
 OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
-"""-P: the directory in which a user happens to be is not where modules come from."""
+"""-P: the working directory of the user is no place to import modules from."""
 END_S_MAX = 30.0
-"""How long the child may take to end after its last line."""
+"""Time for the child to end after its last line."""
 
 
 class OfflineFailed(LakeError):
-    """The child's own error, with the exit code it chose."""
+    """An error that the child reported, with its exit code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -38,19 +38,19 @@ class OfflineFailed(LakeError):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where in a lake a command works: the fields of a `protocol.Request`."""
+    """The store and the path that a command works on: fields of a `protocol.Request`."""
 
     store: StoreConfig
     path: str = ""
     find_root: bool = False
     mountpoint: str = ""
-    """Where PATH is in a mount."""
+    """Of the mount that PATH lies in; empty for a URL."""
 
 
 def find_place(path: str, options: StoreOptions, lake: str | None = None) -> Place:
-    """What PATH means: a source URL with the options of a store, or a path in a mount, whose daemon knows the rest.
+    """The place that PATH names: a URL with store options, or a path in a mount, whose daemon knows the store.
 
-    ``lake`` is the URL of the lake's root where the user gave it. Raises LakeError.
+    ``lake`` is the URL of the lake's root, if --lake gives it. Raises LakeError.
     """
     if "://" in path:
         store = build_store(Source.parse(path), options)
@@ -59,15 +59,17 @@ def find_place(path: str, options: StoreOptions, lake: str | None = None) -> Pla
         root = Source.parse(lake)
         return Place(store=msgspec.structs.replace(store, source=root), path=_below(store.source, root, path, lake))
     if named := (lake and "--lake") or any_given(options):
-        raise ConfigError(f"{named} goes with a source URL; {path} is a path, whose mount knows its store")
+        raise ConfigError(f"{named} goes with a source URL, and {path} is a path: leave {named} out")
     try:
         mountpoint, inside = locate(path)
     except LakeError as error:
-        raise LakeError(f"{path} is neither inside a mount of this program nor a source URL such as s3://…") from error
+        raise LakeError(
+            f"{path} is neither inside a mount of this program nor a source URL: give a path in a mount, or s3://…"
+        ) from error
     try:
         inside.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{path!r}: names in a lake are UTF-8") from error
+        raise ConfigError(f"{path!r} is not UTF-8, as names in a lake are: rename it, or name its directory") from error
     with open_daemon(mountpoint) as client:
         known = client.store()
     if known.find_root:
@@ -76,7 +78,7 @@ def find_place(path: str, options: StoreOptions, lake: str | None = None) -> Pla
 
 
 def place_below(store: StoreConfig, path: str) -> StoreConfig:
-    """The same with a directory of it as the source."""
+    """``store`` with a directory below its source as the source."""
     source = store.source
     if path and source.scheme == "file":
         source = msgspec.structs.replace(source, bucket=f"{source.bucket.rstrip('/')}/{path}")
@@ -92,7 +94,7 @@ def _below(place: Source, root: Source, path: str, lake: str) -> str:
         return f"{source}".rstrip("/") + "/"
 
     if not whole(place).startswith(whole(root)):
-        raise ConfigError(f"{path} is not in --lake {lake}")
+        raise ConfigError(f"{path} is not in --lake {lake}: give the SOURCE that the lake is mounted with")
     return whole(place)[len(whole(root)) :].strip("/")
 
 
@@ -106,9 +108,9 @@ def run_offline(
     reads_stdin: bool = False,
     program: Sequence[str] = OFFLINE,
 ) -> int:
-    """Run it, with a progress bar where standard error is a terminal; print its summary; answer the exit code.
+    """Run a command in a child, show its progress, print its summary, and return its exit code.
 
-    Raises OfflineFailed, and LakeError where the child ended without a word.
+    Raises OfflineFailed, and LakeError where the child ended without an answer.
     """
     request = protocol.Request(
         command=command,
@@ -124,7 +126,7 @@ def run_offline(
     finally:
         _end(child)
     if last is None:
-        raise LakeError(f"{command} ended without a word (status {child.returncode})")
+        raise LakeError(f"{command} ended without an answer (status {child.returncode}): run it again")
     if isinstance(last, protocol.Failed):
         raise OfflineFailed(last.message, last.exit_code)
     if as_json:
@@ -151,14 +153,14 @@ def _start(program: Sequence[str], request: bytes, *, reads_stdin: bool) -> subp
 
 
 class _Lines:
-    """Answers out of a pipe. Not a generator: Ctrl-C in the midst of a read loses nothing."""
+    """Reads answers from a pipe. Not a generator, so that Ctrl-C during a read loses nothing."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._buffer = bytearray()
 
     def next_answer(self) -> protocol.Answer | None:
-        """None at the end. Raises LakeError for what is no answer."""
+        """The next answer, None at the end. Raises LakeError for a line that is none."""
         while (end := self._buffer.find(b"\n")) < 0:
             piece = os.read(self._descriptor, 1 << 16)
             if not piece or len(self._buffer) > protocol.LINE_BYTES_MAX:
@@ -169,11 +171,13 @@ class _Lines:
         try:
             return protocol.decode_answer(line)
         except msgspec.DecodeError as error:
-            raise LakeError(f"an answer that makes no sense ({error})") from error
+            raise LakeError(
+                f"the worker sent an answer that makes no sense ({error}): run the command again"
+            ) from error
 
 
 def _follow(child: subprocess.Popen[bytes]) -> protocol.Finished | protocol.Failed | None:
-    """Show what it says until its last line, which is answered. Ctrl-C is passed on; twice kills."""
+    """Show progress until the last answer, and return that. Passes Ctrl-C on; a second one kills the child."""
     assert child.stdout is not None
     lines = _Lines(child.stdout.fileno())
     interrupted = False
@@ -196,7 +200,7 @@ def _follow(child: subprocess.Popen[bytes]) -> protocol.Finished | protocol.Fail
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Its exit, gently first. A child that still works sees its pipe closed and ends."""
+    """Wait for the child, whose pipe is closed, and kill it after END_S_MAX."""
     assert child.stdout is not None
     child.stdout.close()
     try:

@@ -114,7 +114,7 @@ def test_what_cannot_be_looked_at(tmp_path: Path) -> None:
     ("args", "code", "text"),
     [
         (("ls", "/"), 1, "not inside a mount"),
-        (("prune", "/"), 2, "say what may go"),
+        (("prune", "/"), 2, "give --keep N"),
         (("prune", "s3://bucket/ckpt", "--keep", "1"), 2, "through a mount"),
         (("prune", "/", "--keep", "0"), 2, "0"),
         (("latest", "/", "--region", "x"), 2, "--region goes with a source URL"),

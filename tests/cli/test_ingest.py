@@ -138,5 +138,5 @@ def test_a_path_in_a_mount_needs_no_options(lake: Path, src: Path, point: Path) 
     assert members(lake) == ["new/place/a", "new/place/sub/b"]
     itself = lakefs("ingest", point.parent, point / "x")
     assert itself.returncode == 2
-    assert b"holds the mount" in itself.stderr
+    assert b"contains the mount" in itself.stderr
     assert lakefs("umount", point).returncode == 0

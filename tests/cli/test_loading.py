@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -35,7 +37,7 @@ def test_they_are_listed_in_order() -> None:
     assert commands.list_commands(click.Context(commands)) == sorted(MODULES)
 
 
-@pytest.mark.parametrize("module", ["mount", "umount", "stats", "durability", "ingest", "gc"])
+@pytest.mark.parametrize("module", ["mount", "umount", "stats", "daemon_commands", "lake_commands"])
 def test_a_command_loads_nothing_heavy(module: str) -> None:
     assert loaded(f"import lakefs_fuse.cli.{module}") & HEAVY == set()
 
@@ -55,3 +57,31 @@ open_store(StoreConfig(source=Source.parse('file://' + sys.argv[1]))).close()
 """
     modules = loaded(opening, str(tmp_path))
     assert modules & {"boto3", "botocore", "obstore"} == set()
+
+
+def each_command() -> Iterator[click.Command]:
+    for name in MODULES:
+        command = commands.get_command(click.Context(commands), name)
+        assert command is not None
+        yield from command.commands.values() if isinstance(command, click.Group) else [command]
+
+
+@pytest.mark.parametrize("command", list(each_command()), ids=lambda command: str(command.name))
+def test_help_of_a_command_describes_each_parameter_once(command: click.Command) -> None:
+    context = click.Context(command, info_name=command.name, terminal_width=200)
+    text = command.get_help(context)
+    for param in command.params:
+        name = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
+        assert getattr(param, "help", None), name
+        assert len(re.findall(rf"^  {re.escape(name)}(?![\w-])", text, re.MULTILINE)) == 1, name
+    assert text.count("--help") == 1
+    if command.params and isinstance(command.params[0], click.Argument):
+        assert "Arguments:" in text
+
+
+def test_help_of_mount_is_in_groups() -> None:
+    command = commands.get_command(click.Context(commands), "mount")
+    assert command is not None
+    headings = re.findall(r"^(\w[\w ]+):$", command.get_help(click.Context(command)), re.MULTILINE)
+    kinds = ["Source", "Cache", "Durability", "Sharing", "Diagnostics"]
+    assert headings == ["Arguments", "Options", *(f"{kind} options" for kind in kinds)]

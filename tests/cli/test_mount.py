@@ -12,7 +12,7 @@ import pytest
 from lakefs_fuse import __version__
 from lakefs_fuse.cli import preflight, run, spawn
 from lakefs_fuse.cli.mount import mount
-from lakefs_fuse.cli.parameters import RATE, SIZE
+from lakefs_fuse.cli.parameters import DURATION, RATE, SIZE
 from lakefs_fuse.config import GIB, MIB, MountConfig, Rule, Source, StoreConfig
 
 
@@ -21,7 +21,7 @@ def mounted(monkeypatch: pytest.MonkeyPatch) -> list[MountConfig]:
     """The configurations that would have been mounted."""
     configs: list[MountConfig] = []
     monkeypatch.setattr(spawn, "start", configs.append)
-    monkeypatch.setattr(spawn, "run_in_foreground", configs.append)
+    monkeypatch.setattr(spawn, "exec_in_foreground", configs.append)
     monkeypatch.setattr(preflight, "check", lambda config, host: [])
     return configs
 
@@ -108,7 +108,7 @@ def test_an_immutable_mount(mounted: list[MountConfig], capsys: pytest.CaptureFi
     assert usual.mounting == ""
     assert now.mounting != snapshot.mounting, "each command has a state of its own"
     for arguments, said in (
-        (["s3://bucket", "/mnt/lake", "--snapshot", "v1"], "--snapshot goes with --immutable"),
+        (["s3://bucket", "/mnt/lake", "--snapshot", "v1"], "--snapshot needs --immutable"),
         (["s3://bucket", "/mnt/lake", "-o", "immutable,durability=writeback"], "--durability: an --immutable mount"),
         (["s3://bucket", "--immutable"], "MOUNTPOINT is missing"),
         (["s3://bucket"], "MOUNTPOINT is missing"),
@@ -141,22 +141,22 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert SIZE.convert(told["--cache-size"], None, None) == config.cache_bytes_max
     assert SIZE.convert(told["--staging-size"], None, None) == config.staging_bytes_max
     assert SIZE.convert(told["--free-space"], None, None) == config.free_bytes_min
-    assert float(told["--metadata-ttl"]) == config.metadata_ttl_s
+    assert DURATION.convert(told["--metadata-ttl"], None, None) == config.metadata_ttl_s
     assert int(told["--file-mode"], 8) == config.file_mode
     assert int(told["--dir-mode"], 8) == config.dir_mode
     assert int(told["--uploads"]) == config.uploads_max
     assert int(told["--requests"]) == config.store.requests_max
-    assert float(told["--retry-timeout"]) == config.store.retry_timeout_s
+    assert DURATION.convert(told["--retry-timeout"], None, None) == config.store.retry_timeout_s
     assert told["--orphans"] == config.orphans
     assert told["--attributes"] == config.attributes
     assert told["--log-level"] == config.log_level
     assert told["--pack"] == config.pack
     assert SIZE.convert(told["--pack-threshold"], None, None) == config.pack_threshold_bytes
-    assert float(told["--refresh"]) == config.refresh_s
-    assert float(told["--relocate-after"]) == config.relocate_after_s
+    assert DURATION.convert(told["--refresh"], None, None) == config.refresh_s
+    assert DURATION.convert(told["--relocate-after"], None, None) == config.relocate_after_s
     assert told["--durability"] == config.durability
-    assert float(told["--writeback-delay"]) == config.writeback_delay_s
-    assert float(told["--staging-timeout"]) == config.staging_timeout_s
+    assert DURATION.convert(told["--writeback-delay"], None, None) == config.writeback_delay_s
+    assert DURATION.convert(told["--staging-timeout"], None, None) == config.staging_timeout_s
     assert RATE.convert(told["--upload-limit"], None, None) == config.upload_bytes_s_max
     assert texts["--upload-limit"].endswith("; 0 is no limit.  [default: 0]")
     assert told["--addressing-style"] == config.store.addressing_style
@@ -165,11 +165,21 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert dict(rows)["--file-mode"] == modes
     del told["--uid"], told["--gid"]
     assert {name: dict(rows)[name] for name in told} == told
+    named = dict(re.findall(r"^\| `(--[a-z-]+)[^|]*\| ([^|]+) \|", options_used_most(), re.MULTILINE))
+    assert len(named) == 9
+    assert {name: default for name, default in named.items() if name in told} == {
+        name: told[name] for name in named if name in told
+    }
 
 
 def options_table() -> str:
+    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    return manual[manual.index("### Options of `mount`") : manual.index("### Upgrading a lake")]
+
+
+def options_used_most() -> str:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    return readme[readme.index("### Options of `mount`") : readme.index("## When something is wrong")]
+    return readme[readme.index("## Options used most") : readme.index("## Documentation")]
 
 
 def test_options_as_mount8_passes_them(mounted: list[MountConfig]) -> None:
@@ -282,7 +292,8 @@ def test_version_and_missing_command(capsys: pytest.CaptureFixture[str]) -> None
     assert "frobnicate" in capsys.readouterr().err
 
 
-def test_the_readme_has_every_option_and_no_other() -> None:
+def test_the_manual_has_every_option_and_no_other() -> None:
     named = set(re.findall(r"--[a-z][a-z-]+", options_table()))
     options = {name for option in mount.params for name in (*option.opts, *option.secondary_opts) if name[:2] == "--"}
     assert named == options
+    assert set(re.findall(r"--[a-z][a-z-]+", options_used_most())) - {"--help"} < options

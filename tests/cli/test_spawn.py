@@ -78,7 +78,7 @@ def test_the_daemons_error_is_ours_with_its_exit_code(config: MountConfig, tmp_p
 
 
 def test_a_daemon_that_dies_without_a_word(config: MountConfig, tmp_path: Path) -> None:
-    with pytest.raises(MountError, match=rf"ended without a word \(status 7\): see {config.log_file}"):
+    with pytest.raises(MountError, match=rf"ended without an answer \(status 7\): see {config.log_file}"):
         spawn.start(config, command(tmp_path, "os._exit(7)"))
 
 
@@ -99,7 +99,7 @@ def test_who_waits_for_long_is_told_where_to_look(
         os.close(ready)
     """
     monkeypatch.setattr(spawn, "QUIET_S", 1.0)
-    for seconds, told in [("0", ""), ("2", f"not ready yet; what the daemon is doing is in {config.log_file}\n")]:
+    for seconds, told in [("0", ""), ("2", f"waiting for the daemon; its log is {config.log_file}\n")]:
         spawn.start(config, command(tmp_path, body.replace("config_s", repr(seconds))))
         assert capsys.readouterr().err == told
 
@@ -116,7 +116,7 @@ def test_in_the_foreground_the_process_becomes_the_daemon(config: MountConfig, t
         "import sys, msgspec; from lakefs_fuse.cli import spawn; from lakefs_fuse.config import MountConfig\n"
         "config = msgspec.json.decode(sys.argv[1].encode(), type=MountConfig)\n"
         "read = 'import sys; sys.stdout.write(sys.stdin.read())'\n"
-        "spawn.run_in_foreground(config, [sys.executable, '-c', read])\n"
+        "spawn.exec_in_foreground(config, [sys.executable, '-c', read])\n"
     )
     document = msgspec.json.encode(config).decode()
     result = subprocess.run(

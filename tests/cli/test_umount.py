@@ -186,14 +186,15 @@ def test_a_dead_mount_is_cleared_away(fuse: Mounted, capsys: pytest.CaptureFixtu
 def test_a_mount_of_something_else_is_left_alone(fuse: Mounted, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("umount", "stats"):
         assert run([command, str(fuse.point)]) == 1
-        assert "is a mount of something else" in capsys.readouterr().err
+        assert "is a mount of another program" in capsys.readouterr().err
     assert is_mounted(fuse.point)
 
 
 def test_where_nothing_is_mounted(tmp_path: Path, runtime_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("umount", "stats", "orphans"):
         assert run([command, str(tmp_path)]) == 1
-        assert capsys.readouterr().err == f"lakefs-fuse: nothing is mounted at {tmp_path}\n"
+        told = f"nothing is mounted at {tmp_path}: name the directory of a mount"
+        assert capsys.readouterr().err == f"lakefs-fuse: {told}\n"
     assert run(["flush", str(tmp_path / "file")]) == 1
     assert "is not inside a mount" in capsys.readouterr().err
 

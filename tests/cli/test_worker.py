@@ -80,8 +80,8 @@ def test_a_failure_is_the_childs_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("os._exit(7)", r"ended without a word \(status 7\)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", r"ended without a word \(status -9\)"),
+        ("os._exit(7)", r"ended without an answer \(status 7\)"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", r"ended without an answer \(status -9\)"),
         ("print('not JSON')", "makes no sense"),
     ],
 )

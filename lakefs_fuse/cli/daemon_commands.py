@@ -1,27 +1,32 @@
-"""`lakefs-fuse flush` and `lakefs-fuse orphans`: what is not in the store yet, and what becomes of it."""
+"""`lakefs-fuse flush`, `orphans` and `refresh`: requests to the daemon of a mount, over its control socket."""
 
 from __future__ import annotations
 
 import sys
 import time
+from datetime import UTC, datetime
 
 import click
 
 from lakefs_fuse.cli.daemons import describe_files, follow, locate, open_daemon
+from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
 
 ID_CHARACTERS = 32
 PIPE_WIDTH = 200
 
 
-@click.command("flush")
-@click.argument("path", type=click.Path())
-@click.option("--timeout", type=DURATION, default="1h", show_default=True, help="How long to wait.")
+@click.command("flush", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("path", "A file or directory in a mount.", type=click.Path())
+@option("--timeout", type=DURATION, default="1h", help="Maximum time to wait; uploads continue after it.")
 def flush(path: str, timeout: float) -> None:
-    """Wait until PATH, a file or directory inside a mount, is in the store; failed uploads are tried again."""
+    """Wait until a file, or everything below a directory, is in the store.
+
+    Failed uploads are retried. Exit code 1 if something cannot be stored; the files and the reasons are printed.
+    """
     mountpoint, relative = locate(path)
     with open_daemon(mountpoint) as client:
         reply = follow(
@@ -33,20 +38,40 @@ def flush(path: str, timeout: float) -> None:
         raise LakeError("\n".join([reply.message, *describe_files(reply.files)]))
 
 
-@click.command("orphans")
-@click.argument("mountpoint", type=click.Path())
-@click.option("--finish", "finish_ids", metavar="ID", multiple=True, help="Put this one in the store as it is.")
-@click.option("--abort", "abort_ids", metavar="ID", multiple=True, help="Drop this one, its bytes and its upload.")
-@click.option("--incomplete", is_flag=True, help="Finish those as well of which writes had failed, without what is "
-              "missing.")  # fmt: skip
-@click.option("--all", "all_of_them", type=click.Choice(["finish", "abort"]), help="The same for every one.")
+@click.command("refresh", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("mountpoint", "The directory of a mount made with `mount --immutable`.", type=click.Path())
+def refresh(mountpoint: str) -> None:
+    """Move an immutable mount to the current state of its lake.
+
+    The whole new state becomes visible at once; if that fails, the mount keeps the old one. Open files keep their
+    contents.
+    """
+    with open_daemon(mountpoint) as client:
+        *_, reply = client.follow(protocol.Refresh())
+    if isinstance(reply, protocol.Failed):
+        raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
+    if isinstance(reply, protocol.Statistics):
+        at_s = reply.values.get("at_s")
+        at = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds") if isinstance(at_s, float) else "now"
+        click.echo(f"{mountpoint} shows the lake of {at}: {reply.values.get('changed', 0)} names changed")
+
+
+@click.command("orphans", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("mountpoint", "The directory of the mount.", type=click.Path())
+@option("--finish", "finish_ids", metavar="ID", multiple=True, help="Store this orphan under its name, as it is.")
+@option("--abort", "abort_ids", metavar="ID", multiple=True, help="Delete this orphan, its bytes and its upload.")
+@option("--all", "all_of_them", type=click.Choice(["finish", "abort"]), help="Finish or abort every orphan.")
+@option("--incomplete", is_flag=True, help="Also finish orphans with failed writes, without the missing bytes.")
 def orphans(
     mountpoint: str, finish_ids: tuple[str, ...], abort_ids: tuple[str, ...], all_of_them: str | None, incomplete: bool
 ) -> None:
-    """List files of MOUNTPOINT that a dead daemon left unfinished or whose writes failed, or finish or abort them."""
+    """List, finish or abort orphans: files that were being written when a daemon died, or whose writes failed.
+
+    Without options it lists them, with the ids that --finish and --abort take.
+    """
     both = set(finish_ids) & set(abort_ids)
     if both or (all_of_them and (finish_ids or abort_ids)):
-        raise click.UsageError("each orphan can be finished or aborted, not both; --all stands alone")
+        raise click.UsageError("finish or abort each orphan, not both; --all excludes --finish and --abort")
     with open_daemon(mountpoint) as client:
         if all_of_them:
             ids = tuple(file.id for file in _orphans(client))
@@ -66,7 +91,7 @@ def _orphans(client: ControlClient) -> list[protocol.UnfinishedFile]:
 
 
 def _resolve(client: ControlClient, requests: list[protocol.Request]) -> list[str]:
-    """Ask for each, whatever became of the one before; the failures, one line each."""
+    """Send every request, also after one failed; the failures, one line each."""
     failures = []
     for request in requests:
         try:
@@ -83,7 +108,7 @@ def _print_orphans(files: list[protocol.UnfinishedFile]) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    # An id is there to be copied, so it is never cut; a narrow terminal folds the rest.
+    # Users copy ids, so those are never cut; a narrow terminal folds the rest.
     table = Table(Column("id", no_wrap=True, min_width=ID_CHARACTERS), Column("path", overflow="fold"), box=None)
     for name in ("bytes", "in the store", "age", "error"):
         table.add_column(name, overflow="fold")

@@ -1,0 +1,232 @@
+"""`lakefs-fuse ingest`, `pack`, `unpack`, `snapshot`, `gc`, `fsck`, `upgrade`: commands that work beside the mounts.
+
+Each turns its arguments into a request and runs it in a child process (`worker.run_offline`), which has the libraries
+that reach a store. Nothing here keeps state; what a crash leaves is said by the engine of each command, in `admin`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Unpack
+
+import click
+
+from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
+from lakefs_fuse.cli.parameters import DURATION, SIZE
+from lakefs_fuse.cli.progress import is_watched
+from lakefs_fuse.cli.store_options import (
+    PATH_HELP,
+    SOURCE_HELP,
+    StoreOptions,
+    absolute,
+    dry_run_option,
+    json_option,
+    lake_option,
+    store_options,
+)
+from lakefs_fuse.cli.worker import Place, find_place, run_offline
+from lakefs_fuse.control.worker_protocol import (
+    FsckArgs,
+    GcArgs,
+    IngestArgs,
+    PackArgs,
+    SnapshotArgs,
+    UpgradeArgs,
+)
+from lakefs_fuse.errors import ConfigError, LakeError
+
+
+@click.command("ingest", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("src", "A directory, a tar archive, or - for a tar stream on standard input.")
+@argument("path", "The directory to load into: a path in a mount, or a URL such as s3://bucket/prefix/dir.")
+@option("--uploads", type=click.IntRange(1, 64), metavar="N", default=3, help="Maximum number of concurrent uploads, "
+        "each of 64 MiB in TMPDIR. Raise it for a fast network.")  # fmt: skip
+@json_option
+@lake_option
+@store_options
+def ingest(src: str, path: str, lake: str | None, uploads: int, as_json: bool, **options: Unpack[StoreOptions]) -> int:
+    """Load a local tree or a tar archive into a lake.
+
+    Files of up to 64 MiB are stored in packs, larger ones as plain objects. Modes, owners, times, symbolic links and
+    empty directories are kept. Mounts see each pack as soon as it is stored. After an interruption the packs that were
+    stored stay; a second run loads everything again.
+    """
+    place = find_place(path, options, lake)
+    _check_source(src, place)
+    return run_offline(
+        "ingest",
+        place,
+        IngestArgs(source=src if src == "-" else os.path.abspath(src), count=is_watched()),
+        as_json=as_json,
+        uploads_max=uploads,
+        reads_stdin=src == "-",
+    )
+
+
+def _check_source(src: str, place: Place) -> None:
+    """Find what would fail, before anything is written. Raises LakeError."""
+    if src == "-":
+        if sys.stdin.isatty():
+            raise ConfigError("SRC is -, but standard input is a terminal: pipe a tar stream into it")
+        return
+    if not os.path.exists(src):
+        raise LakeError(f"{src} does not exist: name a directory, a tar archive, or -")
+    if not os.access(src, os.R_OK | (os.X_OK if os.path.isdir(src) else 0)):
+        raise LakeError(f"{src} cannot be read: permission denied; run this as a user who may read it")
+    if place.mountpoint:
+        inside = os.path.realpath(src).rstrip("/") + "/"
+        if (place.mountpoint.rstrip("/") + "/").startswith(inside):
+            raise ConfigError(f"{src} contains the mount {place.mountpoint}: ingest the directories beside it")
+        if os.statvfs(place.mountpoint).f_flag & os.ST_RDONLY:
+            raise LakeError(f"{place.mountpoint} is mounted read-only: name the lake by its URL instead")
+
+
+@click.command("pack", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("path", PATH_HELP)
+@option("--threshold", type=SIZE, default="1MiB", help="Maximum size of a file to pack; larger ones are left.")
+@option("--grace", type=DURATION, default="30s", help="Time between a commit and the deletion of the packed objects. "
+        "Give mounts a few times their --refresh; 0 where the lake is mounted nowhere.")  # fmt: skip
+@dry_run_option
+@json_option
+@lake_option
+@store_options
+def pack(
+    path: str,
+    lake: str | None,
+    threshold: int,
+    grace: float,
+    dry_run: bool,
+    as_json: bool,
+    **options: Unpack[StoreOptions],
+) -> int:
+    """Move small plain objects into packs.
+
+    Names, attributes and open files stay as they are; mounts may read and write meanwhile. The objects are deleted
+    after packs hold their bytes. After an interruption, a second run completes the work.
+    """
+    args = PackArgs(threshold_bytes=threshold, grace_s=grace, dry_run=dry_run)
+    return run_offline("pack", find_place(path, options, lake), args, as_json=as_json)
+
+
+@click.command("unpack", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("path", PATH_HELP)
+@dry_run_option
+@json_option
+@lake_option
+@store_options
+def unpack(path: str, lake: str | None, dry_run: bool, as_json: bool, **options: Unpack[StoreOptions]) -> int:
+    """Move files out of packs into plain objects, which every S3 tool can read.
+
+    Names, attributes and open files stay as they are. Do not write to the files meanwhile. `lakefs-fuse gc` reclaims
+    the space in the packs.
+    """
+    args = PackArgs(back=True, dry_run=dry_run)
+    return run_offline("pack", find_place(path, options, lake), args, as_json=as_json)
+
+
+@click.command("snapshot", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("source", SOURCE_HELP)
+@option("--name", metavar="NAME", default="", help="Keep the state under this name for `mount --immutable --snapshot`, "
+        "until it is deleted, and write no index.")  # fmt: skip
+@option("--list", "list_all", is_flag=True, help="List the named snapshots, and do nothing else.")
+@option("--delete", metavar="NAME", default="", help="Delete a named snapshot, and do nothing else.")
+@option("--cache-dir", type=click.Path(file_okay=False), metavar="DIR", help="Directory with metadata that is kept for "
+        "the next run. Set it to list less; it must not be in use by a mount.  [default: a temporary one]")  # fmt: skip
+@json_option
+@store_options
+def snapshot(
+    source: str,
+    cache_dir: str | None,
+    name: str,
+    list_all: bool,
+    delete: str,
+    as_json: bool,
+    **options: Unpack[StoreOptions],
+) -> int:
+    """Write an index of all names, from which new mounts start.
+
+    A mount with an empty cache then reads a few objects, in place of listing the bucket and reading all commits. Run
+    it after a large ingest, and daily where much changes. Every directory is listed once; mounts may read and write
+    meanwhile. The two newest indexes are kept.
+
+    With --name, gc keeps the packs of the snapshot until it is deleted. A plain object that is removed or replaced
+    later is missing from it.
+    """
+    if sum(map(bool, (name, list_all, delete))) > 1:
+        raise ConfigError("--name, --list and --delete exclude each other: give one of them")
+    args = SnapshotArgs(cache_dir=absolute(cache_dir), name=name, delete=delete, list=list_all)
+    return run_offline("snapshot", find_place(source, options), args, as_json=as_json)
+
+
+@click.command("gc", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("source", SOURCE_HELP)
+@option("--live-below", type=click.FloatRange(0, 100), default=75, metavar="PERCENT", help="Rewrite a pack when less "
+        "than this percentage of its bytes is referenced. Raise it to reclaim more, at more traffic.")  # fmt: skip
+@option("--grace", type=DURATION, default="1h", help="Minimum time between finding a pack or commit unreferenced and "
+        "deleting it; 0 where the lake is mounted nowhere.")  # fmt: skip
+@option("--wait", is_flag=True, help="Wait for the grace period and delete in this run, instead of in a later one.")
+@option("--uploads-older-than", type=DURATION, default="7d", help="Abort unfinished multipart uploads of this age. "
+        "Set it above the longest time that a file stays open for writing.")  # fmt: skip
+@dry_run_option
+@json_option
+@store_options
+def gc(
+    source: str,
+    live_below: float,
+    grace: float,
+    wait: bool,
+    uploads_older_than: float,
+    dry_run: bool,
+    as_json: bool,
+    **options: Unpack[StoreOptions],
+) -> int:
+    """Reclaim space of removed and replaced files.
+
+    Rewrites packs with many unreferenced bytes, deletes unreferenced packs and commits after a grace period, deletes
+    objects of removed files, and aborts abandoned uploads. Run it regularly: a later run deletes what this one found.
+    Mounts may read and write meanwhile, and an interruption loses nothing.
+
+    Exit code 1 if a commit cannot be read: run fsck first.
+    """
+    args = GcArgs(
+        live_below=live_below / 100,
+        grace_s=grace,
+        uploads_older_s=uploads_older_than,
+        wait=wait,
+        dry_run=dry_run,
+    )
+    return run_offline("gc", find_place(source, options), args, as_json=as_json)
+
+
+@click.command("fsck", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("source", SOURCE_HELP)
+@option("--quick", is_flag=True, help="Check change records and references, and do not read the bytes of files.")
+@option("--repair", is_flag=True, help="Move unusable commits aside, and point names with damaged bytes at intact "
+        "copies. The last copy of a file is never deleted.")  # fmt: skip
+@option("--cache-dir", type=click.Path(exists=True, file_okay=False), metavar="DIR", help="Cache directory of a node "
+        "that is not mounted. Set it to name the files of packs that are missing.")  # fmt: skip
+@json_option
+@store_options
+def fsck(
+    source: str, quick: bool, repair: bool, cache_dir: str | None, as_json: bool, **options: Unpack[StoreOptions]
+) -> int:
+    """Check every commit, reference and checksum of a lake.
+
+    Prints each damaged object with the files that it affects. Exit code 0 if nothing is damaged, else 1.
+    """
+    args = FsckArgs(quick=quick, repair=repair, cache_dir=absolute(cache_dir))
+    return run_offline("fsck", find_place(source, options), args, as_json=as_json)
+
+
+@click.command("upgrade", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("source", SOURCE_HELP)
+@json_option
+@store_options
+def upgrade(source: str, as_json: bool, **options: Unpack[StoreOptions]) -> int:
+    """Enable the newest format features for a lake.
+
+    Older programs cannot use the lake afterwards, and there is no way back. Refused if a program that is too old has
+    committed in the last hour: unmount its mounts first. Mounts of this version continue.
+    """
+    return run_offline("upgrade", find_place(source, options), UpgradeArgs(), as_json=as_json)
