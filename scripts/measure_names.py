@@ -30,7 +30,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import StoreMetrics
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import StoreClient, ThreadTransport
 from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.protocol import Capabilities
 from scripts.bench import machine
@@ -79,7 +79,10 @@ def make_lake(lake: Path, names: int, directories: int) -> None:
         make_names(database, names, directories)
         (Path(made) / "dump").mkdir()
         dump = Dump(database, Path(made) / "dump", applied_since=0)
-        client = StoreClient(LocalStore(str(lake)), Capabilities(name="local"), StoreMetrics(), rng=random.Random(1))
+        client = StoreClient(
+            LocalStore(str(lake), random.Random(1), node.clock), Capabilities(name="local"), StoreMetrics(),
+            transport=ThreadTransport(node.threads), clock=node.clock, rng=random.Random(1),
+        )  # fmt: skip
         now_ns = time.time_ns()
 
         async def store() -> None:

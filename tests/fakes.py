@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +12,16 @@ from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.environment.clock import Clock, SystemClock
 from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.random_streams import RandomStreams
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.store.client import StoreClient, ThreadTransport, Transport
+from lakefs_fuse.store.local.store import LocalStore
+from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 
 T = TypeVar("T")
 NS = 1_000_000_000
@@ -42,6 +48,9 @@ class FakeClock:
         self._wall_ns += passed
         self._passed_ns += passed
 
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+
     def set_wall(self, wall_ns: int) -> None:
         self._wall_ns = wall_ns
 
@@ -55,6 +64,9 @@ class SteeredClock:
 
     def mono_s(self) -> float:
         return self.boot_ns() / NS
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 def clock_of(wall_ns: Callable[[], int], boot_ns: Callable[[], int] | None = None) -> Clock:
@@ -88,6 +100,35 @@ def open_database(directory: Path, identity: str, node: Node | None = None) -> D
     """The database of a directory, with the clock and disk of this machine unless a node is given."""
     node = node or Node.of_this_machine()
     return Database(directory, identity, node.clock, node.disk)
+
+
+def store_client(
+    store: ObjectStore,
+    capabilities: Capabilities,
+    metrics: StoreMetrics | None = None,
+    *,
+    retry_timeout_s: float = 60.0,
+    requests_max: int = 32,
+    uploads_max: int = 4,
+    transport: Transport | None = None,
+    clock: Clock | None = None,
+    seed: int = 1,
+) -> StoreClient:
+    """A client with real threads and, unless told otherwise, the clock of the machine."""
+    return StoreClient(
+        store,
+        capabilities,
+        metrics or StoreMetrics(),
+        transport=transport or ThreadTransport(WorkerThreads(), requests_max=requests_max, uploads_max=uploads_max),
+        clock=clock or SystemClock(),
+        rng=random.Random(seed),
+        retry_timeout_s=retry_timeout_s,
+    )
+
+
+def local_store(root: str, clock: Clock | None = None) -> LocalStore:
+    """A store directory, with names that no other one gives."""
+    return LocalStore(root, RandomStreams.from_system().stream("local-store"), clock or SystemClock())
 
 
 class InlineThreads:

@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sync": frozenset({"errors"}),
     "path_rules": frozenset({"errors", "config"}),
     "checkpoints": FOUNDATION,
-    "store": FOUNDATION | {"sync"},
+    "store": FOUNDATION | {"environment", "sync"},
     "meta": FOUNDATION | {"environment"},
     "blockcache": FOUNDATION | {"environment", "sync", "store"},
     "staging": FOUNDATION | {"environment", "store", "blockcache"},

@@ -38,7 +38,7 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import StoreClient, ThreadTransport
 from lakefs_fuse.store.lake_record import LakeRecord, change_record, open_record
 from lakefs_fuse.store.lake_root import find_lake
 from lakefs_fuse.store.open import open_store
@@ -237,10 +237,10 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
     command = COMMANDS[request.command]
     config, path = request.store, request.path
     if request.find_root:
-        config, path = await trio.to_thread.run_sync(find_lake, config)
+        config, path = await trio.to_thread.run_sync(find_lake, config, node)
         if path:
             answers.say(protocol.Note(f"{path} is in the lake {config.source}"))
-    store = await trio.to_thread.run_sync(open_store, config)
+    store = await trio.to_thread.run_sync(open_store, config, node)
     try:
         client = await _connect(store, request, config, node, command)
         context = Context(
@@ -250,7 +250,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
             report=answers.report,
             note=lambda text: answers.say(protocol.Note(text)),
             node=node,
-            change_record=partial(change_record, store),
+            change_record=partial(change_record, store, node.clock),
             uploads_max=request.uploads_max,
         )
         return await command.start(context, request.args)
@@ -261,7 +261,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
 async def _connect(
     store: ObjectStore, request: protocol.Request, config: StoreConfig, node: Node, command: Runnable
 ) -> StoreClient:
-    open_it = partial(open_record, store, config, node.random.stream("probe"), may_write=command.probes)
+    open_it = partial(open_record, store, config, node.random.stream("probe"), node.clock, may_write=command.probes)
     opened = await trio.to_thread.run_sync(open_it)
     if opened.unknown and command.changes(request.args):
         named = ", ".join(opened.unknown)
@@ -270,10 +270,10 @@ async def _connect(
         store,
         opened.capabilities,
         Metrics().store,
-        retry_timeout_s=config.retry_timeout_s,
-        requests_max=config.requests_max,
-        uploads_max=request.uploads_max,
+        transport=ThreadTransport(node.threads, requests_max=config.requests_max, uploads_max=request.uploads_max),
+        clock=node.clock,
         rng=node.random.stream("backoff"),
+        retry_timeout_s=config.retry_timeout_s,
         commit_format=opened.commit_format,
     )
 

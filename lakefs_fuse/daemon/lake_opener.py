@@ -19,11 +19,11 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import StoreClient, ThreadTransport
 from lakefs_fuse.store.lake_record import KEY, Opened, open_record
 from lakefs_fuse.store.lake_root import find_lake
 from lakefs_fuse.store.open import open_store
-from lakefs_fuse.store.rate_limit import Pacable, Pace
+from lakefs_fuse.store.rate_limit import Pace
 from lakefs_fuse.vfs import Filesystem, open_filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
 
@@ -38,11 +38,15 @@ async def open_lake(
     node = Node.of_this_machine()
     path = ""
     if config.immutable:  # what is packed there is known to the lake that the place is in
-        found, path = await trio.to_thread.run_sync(find_lake, config.store, abandon_on_cancel=True)
+        found, path = await trio.to_thread.run_sync(find_lake, config.store, node, abandon_on_cancel=True)
         config = structs.replace(config, store=found)
-    store = await trio.to_thread.run_sync(open_store, config.store, abandon_on_cancel=True)
+    metrics = Metrics()
+    limit = config.upload_bytes_s_max
+    pace = Pace(limit, metrics.upload, node.clock) if limit else None
+    store = await trio.to_thread.run_sync(open_store, config.store, node, pace, abandon_on_cancel=True)
     try:
-        open_it = partial(open_record, store, config.store, node.random.stream("probe"), may_write=not config.read_only)
+        probing = node.random.stream("probe")
+        open_it = partial(open_record, store, config.store, probing, node.clock, may_write=not config.read_only)
         opened = await trio.to_thread.run_sync(open_it, abandon_on_cancel=True)
         capabilities = opened.capabilities
         _log_opened(config, opened)
@@ -51,17 +55,18 @@ async def open_lake(
             log.warning("%s", note)
             config = structs.replace(config, read_only=True)
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
-        metrics = Metrics()
-        if config.upload_bytes_s_max and isinstance(store, Pacable):
-            store.keep_to(Pace(config.upload_bytes_s_max, metrics.upload))
         client = StoreClient(
             store,
             capabilities,
             metrics.store,
-            retry_timeout_s=config.store.retry_timeout_s,
-            requests_max=file_limit.requests_max(config.store.requests_max),
-            uploads_max=file_limit.requests_max(config.uploads_max),
+            transport=ThreadTransport(
+                node.threads,
+                requests_max=file_limit.requests_max(config.store.requests_max),
+                uploads_max=file_limit.requests_max(config.uploads_max),
+            ),
+            clock=node.clock,
             rng=node.random.stream("backoff"),
+            retry_timeout_s=config.store.retry_timeout_s,
             commit_format=opened.commit_format,
         )
         if config.immutable:

@@ -25,6 +25,10 @@ class Clock(Protocol):
         """Nanoseconds since the machine was started, suspension included (CLOCK_BOOTTIME); never set."""
         ...
 
+    def sleep(self, seconds: float) -> None:
+        """Block this worker thread; tasks use `trio.sleep`."""
+        ...
+
 
 class SystemClock:
     """The clocks of the machine."""
@@ -37,3 +41,6 @@ class SystemClock:
 
     def boot_ns(self) -> int:
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)

@@ -45,8 +45,12 @@ class Conditional(Protocol):
 class Sender(Protocol):
     """What sends the bodies of uploads."""
 
-    sends_sums: bool
-    """Whether uploads say their CRC-32."""
+    @property
+    def sends_sums(self) -> bool:
+        """Whether uploads carry their CRC-32."""
+
+    def use_sums(self, enabled: bool) -> None:
+        """Uploads carry their CRC-32 from now on, or do not."""
 
     @property
     def encrypted(self) -> bool:

@@ -1,22 +1,20 @@
-"""The async face of a store: keeps blocking calls off the loop, retries, counts, bounds.
+"""The store as trio tasks use it: each call is tried until it succeeds or time is up, and counted.
 
-Always true:
+What always holds:
 
 * every attempt that began is counted once in `StoreMetrics`, on the trio thread, whether it was answered or abandoned;
 * only `Unavailable` is tried again: with exponential backoff and full jitter, until ``retry_timeout_s`` after the call
   began (after its first failure, if it is an upload: one may take longer than that when all goes well); then the last
   error is raised;
-* at most ``requests_max`` requests, ``uploads_max`` parts and ``uploads_max`` whole objects (`put`) run at once, each
-  kind in threads of its own: uploads do not wait behind reads, nor reads behind uploads, nor a commit behind parts that
-  a limit makes slow;
-* a cancelled read returns at once and its thread ends by itself, still holding its place; a cancelled write returns
-  when the attempt under way has ended, so that bodies and descriptors may be freed then: soon where a limit holds it
-  up (see `pace`), else when the store has answered. After `abandon_requests` writes without a body, such as deletions
-  and copies, are cancelled as reads are.
+* a `Transport` makes the attempts, and bounds how many run at once;
+* a cancelled read returns at once and its request ends by itself; a cancelled write returns when the attempt under way
+  has ended, so that bodies and descriptors may be freed then: soon where a rate limit holds it up (see `rate_limit`),
+  else when the store has answered. After `abandon_requests` writes without a body, such as deletions and copies, are
+  cancelled as reads are.
 
 A write that is tried again may have succeeded the first time. `put` and `delete` do not mind; `put` or `complete` with
 ``if_absent`` may then say PreconditionFailed, and `complete_multipart` NotFound, about the caller's own success: the
-caller asks `head` and compares. Latencies are seconds of an attempt in its thread, time in the queue not included.
+caller asks `head` and compares. Latencies are seconds of an attempt, time in the queue not included.
 
 Called from tasks of one trio loop.
 """
@@ -24,13 +22,14 @@ Called from tasks of one trio loop.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import trio
 
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import AccessDenied, Conflict, NotFound, PreconditionFailed, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.capability_hooks import Unguarded
@@ -44,11 +43,12 @@ from lakefs_fuse.store.protocol import (
     PartRef,
     UploadRef,
 )
+from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.nursery import collecting
 
-BACKOFF_S_FIRST = 0.1
-BACKOFF_S_FIRST_THROTTLED = 0.5
-BACKOFF_S_MAX = 8.0
+BACKOFF_S_FIRST, BACKOFF_S_MAX = 0.1, 8.0
+BACKOFF_SCALE_THROTTLED = 5.0
+"""A store that asks for fewer requests is left alone for so many times longer."""
 AWAY_S_MIN = 5.0
 """A store whose every answer was a failure for so long is away …"""
 SILENT_S_MIN = 10.0
@@ -57,11 +57,45 @@ DELETE_KEYS_MAX = 1000
 DELETES_AT_ONCE = 16
 """Requests that delete one object each; half of those that a mount may have in flight by default."""
 
+UPLOADS = frozenset({"put", "part"})
+"""Kinds of requests that carry a body."""
+
 T = TypeVar("T")
 
 
+class Transport(Protocol):
+    """The way of one request to the store and of its answer back: the seam at which a simulation puts a network.
+
+    What always holds (*one attempt*): `run` calls ``call`` once at most and never tries again. An implementation may
+    answer late, raise `Unavailable` before ``call`` (a request that was lost) or after it (a lost answer: the store has
+    carried the request out), and may wrap another one.
+    """
+
+    async def run(self, kind: str, call: Callable[[], T], *, abandon: bool) -> T:
+        """What ``call`` answers or raises. ``kind`` is one of `metrics.REQUEST_KINDS`. With ``abandon`` a cancelled
+        caller leaves at once and the request ends by itself, else the caller waits for its end."""
+        ...
+
+
+class ThreadTransport:
+    """Makes each request in a worker thread.
+
+    At most ``requests_max`` requests, ``uploads_max`` parts and ``uploads_max`` whole objects run at once: uploads do
+    not wait behind reads, nor reads behind uploads, nor a commit behind parts that a rate limit makes slow. A request
+    that was abandoned keeps its place until it ends.
+    """
+
+    def __init__(self, threads: Threads, *, requests_max: int = 32, uploads_max: int = 4) -> None:
+        self._threads = threads
+        self._requests = trio.CapacityLimiter(requests_max)
+        self._uploads = {kind: trio.CapacityLimiter(uploads_max) for kind in UPLOADS}
+
+    async def run(self, kind: str, call: Callable[[], T], *, abandon: bool) -> T:
+        return await self._threads.run(call, limiter=self._uploads.get(kind, self._requests), abandon=abandon)
+
+
 class StoreClient:
-    """Same methods as `ObjectStore`, async, each with retries. `close` is the owner's, after all calls ended."""
+    """An `ObjectStore` with async methods that retry. Its owner calls `close` after all calls ended."""
 
     def __init__(
         self,
@@ -69,42 +103,47 @@ class StoreClient:
         capabilities: Capabilities,
         metrics: StoreMetrics,
         *,
-        retry_timeout_s: float = 60.0,
-        requests_max: int = 32,
-        uploads_max: int = 4,
+        transport: Transport,
+        clock: Clock,
         rng: random.Random,
+        retry_timeout_s: float = 60.0,
         commit_format: int = 1,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` answers seconds, in any thread."""
+        """``rng`` spreads retries; ``commit_format`` is the lake record's."""
         self._store = store
         self.capabilities = capabilities
-        self.commit_format = commit_format
-        """In which commits are written: as the lake record said, or a commit that was read since."""
         self.metrics = metrics
-        self._retry_timeout_s = retry_timeout_s
-        self._rng = rng
+        self._transport = transport
         self._clock = clock
-        self._requests = trio.CapacityLimiter(requests_max)
+        self._rng = rng
+        self._retry_timeout_s = retry_timeout_s
+        self._commit_format = commit_format
         self._failing_since_s: float | None = None
-        self._answered_s = clock()
+        self._answered_s = clock.mono_s()
         self._asked_s: dict[object, float] = {}
-        self._parts = trio.CapacityLimiter(uploads_max)
-        self._puts = trio.CapacityLimiter(uploads_max)
         self._shields: set[trio.CancelScope] = set()
         self._abandoning = False
 
     @property
+    def commit_format(self) -> int:
+        """The format in which commits are written: the newest that the lake record or a commit that was read has."""
+        return self._commit_format
+
+    def raise_commit_format(self, read: int) -> None:
+        """A commit of format ``read`` was read: all mounts that write here know it."""
+        self._commit_format = max(self._commit_format, read)
+
+    @property
     def is_away(self) -> bool:
         """The store does not answer (see AWAY_S_MIN). Until its next answer, for which somebody has to ask."""
-        now = self._clock()
+        now = self._clock.mono_s()
         if self._failing_since_s is not None and now - self._failing_since_s >= AWAY_S_MIN:
             return True
         oldest_s = min(self._asked_s.values(), default=now)
         return now - max(oldest_s, self._answered_s) >= SILENT_S_MIN
 
     def _answered(self) -> None:
-        self._failing_since_s, self._answered_s = None, self._clock()
+        self._failing_since_s, self._answered_s = None, self._clock.mono_s()
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -131,10 +170,6 @@ class StoreClient:
     async def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
         return await self._call("head", partial(self._store.head, key), abandon=True)
-
-    def raise_commit_format(self, format: int) -> None:
-        """A commit of this format was read: others write it, so this client does."""
-        self.commit_format = max(self.commit_format, format)
 
     async def time_ns(self) -> int:
         """See `ObjectStore.time_ns`."""
@@ -179,7 +214,7 @@ class StoreClient:
     ) -> ObjectMeta:
         """See `ObjectStore.put`."""
         call = partial(self._store.put, key, body, metadata=metadata, if_absent=if_absent)
-        meta = await self._call("put", call, limiter=self._puts)
+        meta = await self._call("put", call)
         self.metrics.bytes_written += meta.size
         return meta
 
@@ -229,7 +264,7 @@ class StoreClient:
     async def upload_part(self, key: str, upload_id: str, number: int, body: Body) -> PartRef:
         """See `ObjectStore.upload_part`."""
         call = partial(self._store.upload_part, key, upload_id, number, body)
-        part = await self._call("part", call, limiter=self._parts)
+        part = await self._call("part", call)
         self.metrics.bytes_written += part.size
         return part
 
@@ -271,53 +306,52 @@ class StoreClient:
     # -- one call ------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, kind: str, call: Callable[[], T], *, abandon: bool = False, limiter: trio.CapacityLimiter | None = None,
+        self, kind: str, call: Callable[[], T], *, abandon: bool = False,
         poll: Callable[[], Awaitable[T | None]] | None = None,
     ) -> T:  # fmt: skip
-        began = self._clock()
-        attempt = 0
+        began_s, backoff = self._clock.mono_s(), None
         while True:
             try:
-                return await self._attempt(kind, call, abandon, limiter or self._requests)
+                return await self._attempt(kind, call, abandon)
             except Unavailable as error:
-                if not attempt and limiter is not None:
-                    began = self._clock()
-                remaining = began + self._retry_timeout_s - self._clock()
-                if remaining <= 0:
+                if backoff is None:
+                    backoff = Backoff(BACKOFF_S_FIRST, BACKOFF_S_MAX, self._rng)
+                    if kind in UPLOADS:
+                        began_s = self._clock.mono_s()
+                remaining_s = began_s + self._retry_timeout_s - self._clock.mono_s()
+                if remaining_s <= 0:
                     raise
-                first = BACKOFF_S_FIRST_THROTTLED if error.throttled else BACKOFF_S_FIRST
-                pause_s = self._rng.uniform(0, min(BACKOFF_S_MAX, first * 2.0 ** min(attempt, 16)))
+                pause_s = backoff.next_s(BACKOFF_SCALE_THROTTLED if error.throttled else 1.0)
                 conflicts = isinstance(error, Conflict)
-            await trio.sleep(min(pause_s, remaining))
+            await trio.sleep(min(pause_s, remaining_s))
             if conflicts and poll is not None and (found := await poll()) is not None:
                 return found
-            attempt += 1
             self.metrics.retries += 1
 
-    async def _attempt(self, kind: str, call: Callable[[], T], abandon: bool, limiter: trio.CapacityLimiter) -> T:
+    async def _attempt(self, kind: str, call: Callable[[], T], abandon: bool) -> T:
         """One attempt. ``errors`` counts answers that are faults, not those that are information."""
         clock, metrics = self._clock, self.metrics
-        started: list[float] = []
+        started_s: list[float] = []
         question = object()
         if kind in ("list", "head"):
-            self._asked_s[question] = clock()
+            self._asked_s[question] = clock.mono_s()
 
         def work() -> T:
-            started.append(clock())
+            started_s.append(clock.mono_s())
             return call()
 
         try:
-            if abandon or limiter is not self._requests:
-                answer = await trio.to_thread.run_sync(work, abandon_on_cancel=abandon, limiter=limiter)
+            if abandon or kind in UPLOADS:
+                answer = await self._transport.run(kind, work, abandon=abandon)
             else:
-                answer = await self._run_shielded(work)
+                answer = await self._run_shielded(kind, work)
             self._answered()
             return answer
         except Unavailable as error:
             metrics.errors += 1
             metrics.throttled += error.throttled
             if self._failing_since_s is None:
-                self._failing_since_s = clock()
+                self._failing_since_s = clock.mono_s()
             raise
         except (NotFound, PreconditionFailed):
             self._answered()
@@ -328,19 +362,19 @@ class StoreClient:
             raise
         finally:
             self._asked_s.pop(question, None)
-            if started:
-                took = clock() - started[0]
+            if started_s:
+                took_s = clock.mono_s() - started_s[0]
                 metrics.requests[kind] += 1
-                metrics.latency_s_sum[kind] += took
-                metrics.latency_s_max[kind] = max(metrics.latency_s_max[kind], took)
+                metrics.latency_s_sum[kind] += took_s
+                metrics.latency_s_max[kind] = max(metrics.latency_s_max[kind], took_s)
 
-    async def _run_shielded(self, work: Callable[[], T]) -> T:
+    async def _run_shielded(self, kind: str, work: Callable[[], T]) -> T:
         """Run a write without a body; a cancellation counts when it has ended, or after `abandon_requests`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         with trio.CancelScope(shield=not self._abandoning) as scope:
             self._shields.add(scope)
             try:
-                return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._requests)
+                return await self._transport.run(kind, work, abandon=True)
             finally:
                 self._shields.discard(scope)
         raise AssertionError("nobody cancels this scope itself")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,9 +25,10 @@ from msgspec.structs import replace
 
 from lakefs_fuse import __version__
 from lakefs_fuse.config import RESERVED_NAME, StoreConfig
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import ConfigError, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.store.capability_hooks import Adaptable, Conditional, Introducing
-from lakefs_fuse.store.open_retries import patiently
+from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 
@@ -48,8 +48,6 @@ FINDINGS_MAX = 16
 """Endpoints and servers of one lake; the oldest finding goes."""
 TRIES_MAX = 5
 log = logging.getLogger(__name__)
-
-Sleep = Callable[[float], None]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,30 +107,29 @@ def open_record(
     store: ObjectStore,
     config: StoreConfig,
     rng: random.Random,
+    clock: Clock,
     *,
     may_write: bool,
-    clock_ns: Callable[[], int] = time.time_ns,
-    sleep: Sleep = time.sleep,
 ) -> Opened:
     """One GET where the record is there and fresh; else the store is probed, and what was found goes into the record.
 
     Adapts the store. Raises ConfigError where the lake cannot be read by this program or the record is damaged, and as
     `probe.probe` does.
     """
-    record, _ = read_record(store, sleep)
+    record, _ = read_record(store, clock)
     unknown = check_features(record) if record is not None else ()
     may_write = may_write and not unknown
-    now = clock_ns()
+    now = clock.wall_ns()
     known = None if record is None else _fresh(record, _finding(store, config, now, Capabilities(name="")), may_write)
     if known is not None:
         if isinstance(store, Adaptable):
             store.adapt(known.capabilities)
         return Opened(record, known, unknown)
-    finding = _finding(store, config, now, probe(store, rng, read_only=not may_write, sleep=sleep))
+    finding = _finding(store, config, now, probe(store, rng, clock, read_only=not may_write))
     if not may_write:
         return Opened(record, finding, unknown)
     try:
-        record = change_record(store, lambda old: (old or _new(rng)).with_finding(finding), sleep)
+        record = change_record(store, clock, lambda old: (old or _new(rng)).with_finding(finding))
     except ConfigError:
         raise
     except LakeError as error:
@@ -140,10 +137,10 @@ def open_record(
     return Opened(record, finding)
 
 
-def read_record(store: ObjectStore, sleep: Sleep) -> tuple[LakeRecord | None, str]:
+def read_record(store: ObjectStore, clock: Clock) -> tuple[LakeRecord | None, str]:
     """The record and its ETag, or None. Raises ConfigError for one that is damaged or of another format."""
     try:
-        fetched = patiently(lambda: store.get(KEY, 0, RECORD_BYTES_MAX), sleep)
+        fetched = retry_unavailable(lambda: store.get(KEY, 0, RECORD_BYTES_MAX), clock)
     except NotFound:
         return None, ""
     try:
@@ -167,18 +164,16 @@ def check_features(record: LakeRecord) -> tuple[str, ...]:
     return tuple(sorted(set(record.features_to_write) - FEATURES))
 
 
-def change_record(
-    store: ObjectStore, change: Callable[[LakeRecord | None], LakeRecord], sleep: Sleep = time.sleep
-) -> LakeRecord:
+def change_record(store: ObjectStore, clock: Clock, change: Callable[[LakeRecord | None], LakeRecord]) -> LakeRecord:
     """Read it, change it, write it; again where somebody else did meanwhile. The store is adapted. Raises LakeError."""
     failure: LakeError = LakeError("")
     for _ in range(TRIES_MAX):
-        old, etag = read_record(store, sleep)
+        old, etag = read_record(store, clock)
         new = change(old)
         if new == old:
             return new
         try:
-            _write(store, new, etag, sleep)
+            _write(store, new, etag, clock)
         except PreconditionFailed as error:
             failure = error
         else:
@@ -186,16 +181,16 @@ def change_record(
     raise failure
 
 
-def _write(store: ObjectStore, record: LakeRecord, etag: str, sleep: Sleep) -> None:
+def _write(store: ObjectStore, record: LakeRecord, etag: str, clock: Clock) -> None:
     body = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
     if not etag:
-        patiently(lambda: store.put(KEY, body, if_absent=True), sleep)
+        retry_unavailable(lambda: store.put(KEY, body, if_absent=True), clock)
     elif isinstance(store, Conditional) and store.capabilities.put_if_match:
-        patiently(lambda: store.replace(KEY, body, etag), sleep)
+        retry_unavailable(lambda: store.replace(KEY, body, etag), clock)
     else:
-        if read_record(store, sleep)[1] != etag:
+        if read_record(store, clock)[1] != etag:
             raise PreconditionFailed(f"{KEY} was changed by somebody else")
-        patiently(lambda: store.put(KEY, body), sleep)
+        retry_unavailable(lambda: store.put(KEY, body), clock)
 
 
 def _new(rng: random.Random) -> LakeRecord:

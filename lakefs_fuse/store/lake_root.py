@@ -10,6 +10,7 @@ import os
 from msgspec import structs
 
 from lakefs_fuse.config import RESERVED_NAME, Source, StoreConfig
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied
 from lakefs_fuse.store.open import open_store
 
@@ -17,10 +18,10 @@ KEPT_THERE = ("commits", "index", "snapshots")
 """What makes a place a lake's root, below its reserved name."""
 
 
-def find_lake(place: StoreConfig) -> tuple[StoreConfig, str]:
+def find_lake(place: StoreConfig, node: Node) -> tuple[StoreConfig, str]:
     """The lake that a place is in, and the path of the place in it. Blocking. Raises StoreError, ConfigError."""
     for config, path in _candidates(place):
-        if _has_commits(config, is_place=not path):
+        if _has_commits(config, node, is_place=not path):
             return config, path
     return place, ""
 
@@ -42,12 +43,12 @@ def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
     return found
 
 
-def _has_commits(config: StoreConfig, *, is_place: bool) -> bool:
+def _has_commits(config: StoreConfig, node: Node, *, is_place: bool) -> bool:
     if config.source.scheme == "file":
         reserved = os.path.join(config.source.bucket, RESERVED_NAME)
         return any(os.path.isdir(os.path.join(reserved, name)) for name in KEPT_THERE)
     try:
-        store = open_store(config)
+        store = open_store(config, node)
     except AccessDenied:
         # Above the place we may not be allowed to look; then we could not write commits there either.
         if is_place:

@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import Unavailable
+from lakefs_fuse.sync.backoff import Backoff
 
 TRIES_MAX = 4
-PAUSE_S = 0.1
-"""Before the second try; doubled for each further one."""
+PAUSE_S_FIRST, PAUSE_S_MAX = 0.1, 1.0
 
 T = TypeVar("T")
 
 
-def patiently(call: Callable[[], T], sleep: Callable[[float], None]) -> T:
+def retry_unavailable(call: Callable[[], T], clock: Clock) -> T:
     """The call's answer, or its last error after `TRIES_MAX` tries."""
-    pause_s = PAUSE_S
+    backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
     for _ in range(TRIES_MAX - 1):
         try:
             return call()
         except Unavailable:
-            sleep(pause_s)
-            pause_s *= 2
+            clock.sleep(backoff.next_s())
     return call()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from functools import partial
 from typing import TypeVar
 
 from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
     AccessDenied,
     ConfigError,
@@ -33,7 +33,7 @@ from lakefs_fuse.errors import (
     Unsupported,
 )
 from lakefs_fuse.store.capability_hooks import Adaptable, Conditional, Observable, Summing
-from lakefs_fuse.store.open_retries import patiently
+from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectStore, PartRef
 
 T = TypeVar("T")
@@ -66,16 +66,16 @@ _NOTES = {
 def probe(
     store: ObjectStore,
     rng: random.Random,
+    clock: Clock,
     *,
     read_only: bool = False,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> Capabilities:
     """Find out, and let the store adapt itself.
 
     Raises ConfigError where the store cannot serve (it has no multipart uploads), AccessDenied where it may not be
     written to, Unavailable where it did not answer. ``read_only`` writes nothing and assumes the least.
     """
-    finding = _Probe(store, rng, sleep)
+    finding = _Probe(store, rng, clock)
     found = finding.read_only() if read_only else finding.run()
     name = getattr(store, "name", type(store).__name__)
     notes = [text for field, text in _NOTES.items() if not found[field] and field in finding.seen]
@@ -96,9 +96,9 @@ class _Try:
 
 
 class _Probe:
-    def __init__(self, store: ObjectStore, rng: random.Random, sleep: Callable[[float], None]) -> None:
+    def __init__(self, store: ObjectStore, rng: random.Random, clock: Clock) -> None:
         self._store = store
-        self._sleep = sleep
+        self._clock = clock
         self._base = f"{RESERVED_NAME}/probe-{rng.getrandbits(64):016x}/"
         self._written: list[str] = []
         self._uploads: list[tuple[str, str]] = []
@@ -304,7 +304,7 @@ class _Probe:
 
     def _send_sums(self, yes: bool) -> None:
         if isinstance(self._store, Summing):
-            self._store.sender.sends_sums = yes
+            self._store.sender.use_sums(yes)
 
     def _checks_crc32(self) -> bool:
         """Whether wrong sums are refused and right ones are not, for an object and a part; then they are sent on."""
@@ -395,7 +395,7 @@ class _Probe:
         return keeping.worked
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return patiently(call, self._sleep)
+        return retry_unavailable(call, self._clock)
 
     def _list(self, prefix: str, *, delimiter: str = "", token: str | None = None, keys_max: int = 1000) -> ListPage:
         return self._ask(

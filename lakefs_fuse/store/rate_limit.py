@@ -11,12 +11,11 @@ One for each daemon, used by its upload threads. Reads never come here.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
-from typing import Protocol, runtime_checkable
 
 import trio
 
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.store.protocol import Body
 
@@ -44,9 +43,7 @@ class Pace:
         self,
         bytes_s_max: int,
         metrics: UploadMetrics,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Clock,
         check: Callable[[], None] = raise_if_cancelled,
     ) -> None:
         """``bytes_s_max`` is at least 1; ``check`` raises what ends a wait early."""
@@ -54,7 +51,6 @@ class Pace:
         self.piece_bytes = max(PIECE_BYTES_MIN, min(PIECE_BYTES_MAX, bytes_s_max // PIECES_S))
         self._metrics = metrics
         self._clock = clock
-        self._sleep = sleep
         self._check = check
         self._lock = threading.Lock()
         self._free_at = float("-inf")
@@ -62,16 +58,16 @@ class Pace:
     def wait(self, count: int) -> None:
         """Until ``count`` more bytes may be sent, at most `piece_bytes`."""
         self._check()
-        began = self._clock()
+        began = self._clock.mono_s()
         with self._lock:
             due = max(self._free_at, began - CREDIT_S)
             self._free_at = due + count / self.bytes_s_max
         now = began
         try:
             while now < due:
-                self._sleep(min(due - now, CHECK_S))
+                self._clock.sleep(min(due - now, CHECK_S))
                 self._check()
-                now = self._clock()
+                now = self._clock.mono_s()
         finally:
             if now > began:
                 with self._lock:
@@ -87,11 +83,3 @@ class Pace:
         for piece in whole:
             self.wait(len(piece))
             yield piece
-
-
-@runtime_checkable
-class Pacable(Protocol):
-    """A store whose uploads can be limited."""
-
-    def keep_to(self, pace: Pace) -> None:
-        """Called once, before serving."""

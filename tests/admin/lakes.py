@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -14,9 +13,7 @@ from lakefs_fuse.commits.index.index import write_index
 from lakefs_fuse.commits.record import COMMITS, THIS, ObjectRef, Operation, Put, Record, encode
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.meta.sorted_tables import Dump
-from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient
-from tests.fakes import node_of
+from tests.fakes import node_of, store_client
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Clock
@@ -31,7 +28,7 @@ async def headless(
 ) -> AsyncIterator[Headless]:
     """The store as an engine sees it."""
     store.clock = clock
-    client = StoreClient(store, store.capabilities, Metrics().store, retry_timeout_s=0, rng=random.Random(seed))
+    client = store_client(store, store.capabilities, retry_timeout_s=0, seed=seed)
     async with open_headless(client, STORE, node=node_of(clock, str(seed)), cache_dir=cache_dir) as lake:
         yield lake
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from functools import partial
 
 import msgspec
@@ -14,11 +13,9 @@ from lakefs_fuse.commits.archive import build, commit_key
 from lakefs_fuse.commits.record import Mkdir, Record
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import FORMAT_2, KEY, LakeRecord, change_record
 from tests.admin.lakes import STORE, give_pack
-from tests.fakes import node_of
+from tests.fakes import node_of, store_client
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import Clock
 
@@ -27,7 +24,7 @@ OLD = "01dc0de0"
 
 async def upgrade(store: MemoryStore, clock: Clock) -> protocol.Finished:
     store.clock = clock
-    client = StoreClient(store, store.capabilities, Metrics().store, retry_timeout_s=0, rng=random.Random(1))
+    client = store_client(store, store.capabilities, retry_timeout_s=0)
     work = Work(
         client=client,
         store=STORE,
@@ -36,7 +33,7 @@ async def upgrade(store: MemoryStore, clock: Clock) -> protocol.Finished:
         note=lambda text: None,
         node=node_of(clock),
     )
-    return await run_upgrade(work, protocol.UpgradeArgs(), partial(change_record, store))
+    return await run_upgrade(work, protocol.UpgradeArgs(), partial(change_record, store, clock))
 
 
 def lake() -> tuple[MemoryStore, Clock]:

@@ -52,8 +52,9 @@ def test_a_directory_as_the_store_loads_no_s3(tmp_path: Path) -> None:
 from lakefs_fuse.daemon import mount_daemon as daemon
 from lakefs_fuse.daemon import lake_opener as lake
 from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.store.open import open_store
-open_store(StoreConfig(source=Source.parse('file://' + sys.argv[1]))).close()
+open_store(StoreConfig(source=Source.parse('file://' + sys.argv[1])), Node.of_this_machine()).close()
 """
     modules = loaded(opening, str(tmp_path))
     assert modules & {"boto3", "botocore", "obstore"} == set()

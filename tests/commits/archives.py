@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -13,9 +12,9 @@ from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.record import Operation, Record, encode
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.threads import WorkerThreads
-from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient
 from tests.commits.records import TIME, WRITER, put, record_of
+from tests.fakes import store_client
 from tests.memory_store import MemoryStore
 
 KEY = commit_key(TIME, WRITER)
@@ -46,7 +45,7 @@ def log_of(client: StoreClient, writer: str = WRITER) -> CommitLog:
 
 
 def client_of(store: MemoryStore) -> StoreClient:
-    return StoreClient(store, store.capabilities, StoreMetrics(), retry_timeout_s=0, rng=random.Random(1))
+    return store_client(store, store.capabilities, retry_timeout_s=0)
 
 
 def fixed(raw: bytes) -> Callable[[list[int]], bytes]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +17,8 @@ from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.commits.record import COMMITS, Operation
 from lakefs_fuse.environment.threads import WorkerThreads
-from lakefs_fuse.metrics import StoreMetrics
-from lakefs_fuse.store.client import StoreClient
 from tests.commits.nodes import Node, at
-from tests.fakes import clock_of
+from tests.fakes import clock_of, store_client
 from tests.memory_store import MemoryStore
 
 
@@ -58,7 +55,7 @@ class Daemon(Node):
         super().__init__(directory, writer=writer, clock_ns=clock)
         store.clock = clock
         self.directory, self.store, self.clock = directory, store, HybridClock(clock_of(clock, steady))
-        self.client = StoreClient(store, store.capabilities, StoreMetrics(), retry_timeout_s=0, rng=random.Random(1))
+        self.client = store_client(store, store.capabilities, retry_timeout_s=0)
         self.log = CommitLog(self.client, self.clock, WorkerThreads(), writer=writer)
         self.deletions = Deletions(self.database, self.client, self.tree, self.metrics, clock_ns=clock)
         self.committer = Committer(

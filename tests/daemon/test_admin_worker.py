@@ -63,21 +63,21 @@ def answers_of(output: bytes) -> list[protocol.Answer]:
 def test_a_directory_lies_in_the_nearest_lake_above_it(tmp_path: Path, kind: str) -> None:
     (tmp_path / "lake" / ".lakefs" / kind).mkdir(parents=True)
     (tmp_path / "lake" / "inner" / ".lakefs" / "tmp").mkdir(parents=True)
-    found, path = places.find_lake(file_config(tmp_path / "lake" / "inner" / "a"))
+    found, path = places.find_lake(file_config(tmp_path / "lake" / "inner" / "a"), Node.of_this_machine())
     assert (str(found.source), path) == (f"file://{tmp_path}/lake", "inner/a")
-    found, path = places.find_lake(file_config(tmp_path / "lake"))
+    found, path = places.find_lake(file_config(tmp_path / "lake"), Node.of_this_machine())
     assert (str(found.source), path) == (f"file://{tmp_path}/lake", "")
 
 
 def test_without_a_lake_the_place_itself_becomes_one(tmp_path: Path) -> None:
     place = file_config(tmp_path / "a" / "b")
-    assert places.find_lake(place) == (place, "")
+    assert places.find_lake(place, Node.of_this_machine()) == (place, "")
 
 
 def test_a_prefix_lies_in_the_nearest_lake_above_it(moto: Server, new_bucket: Callable[[Server], str]) -> None:
     bucket = new_bucket(moto)
     place = s3_config(moto, f"{bucket}/one/two/three")
-    assert places.find_lake(place) == (place, "")
+    assert places.find_lake(place, Node.of_this_machine()) == (place, "")
     for prefix, key, rest in (
         ("", ".lakefs/commits/x", "one/two/three"),
         ("one", "nothing.lakefs/commits/x", "one/two/three"),
@@ -85,10 +85,10 @@ def test_a_prefix_lies_in_the_nearest_lake_above_it(moto: Server, new_bucket: Ca
         ("one", ".lakefs/index/x", "two/three"),
         ("one/two/three", ".lakefs/commits/x", ""),
     ):
-        store = open_store(s3_config(moto, f"{bucket}/{prefix}"))
+        store = open_store(s3_config(moto, f"{bucket}/{prefix}"), Node.of_this_machine())
         store.put(key, b"x")
         store.close()
-        found, path = places.find_lake(place)
+        found, path = places.find_lake(place, Node.of_this_machine())
         assert path == rest
         assert str(found.source).rstrip("/") == f"s3://{bucket}/one/two/three".removesuffix(rest).rstrip("/")
         assert found.endpoint_url == place.endpoint_url

@@ -35,11 +35,10 @@ from lakefs_fuse.ingest.source import Bytes, File, Item, Source, SourceError, at
 from lakefs_fuse.ingest.tar_source import TarSource
 from lakefs_fuse.ingest.tree_source import TreeSource
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Body, FileSlice, ObjectMeta, ObjectStore
-from tests.fakes import FakeClock, node_of
+from tests.fakes import FakeClock, node_of, store_client
 from tests.servers import Server
 from tests.store.lakes import config_of
 
@@ -59,9 +58,9 @@ class Lake:
     node: Node = field(default_factory=lambda: node_of(FakeClock()))
 
     async def ingest(self, source: Path | str, path: str = "", *, count: bool = False, uploads_max: int = 2) -> Totals:
-        capabilities = probe(self.store, random.Random(1), read_only=True)
+        capabilities = probe(self.store, random.Random(1), FakeClock(), read_only=True)
         self.metrics = Metrics()
-        client = StoreClient(self.store, capabilities, self.metrics.store, uploads_max=4, rng=random.Random(2))
+        client = store_client(self.store, capabilities, self.metrics.store)
         run = Ingest(
             client,
             Packer(
@@ -127,7 +126,7 @@ class Lake:
 @pytest.fixture(params=["local", "moto"])
 def lake(request: pytest.FixtureRequest, tmp_path: Path, new_bucket: Callable[[Server], str]) -> Iterator[Lake]:
     config = config_of(request.param, request, tmp_path, new_bucket)
-    store = open_store(config)
+    store = open_store(config, Node.of_this_machine())
     yield Lake(config, store)
     store.close()
 
@@ -135,7 +134,7 @@ def lake(request: pytest.FixtureRequest, tmp_path: Path, new_bucket: Callable[[S
 @pytest.fixture
 def local(tmp_path: Path, request: pytest.FixtureRequest, new_bucket: Callable[[Server], str]) -> Iterator[Lake]:
     config = config_of("local", request, tmp_path, new_bucket)
-    store = open_store(config)
+    store = open_store(config, Node.of_this_machine())
     yield Lake(config, store)
     store.close()
 
@@ -472,9 +471,9 @@ class Synthetic:
 
 
 def run_of(lake: Lake, store: object, source: Source, **more: Any) -> Ingest:
-    client = StoreClient(
-        cast(ObjectStore, store), probe(lake.store, random.Random(1), read_only=True), lake.metrics.store,
-        uploads_max=4, retry_timeout_s=0, rng=random.Random(2),
+    client = store_client(
+        cast(ObjectStore, store), probe(lake.store, random.Random(1), FakeClock(), read_only=True), lake.metrics.store,
+        retry_timeout_s=0,
     )  # fmt: skip
     node = Node.of_this_machine()
     packer = Packer(source, node.disk, path="x", prefix_bytes=0, directory=tempfile.gettempdir())

@@ -20,6 +20,8 @@ import msgspec
 import trio
 
 from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
@@ -113,8 +115,8 @@ def live(life: Life, pipe: Connection) -> None:
 
 async def _live(life: Life, pipe: Connection) -> list[str]:
     config = StoreConfig(source=Source.parse(f"file://{life.root}/{LAKE}"))
-    directory = open_store(config)
-    capabilities = probe(directory, random.Random(1))
+    directory = open_store(config, Node.of_this_machine())
+    capabilities = probe(directory, random.Random(1), SystemClock())
     store: Any = Slow(directory, random.Random(life.seed), life.slow_s)
     users = [
         User(name, random.Random(f"{life.seed}/{name}/{life.number}"), certain)

@@ -16,9 +16,11 @@ from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
+from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import StoreClient, ThreadTransport
 from lakefs_fuse.store.lake_record import FORMAT_2, change_record, open_record
 from lakefs_fuse.store.open import open_store
 from tests import servers
@@ -82,10 +84,13 @@ class LaterClient(StoreClient):
 def upgrade_later(server: Server, lake: Lake) -> protocol.Finished:
     """As `lakefs-fuse upgrade` does it."""
     config = StoreConfig(source=Source.parse(lake.source), endpoint_url=server.url, region=servers.REGION)
-    store, rng = open_store(config), random.Random(1)
+    store, rng = open_store(config, Node.of_this_machine()), random.Random(1)
     try:
-        opened = open_record(store, config, rng, may_write=True)
-        client = LaterClient(store, opened.capabilities, Metrics().store, rng=rng)
+        opened = open_record(store, config, rng, SystemClock(), may_write=True)
+        transport = ThreadTransport(WorkerThreads())
+        client = LaterClient(
+            store, opened.capabilities, Metrics().store, transport=transport, clock=SystemClock(), rng=rng
+        )
         work = Work(
             client=client,
             store=config,
@@ -94,7 +99,7 @@ def upgrade_later(server: Server, lake: Lake) -> protocol.Finished:
             note=lambda text: None,
             node=Node.of_this_machine(),
         )
-        return trio.run(run_upgrade, work, protocol.UpgradeArgs(), partial(change_record, store))
+        return trio.run(run_upgrade, work, protocol.UpgradeArgs(), partial(change_record, store, SystemClock()))
     finally:
         store.close()
 

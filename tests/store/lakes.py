@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.store.capability_hooks import Adaptable
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
@@ -37,9 +39,9 @@ _found: dict[str, Capabilities] = {}
 def open_lake(name: str, request: pytest.FixtureRequest, tmp_path: Path, new_bucket: Callable[[Server], str]) -> Lake:
     """A bucket (with a prefix) or directory of its own."""
     config = config_of(name, request, tmp_path, new_bucket)
-    store = open_store(config)
+    store = open_store(config, Node.of_this_machine())
     if name not in _found:
-        _found[name] = probe(store, random.Random(7))
+        _found[name] = probe(store, random.Random(7), SystemClock())
     elif isinstance(store, Adaptable):
         store.adapt(_found[name])
     return Lake(name, store, _found[name], config)

@@ -9,22 +9,26 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import cast
+from typing import TypeVar, cast
 
 import pytest
 import trio
 import trio.testing
 
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unavailable
-from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import AWAY_S_MIN, SILENT_S_MIN, StoreClient
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, Fetched, ObjectMeta, ObjectStore
+from tests.fakes import FakeClock, store_client
 from tests.faults import Faults
+from tests.memory_store import MemoryStore
 from tests.servers import Server
 from tests.store.lakes import s3_config
 
+T = TypeVar("T")
 BODY = bytes(range(256)) * 400
 RETRY_TIMEOUT_S = 20.0
 
@@ -39,9 +43,9 @@ def store(
     faults: tuple[Server, Faults], new_bucket: Callable[[Server], str], found: dict[str, Capabilities]
 ) -> Iterator[ObjectStore]:
     server, controls = faults
-    store = open_store(s3_config(server, new_bucket(controls.server), read_timeout_s=1.0))
+    store = open_store(s3_config(server, new_bucket(controls.server), read_timeout_s=1.0), Node.of_this_machine())
     if "seaweedfs" not in found:
-        found["seaweedfs"] = probe(store, random.Random(3))
+        found["seaweedfs"] = probe(store, random.Random(3), SystemClock())
     store.adapt(found["seaweedfs"])  # type: ignore[attr-defined]  # an S3Store
     store.put("present", BODY, metadata={"mode": "1"})
     controls.clear()
@@ -51,7 +55,7 @@ def store(
 
 @pytest.fixture
 def client(store: ObjectStore, found: dict[str, Capabilities]) -> StoreClient:
-    return StoreClient(store, found["seaweedfs"], StoreMetrics(), retry_timeout_s=RETRY_TIMEOUT_S, rng=random.Random(5))
+    return store_client(store, found["seaweedfs"], retry_timeout_s=RETRY_TIMEOUT_S)
 
 
 async def get(client: StoreClient) -> None:
@@ -145,7 +149,7 @@ async def test_a_body_cut_short_is_noticed_by_boto3_too(client: StoreClient, fau
 
 async def test_retries_end_in_the_error(store: ObjectStore, client: StoreClient, faults: tuple[Server, Faults]) -> None:
     _, controls = faults
-    impatient = StoreClient(store, client.capabilities, StoreMetrics(), retry_timeout_s=1.0, rng=random.Random(5))
+    impatient = store_client(store, client.capabilities, retry_timeout_s=1.0)
     for fault in ("error_500", "slow_down", "reset"):
         controls.clear()
         getattr(controls, fault)(100_000)
@@ -244,14 +248,7 @@ class Waiting:
 @pytest.fixture
 def waiting() -> Iterator[tuple[Waiting, StoreClient]]:
     store = Waiting()
-    client = StoreClient(
-        cast(ObjectStore, store),
-        Capabilities(name="waiting"),
-        StoreMetrics(),
-        requests_max=3,
-        uploads_max=2,
-        rng=random.Random(1),
-    )
+    client = store_client(cast(ObjectStore, store), Capabilities(name="waiting"), requests_max=3, uploads_max=2)
     yield store, client
     store.go.set()
 
@@ -313,9 +310,7 @@ async def test_only_unavailable_is_tried_again() -> None:
 
     for error in (PreconditionFailed("a"), NotFound("a"), LakeError("a")):
         store = Failing()
-        client = StoreClient(
-            cast(ObjectStore, store), Capabilities(name="failing"), StoreMetrics(), rng=random.Random(1)
-        )
+        client = store_client(cast(ObjectStore, store), Capabilities(name="failing"))
         with pytest.raises(type(error)):
             await client.head("a")
         assert store.calls == client.metrics.requests["head"] == 1
@@ -324,7 +319,7 @@ async def test_only_unavailable_is_tried_again() -> None:
 
 async def test_when_a_store_is_away() -> None:
     """Where every answer has been a failure for a while, or one does not come; any real answer ends it."""
-    now_s = 0.0
+    clock = FakeClock()
     answers = threading.Event()
 
     class Moody:
@@ -340,21 +335,14 @@ async def test_when_a_store_is_away() -> None:
             return 1
 
     store = Moody()
-    client = StoreClient(
-        cast(ObjectStore, store),
-        Capabilities(name="moody"),
-        StoreMetrics(),
-        retry_timeout_s=0.0,
-        rng=random.Random(1),
-        clock=lambda: now_s,
-    )
+    client = store_client(cast(ObjectStore, store), Capabilities(name="moody"), retry_timeout_s=0.0, clock=clock)
 
     def away() -> bool:
         return client.is_away
 
     store.error = Unavailable("away")
     for second in range(int(AWAY_S_MIN) + 1):
-        now_s = float(second)
+        clock.advance(float(second > 0))
         with pytest.raises(Unavailable):
             await client.head("a")
         assert away() == (second >= AWAY_S_MIN)
@@ -366,13 +354,43 @@ async def test_when_a_store_is_away() -> None:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(client.time_ns)
         await trio.testing.wait_all_tasks_blocked()
-        now_s += SILENT_S_MIN - 1
+        clock.advance(SILENT_S_MIN - 1)
         assert not away()
-        now_s += 1
+        clock.advance(1)
         assert away()
         await client.head("a")
         assert not away()
-        now_s += SILENT_S_MIN
+        clock.advance(SILENT_S_MIN)
         assert away()
         answers.set()
     assert not away()
+
+
+class Lossy:
+    """A `Transport` that calls at once, and loses the answers that it is told to."""
+
+    def __init__(self) -> None:
+        self.lost: set[int] = set()
+        self.carried: list[str] = []
+
+    async def run(self, kind: str, call: Callable[[], T], *, abandon: bool) -> T:
+        await trio.lowlevel.checkpoint()
+        answer = call()
+        self.carried.append(kind)
+        if len(self.carried) - 1 in self.lost:
+            raise Unavailable("the answer was lost")
+        return answer
+
+
+async def test_client_of_a_transport_that_loses_answers_asks_again() -> None:
+    """The store has carried the request out; nothing but the transport runs requests."""
+    store, transport = MemoryStore(), Lossy()
+    transport.lost = {0, 2}
+    client = store_client(store, store.capabilities, transport=transport)
+    with trio.fail_after(10):
+        await client.put("a", b"bytes")
+        assert (transport.carried, [request.what for request in store.requests]) == (["put", "put"], ["put", "put"])
+        with pytest.raises(PreconditionFailed):
+            await client.put("b", b"bytes", if_absent=True)
+    assert store.data("b") == b"bytes"
+    assert (client.metrics.retries, client.metrics.errors) == (2, 2)

@@ -10,11 +10,14 @@ import msgspec
 import pytest
 
 from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied, ConfigError, PreconditionFailed
 from lakefs_fuse.store import lake_record
 from lakefs_fuse.store.capability_hooks import Summing
 from lakefs_fuse.store.lake_record import FORMAT_2, KEPT_NS, KEY, LakeRecord, Opened, change_record, open_record
 from lakefs_fuse.store.open import open_store
+from tests.fakes import FakeClock
 from tests.faults import faulty
 from tests.memory_store import MemoryStore, Request, When
 from tests.servers import Server
@@ -22,10 +25,6 @@ from tests.store.lakes import s3_config
 
 NOW_NS = 1_700_000_000 * 1_000_000_000
 CONFIG = StoreConfig(source=Source.parse("s3://bucket/some lake"), endpoint_url="http://127.0.0.1:1")
-
-
-def no_sleep(seconds: float) -> None:
-    """Retries at once."""
 
 
 class Asked:
@@ -45,9 +44,7 @@ class Asked:
     def open(self, config: StoreConfig = CONFIG, *, may_write: bool = True, at_ns: int = NOW_NS) -> Opened:
         """As a mount does it."""
         self.requests.clear()
-        return open_record(
-            self.store, config, random.Random(1), may_write=may_write, clock_ns=lambda: at_ns, sleep=no_sleep
-        )
+        return open_record(self.store, config, random.Random(1), FakeClock(at_ns), may_write=may_write)
 
     @property
     def writes(self) -> list[str]:
@@ -154,7 +151,7 @@ def test_change_record_meanwhile_changed_keeps_both() -> None:
             asked.set(features_to_write=changes.pop())
         return msgspec.structs.replace(record, features_to_read=(FORMAT_2,))
 
-    change_record(asked.store, change, no_sleep)
+    change_record(asked.store, FakeClock(), change)
     assert (asked.record()["features_to_read"], asked.record()["features_to_write"]) == ([FORMAT_2], ["first"])
 
 
@@ -185,10 +182,10 @@ def test_open_record_on_a_server_is_one_get_and_adapts(
         config, adapted = s3_config(server, bucket), []
         for _ in range(2):
             faults.clear()
-            store = open_store(config)
+            store = open_store(config, Node.of_this_machine())
             try:
                 faults.clear()
-                opened = open_record(store, config, random.Random(1), may_write=True)
+                opened = open_record(store, config, random.Random(1), SystemClock(), may_write=True)
                 assert isinstance(store, Summing)
                 adapted.append((opened, store.sender.sends_sums, getattr(store, "capabilities")))  # noqa: B009
             finally:
@@ -201,9 +198,9 @@ def test_open_record_on_a_server_is_one_get_and_adapts(
 
 def test_change_record_of_another_version_is_refused(seaweed: Server, new_bucket: Callable[[Server], str]) -> None:
     config = s3_config(seaweed, new_bucket(seaweed))
-    store = open_store(config)
+    store = open_store(config, Node.of_this_machine())
     try:
-        opened = open_record(store, config, random.Random(1), may_write=True)
+        opened = open_record(store, config, random.Random(1), SystemClock(), may_write=True)
         assert opened.capabilities.put_if_match
         with pytest.raises(PreconditionFailed):
             store.replace(KEY, b"{}", "0" * 32)  # type: ignore[attr-defined]

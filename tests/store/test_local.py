@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.errors import AccessDenied, KeyRefused, NotFound, PreconditionFailed, StoreError, StoreFull
 from lakefs_fuse.store.local import listing as local_listing
 from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.local.tree import TMP_AGE_S_MAX, LocalTree
+from tests.fakes import local_store
 
 
 @pytest.fixture
@@ -26,7 +28,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(root: Path) -> LocalStore:
-    return LocalStore(str(root), rng=random.Random(1))
+    return LocalStore(str(root), random.Random(1), SystemClock())
 
 
 def keys(store: LocalStore, prefix: str = "", keys_max: int = 1000) -> list[str]:
@@ -267,7 +269,7 @@ def test_listing_goes_on_in_another_process_and_in_bounded_memory(
             if token is None:
                 break
             if forget:
-                store = LocalStore(str(root))
+                store = local_store(str(root))
         top = sorted({key if "/" not in key else key.split("/")[0] + "/" for key in expected})
         assert seen == (top if delimiter else expected)
 
@@ -285,14 +287,14 @@ def test_leftovers_of_a_crash_go_after_a_day(root: Path) -> None:
         (tmp / name).write_text("")
         stamp = (tmp / name).stat().st_mtime - age_s
         os.utime(tmp / name, (stamp, stamp))
-    LocalStore(str(root))
+    local_store(str(root))
     assert [entry.name for entry in tmp.iterdir()] == ["young"]
 
 
 def test_an_upload_survives_the_process(store: LocalStore, root: Path) -> None:
     upload_id = store.create_multipart("dir/a", metadata={"mode": "1"})
     parts = [store.upload_part("dir/a", upload_id, number, b"x" * number) for number in (1, 2)]
-    again = LocalStore(str(root))
+    again = local_store(str(root))
     assert [upload.upload_id for upload in again.list_multipart("dir/")] == [upload_id]
     assert again.complete_multipart("dir/a", upload_id, parts).size == 3
     assert again.head("dir/a").metadata == {"mode": "1"}

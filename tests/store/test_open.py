@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from lakefs_fuse.config import Source, StoreConfig
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError, NoSuchBucket, Unavailable
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
@@ -25,26 +27,26 @@ from tests.store.lakes import s3_config
 def test_no_such_bucket(name: str, request: pytest.FixtureRequest) -> None:
     server: Server = request.getfixturevalue(name)
     with pytest.raises(NoSuchBucket, match=r"no-such-bucket.*create it"):
-        open_store(s3_config(server, "no-such-bucket"))
+        open_store(s3_config(server, "no-such-bucket"), Node.of_this_machine())
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
     with pytest.raises(NoSuchBucket, match="create it"):
-        open_store(StoreConfig(source=Source.parse(f"file://{tmp_path}/nowhere")))
+        open_store(StoreConfig(source=Source.parse(f"file://{tmp_path}/nowhere")), Node.of_this_machine())
     (tmp_path / "file").write_text("")
     with pytest.raises(NoSuchBucket):
-        open_store(StoreConfig(source=Source.parse(f"file://{tmp_path}/file")))
+        open_store(StoreConfig(source=Source.parse(f"file://{tmp_path}/file")), Node.of_this_machine())
 
 
 def test_a_file_system_without_extended_attributes() -> None:
     with pytest.raises(ConfigError, match="extended attributes"):
-        open_store(StoreConfig(source=Source.parse("file:///proc")))
+        open_store(StoreConfig(source=Source.parse("file:///proc")), Node.of_this_machine())
 
 
 def test_unreachable_endpoint() -> None:
     nobody = Server("nobody", f"http://127.0.0.1:{servers.free_port()}")
     with pytest.raises(Unavailable, match="cannot be reached: check --endpoint-url"):
-        open_store(s3_config(nobody, "bucket"))
+        open_store(s3_config(nobody, "bucket"), Node.of_this_machine())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_unreachable_endpoint() -> None:
 )
 def test_options_that_cannot_be_used(seaweed: Server, change: dict[str, str], advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):
-        open_store(msgspec.structs.replace(s3_config(seaweed, "bucket"), **change))
+        open_store(msgspec.structs.replace(s3_config(seaweed, "bucket"), **change), Node.of_this_machine())
 
 
 def test_wrong_secret_key(
@@ -68,17 +70,17 @@ def test_wrong_secret_key(
     bucket = new_bucket(seaweed)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(AccessDenied, match="AWS_SECRET_ACCESS_KEY"):
-        open_store(s3_config(seaweed, bucket))
+        open_store(s3_config(seaweed, bucket), Node.of_this_machine())
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
     with pytest.raises(AccessDenied, match="AWS_ACCESS_KEY_ID"):
-        open_store(s3_config(seaweed, bucket))
+        open_store(s3_config(seaweed, bucket), Node.of_this_machine())
 
 
 def test_no_credentials(seaweed: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(AccessDenied, match="set AWS_ACCESS_KEY_ID"):
-        open_store(s3_config(seaweed, "bucket"))
+        open_store(s3_config(seaweed, "bucket"), Node.of_this_machine())
 
 
 def test_a_profile_gives_credentials(
@@ -91,9 +93,11 @@ def test_a_profile_gives_credentials(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    store = open_store(msgspec.structs.replace(s3_config(seaweed, new_bucket(seaweed)), profile="training"))
+    store = open_store(
+        msgspec.structs.replace(s3_config(seaweed, new_bucket(seaweed)), profile="training"), Node.of_this_machine()
+    )
     try:
-        assert probe(store, random.Random(1)).partial_status
+        assert probe(store, random.Random(1), SystemClock()).partial_status
         store.put("a", b"1")
         assert bytes(store.get("a", 0, 1).data) == b"1"
     finally:
@@ -107,8 +111,8 @@ def test_credentials_are_in_no_error(
     server, controls = faults
     config = s3_config(server, new_bucket(controls.server), read_timeout_s=0.5)
     token = "session-token-never-to-be-seen"
-    store = open_store(config)
-    probe(store, random.Random(1))
+    store = open_store(config, Node.of_this_machine())
+    probe(store, random.Random(1), SystemClock())
     monkeypatch.setenv("AWS_SESSION_TOKEN", token)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-never-to-be-seen")
     texts: list[str] = []
@@ -118,7 +122,7 @@ def test_credentials_are_in_no_error(
             call()
         texts.append("".join(traceback.format_exception(caught.value)))
 
-    note(lambda: open_store(config))
+    note(lambda: open_store(config, Node.of_this_machine()))
     calls: list[Callable[[], object]] = [
         lambda: store.get("a", 0, 1),
         lambda: store.get("a\t", 0, 1),

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakefs_fuse.errors import StoreError, Unavailable
-from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.listing.parallel_listing import CHAINS_MAX, PAGES_FOR_A_GUESS, SplitListing
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
+from tests.fakes import store_client
 from tests.memory_store import Failures, MemoryStore
 from tests.store.lakes import Lake
 from tests.store.test_contract import ODD_KEYS, all_pages
@@ -57,9 +57,7 @@ STORES: dict[str, Callable[[int], MemoryStore]] = {
 
 
 def client_of(store: MemoryStore, capabilities: Capabilities | None = None) -> StoreClient:
-    return StoreClient(
-        store, capabilities or store.capabilities, StoreMetrics(), retry_timeout_s=0.0, rng=random.Random(3)
-    )
+    return store_client(store, capabilities or store.capabilities, retry_timeout_s=0.0)
 
 
 def listed(client: StoreClient, prefix: str, **more: int) -> Counter[tuple[str, str]]:
@@ -243,7 +241,7 @@ def test_each_store_lists_the_same_side_by_side(lake: Lake) -> None:
             assert name.startswith("dir-3")
     pages = all_pages(lake.store, "d/", delimiter="/")
     plain = {meta.key for page in pages for meta in page.objects} | {each for page in pages for each in page.prefixes}
-    client = StoreClient(lake.store, lake.capabilities, StoreMetrics(), rng=random.Random(3))
+    client = store_client(lake.store, lake.capabilities)
     found = listed(client, "d/", keys_max=3)
     assert {key for key, _ in found} == plain
     assert len(plain) > 50 <= written

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, KeyRefused, LakeError, PreconditionFailed, Unavailable, Unsupported
 from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 from tests import servers
+from tests.fakes import FakeClock
 from tests.faults import Faults, faulty
 from tests.memory_store import MemoryStore, Request, When
 from tests.servers import Server, s3_client
@@ -52,10 +55,6 @@ CHANGES = {
 """Which changes honour If-Match."""
 
 
-def no_sleep(seconds: float) -> None:
-    """Retries at once."""
-
-
 def keys_left(server: Server, bucket: str) -> list[str]:
     client = s3_client(server)
     try:
@@ -70,9 +69,9 @@ def keys_left(server: Server, bucket: str) -> list[str]:
 def test_each_store_is_seen_for_what_it_is(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, new_bucket: Callable[[Server], str]
 ) -> None:
-    store = open_store(config_of(name, request, tmp_path, new_bucket))
+    store = open_store(config_of(name, request, tmp_path, new_bucket), Node.of_this_machine())
     try:
-        found = probe(store, random.Random(1))
+        found = probe(store, random.Random(1), SystemClock())
         assert {flag for flag in FLAGS if not getattr(found, flag)} == CANNOT[name]
         honoured = {flag for flag in Capabilities.__slots__ if flag.endswith("if_match") and getattr(found, flag)}
         assert honoured - {"get_if_match", "copy_if_match"} == CHANGES[name]
@@ -96,11 +95,11 @@ def test_nothing_is_left_when_a_probe_fails(
 ) -> None:
     server, controls = faults
     bucket = new_bucket(controls.server)
-    store = open_store(s3_config(server, bucket))
+    store = open_store(s3_config(server, bucket), Node.of_this_machine())
     try:
         controls.error_500(1000, containing=containing, method=method)
         with pytest.raises(Unavailable):
-            probe(store, random.Random(1), sleep=no_sleep)
+            probe(store, random.Random(1), FakeClock())
         controls.clear()
         assert keys_left(controls.server, bucket) == []
         assert list(store.list_multipart("")) == []
@@ -117,7 +116,7 @@ def test_characters_that_are_refused_are_found(refused: str) -> None:
             raise KeyRefused(request.key)
 
     store.hook = refuse
-    assert set(probe(store, random.Random(1)).characters_refused) == set(refused)
+    assert set(probe(store, random.Random(1), SystemClock()).characters_refused) == set(refused)
     assert store.objects == {}
 
 
@@ -139,7 +138,7 @@ class DeletingTogether(MemoryStore):
 def test_it_does_not_take_many_requests() -> None:
     """Each is a round trip that the first mount waits for."""
     store = DeletingTogether()
-    probe(store, random.Random(1))
+    probe(store, random.Random(1), SystemClock())
     assert store.objects == {}
     assert (store.together, store.count("delete")) == (2, 0)
     assert len(store.requests) <= REQUESTS_MAX
@@ -148,7 +147,7 @@ def test_it_does_not_take_many_requests() -> None:
 def test_what_is_not_deleted_together_is_deleted_one_by_one() -> None:
     store = DeletingTogether()
     store.refuses = True
-    probe(store, random.Random(1))
+    probe(store, random.Random(1), SystemClock())
     assert store.together
     assert store.objects == {}
 
@@ -156,10 +155,10 @@ def test_what_is_not_deleted_together_is_deleted_one_by_one() -> None:
 def test_cleaning_up_is_tried_again(faults: tuple[Server, Faults], new_bucket: Callable[[Server], str]) -> None:
     server, controls = faults
     bucket = new_bucket(controls.server)
-    store = open_store(s3_config(server, bucket))
+    store = open_store(s3_config(server, bucket), Node.of_this_machine())
     try:
         controls.error_500(6, method="DELETE", containing="uploadId=")
-        probe(store, random.Random(1), sleep=no_sleep)
+        probe(store, random.Random(1), FakeClock())
         assert controls.injected["error_500"] == 6
         assert keys_left(controls.server, bucket) == []
         assert list(store.list_multipart("")) == []
@@ -173,11 +172,11 @@ def test_a_store_that_fails_now_and_then_is_seen_for_what_it_is(
     server, controls = faults
     bucket = new_bucket(controls.server)
     controls.slow_down(1)
-    store = open_store(s3_config(server, bucket))
+    store = open_store(s3_config(server, bucket), Node.of_this_machine())
     try:
         for fault in ("uploads", "object", "partNumber=1", "order", "marker", "list-type"):
             controls.slow_down(1, containing=fault)
-        found = probe(store, random.Random(1), sleep=no_sleep)
+        found = probe(store, random.Random(1), FakeClock())
         assert controls.injected["slow_down"] == 7
         assert {flag for flag in FLAGS if not getattr(found, flag)} == CANNOT["seaweedfs"]
     finally:
@@ -189,9 +188,9 @@ def test_a_store_without_multipart_uploads_is_refused_by_name(tmp_path: Path) ->
         def create_multipart(self, key: str, *, metadata: object = None) -> str:
             raise Unsupported("CreateMultipartUpload: NotImplemented (501)")
 
-    store = Plain(str(tmp_path))
+    store = Plain(str(tmp_path), random.Random(1), SystemClock())
     with pytest.raises(ConfigError, match="multipart uploads"):
-        probe(store, random.Random(1))
+        probe(store, random.Random(1), SystemClock())
     assert list(store.list_page("").objects) == []
 
 
@@ -202,12 +201,12 @@ def test_read_only_credentials_are_enough_to_read(
     bucket = new_bucket(controls.server)
     s3_client(controls.server).put_object(Bucket=bucket, Key="a", Body=b"0123456789")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", servers.READ_ONLY_ACCESS_KEY)
-    store = open_store(s3_config(server, bucket))
+    store = open_store(s3_config(server, bucket), Node.of_this_machine())
     try:
         with pytest.raises(LakeError):
             store.put("b", b"")
         controls.clear()
-        found = probe(store, random.Random(1), read_only=True)
+        found = probe(store, random.Random(1), SystemClock(), read_only=True)
         assert set(controls.counts) <= {"GET", "HEAD"}
         assert (found.partial_status, found.get_if_match, found.ranges) == (True, True, True)
         assert not (found.put_if_absent or found.part_copy or found.sorted_listing or found.copy_if_match)
@@ -219,9 +218,9 @@ def test_read_only_credentials_are_enough_to_read(
 
 
 def test_reading_an_empty_bucket_assumes_the_least(seaweed: Server, new_bucket: Callable[[Server], str]) -> None:
-    store = open_store(s3_config(seaweed, new_bucket(seaweed)))
+    store = open_store(s3_config(seaweed, new_bucket(seaweed)), Node.of_this_machine())
     try:
-        found = probe(store, random.Random(1), read_only=True)
+        found = probe(store, random.Random(1), SystemClock(), read_only=True)
         assert (found.partial_status, found.get_if_match) == (False, False)
     finally:
         store.close()
@@ -233,10 +232,10 @@ def test_probe_server_ignoring_conditions_on_completion_finds_it_out(
     """moto does not check signatures, in which the headers are that the proxy takes away."""
     bucket = new_bucket(moto)
     with faulty(moto) as (server, controls):
-        store = open_store(s3_config(server, bucket))
+        store = open_store(s3_config(server, bucket), Node.of_this_machine())
         try:
             controls.completes_blindly = True
-            found = probe(store, random.Random(1))
+            found = probe(store, random.Random(1), SystemClock())
             assert found.put_if_absent and not found.complete_if_absent
             assert any("completing an upload" in note for note in found.notes)
             assert keys_left(moto, bucket) == []
@@ -255,10 +254,13 @@ def test_completion_without_conditions_looks_before_and_after(
 ) -> None:
     bucket = new_bucket(moto)
     with faulty(moto) as (server, controls):
-        store, other = open_store(s3_config(server, bucket)), open_store(s3_config(moto, bucket))
+        store, other = (
+            open_store(s3_config(server, bucket), Node.of_this_machine()),
+            open_store(s3_config(moto, bucket), Node.of_this_machine()),
+        )
         try:
             controls.completes_blindly = True
-            probe(store, random.Random(1))
+            probe(store, random.Random(1), SystemClock())
             controls.clear()
             upload_exclusively(store, "a", b"first")
             assert controls.counts["HEAD"] == 2

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.errors import ConfigError, Unavailable
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.store.s3.client import connect
@@ -49,7 +50,7 @@ def at(config: StoreConfig, url: str, ca_bundle: Path | None = None) -> StoreCon
 
 def ask_everything(config: StoreConfig) -> int:
     """Requests of each client that a store has; answers how many there were."""
-    store = S3Store(connect(config))
+    store = S3Store(connect(config, SystemClock()), SystemClock())
     store.adapt(Capabilities(name="s3", md5_etags=True))
     try:
         small = store.put("small", b"small")  # obstore
@@ -132,7 +133,7 @@ def test_http_proves_the_password_which_is_not_shown(
         config = at(config, f"http://{HOST}")
         assert ask_everything(config) == len(proxy.urls)
         assert proxy.refused == 0
-    shown = repr(connect(config)) + caplog.text
+    shown = repr(connect(config, SystemClock())) + caplog.text
     assert PASSWORD not in shown
     assert "proxy%3Ap%40ss" not in shown
 
@@ -143,7 +144,7 @@ def test_proxy_that_cannot_be_used_is_a_configuration_error(
 ) -> None:
     monkeypatch.setenv("http_proxy", url)
     with pytest.raises(ConfigError, match="http_proxy") as caught:
-        S3Store(connect(config)).close()
+        S3Store(connect(config, SystemClock()), SystemClock()).close()
     assert PASSWORD not in "".join(traceback.format_exception(caught.value))
 
 
@@ -151,7 +152,7 @@ def test_proxy_that_does_not_answer_is_unavailable_and_its_password_not_shown(
     config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("http_proxy", f"http://user:secret-word@127.0.0.1:{free_port()}")
-    store = S3Store(connect(config))
+    store = S3Store(connect(config, SystemClock()), SystemClock())
     store.adapt(Capabilities(name="s3", md5_etags=True))
     for ask in (lambda: store.list_page(""), lambda: store.head("a"), store.time_ns, lambda: store.get("a", 0, 1)):
         with pytest.raises(Unavailable) as caught:

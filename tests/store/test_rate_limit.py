@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import trio
 
-from lakefs_fuse.config import KIB, MIB
-from lakefs_fuse.metrics import StoreMetrics, UploadMetrics
-from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.local.store import LocalStore
+from lakefs_fuse.config import KIB, MIB, Source, StoreConfig
+from lakefs_fuse.environment.clock import SystemClock
+from lakefs_fuse.environment.node import Node
+from lakefs_fuse.metrics import UploadMetrics
+from lakefs_fuse.store.capability_hooks import Adaptable
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import FileSlice, ObjectStore
-from lakefs_fuse.store.rate_limit import PIECES_S, Pacable, Pace
+from lakefs_fuse.store.protocol import Capabilities, FileSlice, ObjectStore
+from lakefs_fuse.store.rate_limit import PIECES_S, Pace
+from tests.fakes import FakeClock, store_client
 from tests.servers import Server
 from tests.store.lakes import s3_config
 
 
-class Clock:
-    """Time that passes while somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
 def sent_by(limit: int, seconds: float, pause: Callable[[], float]) -> list[tuple[float, int]]:
     """When and how much one upload sends that needs ``pause()`` seconds itself for each piece."""
-    clock = Clock()
-    pace = Pace(limit, UploadMetrics(), clock=clock, sleep=clock.sleep, check=lambda: None)
+    clock = FakeClock()
+    pace = Pace(limit, UploadMetrics(), clock, check=lambda: None)
     sent = []
-    while clock.now < 1000 + seconds:
+    while clock.mono_s() < seconds:
         pace.wait(pace.piece_bytes)
-        sent.append((clock.now, pace.piece_bytes))
-        clock.now += pause()
+        sent.append((clock.mono_s(), pace.piece_bytes))
+        clock.advance(pause())
     return sent
 
 
@@ -72,7 +63,7 @@ def test_the_limit_is_used_and_evenly(limit: int) -> None:
 def test_uploads_share_it() -> None:
     """Eight threads in real time: together they keep to it, and none starves."""
     metrics = UploadMetrics()
-    pace = Pace(4 * MIB, metrics)
+    pace = Pace(4 * MIB, metrics, SystemClock())
     sent = [0] * 8
     until = time.monotonic() + 1.5
 
@@ -94,23 +85,36 @@ def test_uploads_share_it() -> None:
 
 
 @pytest.fixture(params=["local", "seaweedfs"])
-def store(request: pytest.FixtureRequest, tmp_path: Path, new_bucket: Callable[[Server], str]) -> Iterator[ObjectStore]:
+def config(request: pytest.FixtureRequest, tmp_path: Path, new_bucket: Callable[[Server], str]) -> StoreConfig:
     if request.param == "local":
-        yield LocalStore(str(tmp_path))
-        return
+        return StoreConfig(source=Source.parse(f"file://{tmp_path}"))
     seaweed: Server = request.getfixturevalue("seaweed")
     # The read timeout is shorter than the uploads here.
-    store = open_store(s3_config(seaweed, new_bucket(seaweed), read_timeout_s=1.0))
-    probe(store, random.Random(3))
-    yield store
-    store.close()
+    return s3_config(seaweed, new_bucket(seaweed), read_timeout_s=1.0)
 
 
-def test_a_body_goes_up_at_the_pace_and_whole(store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> None:
+@contextmanager
+def opened(config: StoreConfig, limit: int, metrics: UploadMetrics) -> Iterator[ObjectStore]:
+    """A store with this limit, probed without one."""
+    node = Node.of_this_machine()
+    with contextlib.closing(open_store(config, node)) as unlimited:
+        capabilities = probe(unlimited, random.Random(3), SystemClock())
+    with contextlib.closing(open_store(config, node, Pace(limit, metrics, SystemClock()))) as store:
+        if isinstance(store, Adaptable):
+            store.adapt(capabilities)
+        yield store
+
+
+def test_a_body_goes_up_at_the_pace_and_whole(config: StoreConfig, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Slices and bytes, objects and parts; for longer than a connection may be silent."""
     limit, size = 256 * KIB, 600 * KIB
-    assert isinstance(store, Pacable)
-    store.keep_to(Pace(limit, UploadMetrics()))
+    with opened(config, limit, UploadMetrics()) as store:
+        rate = rate_of_uploads(store, size, tmp_path_factory)
+    assert 0.8 * limit < rate < 1.15 * limit
+
+
+def rate_of_uploads(store: ObjectStore, size: int, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """Bytes a second, of uploads that arrive whole."""
     path = tmp_path_factory.mktemp("body") / "body"
     data = os.urandom(size)
     path.write_bytes(data)
@@ -125,21 +129,20 @@ def test_a_body_goes_up_at_the_pace_and_whole(store: ObjectStore, tmp_path_facto
             store.put(f"small{number}", data[: 10 * KIB])
         rate = (3 * size + 40 * KIB) / (time.monotonic() - began)
     store.complete_multipart("part", upload_id, [part])
-    assert 0.8 * limit < rate < 1.15 * limit
     for key in ("slice", "bytes", "part"):
         assert bytes(store.get(key, 0, size).data) == data
     assert bytes(store.get("small3", 0, size).data) == data[: 10 * KIB]
+    return rate
 
 
-async def test_a_cancelled_upload_gives_up_soon(store: ObjectStore) -> None:
-    assert isinstance(store, Pacable)
+async def test_a_cancelled_upload_gives_up_soon(config: StoreConfig) -> None:
     metrics = UploadMetrics()
-    store.keep_to(Pace(4 * KIB, metrics))
-    client = StoreClient(store, None, StoreMetrics(), rng=random.Random(1))  # type: ignore[arg-type]  # not asked
-    began = trio.current_time()
-    with trio.move_on_after(1) as scope:
-        await client.put("a", bytes(1 * MIB))
-    assert scope.cancelled_caught
-    assert trio.current_time() - began < 3
-    assert 0.2 < metrics.throttled_s < 3
-    assert [meta.key for meta in store.list_page("").objects] == []
+    with opened(config, 4 * KIB, metrics) as store:
+        client = store_client(store, Capabilities(name="not asked"))
+        began = trio.current_time()
+        with trio.move_on_after(1) as scope:
+            await client.put("a", bytes(1 * MIB))
+        assert scope.cancelled_caught
+        assert trio.current_time() - began < 3
+        assert 0.2 < metrics.throttled_s < 3
+        assert [meta.key for meta in store.list_page("").objects] == []

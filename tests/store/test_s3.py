@@ -19,6 +19,8 @@ from botocore.awsrequest import AWSResponse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.errors import (
     AccessDenied,
     Conflict,
@@ -52,10 +54,14 @@ def bucket(moto: Server, new_bucket: Callable[[Server], str]) -> str:
     return new_bucket(moto)
 
 
+def opened(config: StoreConfig) -> S3Store:
+    return S3Store(connect(config, SystemClock()), SystemClock())
+
+
 @pytest.fixture
 def on_moto(moto: Server, bucket: str) -> Iterator[S3Store]:
     """The store that takes keys exactly as they are."""
-    store = S3Store(connect(s3_config(moto, bucket)))
+    store = opened(s3_config(moto, bucket))
     store.adapt(Capabilities(name="s3", copy_if_match=False))
     yield store
     store.close()
@@ -83,7 +89,7 @@ def test_delete_many_refused_together_deletes_alone(
 ) -> None:
     """A policy may allow DeleteObject and refuse DeleteObjects."""
     server, controls = faults
-    store = S3Store(connect(s3_config(server, new_bucket(controls.server))))
+    store = opened(s3_config(server, new_bucket(controls.server)))
     try:
         keys = [f"k{number}" for number in range(5)]
         for key in keys:
@@ -115,14 +121,14 @@ def test_delete_many_refused_together_deletes_alone(
 def test_the_time_is_the_date_of_an_answer_even_of_a_refusal(
     moto: Server, bucket: str, status: int, date: str | None, expected: int | type[StoreError]
 ) -> None:
-    access = connect(s3_config(moto, bucket))
+    access = connect(s3_config(moto, bucket), SystemClock())
     headers = {} if date is None else {"date": date}
 
     def answer(**_: object) -> AWSResponse:
         return AWSResponse("", status, headers, urllib3.HTTPResponse(io.BytesIO(), preload_content=False))
 
     access.client.meta.events.register_first("before-send.s3.HeadBucket", answer)
-    store = S3Store(access)
+    store = S3Store(access, SystemClock())
     with contextlib.closing(store):
         if isinstance(expected, int):
             assert store.time_ns() == expected
@@ -136,7 +142,7 @@ def test_a_prefix_hides_what_lies_outside(moto: Server, bucket: str) -> None:
     for key in ("a", "lake", "lake/a", "lake/b/c", "lake2/a", "lake/"):
         client.put_object(Bucket=bucket, Key=key, Body=b"x")
     client.close()
-    store = S3Store(connect(s3_config(moto, f"{bucket}/lake")))
+    store = opened(s3_config(moto, f"{bucket}/lake"))
     page = store.list_page("", delimiter="/")
     assert ([meta.key for meta in page.objects], list(page.prefixes)) == (["a"], ["b/"])
     assert [meta.key for meta in store.list_page("", start_after="a").objects] == ["b/c"]
@@ -174,7 +180,8 @@ def test_virtual_hosts_and_paths(seaweed: Server) -> None:
     ):
         config = s3_config(seaweed, "bucket")
         access = connect(
-            type(config)(source=config.source, endpoint_url=endpoint, addressing_style=style, region="eu-west-1")
+            type(config)(source=config.source, endpoint_url=endpoint, addressing_style=style, region="eu-west-1"),
+            SystemClock(),
         )
         assert (access.base_url, access.virtual_host) == expected
         assert access.encrypted == (endpoint is None)
@@ -194,7 +201,7 @@ def test_an_upload_damaged_on_the_way_is_noticed(
     """By the store, which is told the CRC-32, where it looks; else by comparing the ETag; and where ETags say nothing,
     by the store, which is told the MD5 sum."""
     server, controls = faults
-    store = S3Store(connect(s3_config(server, new_bucket(controls.server))))
+    store = opened(s3_config(server, new_bucket(controls.server)))
     store.adapt(Capabilities(name="s3", md5_etags=md5_etags, checks_crc32=checks_crc32))
     path = tmp_path / "body"
     path.write_bytes(os.urandom(2 * MIB))
@@ -224,7 +231,7 @@ def test_an_upload_damaged_on_the_way_is_noticed(
 
 
 def test_a_large_part_is_streamed(seaweed: Server, new_bucket: Callable[[Server], str], tmp_path: Path) -> None:
-    store = S3Store(connect(s3_config(seaweed, new_bucket(seaweed))))
+    store = opened(s3_config(seaweed, new_bucket(seaweed)))
     store.adapt(Capabilities(name="s3"))
     path = tmp_path / "sparse"
     with path.open("wb+") as file:
@@ -244,7 +251,7 @@ def test_an_upload_begun_by_a_mount_that_knew_the_store_otherwise_goes_on(
 ) -> None:
     """Some stores insist that parts say sums if, and only if, their upload was begun so."""
     server, controls = faults
-    store = S3Store(connect(s3_config(server, new_bucket(controls.server))))
+    store = opened(s3_config(server, new_bucket(controls.server)))
     store.adapt(Capabilities(name="s3", checks_crc32=begun_with_sums))
     upload_id = store.create_multipart("a")
     store.adapt(Capabilities(name="s3", checks_crc32=not begun_with_sums))
@@ -276,7 +283,7 @@ def test_a_small_put_needs_no_head_and_a_copy_one(
     faults: tuple[Server, Faults], new_bucket: Callable[[Server], str]
 ) -> None:
     server, controls = faults
-    store = S3Store(connect(s3_config(server, new_bucket(controls.server))))
+    store = opened(s3_config(server, new_bucket(controls.server)))
     store.adapt(Capabilities(name="s3"))
     controls.clear()
     store.put("a", b"x", if_absent=True)

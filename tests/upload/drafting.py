@@ -13,7 +13,7 @@ import trio
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.environment.threads import WorkerThreads
-from lakefs_fuse.metrics import StoreMetrics, UploadMetrics
+from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
@@ -24,7 +24,7 @@ from lakefs_fuse.upload.draft_services import DraftServices, DraftTarget
 from lakefs_fuse.upload.publish import Published, publish
 from lakefs_fuse.upload.upload_slots import UploadSlots
 from lakefs_fuse.upload.zero_objects import ZeroObjects
-from tests.fakes import FakeDisk
+from tests.fakes import FakeDisk, store_client
 from tests.memory_store import MemoryStore
 
 KIB = 1024
@@ -107,10 +107,7 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     """The bench; its store's hook is reset when the block ends, so that no thread is left waiting."""
     store, metrics = MemoryStore(capabilities), UploadMetrics()
-    client = StoreClient(
-        store, store.capabilities, StoreMetrics(), retry_timeout_s=retry_timeout_s, uploads_max=slots,
-        rng=random.Random(7),
-    )  # fmt: skip
+    client = store_client(store, store.capabilities, retry_timeout_s=retry_timeout_s, uploads_max=slots)
     staging_dir = directory / "staging"
     staging_dir.mkdir(exist_ok=True)
     staging = Staging(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import secrets
 import stat
 import time
@@ -20,13 +19,12 @@ from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 from lakefs_fuse.vfs.filesystem import AttributeChange, Filesystem
 from lakefs_fuse.vfs.open import assembled
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lakefs_fuse.vfs.wiring import Assembly
-from tests.fakes import node_of
+from tests.fakes import node_of, store_client
 from tests.memory_store import START_NS, MemoryStore
 
 KIB = 1024
@@ -55,6 +53,9 @@ class Clock:
 
     def boot_ns(self) -> int:
         return self.now_ns
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
     def advance(self, seconds: float) -> None:
         self.now_ns += int(seconds * NS)
@@ -240,7 +241,7 @@ async def lake(
     metrics = Metrics()
     if capabilities is None:
         capabilities = store.capabilities if isinstance(store, MemoryStore) else Capabilities(name="local")
-    client = StoreClient(store, capabilities, metrics.store, retry_timeout_s=retry_timeout_s, rng=random.Random(3))
+    client = store_client(store, capabilities, metrics.store, retry_timeout_s=retry_timeout_s, clock=clock)
     settings = MountConfig(
         store=StoreConfig(source=Source("file", "/nowhere", "")),
         mountpoint="/nowhere",

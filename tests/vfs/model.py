@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, Phase, settings
 from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
-from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.vfs.filesystem import AttributeChange, file_type_and_mode
+from tests.fakes import local_store
 from tests.memory_store import MemoryStore
 from tests.tiers import examples
 from tests.upload.drafting import noise
@@ -134,7 +134,7 @@ class Model:
         if in_memory:
             self.store = MemoryStore(page_keys_max=3)
         else:
-            self.store = LocalStore(str(store_dir), now_ns=self.clock)
+            self.store = local_store(str(store_dir), self.clock)
         self.settings: dict[str, object] = {"pack": pack}
         self.handles: list[Handle] = []
         self.chosen_mtimes: dict[str, int] = {}

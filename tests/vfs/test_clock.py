@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.protocol import ObjectStore
+from tests.fakes import local_store
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import Clock, lake
 
@@ -20,7 +20,7 @@ async def test_mount_after_a_daemon_in_the_future_shows_and_tells_what_it_did(
 ) -> None:
     clock = Clock()
     (tmp_path / "store").mkdir()
-    store: ObjectStore = MemoryStore() if kind == "memory" else LocalStore(str(tmp_path / "store"), now_ns=clock)
+    store: ObjectStore = MemoryStore() if kind == "memory" else local_store(str(tmp_path / "store"), clock)
     one, two = tmp_path / "one", tmp_path / "two"
     async with lake(store, two, clock=clock) as b:
         await b.write("old", b"old")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ import trio
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.vfs.immutable import states
 from lakefs_fuse.vfs.immutable.filesystem import open_immutable
+from tests.fakes import store_client
 from tests.memory_store import MemoryStore, Pause
 from tests.vfs.writing_back import until
 
@@ -27,7 +26,7 @@ async def test_the_log_says_how_far_the_listing_is(
         store.put(f"first/{index}", b"x")
         store.put(f"second/{index}", b"x")
     store.hook = second = Pause(lambda request: request.what == "list" and request.key == "second/")
-    client = StoreClient(store, store.capabilities, metrics.store, rng=random.Random(3))
+    client = store_client(store, store.capabilities, metrics.store)
     config = MountConfig(
         store=StoreConfig(source=Source("file", "/nowhere", "")),
         mountpoint="/nowhere",

@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.store.local.listing import LocalListing
 from lakefs_fuse.store.local.tree import LocalTree, file_etag, translated
@@ -26,15 +26,14 @@ from lakefs_fuse.store.rate_limit import Pace
 class LocalStore:
     """An `ObjectStore` on one directory of this machine."""
 
-    def __init__(
-        self, root: str, *, rng: random.Random | None = None, now_ns: Callable[[], int] = time.time_ns
-    ) -> None:
-        """Raises NoSuchBucket, AccessDenied, ConfigError."""
-        self._now_ns = now_ns
-        self._tree = LocalTree(root, rng or random.SystemRandom(), now_ns)
+    def __init__(self, root: str, rng: random.Random, clock: Clock, pace: Pace | None = None) -> None:
+        """``rng`` makes names and upload ids, and is this store's alone. Raises NoSuchBucket, AccessDenied,
+        ConfigError."""
+        self._clock = clock
+        self._tree = LocalTree(root, rng, clock)
         self._listing = LocalListing(self._tree)
         self._uploads = LocalUploads(self._tree)
-        self._pace: Pace | None = None
+        self._pace = pace
 
     @property
     def name(self) -> str:
@@ -196,14 +195,10 @@ class LocalStore:
 
     def time_ns(self) -> int:
         """See `ObjectStore.time_ns`."""
-        return self._now_ns()
+        return self._clock.wall_ns()
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def keep_to(self, pace: Pace) -> None:
-        """See `Pacable.keep_to`."""
-        self._pace = pace
 
     def _write_body(self, fd: int, body: Body) -> None:
         """To an empty file; holes of the body stay holes."""

@@ -20,11 +20,12 @@ import os
 import random
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
     AccessDenied,
     ConfigError,
@@ -93,11 +94,11 @@ def translated(what: str, key: str) -> Iterator[None]:
 class LocalTree:
     """One root directory. Holds no state but the last time stamp given out."""
 
-    def __init__(self, root: str, rng: random.Random, now_ns: Callable[[], int]) -> None:
+    def __init__(self, root: str, rng: random.Random, clock: Clock) -> None:
         """Raises NoSuchBucket, AccessDenied, or ConfigError where the file system has no user extended attributes."""
         self.root = os.path.realpath(root)
         self._rng = rng
-        self._now_ns = now_ns
+        self._clock = clock
         self._last_ns = 0
         self._lock = threading.Lock()
         if not os.path.isdir(self.root):
@@ -116,7 +117,7 @@ class LocalTree:
     def unique_ns(self) -> int:
         """The wall clock in ns, never the same twice: kernel time stamps move only every few milliseconds."""
         with self._lock:
-            self._last_ns = max(self._last_ns + 1, self._now_ns())
+            self._last_ns = max(self._last_ns + 1, self._clock.wall_ns())
             return self._last_ns
 
     def unique_name(self) -> str:
@@ -367,7 +368,7 @@ class LocalTree:
             os.removexattr(directory, EMPTIED_XATTR)
 
     def _remove_old_temporaries(self) -> None:
-        limit_s = self._now_ns() / 1e9 - TMP_AGE_S_MAX
+        limit_s = self._clock.wall_ns() / 1e9 - TMP_AGE_S_MAX
         with contextlib.suppress(OSError), os.scandir(f"{self.root}/{TMP_DIR}") as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):

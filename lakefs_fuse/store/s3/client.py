@@ -30,6 +30,7 @@ from botocore.httpsession import ProxyConfiguration
 from botocore.utils import get_environ_proxies
 
 from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, ConfigError, LakeError
 from lakefs_fuse.store.s3.errors import NO_CREDENTIALS, from_boto
 
@@ -80,7 +81,7 @@ class S3Access:
         return self.base_url.startswith("https:")
 
 
-def connect(config: StoreConfig) -> S3Access:
+def connect(config: StoreConfig, clock: Clock) -> S3Access:
     """Build, without a request to the store. Raises ConfigError, AccessDenied where there are no credentials."""
     if config.addressing_style not in ("auto", "path", "virtual"):
         raise ConfigError(f"addressing style {config.addressing_style!r}: expected auto, path or virtual")
@@ -129,7 +130,7 @@ def connect(config: StoreConfig) -> S3Access:
         connect_timeout_s=config.connect_timeout_s,
         read_timeout_s=config.read_timeout_s,
         connections_max=connections_max,
-        credentials=_provider(credentials),
+        credentials=_provider(credentials, clock),
         sign_get=_signer(credentials, region),
         proxies=get_environ_proxies(client.meta.endpoint_url),
     )
@@ -202,14 +203,14 @@ def _signer(credentials: Any, region: str) -> Callable[[str, dict[str, str]], AW
     return sign
 
 
-def _provider(credentials: Any) -> Callable[[], dict[str, object]]:
+def _provider(credentials: Any, clock: Clock) -> Callable[[], dict[str, object]]:
     def provide() -> dict[str, object]:
         frozen = credentials.get_frozen_credentials()
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(UTC) + CREDENTIAL_TTL,
+            "expires_at": datetime.fromtimestamp(clock.wall_ns() / 1e9, UTC) + CREDENTIAL_TTL,
         }
 
     return provide

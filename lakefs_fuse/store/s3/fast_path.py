@@ -11,7 +11,6 @@ Called from any worker thread.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, cast
@@ -20,6 +19,7 @@ import obstore
 import obstore.exceptions
 import obstore.store
 
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import ConfigError, StoreError, Unavailable
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
 from lakefs_fuse.store.s3.client import S3Access
@@ -49,7 +49,8 @@ def expressible(key: str) -> bool:
 class S3Hot:
     """obstore's client of one bucket."""
 
-    def __init__(self, access: S3Access) -> None:
+    def __init__(self, access: S3Access, clock: Clock) -> None:
+        self._clock = clock
         options: dict[str, Any] = {
             "allow_http": not access.encrypted,
             "connect_timeout": timedelta(seconds=access.connect_timeout_s),
@@ -133,7 +134,7 @@ class S3Hot:
         except Exception as error:
             failure = from_obstore(f"put {key!r}", error)
         else:
-            return ObjectMeta(key, len(body), _etag(answer["e_tag"]), time.time_ns(), dict(metadata or {}))
+            return ObjectMeta(key, len(body), _etag(answer["e_tag"]), self._clock.wall_ns(), dict(metadata or {}))
         raise failure
 
 

@@ -5,22 +5,22 @@ One listing of one key is the whole test: it needs the bucket, the credentials a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, ConfigError, NoSuchBucket, NotFound, StoreError, Unavailable
-from lakefs_fuse.store.open_retries import patiently
+from lakefs_fuse.store.open_retries import retry_unavailable
+from lakefs_fuse.store.rate_limit import Pace
 from lakefs_fuse.store.s3.client import connect
 from lakefs_fuse.store.s3.errors import WrongRegion
 from lakefs_fuse.store.s3.store import S3Store
 
 
-def open_s3(config: StoreConfig, sleep: Callable[[float], None]) -> S3Store:
-    """Raises as `opening.open_store`. ``sleep`` waits between attempts."""
-    access = connect(config)
-    store = S3Store(access)
+def open_s3(config: StoreConfig, clock: Clock, pace: Pace | None) -> S3Store:
+    """Raises as `lakefs_fuse.store.open.open_store`."""
+    access = connect(config, clock)
+    store = S3Store(access, clock, pace)
     try:
-        patiently(lambda: store.list_page("", keys_max=1), sleep)
+        retry_unavailable(lambda: store.list_page("", keys_max=1), clock)
     except StoreError as error:
         store.close()
         raise _advice(config, access.base_url, error) from error

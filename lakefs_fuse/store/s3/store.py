@@ -12,13 +12,13 @@ Called from any worker thread; holds connections only. A crash leaves at most an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import partial
 
 from botocore import exceptions as boto
 
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
     AccessDenied,
     Conflict,
@@ -55,14 +55,15 @@ _XML_ILLEGAL = frozenset(map(chr, range(32))) - {"\t", "\n"}
 class S3Store:
     """An `ObjectStore` over S3. Trusts nothing about the server until `adapt` was called."""
 
-    def __init__(self, access: S3Access) -> None:
+    def __init__(self, access: S3Access, clock: Clock, pace: Pace | None = None) -> None:
         self._access = access
+        self._clock, self._pace = clock, pace
         self._client = access.client
         self._bucket = access.bucket
         self._prefix = access.prefix
         self._listing = S3Listing(access)
-        self._hot = S3Hot(access)
-        self.sender = S3Sender(self._call, encrypted=access.encrypted)
+        self._hot = S3Hot(access, clock)
+        self.sender = S3Sender(self._call, pace, encrypted=access.encrypted)
         """Public for the probe, which tries what it can do."""
         self.capabilities = Capabilities(name="s3", partial_status=False, md5_etags=False)
         self.server = ""
@@ -78,11 +79,7 @@ class S3Store:
     def adapt(self, capabilities: Capabilities) -> None:
         """Use what the probe found; before any other thread uses the store."""
         self.capabilities = capabilities
-        self.sender.md5_etags, self.sender.sends_sums = capabilities.md5_etags, capabilities.checks_crc32
-
-    def keep_to(self, pace: Pace) -> None:
-        """See `Pacable.keep_to`."""
-        self.sender.pace = pace
+        self.sender.adapt(capabilities)
 
     # -- reading -------------------------------------------------------------------------------------------------
 
@@ -167,11 +164,10 @@ class S3Store:
         if if_absent and not self.capabilities.put_if_absent:
             self._refuse_existing(key)
             if_absent = False
-        pace = self.sender.pace
         if self.sender.spares(size) and self._hot.takes(size, metadata) and expressible(key):
             small = b"".join(body.pieces()) if isinstance(body, FileSlice) else body
-            if pace is not None:
-                pace.wait(size)
+            if self._pace is not None:
+                self._pace.wait(size)
             meta = self._hot.put(key, small, metadata, if_absent=if_absent)
             if self.sender.compares_md5 and md5_of_sent(small) != meta.etag:
                 raise Unavailable(f"{what}: what arrived is not what was sent")
@@ -181,13 +177,13 @@ class S3Store:
             parameters["IfNoneMatch"] = "*"
         answer = self.sender.send("put_object", what, key, body, parameters, visible=True)
         etag = _etag(answer)
-        return ObjectMeta(key, size, etag, time.time_ns(), dict(metadata or {})) if etag else self.head(key)
+        return ObjectMeta(key, size, etag, self._clock.wall_ns(), dict(metadata or {})) if etag else self.head(key)
 
     def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta:
         """See `Conditional`; small bodies."""
         parameters: dict[str, object] = {"IfMatch": f'"{etag}"'}
         answer = self.sender.send("put_object", f"replace {key!r}", key, body, parameters, visible=True)
-        return ObjectMeta(key, len(body), _etag(answer), time.time_ns(), {})
+        return ObjectMeta(key, len(body), _etag(answer), self._clock.wall_ns(), {})
 
     def delete_if_match(self, key: str, etag: str) -> None:
         """See `Conditional`."""
@@ -341,7 +337,7 @@ class S3Store:
             if looks and etag and self.capabilities.complete_etag and there.etag != etag:
                 raise PreconditionFailed(f"{key!r} was created by somebody else at the same time")
             return there
-        return ObjectMeta(key, sum(part.size for part in parts), etag, time.time_ns())
+        return ObjectMeta(key, sum(part.size for part in parts), etag, self._clock.wall_ns())
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         """See `ObjectStore.abort_multipart`."""

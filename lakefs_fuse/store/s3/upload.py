@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lakefs_fuse.errors import Unavailable
-from lakefs_fuse.store.protocol import Body
+from lakefs_fuse.store.protocol import Body, Capabilities
 from lakefs_fuse.store.rate_limit import Pace
 from lakefs_fuse.store.s3.body import crc32_of, md5_of, md5_of_sent, outgoing
 from lakefs_fuse.store.s3.errors import SumRefused
@@ -37,28 +37,41 @@ class Call(Protocol):
 
 
 class S3Sender:
-    """Uploads to one bucket. ``sends_sums`` and ``md5_etags`` are what the probe found out."""
+    """Uploads to one bucket."""
 
-    def __init__(self, call: Call, *, encrypted: bool) -> None:
+    def __init__(self, call: Call, pace: Pace | None, *, encrypted: bool) -> None:
         self._call = call
+        self._pace = pace
         self.encrypted = encrypted
-        self.sends_sums = False
-        self.md5_etags = False
-        self.pace: Pace | None = None
+        self._sends_sums = False
+        self._md5_etags = False
+
+    def adapt(self, capabilities: Capabilities) -> None:
+        """Use what the probe found; before any other thread sends."""
+        self._md5_etags, self._sends_sums = capabilities.md5_etags, capabilities.checks_crc32
+
+    @property
+    def sends_sums(self) -> bool:
+        """Uploads carry their CRC-32."""
+        return self._sends_sums
+
+    def use_sums(self, enabled: bool) -> None:
+        """See `Sender.use_sums`."""
+        self._sends_sums = enabled
 
     @property
     def compares_md5(self) -> bool:
         """Whether an ETag tells what arrived, and that is worth looking at."""
-        return self.md5_etags and not self.encrypted
+        return self._md5_etags and not self.encrypted
 
     def spares(self, size: int) -> bool:
         """Whether a body of ``size`` bytes need not come here: it is not to be cut for the pace, and its ETag tells as
         much as a sum."""
-        return (self.pace is None or size <= self.pace.piece_bytes) and (self.compares_md5 or not self.sends_sums)
+        return (self._pace is None or size <= self._pace.piece_bytes) and (self.compares_md5 or not self._sends_sums)
 
     def upload_parameters(self) -> dict[str, object]:
         """What an upload is begun with so that its parts may say their sums."""
-        return {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if self.sends_sums else {}
+        return {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"} if self._sends_sums else {}
 
     def send(
         self,
@@ -72,14 +85,14 @@ class S3Sender:
         sums: bool | None = None,
     ) -> Answer:
         """A guarded request. ``visible``: the object is, as soon as it is stored; ``sums`` overrules `sends_sums`."""
-        if self.sends_sums if sums is None else sums:
+        if self._sends_sums if sums is None else sums:
             return self._send_summed(operation, what, key, body, parameters, crc32_of(body))
         compares = self.compares_md5
         announced: bytes | None = None
         if not self.encrypted and (visible or not compares):
             announced = md5_of(body)
             parameters = {**parameters, "ContentMD5": base64.b64encode(announced).decode()}
-        sent = outgoing(body, digest=compares and announced is None, pace=self.pace)
+        sent = outgoing(body, digest=compares and announced is None, pace=self._pace)
         answer = self._call(operation, what, key, Body=sent, **parameters)
         # Encrypted with a key of the customer's or of KMS, an object's ETag is no MD5 on any store.
         if compares and not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm")):
@@ -102,5 +115,5 @@ class S3Sender:
         self, operation: str, what: str, key: str, body: Body, parameters: Mapping[str, object], crc32: int
     ) -> Answer:
         said = base64.b64encode(crc32.to_bytes(4, "big")).decode()
-        sent = outgoing(body, digest=False, pace=self.pace)
+        sent = outgoing(body, digest=False, pace=self._pace)
         return self._call(operation, what, key, Body=sent, ChecksumCRC32=said, **parameters)
