@@ -12,12 +12,42 @@ from pathlib import PurePath
 from hypothesis import settings
 
 INTEGRATION = "integration"
-"""Marker of tests that need a mount, a store's server or other processes: `make check` leaves them out."""
+"""Marker of tests that need a mount, a store's server or other processes, or take seconds:
+`make check` leaves them out."""
 INTEGRATION_DIRECTORIES = frozenset({"bench", "killed", "mount"})
 """Directories whose tests are all integration tests."""
+INTEGRATION_MODULES = frozenset(
+    {
+        "admin/test_fsck_concurrent.py",
+        "admin/test_gc.py",
+        "admin/test_repack.py",
+        "admin/test_snapshot.py",
+        "blockcache/test_prefetch.py",
+        "blockcache/test_reader.py",
+        "blockcache/test_reader_pieces.py",
+        "cli/test_ingest.py",
+        "cli/test_lake.py",
+        "cli/test_spawn.py",
+        "cli/test_umount.py",
+        "cli/test_worker.py",
+        "commits/test_archive_check.py",
+        "daemon/test_admin_worker.py",
+        "daemon/test_mount_daemon.py",
+        "daemon/test_supervisor.py",
+        "store/test_rate_limit.py",
+        "upload/test_spilled_parts.py",
+        "vfs/test_every_batch.py",
+        "vfs/test_model.py",
+        "vfs/test_orphans.py",
+        "vfs/test_queue.py",
+        "vfs/test_replay.py",
+        "vfs/test_writeback_model.py",
+    }
+)
+"""Modules that start processes, wait for real time, or take more than four seconds of CPU."""
 INTEGRATION_FIXTURES = frozenset({"dev_fuse", "faults", "make_lake", "moto", "rclone", "seaweed"})
 """Fixtures that start a server or need the kernel's FUSE."""
-SERVERS = frozenset({"moto", "rclone", "seaweedfs"})
+SERVERS = frozenset({"moto", "rclone", "seaweed", "seaweedfs"})
 """Parameters that name a server whose fixture a test asks for while it runs."""
 
 IS_LONG = "LAKEFS_TEST_LONG" in os.environ
@@ -42,11 +72,12 @@ def load_profile() -> None:
     settings.load_profile("tier")
 
 
-def is_integration(directory: PurePath, fixtures: Iterable[str], parameters: Iterable[object]) -> bool:
-    """Whether a test needs a mount or a server. ``directory`` is relative to `tests`."""
+def is_integration(path: PurePath, fixtures: Iterable[str], parameters: Iterable[object]) -> bool:
+    """Whether `make check` leaves a test out. ``path`` of its module is relative to `tests`."""
     names = {parameter for parameter in parameters if isinstance(parameter, str)}
     return (
-        not INTEGRATION_DIRECTORIES.isdisjoint(directory.parts[:1])
+        not INTEGRATION_DIRECTORIES.isdisjoint(path.parts[:1])
+        or str(path) in INTEGRATION_MODULES
         or not INTEGRATION_FIXTURES.isdisjoint(fixtures)
         or not SERVERS.isdisjoint(names)
     )

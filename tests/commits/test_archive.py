@@ -84,6 +84,7 @@ def test_the_comment_finds_the_record() -> None:
 
 
 @given(st.dictionaries(paths, st.binary(max_size=2000), max_size=12), st.binary(min_size=1, max_size=300))
+@pytest.mark.integration  # takes seconds
 def test_offsets_are_those_of_the_bytes(files: dict[str, bytes], record: bytes) -> None:
     given_offsets: list[int] = []
 
@@ -266,6 +267,7 @@ def test_nothing_follows_the_end() -> None:
 # -- beyond what ZIP could do at first
 
 
+@pytest.mark.integration  # takes seconds
 def test_more_files_than_16_bits_count(tmp_path: Path) -> None:
     path = tmp_path / "many.zip"
     with path.open("wb") as file:
@@ -303,6 +305,7 @@ def test_offsets_beyond_4_gib(tmp_path: Path) -> None:
         assert pack.getinfo("far").extract_version == 45
 
 
+@pytest.mark.integration  # takes seconds
 def test_a_file_beyond_4_gib(tmp_path: Path) -> None:
     size = (4 << 30) + 3
     path = tmp_path / "huge.zip"

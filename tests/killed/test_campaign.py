@@ -39,6 +39,7 @@ def crash_test(directory: Path, *options: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.long
 def test_crash_test_two_mounts_lose_nothing(tmp_path: Path) -> None:
     table = tmp_path / "ledger.md"
     options = ["--mounts", "2", "--no-common-names", "--writers", "2", "--kills", "2", "--ledger", str(table)]
@@ -48,11 +49,13 @@ def test_crash_test_two_mounts_lose_nothing(tmp_path: Path) -> None:
     assert "`--mounts 2 --no-common-names --writers 2`" in table.read_text()
 
 
+@pytest.mark.long
 def test_crash_test_power_cuts_lose_nothing(disk: Path) -> None:
     done = crash_test(disk, "--power-cuts", "--no-watch", "--writers", "2", "--kills", "2", "--failpoints", "")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_crash_test_unsynced_journal_is_noticed(disk: Path) -> None:
     options = ["--power-cuts", "--no-watch", "--harm", "unsynced", "--writers", "2", "--kills", "20"]
     done = crash_test(disk, *options, "--failpoints", "")

@@ -1,7 +1,7 @@
 """Daemons that are killed in mid-work, many times over, in seconds: nothing that was acknowledged is lost.
 
 What `scripts/crash_test.py` does to a mount and a real S3 server, done to the filesystem alone: a round trip takes
-milliseconds here, so that moments in which two things meet come about often. `LAKEFS_TEST_LIVES` is how many lakes.
+milliseconds here, so moments in which two things meet are common. `LAKEFS_TEST_LIVES` is the number of lakes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import pytest
 
 from tests.killed import lives
 from tests.killed.lives import Life
+from tests.tiers import sized
 
-LAKES = int(os.environ.get("LAKEFS_TEST_LIVES", "10"))
+LAKES = int(os.environ.get("LAKEFS_TEST_LIVES", sized(3, 100)))
 SEED = int(os.environ.get("LAKEFS_TEST_SEED", "0")) or random.SystemRandom().getrandbits(32)
 DEATHS = 3
 READY_S_MAX = 60.0

@@ -37,6 +37,7 @@ from typing import ClassVar, Protocol
 from lakefs_fuse.cli.daemons import open_daemon
 from tests import servers
 from tests.servers import Server, s3_client
+from tests.tiers import sized
 
 MIB = 1 << 20
 PART_BYTES = 16 * MIB
@@ -50,9 +51,9 @@ CLI = [sys.executable, "-P", "-m", "lakefs_fuse"]
 Stats = dict[str, object]
 
 
-def scale(name: str, default: int) -> int:
-    """A size of a test, from the environment; see the module's head."""
-    return int(os.environ.get(f"LAKEFS_TEST_{name}", default))
+def scale(name: str, default: int, *, short: int | None = None) -> int:
+    """Return a size of a test from the environment (see the module's head); without it, ``short`` in `make test`."""
+    return int(os.environ.get(f"LAKEFS_TEST_{name}", sized(default if short is None else short, default)))
 
 
 LARGE_BYTES = scale("LARGE_MIB", 40) * MIB

@@ -17,8 +17,11 @@ import pytest
 
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import PART_BYTES, START_HEADS, Lake, given_away, noise
+from tests.tiers import IS_LONG
 
 PACKAGE = Path(__file__).parents[2] / "lakefs_fuse"
+SOURCES = PACKAGE if IS_LONG else PACKAGE / "vfs"
+"""The tree that is copied."""
 LONG_AGO_NS = 1_000_000_000_123_456_789
 
 
@@ -152,7 +155,7 @@ def test_attributes_of_what_was_written_here_are_never_asked_for(either: Lake) -
 
 def test_cp_of_a_source_tree(either: Lake, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    shutil.copytree(PACKAGE, tree / "package", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copytree(SOURCES, tree / "package", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     script = tree / "script.sh"
     script.write_text("#!/bin/sh\necho it works\n")
     script.chmod(0o755)

@@ -20,16 +20,17 @@ from tests.servers import Server
 SAVE = """
 import sys, torch
 torch.set_num_threads(1)
-torch.manual_seed(int(sys.argv[2]))
-if len(sys.argv) > 3:
-    torch.serialization.set_crc32_options(False)
-torch.save({f"layer{i}": torch.rand(40_000) for i in range(4)}, sys.argv[1])
+torch.manual_seed(1)
+torch.serialization.set_crc32_options(sys.argv[1] == "crc32")
+for path in sys.argv[2:]:
+    torch.save({f"layer{i}": torch.rand(40_000) for i in range(4)}, path)
 """
 JSON = dict[str, object]
 
 
-def torch_save(path: Path, seed: int, *flags: str) -> None:
-    subprocess.run([sys.executable, "-c", SAVE, str(path), str(seed), *flags], check=True)
+def torch_save(*paths: Path, sums: str = "crc32") -> None:
+    """Save a checkpoint in each file, no two the same."""
+    subprocess.run([sys.executable, "-c", SAVE, sums, *map(str, paths)], check=True)
 
 
 def ask(lake: Lake, action: str, path: str, *args: str, code: int = 0) -> JSON:
@@ -117,11 +118,9 @@ def test_listing_and_the_newest(s3: Lake) -> None:
 def test_verifying_reads_the_store(s3: Lake) -> None:
     ckpt = s3.path / "ckpt"
     (ckpt / "step1").mkdir(parents=True)
-    torch_save(ckpt / "step1" / "a.pt", 1)
-    torch_save(ckpt / "step1" / "b.pt", 2)
+    torch_save(ckpt / "step1" / "a.pt", ckpt / "step1" / "b.pt", ckpt / "step2.pt")
     large = noise(40 * MIB, seed=3)
     (ckpt / "step1" / "optimizer.bin").write_bytes(large)
-    torch_save(ckpt / "step2.pt", 3)
     place, outside = str(ckpt), (f"{s3.source}/ckpt", *url_options(s3))
     good = ask(s3, "verify", place)
     assert good["bad"] == []
@@ -212,7 +211,7 @@ def test_a_store_that_keeps_no_sums(lake: Lake) -> None:
 def test_sums_that_torch_was_told_not_to_write(s3: Lake) -> None:
     ckpt = s3.path / "ckpt"
     ckpt.mkdir()
-    torch_save(ckpt / "1.pt", 1, "no-crc32")
+    torch_save(ckpt / "1.pt", sums="none")
     found = ask(s3, "verify", str(ckpt))
     assert found["bad"] == []
     assert of(found, "1.pt")["proofs"] == {"etag": 1}

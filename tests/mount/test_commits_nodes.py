@@ -1,7 +1,7 @@
 """Two nodes that do whatever they like to one lake, and daemons that die in the midst of a rename.
 
-LAKEFS_TEST_NODE_OPERATIONS (default 250) is how many random operations each node makes, LAKEFS_TEST_KILLS (default 6)
-how often a daemon is killed around a rename.
+LAKEFS_TEST_NODE_OPERATIONS (250; 60 in `make test`) is the number of random operations of each node,
+LAKEFS_TEST_KILLS (6; 2 in `make test`) the number of kills around a rename.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, eventually, noise, scale
 from tests.mount.test_commits import COMMITS, another, renameat2, sync
 
-OPERATIONS = scale("NODE_OPERATIONS", 250)
-KILLS = scale("KILLS", 6)
+OPERATIONS = scale("NODE_OPERATIONS", 250, short=60)
+KILLS = scale("KILLS", 6, short=2)
 DIRECTORIES = ("", "a", "b", "a/c", "b/d")
 EXPECTED = {
     errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.ESTALE, errno.EINVAL, errno.EBUSY,

@@ -15,6 +15,8 @@ import pytest
 
 from tests.mount.lakes import scale
 
+pytestmark = pytest.mark.long  # `killed` kills filesystems without mounts in less time
+
 REPOSITORY = Path(__file__).parents[2]
 SECONDS_MAX = 30 + 15 * scale("KILLS", 5)
 

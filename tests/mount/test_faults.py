@@ -20,6 +20,8 @@ from tests.servers import Server
 
 COMMITS = ".lakefs/commits/"
 KINDS = ("error_500", "slow_down", "reset", "truncate")
+REFUSALS = ("error_500", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("slow_down", "reset")))
+"""Requests that end without an effect: the client treats them alike, and reads see all of them in `make test`."""
 
 
 def inject(faults: Faults, kind: str, n: int, *, method: str, containing: str) -> None:
@@ -37,7 +39,7 @@ def test_a_read_survives(failing: Failing, kind: str) -> None:
     assert failing.lake.number("store.retries") >= retries + 2
 
 
-@pytest.mark.parametrize("kind", [*KINDS[:3], "lose_answer"])
+@pytest.mark.parametrize("kind", [*REFUSALS, "lose_answer"])
 @pytest.mark.parametrize("size", [70_000, 2 * PART_BYTES + 9], ids=["one-put", "parts"])
 def test_a_write_survives(failing: Failing, kind: str, size: int) -> None:
     """In a large file the fault hits parts, and the requests that begin and complete the upload."""
@@ -129,7 +131,7 @@ def tree_of(root: Path) -> dict[str, str | bytes | None]:
     return found
 
 
-@pytest.mark.parametrize("kind", [*KINDS[:3], "lose_answer"])
+@pytest.mark.parametrize("kind", [*REFUSALS, "lose_answer"])
 def test_names_survive(failing: Failing, kind: str) -> None:
     """Listings, mkdir, symlink, rename, unlink and rmdir: each happens once, in one commit, and nothing else does."""
     faults, lake, here = failing.faults, failing.lake, failing.path
@@ -165,7 +167,7 @@ def test_names_survive(failing: Failing, kind: str) -> None:
     assert tree_of(here) == expected
 
 
-@pytest.mark.parametrize("kind", [*KINDS[:3], "lose_answer"])
+@pytest.mark.parametrize("kind", [*REFUSALS, "lose_answer"])
 def test_the_deletion_of_objects_survives(failing: Failing, kind: str) -> None:
     paths = [failing.put_by_others(f"f{index}", b"x") for index in range(3)]
     for method in ("POST", "DELETE"):
@@ -178,7 +180,7 @@ def test_the_deletion_of_objects_survives(failing: Failing, kind: str) -> None:
     assert failing.here.names() == set()
 
 
-@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("kind", REFUSALS)
 def test_a_rename_that_fails_did_not_happen(failing: Failing, kind: str) -> None:
     """Neither here nor for others, at once or later; what was journaled before it is not lost."""
     lake, here = failing.lake, failing.path
@@ -325,6 +327,7 @@ def test_an_object_that_vanishes_is_an_error_not_an_end(failing: Failing) -> Non
     assert failing.here.stored("g") == b"alive"
 
 
+@pytest.mark.long
 def test_stalls_in_the_middle_of_a_read_and_a_write(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:
     """A stalled answer counts as lost after twenty seconds, so both are waited for at once."""
     proxied, controls = faults

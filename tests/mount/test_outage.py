@@ -91,6 +91,7 @@ class Saves:
             time.sleep(self._pause_s)
 
 
+@pytest.mark.long
 def test_the_store_is_stopped_in_the_middle_of_many_saves(
     apart: tuple[Lake, Faults], stoppable: StoppableStore
 ) -> None:
@@ -135,6 +136,7 @@ def can_read(lake: Lake, key: str) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_parts_that_are_up_are_not_sent_again_by_the_next_daemon(
     apart: tuple[Lake, Faults], stoppable: StoppableStore
 ) -> None:
@@ -160,6 +162,7 @@ def test_parts_that_are_up_are_not_sent_again_by_the_next_daemon(
     assert lake.outside.uploads() == []
 
 
+@pytest.mark.long
 def test_a_store_that_does_not_answer(apart: tuple[Lake, Faults], stoppable: StoppableStore) -> None:
     """Taken connections and no answers are an outage like any other."""
     lake, _ = apart
@@ -178,7 +181,7 @@ def test_a_store_that_does_not_answer(apart: tuple[Lake, Faults], stoppable: Sto
         assert (lake.path / "ckpt" / f"save{number}").read_bytes() == saves.data(number)
 
 
-@pytest.mark.parametrize("kind", ["forbid", "slow_down"])
+@pytest.mark.parametrize("kind", ["forbid", pytest.param("slow_down", marks=pytest.mark.long)])
 def test_a_store_that_says_no_for_a_while(make_lake: LakeMaker, faults: tuple[Server, Faults], kind: str) -> None:
     """403 (a key that was rotated), 503 SlowDown: everything waits, nothing fails."""
     lake = make_lake("seaweedfs", *OPTIONS, through=faults[0]).mount()
@@ -212,6 +215,7 @@ def used_bytes(lake: Lake) -> int:
     return total
 
 
+@pytest.mark.long
 def test_a_writer_that_is_faster_than_the_store(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:
     """Staging is bounded, the writer waits, and nothing fails."""
     lake = make_lake("seaweedfs", *OPTIONS, "--staging-size", "64MiB", through=faults[0]).mount()

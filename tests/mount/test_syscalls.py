@@ -19,7 +19,7 @@ from tests.mount import syscall_cases
 from tests.mount.conftest import LakeMaker
 
 NOBODY = 65_534
-USERS = [0, NOBODY] if os.geteuid() == 0 else [os.geteuid()]
+USERS = [pytest.param(0, marks=pytest.mark.long), NOBODY] if os.geteuid() == 0 else [os.geteuid()]
 OPTIONS = ("--durability", "writeback", "--metadata-ttl", "1h", "--refresh", "1h")
 
 SAME_SIZE = "`truncate` to the size that a file has leaves its times"
