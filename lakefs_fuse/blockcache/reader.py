@@ -136,9 +136,9 @@ class BlockReader:
         blocks[0] = blocks[0][offset - first * BLOCK_BYTES :]
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
-    def has_in_memory(self, version: Version) -> bool:
-        """The first block is."""
-        return (version, 0) in self._recent
+    def may_have(self, version: Version) -> bool:
+        """The first block is in memory, or some block may be on disk."""
+        return (version, 0) in self._recent or self._cache.may_have(version)
 
     async def ensure(self, version: Version, start: int, end: int) -> bool:
         """Bring bytes [start, end) into the cache on disk; False where it would not keep all of them.

@@ -6,11 +6,13 @@ kernel's adapter and the write-back queue can react to changes of modules below 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree_events import TreeEvents
+from lakefs_fuse.store.protocol import ObjectMeta
 
 
 @dataclass(slots=True)
@@ -23,8 +25,27 @@ class ChangeEvents(TreeEvents):
     """A listing shows a plain object in place of bytes elsewhere; its entry."""
     leases_revoked: list[Callable[[int], int]] = field(default_factory=list)
     """The leases on an inode end; answers how many handles were opened under them, which are released here."""
+    metadata_read: list[Callable[[ObjectMeta], object]] = field(default_factory=list)
+    """A GET answered the metadata of an object."""
+    keys_unlisted: list[Callable[[], Iterable[str]]] = field(default_factory=list)
+    """A listing is merged; answers keys of objects that it must not show."""
+    key_reservations: list[Callable[[str], bool]] = field(default_factory=list)
+    """A key is chosen for an object; answers whether another name's object may still need it."""
+    redated_file_closed: list[Callable[[Entry], object]] = field(default_factory=list)
+    """The last handle closed on a file whose mtime another node changed; its row."""
+    version_stored: list[Callable[[str, Extent], object]] = field(default_factory=list)
+    """The newest version of a file is in the store; its path, and where its bytes are."""
+    path_renamed: list[Callable[[str, str], object]] = field(default_factory=list)
+    """A file or directory was renamed; its path before and after."""
+    file_emptied: list[Callable[[str], object]] = field(default_factory=list)
+    """The file of a path is created or truncated: nothing of an earlier version counts."""
     statistics_requested: list[Callable[[], dict[str, object]]] = field(default_factory=list)
     """Counters are about to be read; answers what a listener adds to them."""
+
+    def announce_metadata(self, meta: ObjectMeta) -> None:
+        """Call the listeners of `metadata_read`."""
+        for listener in self.metadata_read:
+            listener(meta)
 
     def announce_name(self, directory: int, name: bytes) -> None:
         """Call the listeners of `name_changed`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -17,22 +17,23 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
-from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import READING, Handle, OpenFile
-from lakefs_fuse.vfs.files.open_leases import LENT, Lending
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS, without_privileges
 from lakefs_fuse.vfs.namespace.key_mapping import PLACEHOLDER
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all, is_unasked
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.changes import Changes
 from lakefs_fuse.vfs.ops.create import NewFiles
-from lakefs_fuse.vfs.relocation.relocator import Relocator
+from lakefs_fuse.vfs.ops.io import FileIO
+from lakefs_fuse.vfs.ops.open_leases import LENT, Lending, inode_of
 from lakefs_fuse.vfs.status import Status
 from lakefs_fuse.vfs.views import Unfinished
 from lakefs_fuse.vfs.writeback.orphans import Recovery
@@ -70,36 +71,29 @@ class Filesystem:
     def __init__(
         self,
         config: MountConfig,
-        database: Database,
+        metrics: Metrics,
         client: StoreClient,
         namespace: Namespace,
-        files: FileTable,
+        drafts: Drafts,
         recovery: Recovery,
         committer: Committer,
         deletions: Deletions,
-        relocator: Relocator,
         writeback: WriteBack,
         status: Status,
-        lending: Lending,
-        metrics: Metrics,
-        *,
-        clock_ns: Callable[[], int],
+        io: FileIO,
+        changes: Changes,
+        new_files: NewFiles,
+        clock: Clock,
     ) -> None:
         self.config, self.metrics, self.events = config, metrics, namespace.events
         self._committer, self._deletions, self._writeback = committer, deletions, writeback
-        self._db, self._client, self._ns, self._files = database, client, namespace, files
-        self._recovery, self._status, self._clock_ns = recovery, status, clock_ns
-        self.changes = Changes(
-            config, database, namespace, files, committer, client.capabilities,
-            relocator=relocator, writeback=writeback, clock_ns=clock_ns, touched_root=self._touched_root,
-        )  # fmt: skip
-        self.new_files = NewFiles(config, database, namespace, files, self.changes, writeback, clock_ns=clock_ns)
-        self.lending = lending
-        lending.entry = self.entry
+        self._client, self._ns, self._files = client, namespace, drafts.files
+        self._drafts, self._io = drafts, io
+        self._recovery, self._status, self._clock_ns = recovery, status, clock.wall_ns
+        self.changes, self.new_files, self._unlinked = changes, new_files, changes.unlinked
+        self.lending = Lending(self._files, namespace, io, self.entry)
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
-        self._root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
-        self._touched_root()
 
     # -- names and attributes
 
@@ -109,16 +103,16 @@ class Filesystem:
         file = self._files.get(inode)
         if file is not None:
             return file.current
-        entry = self._root if inode == ROOT_INODE else self._ns.tree.entry(inode)
+        entry = self._ns.root if inode == ROOT_INODE else self._ns.tree.entry(inode)
         if entry is None:
-            entry = self.changes.unlinked.get(inode)
+            entry = self._unlinked.get(inode)
         if entry is None:
             raise FileError(errno.ESTALE)
         return entry
 
     def is_unlinked(self, inode: int) -> bool:
         """No name leads to the inode any more, because this node took it away."""
-        return inode in self.changes.unlinked
+        return inode in self._unlinked
 
     def _directory(self, inode: int) -> Entry:
         """Raises FileError(ENOENT) for a directory that was removed."""
@@ -172,7 +166,7 @@ class Filesystem:
         if meta is not None and (extent is None or extent.version.etag == meta.etag):
             self._files.learn(now, meta)
         elif self.config.allow_other:  # the version there now decides whether another user is refused
-            await self._files.currency.renew(now)
+            await self._io.renew(now)
 
     def _marker_key(self, entry: Entry) -> str:
         key = self._ns.key(entry)
@@ -244,20 +238,20 @@ class Filesystem:
         file = self._files.acquire(entry, writer=False)
         try:
             if change.size is not None:
-                await self._files.truncate(file, change.size)
+                await self._io.truncate(file, change.size)
                 file.written(self._clock_ns())
             changed = self._changed(file.entry, change)
             if changed != file.entry:
                 kept = file.draft is None or self._is_chosen(change)
                 flags = changed.flags | (Flag.MTIME_KEPT if kept else 0)
                 file.entry = msgspec.structs.replace(changed, flags=flags, ctime_ns=self._ctime_ns(change))
-                draft = self._files.draft(file)
+                draft = self._drafts.draft(file)
                 if draft.accepted:
                     draft.save(sync=True)
             if file.draft is not None and not file.writers:
-                await self._files.close_file(file)
+                await self._io.close(file)
         finally:
-            await self._files.release(file, writer=False)
+            await self._io.release(file, writer=False)
         return file.current
 
     def _without_privileges(self, entry: Entry, change: AttributeChange) -> AttributeChange:
@@ -313,7 +307,7 @@ class Filesystem:
     def _set_unlinked(self, entry: Entry, change: AttributeChange) -> Entry:
         """Attributes of an inode without a name are seen by those who have it open, and stored nowhere."""
         changed = msgspec.structs.replace(self._changed(entry, change), ctime_ns=self._ctime_ns(change))
-        self.changes.unlinked.put(changed)
+        self._unlinked.put(changed)
         file = self._files.get(entry.inode)
         if file is not None:
             file.entry = changed
@@ -399,12 +393,6 @@ class Filesystem:
             await self._writeback.drain(list(self._writeback.items))
         await self._committer.flush()
 
-    def _touched_root(self) -> None:
-        now = self._clock_ns()
-        self._root = msgspec.structs.replace(self._root, mtime_ns=now, ctime_ns=now)
-        for listener in self.events.directory_updated:
-            listener(self._root)
-
     # -- files
 
     def _new_handle(self, file: OpenFile, writable: bool, opener: int) -> int:
@@ -440,12 +428,12 @@ class Filesystem:
         file = self._files.acquire(entry, writer=writable)
         try:
             if flags & os.O_TRUNC and file.current.size:
-                await self._files.truncate(file, 0)
+                await self._io.truncate(file, 0)
                 file.written(self._clock_ns())
             elif not writable and file.draft is None:
-                await self._files.currency.check(file.entry)
+                await self._io.check_version(file.entry)
         except BaseException:
-            await self._files.release(file, writer=writable)
+            await self._io.release(file, writer=writable)
             raise
         return self._new_handle(file, writable, opener)
 
@@ -484,13 +472,13 @@ class Filesystem:
         if number & LENT:
             return await self.lending.read(number, offset, length)
         handle = self.handle(number)
-        return await self._files.read(handle.file, offset, length, handle.readahead)
+        return await self._io.read(handle.file, offset, length, handle.readahead)
 
     async def write(self, number: int, offset: int, data: Buffer, *, kills_privileges: bool = False) -> int:
         file = self.handle(number).file
         if kills_privileges:
             await self._kill_privileges(file.current)
-        await self._files.write(file, offset, data)
+        await self._io.write(file, offset, data)
         file.written(self._clock_ns())
         return len(data)
 
@@ -499,17 +487,24 @@ class Filesystem:
         error is answered."""
         handle = self.handle(number)
         if handle.writable:
-            await self._files.close_file(handle.file)
+            await self._io.close(handle.file)
 
     async def fsync(self, number: int) -> None:
-        await (self.lending.fsync(number) if number & LENT else self._files.publish(self.handle(number).file))
+        await (self._publish_leased(number) if number & LENT else self._io.publish(self.handle(number).file))
+
+    async def _publish_leased(self, number: int) -> None:
+        file = self._files.acquire(self.entry(inode_of(number)), writer=False)
+        try:
+            await self._io.publish(file)
+        finally:
+            await self._io.release(file, writer=False)
 
     async def release(self, number: int) -> None:
         if number & LENT:
             await self.lending.release(number)
         handle = self._handles.pop(number, None)
         if handle is not None:
-            await self._files.release(handle.file, writer=handle.writable)
+            await self._io.release(handle.file, writer=handle.writable)
 
     # -- what works on the whole lake
 
@@ -519,11 +514,11 @@ class Filesystem:
 
     @property
     def database(self) -> Database:
-        return self._db
+        return self._ns.database
 
     async def look_again(self) -> None:
         """Everything that others have committed is in effect here when this returns. Raises LakeError."""
-        await self._files.look_again()
+        await self._io.poll()
 
     # -- what the control socket asks
 
@@ -555,9 +550,9 @@ class Filesystem:
             ours = not below or file.key == below or file.key.startswith(below + "/")
             if ours and not (failed is not None and file.draft is not None and file.draft.accepted):
                 if file.is_incomplete and not file.handles:
-                    await self._files.incomplete.set_aside(file)
+                    await self._io.set_aside(file)
                 try:
-                    await self._files.publish(file)
+                    await self._io.publish(file)
                 except LakeError as error:
                     failed = failed or error
         for record in self._recovery.incomplete_below(below):

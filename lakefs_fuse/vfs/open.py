@@ -31,7 +31,6 @@ from lakefs_fuse.meta.sorted_tables import are_names_outdated, drop_names, marks
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.wiring import Assembly, Ground
 from lakefs_fuse.vfs.writeback.orphans import Recovery
@@ -165,14 +164,13 @@ async def assembled(
     directory = Path(config.cache_dir).absolute()
     async with opened_cache(config, metrics, node) as cache:
         database = Database(directory / "meta", identity(config), node.clock, node.disk)
-        files: FileTable | None = None
+        parts: Assembly | None = None
         try:
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
                 await _drop_names_from_the_future(database, client, node.clock)
                 await bring_in(database, client, node.threads, directory / "index")
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans))
-                files = parts.files
                 await parts.begin()
                 await _deal_with_orphans(config, parts.filesystem, parts.recovery)
                 parts.start()
@@ -183,8 +181,8 @@ async def assembled(
                     client.abandon_requests()
                     nursery.cancel_scope.cancel()
         finally:
-            if files is not None:
-                files.close()
+            if parts is not None:
+                parts.close()
             database.close()
 
 

@@ -16,7 +16,7 @@ from lakefs_fuse.staging.staging_area import StagingState
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.part_state import PartState
-from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.relocation.relocator import Relocator
 from lakefs_fuse.vfs.views import Unfinished
@@ -36,7 +36,7 @@ class Status:
         cache: BlockCache,
         reader: BlockReader,
         namespace: Namespace,
-        files: FileTable,
+        drafts: Drafts,
         recovery: Recovery,
         committer: Committer,
         deletions: Deletions,
@@ -47,7 +47,8 @@ class Status:
     ) -> None:
         self._metrics, self._capabilities = metrics, capabilities
         self._cache, self._reader = cache, reader
-        self._ns, self._files, self._recovery = namespace, files, recovery
+        self._ns, self._files, self._recovery = namespace, drafts.files, recovery
+        self._staging = drafts.services.staging
         self._committer, self._deletions, self._relocator = committer, deletions, relocator
         self._writeback = writeback
         self._clock_ns = clock_ns
@@ -56,7 +57,7 @@ class Status:
         """Nested plain values; names are final once released."""
         told = self._metrics.as_dict()
         drafts = self._drafts()
-        staging = self._files.services.staging
+        staging = self._staging
         cache = self._cache.statistics()
         told["cache"] = {
             **dataclasses.asdict(self._metrics.cache),
@@ -92,7 +93,6 @@ class Status:
             "state": str(StagingState.FAILED if self._ns.is_disk_failing else staging.state),
         }
         told["files"] = {"in_use": len(self._files)}
-        told["kept"] = self._files.keeper.statistics()
         told["capabilities"] = dataclasses.asdict(self._capabilities)
         return told
 

@@ -21,6 +21,7 @@ from lakefs_fuse.commits.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.staging.draft_record import DraftRecord
@@ -33,13 +34,18 @@ from lakefs_fuse.upload.upload_slots import UploadSlots
 from lakefs_fuse.upload.zero_objects import ZeroObjects
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.change_watcher import FilesWatcher
+from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
-from lakefs_fuse.vfs.files.incomplete_files import IncompleteFiles
-from lakefs_fuse.vfs.files.open_leases import Lending
 from lakefs_fuse.vfs.files.verification import verification
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
 from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.subtree import LookingBelow
+from lakefs_fuse.vfs.ops.changes import Changes
+from lakefs_fuse.vfs.ops.create import NewFiles
+from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
+from lakefs_fuse.vfs.ops.io import FileIO
+from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.pinning.checkpoint_units import Units
 from lakefs_fuse.vfs.pinning.pinner import Keeper
 from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies
@@ -165,64 +171,78 @@ class Assembly:
 
     def __init__(self, ground: Ground) -> None:
         self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
-        watcher = FilesWatcher(events := ChangeEvents())
+        events, copies, threads = ChangeEvents(), BegunCopies(database), ground.node.threads
+        tree = Tree(database, events)
+        self.files = files = FileTable(database, tree, ground.cache, events)
         self.namespace = namespace = Namespace(
-            database, ground.client, metrics.namespace, ground.nursery, ttl_s=config.metadata_ttl_s,
-            source_prefix_bytes=len(config.store.source.prefix.encode()), clock_ns=ground.clock_ns,
-            keep=watcher.keeps, events=events,
-        )  # fmt: skip
-        self._commits = commits = Commits(ground, namespace, watcher)
+            config, database, tree, ground.client, metrics.namespace, ground.nursery, ground.node.clock, files
+        )
+        self._commits = commits = Commits(ground, namespace, FilesWatcher(namespace, files))
         self.committer, self.deletions = committer, deletions = commits.committer, commits.deletions
-        reader = ground.reader(watcher.learned)
-        copies = BegunCopies(database)
+        reader = ground.reader(events.announce_metadata)
         storing = Storing(namespace, committer, deletions, copies, shown=ground.shown)
-        self.files = files = FileTable(
-            database, namespace, ground.cache, reader, lambda save: ground.services(reader, save), storing,
-            new_id=ground.draft_ids(), look_again=commits.poller.poll,
-        )  # fmt: skip
         self.relocator = relocator = Relocator(
             database, namespace, files, committer, deletions, ground.client, metrics.commits, copies,
             after_s=config.relocate_after_s, hide_at=storing.hide_at, clock=ground.node.clock,
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
         )  # fmt: skip
+        services = ground.services(reader, files.save)
+        self.staging = services.staging
         self.writeback = writeback = self._write_back()
+        self.drafts = drafts = Drafts(files, services, writeback, ground.draft_ids())
         evidence = Evidence(namespace, ground.client, copies)
         self.replay = Replay(
-            database, namespace, files, writeback, evidence, metrics.writeback,
+            database, namespace, drafts, writeback, evidence, metrics.writeback,
             ensure_directory=lambda path: commits.applier.ensure_directory(path, ground.clock_ns()),
             say=storing.say, set_attributes=storing.set_attributes,
         )  # fmt: skip
-        files.newest = writeback.publisher = Newest(
-            database, namespace, ground.cache, files, storing, writeback, self.replay, ground.node.threads
+        publisher = writeback.publisher = Newest(
+            database, namespace, ground.cache, drafts, storing, writeback, self.replay, threads
         )
         self.recovery = Recovery(
-            database, namespace, files.services, storing, evidence,
+            database, namespace, services, storing, evidence,
             read_only=config.read_only, changed=events.announce_name, replayed=self.replay.records,
-            in_use=lambda inode: files.lending.held(inode) is not None,
+            in_use=lambda inode: files.hold(inode) is not None,
         )  # fmt: skip
-        files.incomplete = IncompleteFiles(database, namespace, files, self.recovery, commits.read_again)
-        files.lending = lending = Lending(files, namespace, events)
+        incomplete = IncompleteFiles(database, namespace, files, services, self.recovery, commits.read_again)
+        io = FileIO(namespace, drafts, reader, publisher, incomplete, commits.poller.poll)
+        changes = Changes(
+            config, database, namespace, files, committer, ground.client.capabilities,
+            Unlinker(database, drafts, io, reader, storing, publisher, writeback),
+            LookingBelow(namespace, ground.client, commits.poller.poll), relocator, writeback, ground.node.clock,
+        )  # fmt: skip
+        new_files = NewFiles(config, database, namespace, drafts, io, changes, writeback, ground.node.clock)
         status = Status(
-            metrics, ground.client.capabilities, ground.cache, reader, namespace, files, self.recovery, committer,
+            metrics, ground.client.capabilities, ground.cache, reader, namespace, drafts, self.recovery, committer,
             deletions, relocator, writeback, clock_ns=ground.clock_ns,
         )  # fmt: skip
         self.filesystem = Filesystem(
-            config, database, ground.client, namespace, files, self.recovery, committer, deletions, relocator,
-            writeback, status, lending, metrics, clock_ns=ground.clock_ns,
+            config, metrics, ground.client, namespace, drafts, self.recovery, committer, deletions, writeback, status,
+            io, changes, new_files, ground.node.clock,
         )  # fmt: skip
-        self.keeper = files.keeper = keeper = Keeper(
-            database, namespace, ground.cache, Units(config.rules), ground.node.threads,
+        self.keeper = keeper = Keeper(
+            database, namespace, ground.cache, Units(config.rules), threads,
             is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
         )  # fmt: skip
-        watcher.watch(namespace, files)
+        self._subscribe(events, copies)
         storing.elsewhere, storing.free, relocator.moved = relocator.note, relocator.free, keeper.moved
-        namespace.strays = lambda: files.strays().union(copies.paths())
         if not config.read_only:
             events.object_overridden.append(commits.foreign_objects(ground, namespace).add)
-            storing.packer = Packer(
-                ground.database, committer, namespace, ground.cache, metrics.commits, ground.nursery,
-                ground.node.threads, policy=Rules.of(config).pack_for, being_written=files.being_written,
-            )  # fmt: skip
+            storing.packer = self._packer()
+
+    def _packer(self) -> Packer:
+        ground = self._ground
+        return Packer(
+            ground.database, self.committer, self.namespace, ground.cache, ground.metrics.commits, ground.nursery,
+            ground.node.threads, policy=Rules.of(ground.config).pack_for, being_written=self.files.being_written,
+        )  # fmt: skip
+
+    def _subscribe(self, events: ChangeEvents, copies: BegunCopies) -> None:
+        events.keys_unlisted.append(copies.paths)
+        events.key_reservations.append(self.committer.leaving.__contains__)
+        events.version_stored.append(self.keeper.published)
+        events.path_renamed.append(self.keeper.renamed)
+        events.statistics_requested.append(lambda: {"kept": self.keeper.statistics()})
 
     @property
     def poller(self) -> Poller:
@@ -232,16 +252,11 @@ class Assembly:
     def cache(self) -> BlockCache:
         return self._ground.cache
 
-    @property
-    def staging(self) -> Staging:
-        """Where drafts have their bytes."""
-        return self.files.services.staging
-
     def _write_back(self) -> WriteBack:
-        ground, committer, files = self._ground, self._commits.committer, self.files
-        writeback = files.writeback = WriteBack(
+        ground, committer, staging = self._ground, self._commits.committer, self.staging
+        writeback = WriteBack(
             ground.database, ground.nursery, ground.node.threads, Rules.of(ground.config), ground.metrics.writeback,
-            delay_s=ground.config.writeback_delay_s, is_pressed=lambda: files.services.staging.is_half_full,
+            delay_s=ground.config.writeback_delay_s, is_pressed=lambda: staging.is_half_full,
             progress=committer.progress, is_held=lambda: bool(committer.held_until),
             clock=ground.node.clock,
         )  # fmt: skip
@@ -258,13 +273,17 @@ class Assembly:
         await self.recovery.load()
         if self.recovery.uncovered or self.replay.uncovered:
             await self._commits.read_again()
-        await self.files.keeper.load()
+        await self.keeper.load()
+
+    def close(self) -> None:
+        """Journal what is staged. The database is still open."""
+        self.drafts.close()
 
     def start(self) -> None:
         """What runs for as long as the mount lives."""
         nursery = self._ground.nursery
         nursery.start_soon(self._commits.poller.run)
-        nursery.start_soon(self.files.keeper.run)
+        nursery.start_soon(self.keeper.run)
         if not self._ground.config.read_only:
             nursery.start_soon(self.writeback.run)
             nursery.start_soon(self._commits.committer.run)

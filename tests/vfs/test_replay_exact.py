@@ -17,8 +17,8 @@ from lakefs_fuse.staging.segments import Group
 from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.writeback import group_commit as accepting
 from lakefs_fuse.vfs.writeback import queue as writeback
 from tests.memory_store import Failures, MemoryStore, Pause
@@ -371,9 +371,9 @@ async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_no
 ) -> None:
     """Both have versions that were accepted and are not in the store; what is replaced has the newer one."""
     store, clock = MemoryStore(), Clock()
-    drop, dead = FileTable._drop_accepted, tmp_path / "dead"
+    drop, dead = Unlinker._drop_accepted, tmp_path / "dead"
 
-    async def dying(files: FileTable, file: OpenFile, newest: int) -> None:
+    async def dying(files: Unlinker, file: OpenFile, newest: int) -> None:
         die(tmp_path / "cache", dead)
         await drop(files, file, newest)
 
@@ -388,9 +388,9 @@ async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_no
         else:
             await m.write("source", b"source")
             await m.write("target", b"target")
-        monkeypatch.setattr(FileTable, "_drop_accepted", dying)
+        monkeypatch.setattr(Unlinker, "_drop_accepted", dying)
         await m.rename("source", "target")
-        monkeypatch.setattr(FileTable, "_drop_accepted", drop)
+        monkeypatch.setattr(Unlinker, "_drop_accepted", drop)
         Outage(store)
     store.hook = lambda request, when: None
     async with writing_back(store, dead, clock=clock, delay_s=NEVER_S) as m:

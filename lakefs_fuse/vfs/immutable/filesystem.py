@@ -40,9 +40,8 @@ from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.files.verification import verification
 from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
 from lakefs_fuse.vfs.namespace.attributes import learn
-from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, is_reserved
+from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
-from lakefs_fuse.vfs.namespace.namespace import extent_of, location_of
 from lakefs_fuse.vfs.open import begin_counting, identity, opened_cache
 from lakefs_fuse.vfs.views import Unfinished
 

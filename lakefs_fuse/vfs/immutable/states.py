@@ -228,7 +228,7 @@ class States:
                 top = await self._survey(parts, changed)
                 await parts.filesystem.look_again()
             finally:
-                parts.files.close()
+                parts.close()
             nursery.cancel_scope.cancel()
         newest = tables.marks_of(database).newest
         return Note(top=top, at_ns=at_ns, newest=newest, mounting=lake.config.mounting)

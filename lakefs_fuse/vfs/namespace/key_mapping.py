@@ -3,7 +3,8 @@
 A key is shown where each of its components is a file name: not empty, not ``.`` or ``..``, without NUL, at most 255
 bytes. A key that breaks the rule is left alone in the store, not shown, and counted by reason; where both ``a`` and
 ``a/…`` exist the directory is shown and the object ``a`` is counted. A trailing slash makes a key the marker of a
-directory, as does `PLACEHOLDER` inside it (for stores that do not list markers).
+directory, as does `PLACEHOLDER` inside it (for stores that do not list markers). `extent_of` goes one step further:
+from an entry to the bytes that its row names. Nothing here has state.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import errno
 from enum import StrEnum
 
-from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.blockcache.object_version import Extent, Version
+from lakefs_fuse.config import RESERVED_NAME, Source
 from lakefs_fuse.errors import FileError
-from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.tree import Tree
 
 NAME_BYTES_MAX = 255
 KEY_BYTES_MAX = 1024
@@ -67,3 +70,34 @@ def checked_key(prefix: str, component: str, source_prefix_bytes: int = 0) -> st
     if source_prefix_bytes + len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX:
         raise FileError(errno.ENAMETOOLONG, f"keys hold at most {KEY_BYTES_MAX} bytes")
     return key
+
+
+def prefix_of(tree: Tree, directory: int) -> str:
+    """Keys of a directory's children begin with this; empty for the root. Raises FileError(ESTALE)."""
+    path = tree.path(directory)
+    if path is None:
+        raise FileError(errno.ESTALE)
+    return "".join(name.decode("utf-8", "surrogatepass") + "/" for name in path)
+
+
+def key_of(tree: Tree, entry: Entry) -> str:
+    """The key of a file, or of a directory's marker. Raises FileError(ESTALE)."""
+    return prefix_of(tree, entry.parent) + entry.sort_name.decode("utf-8", "surrogatepass")
+
+
+def extent_of(tree: Tree, entry: Entry) -> Extent | None:
+    """Where a file's bytes are; None for one that is not in the store yet, or has none. Raises FileError(EIO)."""
+    if entry.flags & (Flag.LOCAL | Flag.SYMLINK):
+        return None
+    if not entry.place:
+        return Extent.whole(Version(key_of(tree, entry), entry.etag, entry.size))
+    row = tree.objects.get(entry.place)
+    if row is None:
+        raise FileError(errno.EIO, f"the object of {key_of(tree, entry)} is not known here: delete the cache directory")
+    return Extent(Version(row.key, row.etag, row.size), entry.offset, entry.size)
+
+
+def location_of(source: Source, extent: Extent) -> str:
+    """Where bytes are in the store, for people."""
+    part = "" if extent.is_whole else f" bytes {extent.offset}-{extent.offset + extent.size - 1}"
+    return f"{str(source).rstrip('/')}/{extent.version.key}{part if extent.size else ''}"

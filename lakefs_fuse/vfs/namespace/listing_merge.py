@@ -22,6 +22,7 @@ from itertools import islice
 
 import msgspec
 import trio
+import xxhash
 
 from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.meta.database import Batch, Database
@@ -154,7 +155,9 @@ class DirectoryMerge:
         """Merge one page; committed when it returns."""
         batch = Batch()
         for reason, component in names.hidden:
-            self._hidden.setdefault(reason, set()).add(hash(component))
+            self._hidden.setdefault(reason, set()).add(
+                xxhash.xxh3_64_intdigest(component.encode("utf-8", "surrogatepass"))
+            )
         directories = {found.name for found in names.found if found.meta is None and not self._is_ghost(found.name)}
         if directories or (names.found and self._has_removed()):
             self._is_blank = False

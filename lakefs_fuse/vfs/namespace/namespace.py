@@ -16,14 +16,16 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import trio
 
-from lakefs_fuse.blockcache.object_version import Extent, Version
-from lakefs_fuse.config import Source
-from lakefs_fuse.errors import AccessDenied, FileError, LakeError, NotFound, Unavailable
+from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Listing, Tree
@@ -31,14 +33,17 @@ from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.listing.parallel_listing import SplitListing
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
-from lakefs_fuse.vfs.change_events import ChangeEvents
+from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.key_mapping import (
     KEY_BYTES_MAX,
     NAME_BYTES_MAX,
     PLACEHOLDER,
     Hidden,
     checked_key,
+    extent_of,
     is_reserved,
+    key_of,
+    prefix_of,
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_page
@@ -66,34 +71,34 @@ class Namespace:
 
     def __init__(
         self,
+        config: MountConfig,
         database: Database,
+        tree: Tree,
         client: StoreClient,
         metrics: NamespaceMetrics,
         nursery: trio.Nursery,
-        *,
-        ttl_s: float,
-        source_prefix_bytes: int = 0,
-        clock_ns: Callable[[], int],
-        keep: Callable[[Entry], bool],
-        events: ChangeEvents,
+        clock: Clock,
+        files: FileTable,
     ) -> None:
-        self.tree = Tree(database, events)
-        self.events = events
-        events.listing_dropped.append(self._mark_listings_stale)
-        self.strays: Callable[[], set[str]] = set
-        """Keys where other names' files come to lie."""
-        self._db, self._client, self._metrics, self._nursery = database, client, metrics, nursery
-        self._ttl_ns = int(ttl_s * NS)
-        self._clock_ns = clock_ns
-        self._keep = keep
+        self.tree, self.events = tree, files.events
+        self.events.listing_dropped.append(self._mark_listings_stale)
+        self.events.redated_file_closed.append(self._renew_redated)
+        self.root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
+        """It has no row; its times are those of the mount's own changes."""
+        self.database = self._db = database
+        self._client, self._metrics, self._nursery = client, metrics, nursery
+        self._ttl_ns = int(config.metadata_ttl_s * NS)
+        self._clock_ns = clock.wall_ns
+        self._keep = files.is_dirty
         self._flights: dict[int, Flight] = {}
         self._watched: dict[int, list[Flight]] = {}
         self._answers: dict[tuple[int, bytes], int] = {}
         self._asked: dict[int, set[bytes]] = {}
         self._background: dict[int, Flight] = {}
         self._failing = False
-        self._source_prefix_bytes = source_prefix_bytes
+        self._source_prefix_bytes = len(config.store.source.prefix.encode())
         self._told_of_long = False
+        self.touch(ROOT_INODE)
 
     # -- keys
 
@@ -457,7 +462,7 @@ class Namespace:
             touched=flight.touched,
             keep=self._keep,
             events=self.events,
-            strays=[key for key in self.strays() if key.startswith(prefix)],
+            strays=[key for keys in self.events.keys_unlisted for key in keys() if key.startswith(prefix)],
         )
 
     # -- changing
@@ -506,6 +511,28 @@ class Namespace:
         self._db.commit(batch)
         self.events.announce_name(entry.parent, entry.name)
 
+    def touch(self, directory: int, batch: Batch | None = None, at_ns: int = 0) -> None:
+        """Names in the directory change: set its times, at once or with ``batch``."""
+        if directory == ROOT_INODE:
+            now = self._clock_ns()
+            self.root = msgspec.structs.replace(self.root, mtime_ns=now, ctime_ns=now)
+            for listener in self.events.directory_updated:
+                listener(self.root)
+            return
+        entry = self.tree.entry(directory)
+        if entry is not None:
+            now_or_later = Batch() if batch is None else batch
+            now = at_ns or self._clock_ns()
+            self.tree.update(now_or_later, msgspec.structs.replace(entry, mtime_ns=now, ctime_ns=now))
+            if batch is None:
+                self._db.commit(now_or_later)
+
+    def _renew_redated(self, entry: Entry) -> None:
+        try:
+            self.renew_inode(entry)
+        except CacheError as error:
+            log.warning("%s goes on showing the mtime that it had: %s", os.fsdecode(entry.name), error)
+
     def is_removed(self, entry: Entry) -> bool:
         """A commit removed the plain object that a file is."""
         if not entry.is_plain:
@@ -543,34 +570,3 @@ class Namespace:
 
 def _is_long(key: str) -> bool:
     return len(key.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX
-
-
-def prefix_of(tree: Tree, directory: int) -> str:
-    """Keys of a directory's children begin with this; empty for the root. Raises FileError(ESTALE)."""
-    path = tree.path(directory)
-    if path is None:
-        raise FileError(errno.ESTALE)
-    return "".join(name.decode("utf-8", "surrogatepass") + "/" for name in path)
-
-
-def key_of(tree: Tree, entry: Entry) -> str:
-    """The key of a file, or of a directory's marker. Raises FileError(ESTALE)."""
-    return prefix_of(tree, entry.parent) + entry.sort_name.decode("utf-8", "surrogatepass")
-
-
-def extent_of(tree: Tree, entry: Entry) -> Extent | None:
-    """Where a file's bytes are; None for one that is not in the store yet, or has none. Raises FileError(EIO)."""
-    if entry.flags & (Flag.LOCAL | Flag.SYMLINK):
-        return None
-    if not entry.place:
-        return Extent.whole(Version(key_of(tree, entry), entry.etag, entry.size))
-    row = tree.objects.get(entry.place)
-    if row is None:
-        raise FileError(errno.EIO, f"the object of {key_of(tree, entry)} is not known here: delete the cache directory")
-    return Extent(Version(row.key, row.etag, row.size), entry.offset, entry.size)
-
-
-def location_of(source: Source, extent: Extent) -> str:
-    """Where bytes are in the store, for people."""
-    part = "" if extent.is_whole else f" bytes {extent.offset}-{extent.offset + extent.size - 1}"
-    return f"{str(source).rstrip('/')}/{extent.version.key}{part if extent.size else ''}"

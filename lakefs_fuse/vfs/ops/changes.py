@@ -10,7 +10,6 @@ up again after it. Trio thread only.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -28,23 +27,22 @@ from lakefs_fuse.commits.record import (
     Symlink,
 )
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
-from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
-from lakefs_fuse.vfs.namespace.key_mapping import PLACEHOLDER, checked_name
-from lakefs_fuse.vfs.namespace.namespace import Namespace, location_of
+from lakefs_fuse.vfs.namespace.key_mapping import PLACEHOLDER, checked_name, location_of
+from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from lakefs_fuse.vfs.namespace.subtree import LookingBelow
-from lakefs_fuse.vfs.ops.journal_moves import note_dropped
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE, RENAME_NOREPLACE, Renaming
-from lakefs_fuse.vfs.ops.unlinked_inodes import UnlinkedInodes
+from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.relocation.relocator import Relocator
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
@@ -63,18 +61,18 @@ class Changes:
         files: FileTable,
         committer: Committer,
         capabilities: Capabilities,
-        *,
+        unlinker: Unlinker,
+        subtree: LookingBelow,
         relocator: Relocator,
         writeback: WriteBack,
-        clock_ns: Callable[[], int],
-        touched_root: Callable[[], None],
+        clock: Clock,
     ) -> None:
         self._config, self._db, self._ns, self._files = config, database, namespace, files
-        self._journal = Journal(database)
         self._relocator, self._writeback = relocator, writeback
         self._committer, self._capabilities = committer, capabilities
-        self._clock_ns, self._touched_root = clock_ns, touched_root
-        self.unlinked = UnlinkedInodes()
+        self._clock, self._clock_ns = clock, clock.wall_ns
+        self.unlinked = unlinker.inodes
+        self._unlinker, self._subtree = unlinker, subtree
 
     # -- names
 
@@ -110,19 +108,6 @@ class Changes:
         """Printable ASCII but the backslash: every such name can be kept in this store."""
         return not any(" " <= each <= "~" and each not in "\\/" for each in self._capabilities.characters_refused)
 
-    def touch(self, parent: int, batch: Batch | None = None, at_ns: int = 0) -> None:
-        """A directory's own times change with its names; at once, or with ``batch``."""
-        now = at_ns or self._clock_ns()
-        if parent == ROOT_INODE:
-            self._touched_root()
-            return
-        entry = self._ns.tree.entry(parent)
-        if entry is not None:
-            now_or_later = Batch() if batch is None else batch
-            self._ns.tree.update(now_or_later, msgspec.structs.replace(entry, mtime_ns=now, ctime_ns=now))
-            if batch is None:
-                self._db.commit(now_or_later)
-
     def keep_parent(self, builder: ChangeBuilder, leaving: Entry) -> None:
         """A directory that only its last name made visible is made to stay before that name goes."""
         parent = leaving.parent
@@ -147,7 +132,7 @@ class Changes:
         batch = Batch()
         self._ns.made(batch, entry)
         self._db.commit(batch)
-        self.touch(parent)
+        self._ns.touch(parent)
         return entry
 
     def _made(self, parent: int, sort_name: bytes) -> Entry:
@@ -171,7 +156,7 @@ class Changes:
         markers = [path + "/"] if self._capabilities.lists_markers else [path + "/", f"{path}/{PLACEHOLDER}"]
         self._enqueue(builder, [Doomed(key, "") for key in markers])
         self._lost_name(entry)
-        self.touch(parent)
+        self._ns.touch(parent)
 
     async def check_empty(self, entry: Entry) -> None:
         """Raises FileError(ENOTEMPTY); keys that cannot be shown count too, as they would bring the directory back."""
@@ -189,16 +174,16 @@ class Changes:
             raise FileError(errno.ENOENT)
         if entry.is_dir:
             raise FileError(errno.EISDIR)
-        file = self._files.lending.held(entry.inode)
+        file = self._files.hold(entry.inode)
         if file is None:
             await self._unlink(entry)
         else:
-            await self._files.unlink(file, self._unlink)
+            await self._unlinker.unlink(file, self._unlink)
         opened = self._files.get(entry.inode)
         if opened is not None:  # meanwhile
             opened.unlinked = True
         self._lost_name(entry)
-        self.touch(parent)
+        self._ns.touch(parent)
 
     def _lost_name(self, entry: Entry) -> None:
         """Losing the last name is a change of the inode."""
@@ -220,7 +205,7 @@ class Changes:
         if row is None:
             return
         batch = Batch()
-        note_dropped(self._journal, batch, self._files.get(entry.inode))
+        self._unlinker.journal_dropped(batch, self._files.get(entry.inode))
         if row.is_local and entry.etag:  # of an attempt whose answer was lost
             row = msgspec.structs.replace(row, etag=entry.etag)
         if row.is_local and not row.etag and not row.stamp and not self._committer.may_have(self.path(row)):
@@ -258,7 +243,7 @@ class Changes:
         hides = self._ns.own_etag(path)
         builder.operations.append(Symlink(path, text, uid, gid, self._clock_ns(), hides=hides))
         self._enqueue(builder)
-        self.touch(parent)
+        self._ns.touch(parent)
         return self._made(parent, name)
 
     def readlink(self, entry: Entry) -> bytes:
@@ -291,12 +276,12 @@ class Changes:
                 await self._check_replaceable(source, target)
         for entry in (source, *([target] if exchange and target is not None else [])):
             if entry.is_dir:
-                looking = LookingBelow(self._ns, self._files.services.client, self._files.look_again)
                 patience_s = self._config.staging_timeout_s
-                await self._writeback.patiently(self.path(entry), partial(looking.run, entry), patience_s)
+                await self._writeback.patiently(self.path(entry), partial(self._subtree.run, entry), patience_s)
         renaming = Renaming(
             self._db, self._ns, self._files, self._committer, self, self._relocator, self._writeback,
-            relocate_after_s=self._config.relocate_after_s, clock_ns=self._clock_ns,
+            self._unlinker, patience_s=self._config.staging_timeout_s,
+            relocate_after_s=self._config.relocate_after_s, clock=self._clock,
         )  # fmt: skip
         await renaming.run(source, parent_new, name_new, target, exchange=exchange)
         if target is not None and not exchange:
@@ -304,8 +289,8 @@ class Changes:
         self.note_changed(source.inode)
         if target is not None and exchange:
             self.note_changed(target.inode)
-        self.touch(parent_old)
-        self.touch(parent_new)
+        self._ns.touch(parent_old)
+        self._ns.touch(parent_new)
 
     async def _check_replaceable(self, source: Entry, target: Entry) -> None:
         if target.is_dir:

@@ -14,18 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
 from lakefs_fuse.vfs.namespace.key_mapping import KEY_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.changes import Changes
+from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 NAMES_MAX = 8192
@@ -60,14 +62,15 @@ class NewFiles:
         config: MountConfig,
         database: Database,
         namespace: Namespace,
-        files: FileTable,
+        drafts: Drafts,
+        io: FileIO,
         changes: Changes,
         writeback: WriteBack,
-        *,
-        clock_ns: Callable[[], int],
+        clock: Clock,
     ) -> None:
-        self._config, self._db, self._ns, self._files = config, database, namespace, files
-        self._changes, self._writeback, self._clock_ns = changes, writeback, clock_ns
+        self._config, self._db, self._ns, self._files = config, database, namespace, drafts.files
+        self._drafts, self._io, self._services = drafts, io, drafts.services
+        self._changes, self._writeback, self._clock_ns = changes, writeback, clock.wall_ns
         self._journal = Journal(database)
         self._prefixes: dict[int, str] = {}
         """Of directories, while `_prefixes_of` is what the tree says."""
@@ -80,8 +83,8 @@ class NewFiles:
         now = self._clock_ns()
         batch = Batch()
         entry = self._insert(batch, parent, name, mode, uid, gid, now)
-        self._changes.touch(parent, batch, now)
-        file = self._files.adopt_new(entry, key, if_absent=if_absent)
+        self._ns.touch(parent, batch, now)
+        file = self._drafts.add_new(entry, key, if_absent=if_absent)
         try:
             self._note(batch, file)
             self._db.commit(batch)
@@ -107,11 +110,11 @@ class NewFiles:
     def _drop(self, file: OpenFile) -> None:
         """Of a file with one handle there shall be nothing."""
         file.unlinked = True
-        self._files.services.nursery.start_soon(self._release, file)
+        self._services.nursery.start_soon(self._release, file)
 
     async def _release(self, file: OpenFile) -> None:
         try:
-            await self._files.release(file, writer=True)
+            await self._io.release(file, writer=True)
         except LakeError as error:  # the journal: the next mount throws it away
             log.warning("what is staged of %s could not be thrown away: %s", file.key, error)
             self._files.forget_if_idle(file)
@@ -166,7 +169,7 @@ class NewFiles:
             if id(file) not in at_once:
                 self._note(batch, file)
         for directory, at_ns in touched.items():
-            self._changes.touch(directory, batch, at_ns)
+            self._ns.touch(directory, batch, at_ns)
         if now:
             return self._writeback.acceptor.accept_now(now, batch)
         self._db.commit(batch)
@@ -202,8 +205,8 @@ class NewFiles:
         )  # fmt: skip
         file: OpenFile | None = None
         try:
-            file = self._files.adopt_new(entry, key)
-            self._files.draft(file).begin_with(received.data)
+            file = self._drafts.add_new(entry, key)
+            self._drafts.draft(file).begin_with(received.data)
         except BaseException:
             self._ns.tree.detach(batch, entry)
             if file is not None:
@@ -220,7 +223,7 @@ class NewFiles:
         self._db.commit(batch)
         file = self._files.acquire(entry, writer=True)
         try:
-            self._files.draft(file, anew=True).begin_with(received.data)
+            self._drafts.draft(file, anew=True).begin_with(received.data)
         except LakeError:
             self._drop(file)
             raise
@@ -243,7 +246,7 @@ class NewFiles:
         self._let_go(file)
         draft = file.draft
         if draft is None or not self._writeback.may_accept(file) or not draft.gate.try_exclusive():
-            self._files.services.nursery.start_soon(self._close_patiently, file, told)
+            self._services.nursery.start_soon(self._close_patiently, file, told)
             return
 
         def done(error: LakeError | None) -> None:
@@ -258,8 +261,8 @@ class NewFiles:
         try:
             if self._writeback.is_for(file.key):
                 await self._writeback.wait_room(self._config.staging_timeout_s)
-            await self._files.services.staging.reserve(0)
-            await self._files.close_file(file)
+            await self._services.staging.reserve(0)
+            await self._io.close(file)
             self._files.forget_if_idle(file)
             error = None
         except LakeError as failed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,16 +21,16 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import Doomed
 from lakefs_fuse.commits.record import Remove
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
-from lakefs_fuse.vfs.ops.journal_moves import note_dropped, note_moved
+from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.relocation.relocator import Relocator, renamed_objects
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
@@ -56,14 +56,16 @@ class Renaming:
         changes: Changes,
         relocator: Relocator,
         writeback: WriteBack,
+        unlinker: Unlinker,
         *,
+        patience_s: float,
         relocate_after_s: float,
-        clock_ns: Callable[[], int],
+        clock: Clock,
     ) -> None:
         self._db, self._ns, self._files, self._committer = database, namespace, files, committer
-        self._journal = Journal(database)
+        self._unlinker, self._patience_s = unlinker, patience_s
         self._changes, self._relocator, self._writeback = changes, relocator, writeback
-        self._relocate_after_s, self._clock_ns = relocate_after_s, clock_ns
+        self._relocate_after_s, self._clock_ns = relocate_after_s, clock.wall_ns
 
     async def run(self, source: Entry, parent: int, name: bytes, target: Entry | None, *, exchange: bool) -> None:
         """Raises LakeError; then nothing was renamed, or (where the store did not answer) all of it a little later."""
@@ -89,7 +91,7 @@ class Renaming:
                 return False
             there = self._ns.tree.child(parent, name)
             old, new = self._changes.path(now), self._ns.prefix(parent) + name.decode()
-            opened = None if there is None or exchange else self._files.lending.held(there.inode)
+            opened = None if there is None or exchange else self._files.hold(there.inode)
 
             renamed: list[str] = []
 
@@ -116,13 +118,17 @@ class Renaming:
                     await self._committer.commit(change)
 
             if opened is not None:
-                await self._files.unlink(opened, commit)
+                await self._unlinker.unlink(opened, commit)
             else:
                 await commit(source)
             self._files.moved()
-            self._files.keeper.renamed(old, new)
+            self._announce_renamed(old, new)
             self._relocator.note(renamed)
         return waits
+
+    def _announce_renamed(self, old: str, new: str) -> None:
+        for listener in self._ns.events.path_renamed:
+            listener(old, new)
 
     def _withhold_older(self, source: Entry, path: str) -> None:
         """A version of the file waits for the store, and will be stored under its next name only: what an earlier
@@ -134,8 +140,8 @@ class Renaming:
 
     def _promised(self, source: Entry, path: str, replaced: OpenFile | None) -> Batch:
         batch = Batch()
-        note_moved(self._journal, batch, self._files.get(source.inode), path)
-        note_dropped(self._journal, batch, replaced)
+        self._unlinker.journal_moved(batch, self._files.get(source.inode), path)
+        self._unlinker.journal_dropped(batch, replaced)
         return batch
 
     async def _store_first(self, *entries: Entry | None) -> None:
@@ -143,7 +149,7 @@ class Renaming:
         for entry in entries:
             file = self._files.get(entry.inode) if entry is not None and entry.is_local else None
             if file is not None:
-                await self._files.publish(file)
+                await self._unlinker.publisher.publish(file)
 
     async def _settle_versions(self, source: Entry) -> None:
         """An accepted version that is not the newest becomes visible under the name it had, or not at all. So does one
@@ -151,7 +157,7 @@ class Renaming:
         file = self._files.get(source.inode)
         if file is not None and (replayed := self._writeback.replayed(file)):
             drain = partial(self._writeback.drain, replayed)
-            await self._writeback.patiently(file.key, drain, self._files.services.staging.wait_s_max)
+            await self._writeback.patiently(file.key, drain, self._patience_s)
         while file is not None and file.behind:
             drafts = [each.draft for each in file.behind if each.draft is not None]
             items = [item for draft in drafts if (item := self._writeback.item_of(draft)) is not None]
@@ -167,7 +173,7 @@ class Renaming:
         for entry in entries:
             path = self._changes.path(entry)
             drain = partial(self._drain_below, path)
-            await self._writeback.patiently(path, drain, self._files.services.staging.wait_s_max)
+            await self._writeback.patiently(path, drain, self._patience_s)
 
     async def _drain_below(self, path: str) -> None:
         if len(self._writeback):
@@ -194,7 +200,7 @@ class Renaming:
         """The file gets its new name when it is stored; what it replaces stays for others until then."""
         there = self._ns.tree.child(parent, name)
         old, new = self._changes.path(entry), self._ns.prefix(parent) + name.decode()
-        opened = None if there is None else self._files.lending.held(there.inode)
+        opened = None if there is None else self._files.hold(there.inode)
 
         async def move(_: Entry) -> None:  # what was known before may have been stored meanwhile
             async with self._relocator.copies.told(old, new):
@@ -204,11 +210,11 @@ class Renaming:
                 self._move_row(now, parent, name, self._ns.tree.child(parent, name))
 
         if opened is not None:
-            await self._files.unlink(opened, move)
+            await self._unlinker.unlink(opened, move)
         else:
             await move(entry)
         self._files.moved()
-        self._files.keeper.renamed(old, new)
+        self._announce_renamed(old, new)
 
     def _move_row(self, entry: Entry, parent: int, name: bytes, there: Entry | None) -> None:
         self._ns.changing(entry.parent, entry.name)
@@ -230,7 +236,7 @@ class Renaming:
         self._ns.tree.detach(batch, entry)
         moved = self._ns.tree.attach(batch, moving, parent, name, before=entry)
         self._files.replaces(moved, copied_from)
-        note_dropped(self._journal, batch, None if there is None else self._files.get(there.inode))
+        self._unlinker.journal_dropped(batch, None if there is None else self._files.get(there.inode))
         file = self._files.get(entry.inode)
         if file is not None:
             self._files.move(batch, file, self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass"))

@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
@@ -26,7 +27,7 @@ from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.draft_services import DraftEnded, DraftTarget
-from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -56,15 +57,15 @@ class Newest:
         database: Database,
         namespace: Namespace,
         cache: BlockCache,
-        files: FileTable,
+        drafts: Drafts,
         storing: Storing,
         writeback: WriteBack,
         replay: Replay,
         threads: Threads,
     ) -> None:
-        self._db, self._ns, self._cache, self._files = database, namespace, cache, files
+        self._db, self._ns, self._cache, self._files = database, namespace, cache, drafts.files
         self._storing, self._writeback, self._replay = storing, writeback, replay
-        self._services, self._threads = files.services, threads
+        self._drafts, self._services, self._threads = drafts, drafts.services, threads
         self._journal = Journal(database)
 
     async def close(self, file: OpenFile) -> None:
@@ -148,7 +149,7 @@ class Newest:
                 await self._threads.run(self._to_cache, draft, stored)
             self._end(draft, stored)
             if not file.unlinked:
-                self._files.keeper.published(owner.key, stored.extent)
+                self._announce_stored(owner.key, stored.extent)
         self._files.forget_if_idle(file)
 
     async def publish_together(self, items: list[Accepted]) -> list[Accepted]:
@@ -221,7 +222,11 @@ class Newest:
         for item, owner, stored in published:
             self._end(item.draft, stored)
             if not item.file.unlinked:
-                self._files.keeper.published(owner.key, stored.extent)
+                self._announce_stored(owner.key, stored.extent)
+
+    def _announce_stored(self, path: str, extent: Extent) -> None:
+        for listener in self._ns.events.version_stored:
+            listener(path, extent)
 
     def _end(self, draft: Draft, stored: Stored) -> None:
         draft.close(unlink=stored.published is None)
@@ -326,7 +331,7 @@ class Newest:
             if file.draft is accepted and not file.unlinked:
                 raise StagingFull(f"{file.key} waits for the store, and cannot be changed before it is there")
             return
-        copy = Draft(self._services, self._files.new_id(), DraftTarget(file.key, file.describe))
+        copy = Draft(self._services, self._drafts.new_id(), DraftTarget(file.key, file.describe))
         copy.deferred = True
         try:
             for at in range(0, accepted.size, COPY_STEP_BYTES):
@@ -343,8 +348,15 @@ class Newest:
         # Meanwhile a version before may have been stored, or the file renamed.
         before = accepted.target
         copy.target = DraftTarget(file.key, file.describe, replaces=before.replaces, copied_from=before.copied_from)
-        self._files.leave_behind(file)
-        self._files.begin(file, copy)
+        self.leave_behind(file)
+        self._drafts.begin(file, copy)
+
+    def leave_behind(self, file: OpenFile) -> None:
+        """Another version than the accepted one may begin. One that was unlinked meanwhile is discarded."""
+        earlier = file.leave_behind()
+        if file.unlinked and earlier.draft is not None:
+            file.behind.remove(earlier)
+            self.discard_later(earlier.draft)
 
     async def _wait_durable(self, file: OpenFile, accepted: Draft) -> None:
         while file.draft is accepted and not file.unlinked:

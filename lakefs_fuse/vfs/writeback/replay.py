@@ -28,7 +28,7 @@ from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.part_state import PartState
 from lakefs_fuse.upload.publish import forget_upload
 from lakefs_fuse.upload.restore import restored
-from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -48,7 +48,7 @@ class Replay:
         self,
         database: Database,
         namespace: Namespace,
-        files: FileTable,
+        drafts: Drafts,
         writeback: WriteBack,
         evidence: Evidence,
         metrics: WriteBackMetrics,
@@ -58,7 +58,8 @@ class Replay:
         set_attributes: Callable[[list[Late]], None],
     ) -> None:
         """``ensure_directory(path)`` answers the inode of a directory, made where it is missing."""
-        self._db, self._ns, self._files, self._writeback = database, namespace, files, writeback
+        self._db, self._ns, self._files, self._writeback = database, namespace, drafts.files, writeback
+        self._services = drafts.services
         self._evidence, self._metrics, self._ensure_directory = evidence, metrics, ensure_directory
         self._say, self._set_attributes = say, set_attributes
         self._journal = Journal(database)
@@ -98,7 +99,7 @@ class Replay:
         if file is None:
             file = OpenFile(entry, path_of(record), None)
             file.extent = self._ns.extent(entry)
-        draft = restored(self._files.services, record, file.describe)
+        draft = restored(self._services, record, file.describe)
         if file.draft is not None:
             file.leave_behind()
         file.entry = attributes.learn(file.entry, record.metadata)
@@ -236,7 +237,7 @@ class Replay:
                     f"are in its upload only; move theirs away, then `lakefs-fuse flush` it",
                 )
             if draft.upload_id:
-                await self._files.services.client.abort_multipart(draft.target.key, draft.upload_id)
+                await self._services.client.abort_multipart(draft.target.key, draft.upload_id)
             await draft.abort_strays()
             forget_upload(draft)
         async with file.publishing:

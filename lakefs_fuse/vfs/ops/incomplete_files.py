@@ -17,6 +17,7 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import encode
+from lakefs_fuse.upload.draft_services import DraftServices
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -33,15 +34,17 @@ class IncompleteFiles:
         database: Database,
         namespace: Namespace,
         files: FileTable,
+        services: DraftServices,
         recovery: Recovery,
         read_again: Callable[[], Awaitable[None]],
     ) -> None:
         """``read_again`` brings back names that commits tell of and that a renamed file had covered."""
         self._db, self._ns, self._files, self._recovery = database, namespace, files, recovery
-        self._read_again = read_again
+        self._read_again, self._services = read_again, services
         self._journal = Journal(database)
         self._dropping: set[str] = set()
-        files.services.staging.register(self)
+        services.staging.register(self)
+        files.events.file_emptied.append(self.supersede)
 
     async def set_aside(self, file: OpenFile) -> None:
         """Make an orphan of an incomplete file that nobody has open. Raises nothing but Cancelled."""
@@ -92,7 +95,7 @@ class IncompleteFiles:
         for record in self._recovery.incomplete_below(path):
             if record.id not in self._dropping:
                 self._dropping.add(record.id)
-                self._files.services.nursery.start_soon(self._drop, record.id, path)
+                self._services.nursery.start_soon(self._drop, record.id, path)
 
     @property
     def making_room(self) -> bool:
@@ -117,4 +120,4 @@ class IncompleteFiles:
             log.exception("orphan %s stays", orphan_id)
         finally:
             self._dropping.discard(orphan_id)
-            self._files.services.staging.notify()
+            self._services.staging.notify()

@@ -1,0 +1,90 @@
+"""Begins, and throws away, versions of files in use: which draft a write goes to, and what the journal has of it.
+
+What always holds: a file has at most one draft that is written to; a draft whose bytes may be acknowledged is in the
+journal before its first byte is (`begin`), but that of a new file, whose row and record the caller commits together
+(`add_new`). A crash leaves the record, from which the next mount makes an orphan. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.staging.staged_file import StagedFile
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_services import DraftServices, DraftTarget
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+
+log = logging.getLogger(__name__)
+
+
+class Drafts:
+    """See the module's head."""
+
+    def __init__(
+        self, files: FileTable, services: DraftServices, writeback: WriteBack, new_id: Callable[[], str]
+    ) -> None:
+        self.files, self.services, self.new_id = files, services, new_id
+        self._writeback = writeback
+
+    def draft(self, file: OpenFile, *, anew: bool = False) -> Draft:
+        """The file's draft, begun now where it has none; ``anew`` where nothing of the old version counts."""
+        return file.draft or self.begin(file, self._new_draft(file, anew=anew))
+
+    def add_new(self, entry: Entry, key: str, *, if_absent: bool = False) -> OpenFile:
+        """A file that was just created, with its first handle. Its record is the caller's to journal."""
+        file = OpenFile(entry, key, None, if_absent=if_absent)
+        self._begin(file, self._new_draft(file, anew=True))
+        self.files.add(file)
+        return file
+
+    def _new_draft(self, file: OpenFile, *, anew: bool) -> Draft:
+        draft_id, if_absent = self.new_id(), file.if_absent and not file.behind
+        target = DraftTarget(file.key, file.describe, replaces=file.replaces, if_absent=if_absent)
+        base = None if anew or file.behind else file.extent
+        small = StagedFile(self.services.staging, draft_id, file.key) if self._writeback.is_for(file.key) else None
+        if base is None:
+            for listener in self.files.events.file_emptied:
+                listener(file.key)
+        return Draft(self.services, draft_id, target, base=base, file=small)
+
+    def begin(self, file: OpenFile, draft: Draft) -> Draft:
+        """Make the draft the file's newest version, and journal it."""
+        self._begin(file, draft)
+        draft.save()
+        return draft
+
+    def _begin(self, file: OpenFile, draft: Draft) -> None:
+        self.files.aim(file, draft.id, draft.target)
+        draft.began, draft.deferred = self._writeback.sequence, self._writeback.is_for(file.key)
+        draft.unlinked = self.files.is_nameless(file)
+        file.draft = draft
+        file.refused.move_to(draft.refused)
+
+    async def discard(self, file: OpenFile) -> None:
+        """Throw away what is being written to a file that was removed."""
+        draft, file.draft = file.draft, None
+        if draft is None:
+            return
+        await draft.discard()
+        if draft.error is None:
+            self.files.forget_record(draft.id)
+        else:  # its upload is left: the next mount tries again
+            log.warning("the upload of %s could not be ended: %s", draft.target.key, draft.error)
+            draft.save(sync=True)
+
+    def close(self) -> None:
+        """The mount ends: journal what is staged as it is, for the next mount."""
+        for file in [version for each in self.files.in_use() for version in each.versions]:
+            if file.draft is not None:
+                try:
+                    file.draft.file.keep_on_disk()
+                    file.draft.save(sync=True)
+                except LakeError as error:
+                    log.error("what is staged of %s could not be journaled: %s", file.key, error)
+                file.draft.close(unlink=False, leave=True)
+        self.services.staging.segments.close()

@@ -1,0 +1,230 @@
+"""Reading and writing of open files, and what their last close leaves.
+
+A file reads from its draft where it has one, else from the version that it is pinned to. Under write-back `close()`
+waits for the local disk only; a write after that begins another draft. Trio thread only.
+
+`check_version` tells OPEN whether that version is still the one at its key. A plain object can be replaced by another
+node, or by any S3 client, and this node knows of it when it lists the directory again, or is told that the ETag does
+not match. The kernel cannot be given another version under an inode that it has opened: with its write-back cache it
+keeps the size that it knows. It does look the name up again where OPEN answers ESTALE. So the GET that the first READ
+would need is made by OPEN, where it is sure to be needed.
+
+What always holds: an inode is one version; a directory in which nothing was replaced costs no request more, but where
+a small file is opened and not read. A crash leaves what staging and the journal hold.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.blockcache.readahead import WHOLE_BYTES_MAX, Readahead
+from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.upload.draft_services import DraftEnded
+from lakefs_fuse.vfs.files.drafts import Drafts
+from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
+from lakefs_fuse.vfs.writeback.publisher import Newest
+
+REPLACED_MAX = 3
+"""A name is followed over so many versions that come while it is opened."""
+WAIT_S_MAX = 5.0
+"""OPEN waits no longer for the GET, which goes on, and which READ then waits for: the store may be away."""
+DIRECTORIES_MAX = 1024
+log = logging.getLogger(__name__)
+
+
+class FileIO:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        drafts: Drafts,
+        reader: BlockReader,
+        publisher: Newest,
+        incomplete: IncompleteFiles,
+        poll: Callable[[], Awaitable[object]],
+    ) -> None:
+        """``poll`` applies what others committed."""
+        self._ns, self._files, self._drafts = namespace, drafts.files, drafts
+        self._reader, self._publisher, self.poll = reader, publisher, poll
+        self.close, self.publish, self.set_aside = publisher.close, publisher.publish, incomplete.set_aside
+        self._replaced_in: dict[int, None] = {}
+        """Directories in which others replaced a file lately."""
+
+    # -- reading
+
+    async def read(self, file: OpenFile, offset: int, length: int, readahead: Readahead) -> Buffer:
+        while file.draft is not None:
+            try:
+                return await file.draft.read(offset, length)
+            except DraftEnded:
+                await self._wait_published(file)
+        while True:
+            extent = file.extent
+            if extent is None or offset >= extent.size:
+                return b""
+            length = min(length, extent.size - offset)
+            begin, ahead = extent.offset + offset, readahead if extent.is_whole else None
+            try:
+                return await self._reader.read(extent.version, begin, length, ahead, jumps=not extent.is_whole)
+            except FileError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                if file.extent == extent:
+                    await self.poll()
+                if file.extent == extent:
+                    await self.renew(file.entry)  # for who opens it next
+                    raise
+
+    # -- writing
+
+    async def write(self, file: OpenFile, offset: int, data: Buffer) -> None:
+        """Where it fails, the file is incomplete until the range was written again."""
+        while True:
+            try:
+                draft = await self._draft_to_change(file)
+            except Exception as error:
+                end, draft_now = offset + len(data), file.draft
+                if draft_now is None or draft_now.accepted:
+                    file.refused.add(offset, end, error)
+                else:
+                    draft_now.refuse(offset, end, error)
+                raise
+            try:
+                await draft.write(offset, data)
+                return
+            except DraftEnded:
+                await self._wait_published(file)
+
+    async def _draft_to_change(self, file: OpenFile) -> Draft:
+        if file.draft is not None and file.draft.accepted:
+            await self._publisher.begin_anew(file, file.draft)
+        return self._drafts.draft(file)
+
+    async def truncate(self, file: OpenFile, size: int) -> None:
+        while True:
+            if file.draft is not None and file.draft.accepted:
+                if size == 0:
+                    self._publisher.leave_behind(file)
+                else:
+                    await self._publisher.begin_anew(file, file.draft)
+            try:
+                await self._drafts.draft(file, anew=size == 0).truncate(size)
+                return
+            except DraftEnded:
+                await self._wait_published(file)
+
+    @staticmethod
+    async def _wait_published(file: OpenFile) -> None:
+        """The draft has ended: it was accepted, or the task that ended it is about to detach it."""
+        if file.draft is not None and file.draft.accepted:
+            return
+        async with file.publishing:
+            pass
+
+    # -- closing
+
+    async def release(self, file: OpenFile, *, writer: bool) -> None:
+        """One handle less. The last one takes the file out of the table, unless it still has bytes to publish."""
+        file.handles -= 1
+        file.writers -= writer
+        if not file.handles and file.draft is not None and file.unlinked:
+            await self._drafts.discard(file)
+        self.unpin(file)
+
+    def unpin(self, file: OpenFile) -> None:
+        """A file may have lost its last handle: finish what its writers left, or take it out of the table."""
+        if not file.handles and file.is_incomplete:
+            self._drafts.services.nursery.start_soon(self.set_aside, file)
+        elif not file.handles and file.draft is not None and file.draft.state is DraftState.WRITING:
+            self._drafts.services.nursery.start_soon(self._close_late, file)
+        else:
+            self._files.forget_if_idle(file)
+
+    async def _close_late(self, file: OpenFile) -> None:
+        """No close() waits for these bytes any more (a mapping outlived its file, a close was not the opener's)."""
+        try:
+            await self.close(file)
+        except LakeError as error:
+            log.error("%s is not durable: %s", file.key, error)
+        except Exception:
+            log.exception("%s is not durable", file.key)
+        self._files.forget_if_idle(file)
+
+    # -- the version that an OPEN is pinned to
+
+    async def check_version(self, entry: Entry | None) -> None:
+        """Begin to read a file of which nothing is cached. Raises FileError(ESTALE) where its object was replaced; then
+        the name has another inode, of the version that is there now, of which the first bytes are cached."""
+        first: Entry | None = entry
+        for _ in range(REPLACED_MAX):
+            if entry is None or await self._is_current(entry):
+                break
+            if await self._is_elsewhere(entry):
+                return
+            entry = await self.renew(entry)
+        if entry is not first:
+            raise FileError(errno.ESTALE)
+
+    async def _is_elsewhere(self, entry: Entry) -> bool:
+        """A commit that was not seen before says where the bytes of the inode are now; its handles follow them."""
+        try:
+            await self.poll()
+        except LakeError as error:
+            log.info("polling for commits that say where %s is failed: %s", os.fsdecode(entry.name), error)
+        now = self._ns.tree.entry(entry.inode)
+        return now is not None and (now.place, now.offset, now.etag) != (entry.place, entry.offset, entry.etag)
+
+    async def _is_current(self, entry: Entry) -> bool:
+        """False only where the store said so."""
+        if self._is_worth_a_get(entry):
+            try:
+                with trio.move_on_after(WAIT_S_MAX):
+                    await self._reader.read(self._version(entry), 0, 1, Readahead())
+            except FileError as error:
+                return error.errno != errno.ESTALE  # READ answers any other error
+        return True
+
+    async def renew(self, entry: Entry) -> Entry | None:
+        """What the store has now under the name of a version that is gone; None where that is no other file, or the
+        store does not tell."""
+        if not entry.is_plain or self._ns.tree.entry(entry.inode) is None:
+            return None
+        try:
+            now, _ = await self._ns.lookup(entry.parent, entry.name, ask=True)
+        except LakeError as error:
+            log.info("%s was replaced, and by what cannot be told: %s", os.fsdecode(entry.name), error)
+            return None
+        if now is None or now.is_dir or now.inode == entry.inode:
+            return None
+        self._replaced_in.pop(entry.parent, None)
+        self._replaced_in[entry.parent] = None
+        if len(self._replaced_in) > DIRECTORIES_MAX:
+            del self._replaced_in[next(iter(self._replaced_in))]
+        return now
+
+    def _is_worth_a_get(self, entry: Entry) -> bool:
+        """Any first read of the file takes the same GET, or that is likely and a replaced version is, too."""
+        if not entry.is_plain or not entry.size:
+            return False
+        if entry.size > WHOLE_BYTES_MAX and entry.parent not in self._replaced_in:
+            return False
+        return not self._reader.may_have(self._version(entry))
+
+    def _version(self, entry: Entry) -> Version:
+        extent = self._ns.extent(entry)
+        assert extent is not None, "a plain file is in the store"
+        return extent.version

@@ -1,0 +1,67 @@
+"""Leases that the kernel's adapter hands out: files that may be opened for reading without a FUSE request.
+
+A handle opened under a lease is the inode with two bits, and has no `Handle` here. That is enough while the inode has a
+row: each read looks up what the inode is now, which is the same version for as long as it exists. Before a row goes, is
+replaced, or anything depends on open handles, `FileTable.hold` revokes the leases, and their handles are counted.
+Trio thread only; nothing survives a crash.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.open_file import READING, OpenFile
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.ops.io import FileIO
+
+LENT = 1 << 61
+"""In handles opened under a lease; the rest of them is the inode."""
+READAHEADS_MAX = 1024
+"""Files of which it is remembered how far they were read."""
+
+
+class Lending:
+    """See the module's head."""
+
+    def __init__(self, files: FileTable, namespace: Namespace, io: FileIO, entry: Callable[[int], Entry]) -> None:
+        """``entry`` is what is known of an inode; raises FileError(ESTALE)."""
+        self._files, self._ns, self._io, self._entry = files, namespace, io, entry
+        self._readaheads: OrderedDict[int, Readahead] = OrderedDict()
+
+    def allowed_s(self, file: OpenFile) -> float:
+        """For how many seconds a file that is open may be opened for reading without asking; 0 where it may not."""
+        if file.draft is not None or file.unlinked or file.entry.is_local or file.is_redated:
+            return 0.0
+        return self._ns.answer_fresh_s(file.entry.parent, file.entry.name)
+
+    async def read(self, handle: int, offset: int, length: int) -> Buffer:
+        """Raises FileError(ESTALE) where nothing is known of the inode any more."""
+        inode = inode_of(handle)
+        file = self._files.acquire(self._entry(inode), writer=False)
+        try:
+            return await self._io.read(file, offset, length, self._readahead(inode))
+        finally:
+            await self._io.release(file, writer=False)
+
+    def _readahead(self, inode: int) -> Readahead:
+        readahead = self._readaheads.setdefault(inode, Readahead())
+        self._readaheads.move_to_end(inode)
+        if len(self._readaheads) > READAHEADS_MAX:
+            self._readaheads.popitem(last=False)
+        return readahead
+
+    async def release(self, handle: int) -> None:
+        """Of a handle whose lease was revoked."""
+        file = self._files.get(inode_of(handle))
+        if file is not None:
+            await self._io.release(file, writer=False)
+
+
+def inode_of(handle: int) -> int:
+    """Of a handle opened under a lease; 0 for others."""
+    return handle & ~(READING | LENT) if handle & LENT else 0

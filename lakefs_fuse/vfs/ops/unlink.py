@@ -1,0 +1,162 @@
+"""How a file in use loses its name, and what this node still knows of inodes that have none.
+
+The kernel writes the times of an inode back after its name is gone, and asks for the attributes of a directory that a
+process still works in. Both are answered from `UnlinkedInodes`, with a link count of 0; what is set is dropped with the
+inode. Inodes that another node removed are not here: ESTALE makes the kernel look the name up again. Of more than
+`INODES_MAX` the oldest is forgotten, and is ESTALE from then on.
+
+What always holds: no version of a file becomes visible under a name while that is removed; readers of open handles go
+on. A crash between the change of the name and the journal leaves records that say unlinked, because `journal_dropped`
+writes them in the change's own batch. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.staging.draft_record import DraftState, encode
+from lakefs_fuse.upload.publish import visible_token
+from lakefs_fuse.vfs.files.drafts import Drafts
+from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.ops.io import FileIO
+from lakefs_fuse.vfs.writeback.object_writer import Storing
+from lakefs_fuse.vfs.writeback.publisher import Newest
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+
+KEPT_BYTES_MAX = 256 << 20
+"""An open file that is deleted here is fetched whole first, if no larger than this, so that its readers can go on."""
+INODES_MAX = 16_384
+"""About 8 MiB. The kernel holds an unlinked inode for milliseconds, or for as long as a process has it open."""
+log = logging.getLogger(__name__)
+
+
+class UnlinkedInodes:
+    """Inodes that this node took the last name from, and that the kernel may still hold."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+
+    def __contains__(self, inode: int) -> bool:
+        return inode in self._entries
+
+    def get(self, inode: int) -> Entry | None:
+        """The entry that the inode had last."""
+        return self._entries.get(inode)
+
+    def put(self, entry: Entry) -> None:
+        """The name of the entry is gone, or its attributes are these now."""
+        self._entries.pop(entry.inode, None)
+        self._entries[entry.inode] = entry
+        if len(self._entries) > INODES_MAX:
+            del self._entries[next(iter(self._entries))]
+
+
+class Unlinker:
+    """Removes the names of files in use."""
+
+    def __init__(
+        self,
+        database: Database,
+        drafts: Drafts,
+        io: FileIO,
+        reader: BlockReader,
+        storing: Storing,
+        publisher: Newest,
+        writeback: WriteBack,
+    ) -> None:
+        self._db, self._files, self._drafts, self._io = database, drafts.files, drafts, io
+        self._reader, self._storing, self.publisher, self._writeback = reader, storing, publisher, writeback
+        self._journal = Journal(database)
+        self.inodes = UnlinkedInodes()
+
+    async def unlink(self, file: OpenFile, delete: Callable[[Entry], Awaitable[None]]) -> None:
+        """``delete`` takes the name away; handles stay. No publishing runs meanwhile, so none can bring the name
+        back. Where ``delete`` fails, the file is as it was."""
+        try:
+            async with file.publishing:
+                file.unlinked = True  # not before: what is being published is visible with its name until then
+                if file.draft is not None:  # what is being accepted is accepted first
+                    async with file.draft.exclusive():
+                        pass
+                await self._keep_for_handles(file)
+                late, newest = await self._with_late_object(file), self._storing.newest_change
+                await delete(late)
+        except BaseException:
+            file.unlinked = False
+            self._io.unpin(file)  # its close may have ended while the file was unlinked
+            raise
+        await self._drop_accepted(file, newest)
+        if file.draft is not None:
+            file.draft.unlinked = True
+            if file.handles:
+                file.draft.save(sync=True)
+            else:
+                await self._drafts.discard(file)
+        self._files.forget_if_idle(file)
+
+    async def _keep_for_handles(self, file: OpenFile) -> None:
+        """Who has the file open goes on reading what is about to go from the store."""
+        extent = file.draft.base if file.draft is not None else file.extent
+        wanted = min(extent.size, file.draft.base_limit if file.draft is not None else extent.size) if extent else 0
+        if not file.handles or extent is None or not 0 < wanted <= KEPT_BYTES_MAX:
+            return
+        try:
+            kept = await self._reader.ensure(extent.version, extent.offset, extent.offset + wanted)
+            why = "the cache has no room"
+        except LakeError as error:
+            kept, why = False, str(error)
+        if not kept:
+            log.warning("%s is deleted while open, and could not be kept: %s", file.key, why)
+
+    async def _with_late_object(self, file: OpenFile) -> Entry:
+        """An attempt to publish failed without an answer, and the object may be there all the same."""
+        draft = file.draft
+        if draft is None or draft.accepted or not (draft.recheck or draft.state is DraftState.FAILED):
+            return file.entry
+        meta = (await visible_token(draft))[1]
+        if meta is None:
+            return file.entry
+        if meta.key == file.key:
+            return msgspec.structs.replace(file.entry, etag=meta.etag)
+        self._storing.forsake(meta)
+        return file.entry
+
+    async def _drop_accepted(self, file: OpenFile, newest: int) -> None:
+        """Versions that write-back accepted are wanted only by who has the file open. ``newest``: journaled before."""
+        batch = Batch()
+        gone = [each.draft for each in file.versions if each.draft is not None and each.draft.accepted]
+        for draft in gone:
+            self._writeback.forget(draft)
+            draft.unlinked = True
+            self._journal.put(batch, draft.id, encode(draft.record()))
+        if not gone:
+            return
+        since = min(draft.accepted for draft in gone)
+        self._storing.withhold(file.key, since, self._writeback.sequence, newest)
+        self._db.commit(batch, sync=True)
+        file.behind.clear()
+        for draft in gone:
+            if draft is not file.draft or not file.handles:
+                self.publisher.discard_later(draft)
+        if file.draft in gone and not file.handles:
+            file.draft = None
+
+    def journal_moved(self, batch: Batch, file: OpenFile | None, path: str) -> None:
+        """All versions of a file that are not in the store are at ``path`` once the batch is committed."""
+        for draft in [each.draft for each in file.versions] if file is not None else []:
+            if draft is not None:
+                self._journal.put(batch, draft.id, encode(msgspec.structs.replace(draft.record(), path=path)))
+
+    def journal_dropped(self, batch: Batch, file: OpenFile | None) -> None:
+        """Accepted versions of a file are unlinked once the batch is committed: its name goes, or another has it."""
+        for draft in [each.draft for each in file.versions] if file is not None else []:
+            if draft is not None and draft.accepted:
+                self._journal.put(batch, draft.id, encode(msgspec.structs.replace(draft.record(), unlinked=True)))
