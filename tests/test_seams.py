@@ -32,7 +32,6 @@ EXEMPT: dict[str, set[str]] = {
 
 PENDING = {
     "admin",
-    "vfs",
 }
 """Layers that do not keep the rule yet."""
 
