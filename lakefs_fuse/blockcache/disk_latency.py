@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.sync.backoff import Backoff
 
 PROMPT_S = 0.002
 """On the average of the last ones, about `WEIGHT` of them."""
@@ -29,7 +30,7 @@ class Promptness:
         self._clock, self._prompt_s = clock, prompt_s
         self._average_s = 0.0
         self._slow_until_s = 0.0
-        self._pause_s = PAUSE_S_FIRST
+        self._backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         self._in_turn = 0
 
     @property
@@ -51,8 +52,7 @@ class Promptness:
         self._average_s += (took_s - self._average_s) / WEIGHT
         self._in_turn += 1
         if took_s > SLOW_S or self._average_s > self._prompt_s:
-            self._slow_until_s = ended_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+            self._slow_until_s = ended_s + self._backoff.next_s()
             self._average_s, self._in_turn = 0.0, 0
         elif self._in_turn >= WEIGHT:
-            self._pause_s = PAUSE_S_FIRST
+            self._backoff.reset()

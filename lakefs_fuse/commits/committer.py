@@ -42,6 +42,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.backoff import Backoff
 
 NS = 1_000_000_000
 ASK_S_MAX = 5.0
@@ -279,7 +280,7 @@ class Committer:
 
     async def run(self) -> None:
         """Send what is journaled, once in ``delay_s``, for as long as the mount lives."""
-        pause_s = PAUSE_S_FIRST
+        backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         while True:
             while not self._sendable():
                 self._kick = trio.Event()
@@ -287,11 +288,10 @@ class Committer:
             await trio.sleep(self._delay_s)
             try:
                 await self.flush()
-                pause_s = PAUSE_S_FIRST
+                backoff.reset()
             except LakeError as error:
                 logger.warning("%d changes of names are not in the store yet: %s", self.waiting, error)
-                await trio.sleep(pause_s)
-                pause_s = min(2 * pause_s, PAUSE_S_MAX)
+                await trio.sleep(backoff.next_s())
             except Exception as error:
                 self.error = LakeError(f"committing failed: {error!r}")
                 logger.exception("committing")

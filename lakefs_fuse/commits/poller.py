@@ -30,6 +30,7 @@ from lakefs_fuse.commits.window import WINDOW_NS
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.nursery import collecting
 
 NS = 1_000_000_000
@@ -102,7 +103,7 @@ class Poller:
         """Apply what is new; answers how many commits that were. Raises LakeError."""
         async with self._lock:
             self._metrics.polls += 1
-            count, pause_s = 0, DOUBT_PAUSE_S_FIRST
+            count, backoff = 0, Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
             give_up_at = trio.current_time() + DOUBT_S_MAX
             while True:
                 found = await self._find()
@@ -112,8 +113,7 @@ class Poller:
                     self._applier.forget_applied_before(max(0, self._applier.newest() - 2 * WINDOW_NS))
                 if done == len(found):
                     return count
-                await trio.sleep(pause_s)
-                pause_s *= 2
+                await trio.sleep(backoff.next_s())
 
     async def _find(self) -> list[tuple[int, str, ObjectMeta]]:
         """Commits that are not applied, the oldest first."""

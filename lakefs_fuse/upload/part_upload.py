@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lakefs_fuse.errors import LakeError, Unavailable
 from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.upload.part_state import Part
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ async def upload_in_background(draft: Draft, index: int) -> None:
 
 
 async def _upload_patiently(draft: Draft, index: int) -> None:
-    pause_s = RETRY_S_FIRST
+    backoff = Backoff(RETRY_S_FIRST, RETRY_S_MAX)
     while True:
         try:
             await draft.upload_part(index)
@@ -49,8 +50,7 @@ async def _upload_patiently(draft: Draft, index: int) -> None:
             return
         except Unavailable as error:
             draft.delayed = error
-        await draft.wait_hurry(pause_s)
-        pause_s = min(2 * pause_s, RETRY_S_MAX)
+        await draft.wait_hurry(backoff.next_s())
         if draft.state not in (DraftState.WRITING, DraftState.ACCEPTED):
             return
         draft.services.slots.ready()

@@ -22,6 +22,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
+from lakefs_fuse.sync.backoff import Backoff
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
 GATHER_S = 1.0
@@ -126,19 +127,18 @@ class Deletions:
 
     async def run(self) -> None:
         """Until cancelled."""
-        pause_s = PAUSE_S_FIRST
+        backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         while True:
             self._kick, self._full = trio.Event(), trio.Event()
             try:
                 while await self.delete_due() == DELETE_KEYS_MAX:
                     self._end_pass()
-                pause_s = PAUSE_S_FIRST
+                backoff.reset()
             except LakeError as error:
                 log.warning("objects whose names are gone could not be deleted yet: %s", error)
                 self._end_pass()
-                with trio.move_on_after(pause_s):
+                with trio.move_on_after(backoff.next_s()):
                     await self._full.wait()
-                pause_s = min(2 * pause_s, PAUSE_S_MAX)
                 continue
             except Exception:
                 log.exception("deleting objects whose names are gone")

@@ -25,6 +25,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.journal import Journal
 from lakefs_fuse.staging.draft_record import DraftState, encode
+from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.draft_services import DraftEnded, DraftTarget
 from lakefs_fuse.vfs.files.drafts import Drafts
@@ -377,7 +378,7 @@ class Newest:
     async def _discard(self, draft: Draft) -> None:
         """Until the store has nothing left of it either; where the mount ends before, the next one goes on."""
         reached("discard.begun")
-        pause_s = DISCARD_S_FIRST
+        backoff = Backoff(DISCARD_S_FIRST, DISCARD_S_MAX)
         while True:
             try:
                 await self._storing.forsake_late(draft)
@@ -396,8 +397,7 @@ class Newest:
                 log.error("what is left of %s could not be noted: %s", draft.target.key, unsaved)
             if not isinstance(error, Unavailable):
                 return
-            await trio.sleep(pause_s)
-            pause_s = min(2 * pause_s, DISCARD_S_MAX)
+            await trio.sleep(backoff.next_s())
 
 
 def _is_told(entry: Entry, told: Mapping[str, str]) -> bool:

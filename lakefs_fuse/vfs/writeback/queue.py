@@ -41,6 +41,7 @@ from lakefs_fuse.errors import (
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.path_rules import Rules
+from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.part_upload import start_uploads
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -97,7 +98,7 @@ class WriteBack:
         self._alone = self._attempts = 0
         self._gathering = False
         self._resume_s = 0.0
-        self._pause_s = PAUSE_S_FIRST
+        self._backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         self._small_bytes = self._small_files = 0
         self._bursts = Bursts()
         self.error: LakeError | None = None
@@ -474,7 +475,7 @@ class WriteBack:
 
     def _went_well(self) -> None:
         self.error = None
-        self._pause_s = PAUSE_S_FIRST
+        self._backoff.reset()
 
     def _failed(self, item: Accepted, error: LakeError, *, wait: bool = False) -> None:
         item.error = error
@@ -483,8 +484,7 @@ class WriteBack:
             if self.error is None:
                 log.warning("%d accepted files wait for the store: %s", len(self._items), error)
             self.error = error
-            self._resume_s = trio.current_time() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
+            self._resume_s = trio.current_time() + self._backoff.next_s()
         else:
             log.error("%s is not in the store, its bytes are kept in staging: %s", item.file.key, error)
             item.failed = True
