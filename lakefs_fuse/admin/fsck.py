@@ -34,8 +34,8 @@ from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
-from lakefs_fuse.meta.row_decoders import damaged_rows
 from lakefs_fuse.meta.sorted_tables import missing_before
+from lakefs_fuse.meta.tree import damaged_rows
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 from lakefs_fuse.sync.parallel import for_each
 

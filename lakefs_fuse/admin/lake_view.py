@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
-from lakefs_fuse.commits.applier import refused_commits
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
@@ -20,6 +19,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
@@ -61,7 +61,7 @@ class Headless:
     @property
     def refused(self) -> int:
         """Commits that cannot be read, lie in the future, or are known to be missing: nobody knows what they say."""
-        noted = len(refused_commits(self.fs.database)) + bool(missing_before(self.fs.database))
+        noted = len(CommitRows(self.fs.database).refused()) + bool(missing_before(self.fs.database))
         return max(noted, self.metrics.commits.damaged + self.metrics.commits.future)
 
     async def refresh(self) -> None:

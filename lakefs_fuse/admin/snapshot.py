@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from lakefs_fuse.commits.applier import forget_refused, refused_commits
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.index import snapshots
@@ -28,6 +27,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import DumpedFile
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.vfs import Filesystem
@@ -116,11 +116,12 @@ async def _check_nothing_lacks(database: Database, client: StoreClient) -> None:
             "commits were collected, and the index that had them is damaged: see what fsck says. Nothing is folded, as "
             "that would make the loss final"
         )
-    for time, writer in refused_commits(database):
+    commits = CommitRows(database)
+    for time, writer in commits.refused():
         key = commit_key(time, writer)
         try:
             await client.head(key)
         except NotFound:  # it was moved aside
-            forget_refused(database, time, writer)
+            commits.forget_refused(time, writer)
             continue
         raise LakeError(f"commit {key} cannot be read, or lies in the future: look into it with fsck first")

@@ -38,9 +38,9 @@ from lakefs_fuse.commits.record import (
     SetAttr,
 )
 from lakefs_fuse.environment import failpoints
-from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tombstones import Tombstone
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
@@ -97,51 +97,7 @@ class Applier:
         self._clock_ns = clock_ns
         self._directories: dict[str, int] = {}
         self._quiet = False
-
-    # -- which commits were applied
-
-    def is_applied(self, time: int, writer: str) -> bool:
-        return self._db.get(_applied_key(time, writer)) is not None
-
-    def forget_applied_before(self, time: int) -> None:
-        """No poll asks for commits older than this any more."""
-        batch = Batch()
-        batch.delete_range(b"A", _applied_key(time, ""))
-        self._db.commit(batch)
-
-    def forget_applied(self) -> None:
-        """The next poll applies every commit again, which changes nothing that is newer."""
-        batch = Batch()
-        batch.delete_range(b"A", b"B")
-        batch.delete(b"Mnewest")
-        self._db.commit(batch)
-
-    def forget_applied_since(self, time: int) -> None:
-        """The next poll asks for commits from this time on. Names that others set later than the store's clock may be
-        among those here: the next mount reads all of them anew."""
-        batch = Batch()
-        batch.delete_range(_applied_key(time, ""), b"B")
-        batch.put(b"Mnewest", time.to_bytes(8, "big"))
-        tables.outdate_names(batch)
-        self._db.commit(batch)
-
-    def newest(self) -> int:
-        """Time of the newest commit applied; 0 where there is none."""
-        return int.from_bytes(self._db.get(b"Mnewest") or b"", "big")
-
-    def note_refused(self, time: int, writer: str) -> None:
-        """A commit is left out: what is known here must not be folded into an index that stands for it."""
-        batch = Batch()
-        batch.put(_refused_key(time, writer), b"")
-        self._db.commit(batch)
-
-    def _note(self, record: Record) -> None:
-        batch = Batch()
-        batch.put(_applied_key(record.time, record.writer), b"")
-        batch.delete(_refused_key(record.time, record.writer))
-        if record.time > self.newest():
-            batch.put(b"Mnewest", record.time.to_bytes(8, "big"))
-        self._db.commit(batch)
+        self.commits = CommitRows(database)
 
     # -- applying
 
@@ -167,7 +123,7 @@ class Applier:
         self._end(record)
 
     def _end(self, record: Record) -> None:
-        self._note(record)
+        self.commits.record_applied(record.time, record.writer)
         self._metrics.applied += 1
         self._metrics.operations_applied += len(record.operations)
 
@@ -369,26 +325,6 @@ class Applier:
 
     def now_ns(self) -> int:
         return self._clock_ns()
-
-
-def _applied_key(time: int, writer: str) -> bytes:
-    return b"A" + time.to_bytes(8, "big") + writer.encode("ascii")
-
-
-def _refused_key(time: int, writer: str) -> bytes:
-    return b"R" + time.to_bytes(8, "big") + writer.encode("ascii")
-
-
-def forget_refused(database: Database, time: int, writer: str) -> None:
-    """The commit is not there any more."""
-    batch = Batch()
-    batch.delete(_refused_key(time, writer))
-    database.commit(batch)
-
-
-def refused_commits(database: Database) -> list[tuple[int, str]]:
-    """Time and writer of every commit that was left out since the names here began, and not applied since."""
-    return [(int.from_bytes(key[1:9], "big"), key[9:].decode()) for key, _ in database.scan(b"R", b"S")]
 
 
 def files_below(tree: Tree, directory: int, path: str) -> Iterator[tuple[str, Entry]]:

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from lakefs_fuse.commits.objects.deletion_queue import Doomed
 from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
+from lakefs_fuse.meta.rows import Deletion
 
 Told = Callable[[str], Awaitable[None]]
 """Told of a commit's key before anything of it is sent."""
@@ -26,7 +26,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     operations: list[Operation] = []
     objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
     moves: list[tuple[str, str]] = []
-    doomed: list[Doomed] = []
+    doomed: list[Deletion] = []
     after: int = 0
     """Everything that write-back accepted up to this number is in the store before."""
     ahead: bool = False
@@ -71,7 +71,7 @@ class Unsure(msgspec.Struct, frozen=True):
     """A commit that may be in the store, though its PUT failed; ``doomed`` go if it is."""
 
     record: Record
-    doomed: list[Doomed]
+    doomed: list[Deletion]
 
 
 def merged(changes: Sequence[Change], writer: str, time: int, offsets: Sequence[int] = ()) -> Record:

@@ -21,7 +21,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
-import msgspec
 import trio
 from msgspec.structs import replace
 
@@ -30,16 +29,18 @@ from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import Change, Committed, Sending, Told, Unsure, is_of_directory, merged, paths_of
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import Redated, Redater
-from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.commits.objects.reserved_keys import Leaving
 from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr
 from lakefs_fuse.commits.window import WINDOW_NS
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.meta.rows import Deletion, SequenceRows, SingleRow
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
@@ -71,6 +72,8 @@ class Committer:
         self._clock, self.writer = log.clock, log.writer
         self._lock = trio.Lock()
         self._kick = trio.Event()
+        self._rows = SequenceRows(database, schema.CHANGE, Change)
+        self._sending_row = SingleRow(database, schema.SINGLE_SENDING, Sending)
         self._pending: dict[int, Change] = {}
         self.leaving = Leaving()
         self._sequence = 0
@@ -86,13 +89,12 @@ class Committer:
 
     def load(self) -> None:
         """What a daemon that ended left in the journal; called once."""
-        self._writer_before = (self._db.get(b"Mwriter") or b"").decode()
-        for key, raw in self._db.scan(b"C", b"D"):
-            self._sequence = int.from_bytes(key[1:], "big")
-            self._wait(self._sequence, msgspec.msgpack.decode(raw, type=Change))
-        raw_sending = self._db.get(b"Msending")
-        if raw_sending is not None:
-            self._sending = msgspec.msgpack.decode(raw_sending, type=Sending)
+        self._writer_before = tables.writer_of(self._db)
+        for sequence, change in self._rows.items():
+            self._sequence = sequence
+            self._wait(sequence, change)
+        self._sending = self._sending_row.get()
+        if self._sending is not None:
             self._sequence = max([self._sequence, *self._sending.sequences])
         if tables.reapply_wanted(self._db):
             for sequence, change in self._pending.items():
@@ -120,9 +122,7 @@ class Committer:
         if self._metrics.future and self._writer_before:
             async with self._lock:
                 done = await self._redate({self._writer_before})
-        batch = Batch()
-        batch.put(b"Mwriter", self.writer.encode())
-        self._db.commit(batch)
+        tables.set_writer(self._db, self.writer)
         return bool(done.originals)
 
     async def redate(self) -> None:
@@ -133,7 +133,7 @@ class Committer:
     async def _redate_if_behind(self) -> None:
         if self._clock.went_back:
             done = await self._redate({self.writer})
-            self._applier.forget_applied_since(done.oldest_ns or self._clock.wall_ns() - WINDOW_NS)
+            self._applier.commits.forget_since(done.oldest_ns or self._clock.wall_ns() - WINDOW_NS)
             self._clock.confirm_redated()
 
     async def _redate(self, writers: set[str]) -> Redated:
@@ -205,7 +205,7 @@ class Committer:
         if change.ahead:
             sendable = self._sendable()
             self._outdate(batch, paths_of(change.operations), [each for each in self._pending if each not in sendable])
-        batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
+        self._rows.put(batch, sequence, change)
         self._db.commit(batch)
         self._sequence = sequence
         self._wait(sequence, change)
@@ -216,7 +216,7 @@ class Committer:
         self._pending[sequence] = change
         self.leaving.begin(sequence, change)
 
-    def retire(self, doomed: Doomed) -> None:
+    def retire(self, doomed: Deletion) -> None:
         """An object goes when what is journaled now is in the store: others need it until then. Raises CacheError."""
         if self._pending:
             self.enqueue(Change(doomed=[doomed]))
@@ -240,7 +240,7 @@ class Committer:
                 said_change = replace(change, operations=said, moves=[])
                 self._applier.restamp(merged([said_change], self.writer, 0), PENDING | sequence, time)
             self._pending[sequence] = replace(change, operations=kept, moves=moves)
-            batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
+            self._rows.put(batch, sequence, self._pending[sequence])
 
     @property
     def newest(self) -> int:
@@ -264,7 +264,7 @@ class Committer:
             moves = [pair for pair in change.moves if path not in pair]
             after = max(change.after, until)
             self._pending[sequence] = replace(change, operations=kept, moves=moves, after=after)
-            batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(self._pending[sequence]))
+            self._rows.put(batch, sequence, self._pending[sequence])
         self._db.commit(batch)
 
     def _let_pass(self, sending: Sending) -> None:
@@ -416,7 +416,7 @@ class Committer:
         except NotFound:
             self._unsure = None
             return
-        if not self._applier.is_applied(record.time, self.writer):
+        if not self._applier.commits.is_applied(record.time, self.writer):
             self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size))
         for doomed in self._unsure.doomed:
             self._deletions.doom(doomed)
@@ -438,7 +438,7 @@ class Committer:
         self._applier.apply(again, await self._log.put_record(again), own=True)
 
     def _settle(
-        self, sending: Sending, journaled: dict[int, Change], doomed: list[Doomed], record: Record, this: ObjectRef
+        self, sending: Sending, journaled: dict[int, Change], doomed: list[Deletion], record: Record, this: ObjectRef
     ) -> None:
         """The commit is in the store: note that here. What cannot be noted is applied by the next poll."""
         try:
@@ -454,16 +454,16 @@ class Committer:
         except CacheError as error:
             logger.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
 
-    def _waive(self, key: str) -> list[Doomed]:
+    def _waive(self, key: str) -> list[Deletion]:
         """An object that journaled changes were to delete gets new bytes: they will not. Raises CacheError."""
-        waived: list[Doomed] = []
+        waived: list[Deletion] = []
         for sequence, change in self._pending.items():
             kept = [doomed for doomed in change.doomed if doomed.key != key]
             if len(kept) < len(change.doomed):
                 waived += [doomed for doomed in change.doomed if doomed.key == key]
                 change = self._pending[sequence] = replace(change, doomed=kept)
                 batch = Batch()
-                batch.put(b"C" + sequence.to_bytes(8, "big"), msgspec.msgpack.encode(change))
+                self._rows.put(batch, sequence, change)
                 self._db.commit(batch)
         return waived
 
@@ -486,7 +486,7 @@ class Committer:
             counting = change if len(counts) == len(change.operations) else replace(change, operations=counts)
             self._applier.restamp(merged([counting], self.writer, time), PENDING | sequence, time)
             batch = Batch()
-            batch.delete(b"C" + sequence.to_bytes(8, "big"))
+            self._rows.delete(batch, sequence)
             for doomed in self._pending.get(sequence, change).doomed:  # some were waived since, perhaps
                 self._deletions.add(batch, doomed)
             self._db.commit(batch)
@@ -495,15 +495,11 @@ class Committer:
 
     def _end_sending(self) -> None:
         if self._sending is not None:
-            batch = Batch()
-            batch.delete(b"Msending")
-            self._db.commit(batch)
+            self._sending_row.set(None)
             self._sending = None
 
     def _note_sending(self, sending: Sending) -> None:
-        batch = Batch()
-        batch.put(b"Msending", msgspec.msgpack.encode(sending))
-        self._db.commit(batch)
+        self._sending_row.set(sending)
         self._sending = sending
 
     async def _settle_sending(self) -> None:
@@ -524,7 +520,7 @@ class Committer:
         done = {sequence: self._pending[sequence] for sequence in sending.sequences if sequence in self._pending}
         self._drop(done, sending.time)
         self._let_pass(sending)
-        if not self._applier.is_applied(record.time, record.writer):
+        if not self._applier.commits.is_applied(record.time, record.writer):
             self._clock.seen(record.time)
             this = ObjectRef(meta.key, meta.etag, meta.size)
             self._applier.apply(_own_part(record, sending), this, whole=False)

@@ -110,7 +110,7 @@ class Poller:
                 done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
                 count += done
                 if done:
-                    self._applier.forget_applied_before(max(0, self._applier.newest() - 2 * WINDOW_NS))
+                    self._applier.commits.forget_before(max(0, self._applier.commits.newest() - 2 * WINDOW_NS))
                 if done == len(found):
                     return count
                 await trio.sleep(backoff.next_s())
@@ -118,14 +118,18 @@ class Poller:
     async def _find(self) -> list[tuple[int, str, ObjectMeta]]:
         """Commits that are not applied, the oldest first."""
         ahead_ns = self._clock.ahead_ns()
-        since = max(0, min(self._applier.newest(), ahead_ns) - WINDOW_NS)
+        since = max(0, min(self._applier.commits.newest(), ahead_ns) - WINDOW_NS)
         found: list[tuple[int, str, ObjectMeta]] = []
         async with contextlib.aclosing(self._log.list_since(since)) as pages:
             async for page in pages:
                 ahead: list[tuple[int, str, ObjectMeta]] = []
                 for meta in page.objects:
                     named = parse_commit_key(meta.key)
-                    if named is not None and meta.key not in self._refused and not self._applier.is_applied(*named):
+                    if (
+                        named is not None
+                        and meta.key not in self._refused
+                        and not self._applier.commits.is_applied(*named)
+                    ):
                         (found if named[0] <= ahead_ns else ahead).append((*named, meta))
                 self._leave_out([item for item in ahead if item[2].key not in self._ahead])
                 if ahead:
@@ -136,7 +140,7 @@ class Poller:
         """Commits that are dated too far ahead, until their time has come."""
         for time, writer, meta in ahead:
             self._ahead.add(meta.key)
-            self._applier.note_refused(time, writer)
+            self._applier.commits.record_refused(time, writer)
         self._metrics.future += len(ahead)
         if ahead:
             logger.error(
@@ -168,7 +172,7 @@ class Poller:
                 nursery.start_soon(fetch, meta)
         for number, meta in enumerate(metas):
             record = records.pop(meta.key) if meta.key in records else await self._fetch(meta, RECORD_BYTES_MAX)
-            if record is None or self._applier.is_applied(record.time, record.writer):
+            if record is None or self._applier.commits.is_applied(record.time, record.writer):
                 continue
             self._clock.seen(record.time)
             self._ahead.discard(meta.key)
@@ -176,7 +180,7 @@ class Poller:
             outdated, is_sure = await self._outdated(record)
             if wait and not is_sure and self._clock.wall_ns() - record.time < DOUBT_S_MAX * NS:
                 return number
-            if self._applier.is_applied(record.time, record.writer):
+            if self._applier.commits.is_applied(record.time, record.writer):
                 continue
             this = ObjectRef(meta.key, meta.etag, meta.size)
             if len(record.operations) > OPERATIONS_AT_ONCE:
@@ -229,6 +233,6 @@ class Poller:
         self._refused.add(key)
         named = parse_commit_key(key)
         if named is not None:
-            self._applier.note_refused(*named)
+            self._applier.commits.record_refused(*named)
         self._metrics.damaged += 1
         logger.error("commit %s is left out: %s", key, why)

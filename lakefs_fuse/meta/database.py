@@ -1,29 +1,9 @@
-"""The RocksDB database of one cache directory, and the keys in it.
+"""The RocksDB database of one cache directory. `schema` has its keys.
 
-============================  ==========================================================
-``M`` name                    schema version, identity of the lake, inode high-water mark
-``N`` parent sort-name        cookie: find a name; the order is the store's LIST order
-``D`` parent cookie           packed `Entry`: read a directory in one range scan
-``I`` inode                   parent, cookie: find the entry of an inode
-``K`` path                    `fs.keeping.Row` of a checkpoint: which are the newest, to be kept in the cache
-``L`` inode                   `tree.Listing` of a directory that was listed completely
-``J`` draft id                journal record of bytes not yet durable
-``P`` number                  `objects.ObjectRow`: an object that entries have their bytes in
-``Q`` key NUL etag            number of that object
-``T`` path                    `tombstones.Tombstone` of a name that a commit removed; directories end in a slash
-``S`` inode                   target of a symbolic link
-``X`` inode                   extended attributes
-``A`` time writer             a commit that was applied
-``R`` time writer             a commit that could not be read, or lies in the future, and was left out
-``C`` sequence                a change made here that is in no commit yet
-``G`` key                     a plain object to be deleted
-``H`` time key                the same, by when it is to be deleted
-``Z`` time path               a renamed plain object: when it is looked at, or copied to its new key
-============================  ==========================================================
-
-Integers in keys are 8 bytes, big-endian. All calls are short and made on the trio thread, so whatever is done between
-two awaits is atomic for every other task; a `Batch` is atomic across a crash as well. Only the journal's promises are
-synced. After a crash of the machine the tail of the log may be missing: names come back with the next listing.
+What always holds (*atomic batches*): a `Batch` becomes visible, and survives a crash, whole or not at all. All calls
+are short and made on the trio thread but for `sync`, `frozen` iterators and `copy_to`, so whatever is done between two
+awaits is atomic for every other task. Only what is committed with ``sync`` survives a crash of the machine: the tail of
+the log may be missing then, and names come back with the next listing.
 """
 
 from __future__ import annotations
@@ -51,8 +31,8 @@ from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.errors import CacheError
+from lakefs_fuse.meta import schema
 
-SCHEMA = b"2"
 BLOCK_CACHE_BYTES = 32 << 20
 WRITE_BUFFER_BYTES = 16 << 20
 WRITE_BUFFERS = 2
@@ -158,31 +138,33 @@ class Database:
         self._synced = WriteOptions()
         self._synced.sync = True
         self._plain = WriteOptions()
-        stored = self.get(b"Midentity")
+        stored = self.get(schema.SINGLE_IDENTITY)
         if stored is None:
             self.lost_rows = True
             batch = Batch()
-            batch.put(b"Midentity", identity.encode())
-            batch.put(b"Mschema", SCHEMA)
+            batch.put(schema.SINGLE_IDENTITY, identity.encode())
+            batch.put(schema.SINGLE_VERSION, schema.VERSION)
             self.commit(batch, sync=True)
-        elif stored.decode(errors="replace") != identity or self.get(b"Mschema") != SCHEMA:
+        elif stored.decode(errors="replace") != identity or self.get(schema.SINGLE_VERSION) != schema.VERSION:
             self.close()
             raise CacheError(
                 f"the cache directory {directory.parent} belongs to {stored.decode(errors='replace')} "
-                f"(schema {SCHEMA.decode()} wanted): give --cache-dir another directory, or delete this one"
+                f"(schema {schema.VERSION.decode()} wanted): give --cache-dir another directory, or delete this one"
             )
         self._load_inodes()
 
     def _load_inodes(self) -> None:
-        reserved = self.get(b"Minode")
-        self._inode_next = int.from_bytes(reserved or b"", "big") or 2
+        reserved = self.get(schema.SINGLE_INODE)
+        self._inode_next = schema.decode_number(reserved) or 2
         self._inode_reserved = self._inode_next
 
     def _is_whole(self) -> bool:
         """After damage names may be left without what keeps their inode numbers from being given out again."""
         try:
-            has_names = next(self.scan(b"D", b"E"), None) is not None
-            return not has_names or (self.get(b"Midentity") is not None and self.get(b"Minode") is not None)
+            has_names = next(self.scan(schema.ENTRY, schema.end_of(schema.ENTRY)), None) is not None
+            return not has_names or (
+                self.get(schema.SINGLE_IDENTITY) is not None and self.get(schema.SINGLE_INODE) is not None
+            )
         except CacheError:
             return False
 
@@ -322,7 +304,7 @@ class Database:
         if self._inode_next >= self._inode_reserved:
             reserved = self._inode_next + INODES_RESERVED
             batch = Batch()
-            batch.put(b"Minode", reserved.to_bytes(8, "big"))
+            batch.put(schema.SINGLE_INODE, schema.encode_number(reserved))
             self.commit(batch)
             self._inode_reserved = reserved
         self._inode_next += 1

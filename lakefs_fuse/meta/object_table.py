@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from lakefs_fuse.config import RESERVED_NAME
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 
 _ROW = struct.Struct("<QqqB")
@@ -41,11 +42,11 @@ def is_pack_key(key: str) -> bool:
 
 
 def _number_key(number: int) -> bytes:
-    return b"P" + number.to_bytes(8, "big")
+    return schema.number_key(schema.OBJECT, number)
 
 
 def _name_key(key: str, etag: str) -> bytes:
-    return b"Q" + key.encode("utf-8", "surrogatepass") + b"\0" + etag.encode()
+    return schema.OBJECT_NUMBER + schema.encode_path(key) + b"\0" + etag.encode()
 
 
 class Objects:
@@ -80,7 +81,7 @@ class Objects:
 
     def _read(self, number: int, raw: bytes) -> ObjectRow | None:
         try:
-            return unpack(number, raw)
+            return unpack_object(number, raw)
         except (struct.error, ValueError) as error:
             self._db.note_damaged(_number_key(number), error)
             return None
@@ -123,10 +124,10 @@ class Objects:
         known = self.find(key, etag)
         if known is not None:
             return known.number
-        last = int.from_bytes(self._db.get(b"Mobject") or b"", "big")
+        last = schema.decode_number(self._db.get(schema.SINGLE_OBJECT))
         row = ObjectRow(last + 1, key, etag, size)
         batch = Batch()
-        batch.put(b"Mobject", row.number.to_bytes(8, "big"))
+        batch.put(schema.SINGLE_OBJECT, schema.encode_number(row.number))
         self._put(batch, row)
         self._db.commit(batch)
         self._count(row, 1)
@@ -134,7 +135,7 @@ class Objects:
 
     def _put(self, batch: Batch, row: ObjectRow) -> None:
         batch.put(_number_key(row.number), _pack(row))
-        batch.put(_name_key(row.key, row.etag), row.number.to_bytes(8, "big"))
+        batch.put(_name_key(row.key, row.etag), schema.encode_number(row.number))
         self._remember(row)
 
     def forget(self, batch: Batch, row: ObjectRow) -> None:
@@ -159,7 +160,7 @@ class Objects:
         batch.shares = {}
 
     def rows(self) -> Iterator[ObjectRow]:
-        for key, raw in self._db.scan(b"P", b"Q"):
+        for key, raw in self._db.scan(schema.OBJECT, schema.end_of(schema.OBJECT)):
             row = self._read(int.from_bytes(key[1:9], "big"), raw)
             if row is not None:
                 yield row
@@ -167,12 +168,12 @@ class Objects:
 
 def _pack(row: ObjectRow) -> bytes:
     etag = row.etag.encode()
-    return _ROW.pack(row.size, row.entries, row.bytes_live, len(etag)) + etag + row.key.encode("utf-8", "surrogatepass")
+    return _ROW.pack(row.size, row.entries, row.bytes_live, len(etag)) + etag + schema.encode_path(row.key)
 
 
-def unpack(number: int, raw: bytes) -> ObjectRow:
+def unpack_object(number: int, raw: bytes) -> ObjectRow:
     """Raises struct.error or ValueError for a row that is none."""
     size, entries, live, length = _ROW.unpack_from(raw)
     at = _ROW.size + length
-    key = raw[at:].decode("utf-8", "surrogatepass")
+    key = schema.decode_path(raw[at:])
     return ObjectRow(number, key, raw[_ROW.size : at].decode(), size, entries, live)

@@ -20,21 +20,20 @@ import xxhash
 from rocksdict import IngestExternalFileOptions, Rdict, SstFileWriter
 
 from lakefs_fuse.errors import CacheError, DamagedCommit
-from lakefs_fuse.meta.database import SCHEMA, Batch, Database, options
+from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import HEAD, Flag
 
-KINDS = b"ADILNPQSTX"
+KINDS = b"".join(schema.NAME_KINDS)
 """First bytes of the keys that a dump has, in order."""
-LOCAL_KINDS = b"CJ"
-"""Rows of bytes and names that are in no store yet: what they changed must not get into a dump."""
-ROWS = int(SCHEMA)
+ROWS = int(schema.VERSION)
 """Which layout the rows have."""
 FILE_BYTES_MAX = 24 << 20
 """A file is ended when it has so many bytes; its index and filter come on top."""
 ROWS_BETWEEN_LOOKS = 1000
 HASH_BYTES = 1 << 20
 
-_ENTRY = ord("D")
+_ENTRY = schema.ENTRY[0]
 
 
 class Marks(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,25 +56,21 @@ class DumpedFile(msgspec.Struct, frozen=True, kw_only=True):
     last: bytes
 
 
-def _number(raw: object) -> int:
-    return int.from_bytes(raw, "big") if isinstance(raw, bytes) else 0
-
-
 def marks_of(database: Database) -> Marks:
     return Marks(
-        inode=_number(database.get(b"Minode")) or 2,
-        object=_number(database.get(b"Mobject")),
-        newest=_number(database.get(b"Mnewest")),
+        inode=schema.decode_number(database.get(schema.SINGLE_INODE)) or 2,
+        object=schema.decode_number(database.get(schema.SINGLE_OBJECT)),
+        newest=schema.decode_number(database.get(schema.SINGLE_NEWEST)),
     )
 
 
 def has_names(database: Database) -> bool:
-    return next(database.scan(b"D", b"E"), None) is not None
+    return next(database.scan(schema.ENTRY, schema.end_of(schema.ENTRY)), None) is not None
 
 
 def has_local_changes(database: Database) -> bool:
     """Something was changed or written here that is in no store yet."""
-    return any(next(database.scan(bytes([kind]), bytes([kind + 1])), None) is not None for kind in LOCAL_KINDS)
+    return any(next(database.scan(kind, schema.end_of(kind)), None) is not None for kind in schema.LOCAL_KINDS)
 
 
 class Dump:
@@ -91,14 +86,14 @@ class Dump:
         self.names = self.directories = self.bytes = self.entries = 0
         """Of the files made so far; the root is no name."""
         self._directory, self._file_bytes_max = directory, file_bytes_max
-        self._rows = self._rows_of_names(database.frozen(bytes([KINDS[0]])), applied_since)
+        self._rows = self._rows_of_names(database.frozen(schema.NAME_KINDS[0]), applied_since)
         self._ahead = next(self._rows, None)
         self._files = 0
 
     def _rows_of_names(
         self, everything: Iterator[tuple[bytes, bytes]], applied_since: int
     ) -> Iterator[tuple[bytes, bytes]]:
-        since = b"A" + max(0, applied_since).to_bytes(8, "big")
+        since = schema.number_key(schema.APPLIED, max(0, applied_since))
         for key, value in everything:
             kind = key[0]
             if kind not in KINDS or key < since:
@@ -181,7 +176,7 @@ def check_file(path: Path, first: bytes, last: bytes) -> None:
             while key is not None:
                 if key[0] not in KINDS:
                     raise DamagedCommit(f"holds a row {key[:40]!r} that is not of names")
-                key = _key_from(trial, bytes([key[0] + 1]))
+                key = _key_from(trial, schema.end_of(key))
         finally:
             trial.close()
     except DamagedCommit:
@@ -205,16 +200,16 @@ def ingest(database: Database, paths: list[Path], marks: Marks, directory: Path)
     """
     known = marks_of(database)
     rows = {
-        b"Minode": max(known.inode, marks.inode),
-        b"Mnewest": marks.newest,
-        b"Mobject": max(known.object, marks.object),
+        schema.SINGLE_INODE: max(known.inode, marks.inode),
+        schema.SINGLE_NEWEST: marks.newest,
+        schema.SINGLE_OBJECT: max(known.object, marks.object),
     }
     path = directory / "marks.sst"
     try:
         writer = SstFileWriter(options())
         writer.open(str(path))
         for key, number in sorted(rows.items()):
-            writer[key] = number.to_bytes(8, "big")
+            writer[key] = schema.encode_number(number)
         writer.finish()
     except Exception as error:
         raise CacheError(f"{path} cannot be written: {error}") from error
@@ -228,45 +223,51 @@ def drop_names(database: Database) -> None:
     somebody made them again.
     """
     batch = Batch()
-    for kind in (*KINDS, ord("R")):
-        batch.delete_range(bytes([kind]), bytes([kind + 1]))
-    batch.delete(b"Mnewest")
-    batch.delete(b"Moutdated")
-    batch.put(b"Mreapply", b"")
+    for kind in (*schema.NAME_KINDS, schema.REFUSED):
+        batch.delete_range(kind, schema.end_of(kind))
+    batch.delete(schema.SINGLE_NEWEST)
+    batch.delete(schema.SINGLE_OUTDATED)
+    batch.put(schema.SINGLE_REAPPLY, b"")
     database.commit(batch, sync=True)
 
 
 def reapply_wanted(database: Database) -> bool:
-    return database.get(b"Mreapply") is not None
+    return database.get(schema.SINGLE_REAPPLY) is not None
 
 
 def reapplied(database: Database) -> None:
     batch = Batch()
-    batch.delete(b"Mreapply")
+    batch.delete(schema.SINGLE_REAPPLY)
     database.commit(batch)
 
 
-def outdate_names(batch: Batch) -> None:
-    """The names here are to be dropped before they are used by another daemon."""
-    batch.put(b"Moutdated", b"")
-
-
 def are_names_outdated(database: Database) -> bool:
-    return database.get(b"Moutdated") is not None
+    return database.get(schema.SINGLE_OUTDATED) is not None
+
+
+def writer_of(database: Database) -> str:
+    """Who committed last from this cache directory; empty where nobody did."""
+    return (database.get(schema.SINGLE_WRITER) or b"").decode()
+
+
+def set_writer(database: Database, writer: str) -> None:
+    batch = Batch()
+    batch.put(schema.SINGLE_WRITER, writer.encode())
+    database.commit(batch)
 
 
 def missing_before(database: Database) -> int:
     """Commits before this time were collected, and what they said is not among the names here; 0 where none is
     missing."""
-    return _number(database.get(b"Mmissing"))
+    return schema.decode_number(database.get(schema.SINGLE_MISSING))
 
 
 def set_missing_before(database: Database, time: int) -> None:
     batch = Batch()
     if time:
-        batch.put(b"Mmissing", time.to_bytes(8, "big"))
+        batch.put(schema.SINGLE_MISSING, schema.encode_number(time))
     else:
-        batch.delete(b"Mmissing")
+        batch.delete(schema.SINGLE_MISSING)
     database.commit(batch, sync=True)
 
 

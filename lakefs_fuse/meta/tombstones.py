@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 
 NS = 1_000_000_000
@@ -38,32 +39,32 @@ class Tombstones:
         self._db = database
 
     def get(self, path: bytes) -> Tombstone | None:
-        raw = self._db.get(b"T" + path)
-        return None if raw is None else self._read(b"T" + path, raw)
+        raw = self._db.get(schema.TOMBSTONE + path)
+        return None if raw is None else self._read(schema.TOMBSTONE + path, raw)
 
     def _read(self, key: bytes, raw: bytes) -> Tombstone | None:
         try:
-            return unpack(raw)
+            return unpack_tombstone(raw)
         except ValueError as error:
             self._db.note_damaged(key, error)
             return None
 
     def put(self, batch: Batch, path: bytes, tombstone: Tombstone) -> None:
-        batch.put(b"T" + path, tombstone.stamp.to_bytes(8, "big") + tombstone.etag.encode())
+        batch.put(schema.TOMBSTONE + path, tombstone.stamp.to_bytes(8, "big") + tombstone.etag.encode())
 
     def delete(self, batch: Batch, path: bytes) -> None:
-        batch.delete(b"T" + path)
+        batch.delete(schema.TOMBSTONE + path)
 
     def below(self, prefix: bytes) -> Iterator[tuple[bytes, Tombstone]]:
         """Paths that begin with ``prefix`` (empty, or ending in a slash), in order."""
-        end = b"T" + prefix[:-1] + b"0" if prefix else b"U"
-        for key, raw in self._db.scan(b"T" + prefix, end):
+        end = schema.TOMBSTONE + prefix[:-1] + b"0" if prefix else schema.end_of(schema.TOMBSTONE)
+        for key, raw in self._db.scan(schema.TOMBSTONE + prefix, end):
             tombstone = self._read(key, raw)
             if tombstone is not None:
                 yield key[1:], tombstone
 
 
-def unpack(raw: bytes) -> Tombstone:
+def unpack_tombstone(raw: bytes) -> Tombstone:
     """Raises ValueError for a row that is none."""
     if len(raw) < 8:
         raise ValueError(f"a tombstone of {len(raw)} bytes")

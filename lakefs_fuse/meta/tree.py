@@ -10,17 +10,19 @@ has no rows below it (`remove` takes them away). Nothing is held in memory but t
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from stat import S_ISGID
 
 import msgspec
 import xxhash
 
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import FLAGS_LOW, HEAD, NOWHERE, PLACE, ROOT_INODE, UNSET, Entry, Flag, unpack
-from lakefs_fuse.meta.object_table import Objects
-from lakefs_fuse.meta.tombstones import Tombstones
+from lakefs_fuse.meta.object_table import NUMBER_BYTES, Objects, unpack_object
+from lakefs_fuse.meta.schema import number_key
+from lakefs_fuse.meta.tombstones import Tombstones, unpack_tombstone
 from lakefs_fuse.meta.tree_events import TreeEvents
 
 _PAIR = struct.Struct(">QQ")
@@ -51,10 +53,6 @@ class Listing(msgspec.Struct, frozen=True):
     @property
     def hides_keys(self) -> bool:
         return bool(self.hidden_component or self.hidden_nul or self.hidden_long or self.hidden_conflict)
-
-
-def _inode_key(kind: bytes, inode: int) -> bytes:
-    return kind + inode.to_bytes(8, "big")
 
 
 def unpack_listing(row: bytes) -> Listing:
@@ -93,7 +91,7 @@ class Tree:
 
     def entry(self, inode: int) -> Entry | None:
         """The entry an inode is reached by; None for the root and for inodes that no name leads to any more."""
-        key = _inode_key(b"I", inode)
+        key = number_key(schema.INODE, inode)
         place = self._db.get(key)
         if place is None:
             return None
@@ -109,7 +107,7 @@ class Tree:
         return self._at(parent, cookie)
 
     def _at(self, parent: int, cookie: int) -> Entry | None:
-        key = b"D" + _PAIR.pack(parent, cookie)
+        key = schema.ENTRY + _PAIR.pack(parent, cookie)
         row = self._db.get(key)
         return None if row is None else self._read(parent, cookie, key, row)
 
@@ -127,17 +125,17 @@ class Tree:
     def path_of_row(self, key: bytes) -> list[bytes] | None:
         """Of what a row, perhaps a damaged one, is about; None where that cannot be told."""
         kind, rest = key[:1], key[1:]
-        if kind == b"T":
+        if kind == schema.TOMBSTONE:
             return rest.rstrip(b"/").split(b"/")
-        if kind not in (b"D", b"I", b"L", b"N", b"X"):
+        if kind not in (schema.ENTRY, schema.INODE, schema.LISTING, schema.NAME, schema.XATTRS):
             return None
         inode = int.from_bytes(rest[:8], "big")
         above = self.path(inode)
-        if above is None or kind not in (b"D", b"N"):
+        if above is None or kind not in (schema.ENTRY, schema.NAME):
             return above
-        if kind == b"N":
+        if kind == schema.NAME:
             return [*above, rest[8:].rstrip(b"/")]
-        for name, cookie in self._db.scan(_inode_key(b"N", inode), _inode_key(b"N", inode + 1)):
+        for name, cookie in self._db.scan(number_key(schema.NAME, inode), number_key(schema.NAME, inode + 1)):
             if cookie == rest[8:]:
                 return [*above, name[9:].rstrip(b"/")]
         return above
@@ -147,7 +145,7 @@ class Tree:
         return self.named(parent, name + b"/") or self.named(parent, name)
 
     def named(self, parent: int, sort_name: bytes) -> Entry | None:
-        key = _inode_key(b"N", parent) + sort_name
+        key = number_key(schema.NAME, parent) + sort_name
         cookie = self._db.get(key)
         if cookie is None:
             return None
@@ -158,7 +156,9 @@ class Tree:
 
     def children(self, parent: int, after: int = 0, until: int = COOKIE_MAX) -> Iterator[Entry]:
         """Entries of a directory with a cookie greater than ``after`` and less than ``until``, in cookie order."""
-        scan = self._db.scan(b"D" + _PAIR.pack(parent, max(0, after + 1)), b"D" + _PAIR.pack(parent, until))
+        scan = self._db.scan(
+            schema.ENTRY + _PAIR.pack(parent, max(0, after + 1)), schema.ENTRY + _PAIR.pack(parent, until)
+        )
         for key, row in scan:
             entry = self._read(parent, int.from_bytes(key[9:17], "big"), key, row)
             if entry is not None:
@@ -167,7 +167,7 @@ class Tree:
     def rows(self, parent: int, after: int = 0) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
         """As `children`, not unpacked: what the keys of the directory's rows begin with, and rows from the first on
         that is wanted, beyond the directory's end as well. To be let go before the database is closed."""
-        return _inode_key(b"D", parent), self._db.frozen(b"D" + _PAIR.pack(parent, after + 1))
+        return number_key(schema.ENTRY, parent), self._db.frozen(schema.ENTRY + _PAIR.pack(parent, after + 1))
 
     @property
     def changes(self) -> int:
@@ -232,7 +232,7 @@ class Tree:
         get, put, new_inode, pack = self._db.get, batch.put, self._db.new_inode, HEAD.pack
         self.drop_mirror(parent)
         number = parent.to_bytes(8, "big")
-        names, rows = b"N" + number, b"D" + number
+        names, rows = schema.NAME + number, schema.ENTRY + number
         added = 0
         for name, size, mtime_ns, etag in files:
             key = names + name
@@ -248,7 +248,7 @@ class Tree:
             inode = new_inode()
             cookie, tag = inode.to_bytes(8, "big"), etag.encode()
             put(key, cookie)
-            put(b"I" + cookie, number + cookie)
+            put(schema.INODE + cookie, number + cookie)
             head = pack(inode, 0, UNSET, UNSET, UNSET, size, mtime_ns, mtime_ns, 0, 0, 0, len(tag))
             put(rows + cookie, head + tag + name)
             added += 1
@@ -256,9 +256,9 @@ class Tree:
 
     def _attach(self, batch: Batch, entry: Entry) -> None:
         place = _PAIR.pack(entry.parent, entry.cookie)
-        batch.put(_inode_key(b"N", entry.parent) + entry.sort_name, entry.cookie.to_bytes(8, "big"))
-        batch.put(_inode_key(b"I", entry.inode), place)
-        batch.put(b"D" + place, entry.pack())
+        batch.put(number_key(schema.NAME, entry.parent) + entry.sort_name, entry.cookie.to_bytes(8, "big"))
+        batch.put(number_key(schema.INODE, entry.inode), place)
+        batch.put(schema.ENTRY + place, entry.pack())
         if entry.parent in self.mirrored:
             for listener in self._events.mirrored_name_added:
                 listener(entry.parent, entry.name)
@@ -276,9 +276,9 @@ class Tree:
 
     def _detach(self, batch: Batch, entry: Entry) -> None:
         self.directories_moved += entry.is_dir
-        batch.delete(_inode_key(b"N", entry.parent) + entry.sort_name)
-        batch.delete(b"D" + _PAIR.pack(entry.parent, entry.cookie))
-        batch.delete(_inode_key(b"I", entry.inode))
+        batch.delete(number_key(schema.NAME, entry.parent) + entry.sort_name)
+        batch.delete(schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie))
+        batch.delete(number_key(schema.INODE, entry.inode))
 
     def update(self, batch: Batch, entry: Entry) -> None:
         """Write an entry's attributes; name, parent, cookie and inode are those it was read with."""
@@ -289,7 +289,7 @@ class Tree:
                 self.drop_mirror(entry.inode)  # whoever makes files in it gives them its group
         else:
             self._share(batch, self._at(entry.parent, entry.cookie), entry)
-        batch.put(b"D" + _PAIR.pack(entry.parent, entry.cookie), entry.pack())
+        batch.put(schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie), entry.pack())
 
     @staticmethod
     def _share(batch: Batch, before: Entry | None, after: Entry | None) -> None:
@@ -303,9 +303,9 @@ class Tree:
         ``inode`` is one that was set aside for it."""
         self._drop_inode(entry.inode)
         renewed = msgspec.structs.replace(entry, inode=inode or self._db.new_inode())
-        batch.delete(_inode_key(b"I", entry.inode))
+        batch.delete(number_key(schema.INODE, entry.inode))
         self._forget_rows(batch, entry)
-        batch.put(_inode_key(b"I", renewed.inode), _PAIR.pack(entry.parent, entry.cookie))
+        batch.put(number_key(schema.INODE, renewed.inode), _PAIR.pack(entry.parent, entry.cookie))
         self.update(batch, renewed)
         return renewed
 
@@ -323,8 +323,8 @@ class Tree:
         return moved
 
     def _forget_rows(self, batch: Batch, entry: Entry) -> None:
-        for kind in (b"S", b"X"):
-            batch.delete(_inode_key(kind, entry.inode))
+        for kind in (schema.SYMLINK, schema.XATTRS):
+            batch.delete(number_key(kind, entry.inode))
 
     def remove(self, batch: Batch, entry: Entry) -> None:
         """Take a name away, and everything below it."""
@@ -340,27 +340,27 @@ class Tree:
             directory = below.pop()
             for child in self.children(directory):
                 self._drop_inode(child.inode)
-                batch.delete(_inode_key(b"I", child.inode))
+                batch.delete(number_key(schema.INODE, child.inode))
                 self._share(batch, child, None)
                 if child.flags & (Flag.SYMLINK | Flag.XATTRS):
                     self._forget_rows(batch, child)
                 if child.is_dir:
                     below.append(child.inode)
-            for kind in (b"N", b"D"):
-                batch.delete_range(_inode_key(kind, directory), _inode_key(kind, directory + 1))
+            for kind in (schema.NAME, schema.ENTRY):
+                batch.delete_range(number_key(kind, directory), number_key(kind, directory + 1))
             self.forget_listing(batch, directory)
 
     # -- what some entries have beside their row
 
     def target(self, inode: int) -> bytes:
         """Of a symbolic link; empty where there is none."""
-        return self._db.get(_inode_key(b"S", inode)) or b""
+        return self._db.get(number_key(schema.SYMLINK, inode)) or b""
 
     def set_target(self, batch: Batch, inode: int, target: bytes) -> None:
-        batch.put(_inode_key(b"S", inode), target)
+        batch.put(number_key(schema.SYMLINK, inode), target)
 
     def xattrs(self, inode: int) -> dict[str, bytes]:
-        key = _inode_key(b"X", inode)
+        key = number_key(schema.XATTRS, inode)
         raw = self._db.get(key)
         try:
             return {} if raw is None else unpack_xattrs(raw)
@@ -371,14 +371,14 @@ class Tree:
     def set_xattrs(self, batch: Batch, inode: int, xattrs: dict[str, bytes]) -> None:
         """The entry's flag is the caller's."""
         if xattrs:
-            batch.put(_inode_key(b"X", inode), msgspec.msgpack.encode(xattrs))
+            batch.put(number_key(schema.XATTRS, inode), msgspec.msgpack.encode(xattrs))
         else:
-            batch.delete(_inode_key(b"X", inode))
+            batch.delete(number_key(schema.XATTRS, inode))
 
     # -- listings
 
     def listing(self, directory: int) -> Listing | None:
-        key = _inode_key(b"L", directory)
+        key = number_key(schema.LISTING, directory)
         row = self._db.get(key)
         return None if row is None else self._read_listing(key, row)
 
@@ -392,26 +392,26 @@ class Tree:
     def set_listing(self, batch: Batch, directory: int, listing: Listing) -> None:
         self._count_hidden(self.listing(directory), -1)
         self._count_hidden(listing, 1)
-        batch.put(_inode_key(b"L", directory), _LISTING.pack(*msgspec.structs.astuple(listing)))
+        batch.put(number_key(schema.LISTING, directory), _LISTING.pack(*msgspec.structs.astuple(listing)))
 
     def forget_listing(self, batch: Batch, directory: int) -> None:
         self.drop_mirror(directory)
         for listener in self._events.listing_dropped:
             listener(directory)
         self._count_hidden(self.listing(directory), -1)
-        batch.delete(_inode_key(b"L", directory))
+        batch.delete(number_key(schema.LISTING, directory))
 
     def forget_listings(self) -> None:
         """Every directory has to be listed again by whoever wants to know what is in it."""
         for directory in list(self.mirrored):
             self.drop_mirror(directory)
         batch = Batch()
-        batch.delete_range(b"L", b"M")
+        batch.delete_range(schema.LISTING, schema.end_of(schema.LISTING))
         self._db.commit(batch)
         self.hidden = [0, 0, 0, 0]
 
     def listings(self) -> Iterator[Listing]:
-        for key, row in self._db.scan(b"L", b"M"):
+        for key, row in self._db.scan(schema.LISTING, schema.end_of(schema.LISTING)):
             listing = self._read_listing(key, row)
             if listing is not None:
                 yield listing
@@ -425,3 +425,33 @@ class Tree:
                 return None
             parent = entry.inode
         return entry
+
+
+def damaged_rows(database: Database) -> Iterator[tuple[bytes, str]]:
+    """Keys of the rows of names that cannot be decoded, and why; everything else leaves such rows out."""
+    for kind, decode in _DECODERS.items():
+        for key, row in database.scan(kind, schema.end_of(kind)):
+            try:
+                decode(row)
+            except (struct.error, ValueError) as error:
+                yield key, str(error)[:200]
+
+
+def _of_bytes(count: int) -> Callable[[bytes], object]:
+    def decode(row: bytes) -> None:
+        if len(row) != count:
+            raise ValueError(f"{len(row)} bytes")
+
+    return decode
+
+
+_DECODERS: dict[bytes, Callable[[bytes], object]] = {
+    schema.ENTRY: lambda row: unpack(0, 0, row),
+    schema.INODE: _of_bytes(_PAIR.size),
+    schema.LISTING: unpack_listing,
+    schema.NAME: _of_bytes(COOKIE_BYTES),
+    schema.OBJECT: lambda row: unpack_object(0, row),
+    schema.OBJECT_NUMBER: _of_bytes(NUMBER_BYTES),
+    schema.TOMBSTONE: unpack_tombstone,
+    schema.XATTRS: unpack_xattrs,
+}

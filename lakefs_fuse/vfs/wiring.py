@@ -153,7 +153,7 @@ class Commits:
         """Settle what was loaded with the store, and apply what others did since. Raises LakeError."""
         await self.poller.correct_clock()
         await self.committer.settle_journal()
-        self.clock.seen(self.applier.newest())
+        self.clock.seen(self.applier.commits.newest())
         await self.poller.poll()
         if not self._is_read_only and await self.committer.redate_before():
             await self.poller.poll()
@@ -161,7 +161,7 @@ class Commits:
 
     async def read_again(self) -> None:
         """Names that were covered by others come back. Raises LakeError."""
-        self.applier.forget_applied()
+        self.applier.commits.forget_all()
         await self.poller.poll()
         self.committer.set_attributes_again()
 

@@ -11,7 +11,7 @@ from lakefs_fuse.admin.fsck import Checker, Kind
 from lakefs_fuse.commits.record import Mkdir, Put, Remove, Symlink
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.row_decoders import damaged_rows
+from lakefs_fuse.meta.tree import damaged_rows
 from tests.admin.lakes import dataset, fold_all, give_commit, give_pack, headless, silent
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import Clock, lake

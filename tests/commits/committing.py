@@ -13,10 +13,11 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
-from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.commits.record import COMMITS, Operation
 from lakefs_fuse.environment.threads import WorkerThreads
+from lakefs_fuse.meta.rows import Deletion
 from tests.commits.nodes import Node, at
 from tests.fakes import clock_of, store_client
 from tests.memory_store import MemoryStore
@@ -64,7 +65,7 @@ class Daemon(Node):
         self.poller = Poller(self.log, self.applier, self.metrics, refresh_s=0.01, redate=self.committer.redate)
         self.committer.load()
 
-    def enqueue(self, *operations: Operation, doomed: tuple[Doomed, ...] = ()) -> None:
+    def enqueue(self, *operations: Operation, doomed: tuple[Deletion, ...] = ()) -> None:
         self.committer.enqueue(Change(operations=list(operations), doomed=list(doomed)))
 
     def doomed(self) -> list[str]:

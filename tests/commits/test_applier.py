@@ -209,13 +209,13 @@ def test_files_of_one_record_are_as_if_each_had_one_of_its_own(
 def test_which_were_applied_is_remembered(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         for seconds in (1, 3, 2):
-            assert not n.applier.is_applied(at(seconds), n.writer)
+            assert not n.applier.commits.is_applied(at(seconds), n.writer)
             n.commit(seconds, put("f"))
-            assert n.applier.is_applied(at(seconds), n.writer)
-        assert n.applier.newest() == at(3)
-        n.applier.forget_applied_before(at(2.5))
-        assert [n.applier.is_applied(at(seconds), n.writer) for seconds in (1, 2, 3)] == [False, False, True]
-        assert n.applier.newest() == at(3)
+            assert n.applier.commits.is_applied(at(seconds), n.writer)
+        assert n.applier.commits.newest() == at(3)
+        n.applier.commits.forget_before(at(2.5))
+        assert [n.applier.commits.is_applied(at(seconds), n.writer) for seconds in (1, 2, 3)] == [False, False, True]
+        assert n.applier.commits.newest() == at(3)
 
 
 def test_the_same_bytes_keep_their_inode_and_others_get_another(tmp_path: Path) -> None:

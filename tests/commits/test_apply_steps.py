@@ -48,7 +48,7 @@ async def test_apply_in_steps_changes_few_names_at_a_time(node: Node) -> None:
     counts: list[int] = []
 
     async def watch() -> None:
-        while not node.applier.is_applied(at(10), WRITER):
+        while not node.applier.commits.is_applied(at(10), WRITER):
             counts.append(len(node.shown()))
             await trio.lowlevel.checkpoint()
 
@@ -108,7 +108,7 @@ async def test_apply_in_steps_crash_between_two_is_mended_by_the_next(node: Node
             for _ in range(steps + 1):
                 await trio.lowlevel.checkpoint()
             scope.cancel()
-    assert not node.applier.is_applied(record.time, record.writer)
+    assert not node.applier.commits.is_applied(record.time, record.writer)
     assert not node.tree.barrier.is_up
     node.database.close()
     again = Node(tmp_path / "meta")
@@ -135,4 +135,4 @@ async def test_apply_in_steps_change_made_here_meanwhile_is_newer(node: Node) ->
     assert node.find("other/file") is None
     assert node.tree.named(node.inode("big"), b"3") is None
     assert node.found("big/6").is_symlink
-    assert node.applier.is_applied(record.time, record.writer)
+    assert node.applier.commits.is_applied(record.time, record.writer)

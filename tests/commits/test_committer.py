@@ -10,10 +10,10 @@ import trio
 from lakefs_fuse.commits import committer
 from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import Change, merged
-from lakefs_fuse.commits.objects.deletion_queue import Doomed
 from lakefs_fuse.commits.record import THIS, Mkdir, ObjectRef, Put, Relocate, Remove, SetAttr, Symlink
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, Unavailable
 from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.meta.rows import Deletion
 from tests.commits.committing import Daemon, Site, until
 from tests.commits.nodes import at
 from tests.memory_store import Failures, Pause, Request, When
@@ -194,7 +194,7 @@ async def test_a_death_at_any_step_makes_the_change_once(tmp_path: Path, when: s
     etag = site.store.head("f").etag
     with site.daemon("a") as a:
         a.enqueue(mkdir("d"), link("l"))
-        a.enqueue(Remove("f", hides=etag), doomed=(Doomed("f", etag),))
+        a.enqueue(Remove("f", hides=etag), doomed=(Deletion("f", etag),))
         if when == "journaled":
             site.kill(a, "dead")
         else:

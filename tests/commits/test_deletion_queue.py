@@ -9,10 +9,10 @@ import pytest
 import trio
 
 from lakefs_fuse.commits.objects import deletion_queue as deletions
-from lakefs_fuse.commits.objects.deletion_queue import Doomed
 from lakefs_fuse.commits.record import OWN, Put, Remove
 from lakefs_fuse.errors import LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.rows import Deletion
 from tests.commits.committing import Daemon, Site, until
 from tests.commits.nodes import at
 from tests.memory_store import Failures, Pause, Request
@@ -23,11 +23,11 @@ def is_delete(request: Request) -> bool:
     return request.what == "delete"
 
 
-def give(site: Site, *keys: str) -> list[Doomed]:
-    return [Doomed(key, site.store.give(key, key.encode()).etag) for key in keys]
+def give(site: Site, *keys: str) -> list[Deletion]:
+    return [Deletion(key, site.store.give(key, key.encode()).etag) for key in keys]
 
 
-def doom(daemon: Daemon, *doomed: Doomed) -> None:
+def doom(daemon: Daemon, *doomed: Deletion) -> None:
     for each in doomed:
         daemon.deletions.doom(each)
 
@@ -55,8 +55,8 @@ async def test_only_the_version_that_was_meant_where_it_is_checked(tmp_path: Pat
     site = Site(tmp_path)
     with site.daemon("a") as a:
         (same,), (other,) = give(site, "same"), give(site, "other")
-        doom(a, Doomed("same", same.etag), Doomed("other", other.etag))
-        doom(a, Doomed("gone", "etag"))
+        doom(a, Deletion("same", same.etag), Deletion("other", other.etag))
+        doom(a, Deletion("gone", "etag"))
         give(site, "other")
         await a.deletions.drain()
         assert list(site.store.objects) == ["other"]
@@ -84,7 +84,7 @@ async def test_not_before_their_time(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:
         (later,) = give(site, "later")
-        doom(a, Doomed("later", later.etag, due_ns=at(60)))
+        doom(a, Deletion("later", later.etag, due_ns=at(60)))
         await a.deletions.drain()
         assert list(site.store.objects) == ["later"]
         site.clock.seconds = 61
@@ -149,7 +149,7 @@ async def test_one_that_is_noted_while_the_key_is_put_waits(tmp_path: Path) -> N
     with site.daemon("a") as a:
         (old,) = give(site, "x")
         async with a.deletions.keeping("x"):
-            doom(a, Doomed("x", old.etag))
+            doom(a, Deletion("x", old.etag))
             await a.deletions.drain()
             assert site.store.count("head", "x") == 0
             give(site, "x")

@@ -9,6 +9,7 @@ import pytest
 from rocksdict import SstFileWriter
 
 from lakefs_fuse.errors import CacheError, DamagedCommit
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, options
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
@@ -58,12 +59,12 @@ def test_a_file_that_is_not_in_the_store_is_not_dumped(tmp_path: Path) -> None:
     database.close()
 
 
-@pytest.mark.parametrize("kind", tables.LOCAL_KINDS)
-def test_changes_that_are_not_in_the_store_are_known(tmp_path: Path, kind: int) -> None:
+@pytest.mark.parametrize("kind", schema.LOCAL_KINDS)
+def test_changes_that_are_not_in_the_store_are_known(tmp_path: Path, kind: bytes) -> None:
     database = open_database(tmp_path / "meta", "lake")
     assert not tables.has_local_changes(database)
     batch = Batch()
-    batch.put(bytes([kind]) + b"1", b"x")
+    batch.put(kind + b"1", b"x")
     database.commit(batch)
     assert tables.has_local_changes(database)
     database.close()

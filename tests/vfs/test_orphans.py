@@ -17,7 +17,7 @@ import trio
 
 from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import KEY_XATTR

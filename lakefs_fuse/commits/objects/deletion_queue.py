@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import msgspec
 import trio
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.rows import Deletion, DeletionRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
@@ -28,16 +28,6 @@ PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
 GATHER_S = 1.0
 """So long, or until there are a thousand, they wait for more; nobody sees them meanwhile."""
 log = logging.getLogger(__name__)
-
-
-class Doomed(msgspec.Struct, frozen=True, array_like=True):
-    """``etag`` is empty for a directory marker, of which any version goes. ``due_ns``: not before this time (wall
-    clock). ``checked`` is for earlier programs that read the row: they compare versions only where it is true."""
-
-    key: str
-    etag: str
-    checked: bool = True
-    due_ns: int = 0
 
 
 class Deletions:
@@ -57,38 +47,22 @@ class Deletions:
         self._kick, self._full, self._passed = trio.Event(), trio.Event(), trio.Event()
         self._under_way: dict[str, trio.Event] = {}
         self._kept: Counter[str] = Counter()
-        self.waive: Callable[[str], list[Doomed]] = lambda _: []
+        self.waive: Callable[[str], list[Deletion]] = lambda _: []
         """Takes a key out of changes that are journaled and in no commit yet; the committer sets it."""
-        self.waiting = sum(1 for _ in database.scan(b"G", b"H"))
+        self._rows = DeletionRows(database)
+        self.waiting = len(self._rows.keys())
 
-    def add(self, batch: Batch, doomed: Doomed) -> None:
-        known = self._row(doomed.key)
-        if known is None:
-            self.waiting += 1
-        else:
-            batch.delete(_due_key(known))
-        batch.put(_row_key(doomed.key), msgspec.msgpack.encode(doomed))
-        batch.put(_due_key(doomed), b"")
+    def add(self, batch: Batch, doomed: Deletion) -> None:
+        self.waiting += self._rows.put(batch, doomed)
         self._kick.set()
         if self.waiting >= DELETE_KEYS_MAX:
             self._full.set()
 
-    def doom(self, doomed: Doomed) -> None:
+    def doom(self, doomed: Deletion) -> None:
         """Note an object by itself. Raises CacheError."""
         batch = Batch()
         self.add(batch, doomed)
         self._db.commit(batch)
-
-    def _row(self, key: str) -> Doomed | None:
-        raw = self._db.get(_row_key(key))
-        return None if raw is None else msgspec.msgpack.decode(raw, type=Doomed)
-
-    def _due(self, now: int) -> Iterator[Doomed]:
-        """Those whose time has come, the oldest first; what waits for its time costs nothing."""
-        for key, _ in self._db.scan(b"H", b"H" + (now + 1).to_bytes(8, "big")):
-            doomed = self._row(key[9:].decode("utf-8", "surrogatepass"))
-            if doomed is not None:
-                yield doomed
 
     @asynccontextmanager
     async def keeping(self, key: str) -> AsyncIterator[None]:
@@ -99,7 +73,7 @@ class Deletions:
             while key in self._under_way:
                 await self._under_way[key].wait()
             taken = self.waive(key)
-            noted = self._row(key) if self.waiting else None
+            noted = self._rows.get(key) if self.waiting else None
             if noted is not None:
                 taken.append(noted)
                 self._forget([key])
@@ -118,11 +92,7 @@ class Deletions:
     def _forget(self, keys: list[str]) -> None:
         batch = Batch()
         for key in keys:
-            doomed = self._row(key)
-            if doomed is not None:
-                self.waiting -= 1
-                batch.delete(_due_key(doomed))
-            batch.delete(_row_key(key))
+            self.waiting -= self._rows.delete(batch, key)
         self._db.commit(batch)
 
     async def run(self) -> None:
@@ -157,7 +127,7 @@ class Deletions:
         """Have `run` delete what is due. Returns when nothing is, when that fails, or after ``silence_s_max`` in which
         no request was answered; a request that is under way then goes on, and what is left stays due."""
         fruitless = 0  # The attempt under way may have begun before something became due: one is not enough.
-        while fruitless < 2 and next(self._due(self._clock_ns()), None) is not None:
+        while fruitless < 2 and next(self._rows.due(self._clock_ns()), None) is not None:
             waiting = self.waiting
             self._full.set()
             with trio.move_on_after(silence_s_max) as silence:
@@ -174,8 +144,8 @@ class Deletions:
     async def delete_due(self) -> int:
         """Delete up to a thousand objects whose time has come; answers how many were dealt with. Raises LakeError."""
         now = self._clock_ns()
-        due: list[Doomed] = []
-        for doomed in self._due(now):
+        due: list[Deletion] = []
+        for doomed in self._rows.due(now):
             if doomed.key not in self._under_way and doomed.key not in self._kept:
                 due.append(doomed)
                 if len(due) == DELETE_KEYS_MAX:
@@ -198,7 +168,7 @@ class Deletions:
             raise LakeError(f"{len(failed)} objects, {key} among them: {why}")
         return len(due)
 
-    def _is_wanted(self, doomed: Doomed) -> bool:
+    def _is_wanted(self, doomed: Deletion) -> bool:
         """A name means the object: another one, or its own again."""
         used = self._tree.objects.find(doomed.key, doomed.etag)
         if used is not None and used.entries > 0:
@@ -209,11 +179,3 @@ class Deletions:
             return False
         entry = self._tree.named(directory.inode if directory is not None else ROOT_INODE, name)
         return entry is not None and entry.is_plain and entry.etag == doomed.etag
-
-
-def _row_key(key: str) -> bytes:
-    return b"G" + key.encode("utf-8", "surrogatepass")
-
-
-def _due_key(doomed: Doomed) -> bytes:
-    return b"H" + doomed.due_ns.to_bytes(8, "big") + doomed.key.encode("utf-8", "surrogatepass")

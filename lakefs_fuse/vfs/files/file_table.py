@@ -23,7 +23,7 @@ from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, encode
 from lakefs_fuse.staging.page_map import PAGE_BYTES

@@ -30,9 +30,11 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import CacheError, LakeError, MountError
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
-from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.meta.rows import SingleRow
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.part_layout import SPANS
@@ -43,7 +45,6 @@ from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 from lakefs_fuse.vfs.wiring import Assembly, Ground
 
 NEVER_S = 10 * 365 * 86400.0
-NOTE = b"Mstate"
 TELL_S = 5.0
 """How often the log says how far a listing is, which nobody can ask of a mount that does not answer yet."""
 CHANGED_NAMES_BYTES_MAX = 1 << 20
@@ -143,10 +144,10 @@ class States:
         """The newest complete state that an earlier daemon left, opened; the others go. Raises CacheError."""
         for number in reversed(self._numbers()):
             database = Database(self._path(number), self._lake.identity, self._lake.node.clock, self._lake.node.disk)
-            raw = database.get(NOTE)
-            if raw is not None:
+            note = _note_row(database).get()
+            if note is not None:
                 self.keep_only(number)
-                return State(number, database, Tree(database), msgspec.msgpack.decode(raw, type=Note))
+                return State(number, database, Tree(database), note)
             database.close()
             self._remove(number)
         return None
@@ -174,9 +175,7 @@ class States:
         database = Database(path, self._lake.identity, self._lake.node.clock, self._lake.node.disk)
         try:
             note = await (self._take_snapshot(database) if snapshot else self._bring_up_to_date(database, changed))
-            batch = Batch()
-            batch.put(NOTE, msgspec.msgpack.encode(note))
-            database.commit(batch, sync=True)
+            _note_row(database).set(note, sync=True)
         except BaseException:
             database.close()
             self._remove(number)
@@ -208,9 +207,7 @@ class States:
 
     async def _bring_up_to_date(self, database: Database, changed: ChangedNames | None) -> Note:
         lake = self._lake
-        batch = Batch()
-        batch.delete(NOTE)
-        database.commit(batch)
+        _note_row(database).set(None)
         at_ns = lake.node.clock.wall_ns()
         if changed is None:
             await bring_in(database, lake.client, lake.node.threads, self._directory / "index")
@@ -272,3 +269,7 @@ class States:
             await list_everything(fs.namespace, report, top=top, listed=listed)
             nursery.cancel_scope.cancel()
         return top
+
+
+def _note_row(database: Database) -> SingleRow[Note]:
+    return SingleRow(database, schema.SINGLE_STATE, Note)

@@ -16,7 +16,6 @@ import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import Doomed
 from lakefs_fuse.commits.record import (
     XATTR_PREFIX,
     XATTR_RESERVED,
@@ -31,6 +30,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import Draft
@@ -90,7 +90,9 @@ class Changes:
         """Without a slash at the end."""
         return self._ns.key(entry).removesuffix("/")
 
-    def _enqueue(self, builder: ChangeBuilder, doomed: list[Doomed] | None = None, batch: Batch | None = None) -> None:
+    def _enqueue(
+        self, builder: ChangeBuilder, doomed: list[Deletion] | None = None, batch: Batch | None = None
+    ) -> None:
         self.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed or []), batch)
 
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
@@ -154,7 +156,7 @@ class Changes:
         builder.operations.append(Remove(path, directory=True))
         # The marker even if it was not listed: some stores keep showing the prefix of what is gone.
         markers = [path + "/"] if self._capabilities.lists_markers else [path + "/", f"{path}/{PLACEHOLDER}"]
-        self._enqueue(builder, [Doomed(key, "") for key in markers])
+        self._enqueue(builder, [Deletion(key, "") for key in markers])
         self._lost_name(entry)
         self._ns.touch(parent)
 
@@ -219,14 +221,14 @@ class Changes:
         builder.remove(path, row, self._ns.own_etag(path))
         self._enqueue(builder, self.orphaned(path, row), batch)
 
-    def orphaned(self, path: str, entry: Entry) -> list[Doomed]:
+    def orphaned(self, path: str, entry: Entry) -> list[Deletion]:
         """Plain objects that nobody wants once the name is gone."""
         if entry.is_plain:
-            return [Doomed(path, entry.etag)]
-        doomed = [Doomed(path, entry.etag)] if entry.etag else []
+            return [Deletion(path, entry.etag)]
+        doomed = [Deletion(path, entry.etag)] if entry.etag else []
         row = self._ns.tree.objects.get(entry.place) if entry.place else None
         if row is not None and not row.is_pack:
-            doomed.append(Doomed(row.key, row.etag))
+            doomed.append(Deletion(row.key, row.etag))
         return doomed
 
     async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:

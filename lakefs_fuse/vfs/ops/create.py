@@ -18,7 +18,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.drafts import Drafts

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.upload.draft_services import DraftServices
 from lakefs_fuse.vfs.files.file_table import FileTable

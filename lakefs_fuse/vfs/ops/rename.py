@@ -19,13 +19,13 @@ import msgspec
 from lakefs_fuse.commits.applier import files_below
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import Doomed
 from lakefs_fuse.commits.record import Remove
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -256,7 +256,7 @@ class Renaming:
         builder = ChangeBuilder(self._ns.tree)
         below = list(self._below(old, new, source))
         builder.moves.append((old, new))
-        doomed: list[Doomed] = []
+        doomed: list[Deletion] = []
         if exchange and target is not None:
             below += self._below(new, old, target)
             builder.moves.append((new, old))
@@ -292,7 +292,7 @@ class Renaming:
             for path, below in files_below(self._ns.tree, entry.inode, old):
                 yield path, new + path[len(old) :], below
 
-    def _replaced(self, path: str, target: Entry) -> list[Doomed]:
+    def _replaced(self, path: str, target: Entry) -> list[Deletion]:
         """What lay under the new name goes, late enough for the renamed object to be copied over it before."""
         due = self._clock_ns() + int(self._relocate_after_s * NS) + RELOCATION_SLACK_NS if self._relocate_after_s else 0
         if target.is_dir:

@@ -21,7 +21,7 @@ from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.upload.publish import visible_token
 from lakefs_fuse.vfs.files.drafts import Drafts

@@ -31,8 +31,10 @@ from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.checkpoints.names import MARKERS, looks_temporary
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, FileError, LakeError
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.rows import PathRows
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.pinning.checkpoint_units import Unit, Units
 
@@ -83,6 +85,7 @@ class Keeper:
     ) -> None:
         self._db, self._ns, self._cache, self._units = database, namespace, cache, units
         self._threads, self._is_dirty, self._bytes_max = threads, is_dirty, bytes_max
+        self._saved = PathRows(database, schema.PIN, Row)
         self._rows: dict[str, Row] = {}
         self._newest: dict[str, str] = {}
         """Of each group, where that is known; so that the next file of a checkpoint costs nothing."""
@@ -160,14 +163,14 @@ class Keeper:
 
     def _put(self, batch: Batch, path: str, row: Row) -> None:
         self._rows[path] = row
-        batch.put(_row_key(path), msgspec.msgpack.encode(row))
+        self._saved.put(batch, path, row)
 
     def _forget(self, batch: Batch, path: str) -> None:
         self._rows.pop(path, None)
         unit = self._units.of(path)
         if unit is not None and self._newest.get(unit.group) == path:
             del self._newest[unit.group]
-        batch.delete(_row_key(path))
+        self._saved.delete(batch, path)
 
     def _commit(self, batch: Batch) -> None:
         try:
@@ -180,12 +183,10 @@ class Keeper:
     async def load(self) -> None:
         """Keep what the last daemon kept. Before anything is read or written. Raises CacheError."""
         batch = Batch()
-        for key, raw in self._db.scan(b"K", b"L"):
-            path = key[1:].decode("utf-8", "surrogatepass")
-            row = msgspec.msgpack.decode(raw, type=Row)
+        for path, row in self._saved.items():
             self._sequence = max(self._sequence, row.sequence)
             if self._units.of(path) is None:
-                batch.delete(key)
+                self._saved.delete(batch, path)
             else:
                 self._rows[path] = row
         self._commit(batch)
@@ -334,7 +335,3 @@ class Keeper:
     def statistics(self) -> dict[str, int]:
         """For `stats`; the names are final."""
         return asdict(self.kept)
-
-
-def _row_key(path: str) -> bytes:
-    return b"K" + path.encode("utf-8", "surrogatepass")

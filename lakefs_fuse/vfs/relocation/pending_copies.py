@@ -19,7 +19,9 @@ import msgspec
 import trio
 
 from lakefs_fuse.errors import LakeError
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.rows import PathRows
 from lakefs_fuse.store.protocol import ObjectMeta
 
 PATIENCE_S = 10.0
@@ -43,10 +45,8 @@ class BegunCopies:
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        self._held = {
-            key[1:].decode("utf-8", "surrogatepass"): msgspec.msgpack.decode(raw, type=BegunCopy)
-            for key, raw in database.scan(b"Y", b"Z")
-        }
+        self._rows = PathRows(database, schema.COPY, BegunCopy)
+        self._held = dict(self._rows.items())
         self._under_way: dict[str, trio.Event] = {}
         self._kept_off: Counter[str] = Counter()
         self.look: Callable[[str], Awaitable[None]] | None = None
@@ -66,7 +66,7 @@ class BegunCopies:
     def begin(self, path: str, copy: BegunCopy) -> None:
         """Raises CacheError."""
         batch = Batch()
-        batch.put(_key(path), msgspec.msgpack.encode(copy))
+        self._rows.put(batch, path, copy)
         self._db.commit(batch)
         self._held[path] = copy
 
@@ -74,7 +74,7 @@ class BegunCopies:
         """The copy is told of, or gone, or never came. Raises CacheError."""
         if path in self._held:
             batch = Batch()
-            batch.delete(_key(path))
+            self._rows.delete(batch, path)
             self._db.commit(batch)
             del self._held[path]
 
@@ -137,7 +137,3 @@ class BegunCopies:
 
 def _at_or_below(which: Iterable[str], paths: tuple[str, ...]) -> list[str]:
     return [each for each in which if any(each == path or each.startswith(path + "/") for path in paths)]
-
-
-def _key(path: str) -> bytes:
-    return b"Y" + path.encode("utf-8", "surrogatepass")

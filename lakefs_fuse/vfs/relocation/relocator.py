@@ -25,13 +25,15 @@ from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.commits.applier import files_below
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
+from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.object_table import ObjectRow, is_pack_key
+from lakefs_fuse.meta.rows import Deletion, TimedRows
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta, PartRef
@@ -104,7 +106,8 @@ class Relocator:
         self._quiet_until_ns, self._has_told = 0, False
         self._missed: set[str] = set()
         """Copies that were begun, and that were looked for once."""
-        self.waiting = sum(1 for _ in database.scan(b"Z", b"["))
+        self._rows = TimedRows(database, schema.RELOCATION, Task)
+        self.waiting = self._rows.count()
         """Renamed objects still to be looked at or copied."""
 
     def load(self) -> None:
@@ -125,10 +128,8 @@ class Relocator:
 
     def _add(self, batch: Batch, due_ns: int, task: Task) -> None:
         """In the order of their times, so that what waits for its own costs nothing."""
-        key = b"Z" + due_ns.to_bytes(8, "big") + task.path.encode()
-        if self._db.get(key) is None:
-            self.waiting += 1
-        batch.put(key, msgspec.msgpack.encode(task))
+        self.waiting += not self._rows.has(due_ns, task.path)
+        self._rows.put(batch, due_ns, task.path, task)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -148,17 +149,17 @@ class Relocator:
         if self._clock.wall_ns() < self._quiet_until_ns:
             return 0
         before, self._has_told = self._metrics.relocated, False
-        end = b"Z" + (self._clock.wall_ns() + 1).to_bytes(8, "big")
-        while due := list(islice(self._db.scan(b"Z", end), TASKS_MAX)):
+        now_ns = self._clock.wall_ns()
+        while due := list(islice(self._rows.due(now_ns), TASKS_MAX)):
             few = trio.CapacityLimiter(AT_ONCE)
             async with collecting() as nursery:
-                for key, raw in due:
-                    nursery.start_soon(self._one, key, msgspec.msgpack.decode(raw, type=Task), few)
+                for due_ns, _, task in due:
+                    nursery.start_soon(self._one, due_ns, task, few)
         if self._has_told:
             await self._committer.flush()
         return self._metrics.relocated - before
 
-    async def _one(self, key: bytes, task: Task, few: trio.CapacityLimiter) -> None:
+    async def _one(self, due_ns: int, task: Task, few: trio.CapacityLimiter) -> None:
         async with few:
             batch = Batch()
             if task.is_check:
@@ -167,7 +168,7 @@ class Relocator:
                     self._add(batch, task.copy_ns, Task(task.path, False, 0, token))
             elif not await self._relocate(task.path, task.token):
                 self._add(batch, self._clock.wall_ns() + LATER_NS, task)
-            batch.delete(key)
+            self._rows.delete(batch, due_ns, task.path)
             self._db.commit(batch)
             self.waiting -= 1
 
@@ -342,13 +343,13 @@ class Relocator:
         if entry is None or row is None or row.etag != etag:
             builder = ChangeBuilder(self._ns.tree)
             self._hide_at(builder, path, copied.etag)
-            nobodys = Doomed(path, copied.etag)
+            nobodys = Deletion(path, copied.etag)
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=[nobodys]))
             return None
         moved = Relocate(
             path, 1, 0, "", OWN, 0, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns, hides=copied.etag
         )
-        old = Doomed(row.key, row.etag, due_ns=self._clock.wall_ns() + KEPT_NS)
+        old = Deletion(row.key, row.etag, due_ns=self._clock.wall_ns() + KEPT_NS)
         objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
         self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
         self._metrics.relocated += 1

@@ -22,7 +22,7 @@ from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.staging.segments import Group, Spot
 from lakefs_fuse.upload.draft import Draft

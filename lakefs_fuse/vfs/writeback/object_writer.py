@@ -17,11 +17,12 @@ import msgspec
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import Deletions, Doomed
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
+from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
@@ -196,7 +197,7 @@ class Storing:
         if key != path and not key.startswith(OBJECTS):
             self.hide_at(builder, key, entry.etag)
         goes = hides and key != path and path not in self._committer.leaving
-        doomed = [Doomed(path, hides)] if goes else []
+        doomed = [Deletion(path, hides)] if goes else []
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
         if key != path:
             self.elsewhere([path])
@@ -255,7 +256,7 @@ class Storing:
     def _retire(self, before: ObjectRow | None, now: Entry) -> None:
         """The object of the version before is wanted by nobody, unless it was replaced in place."""
         if before is not None and not before.is_pack and before.number != now.place:
-            self._committer.retire(Doomed(before.key, before.etag))
+            self._committer.retire(Deletion(before.key, before.etag))
 
     async def forsake_late(self, draft: Draft) -> None:
         """An attempt to store a version that nobody wants any more may have worked. Raises LakeError."""
@@ -266,7 +267,7 @@ class Storing:
 
     def forsake(self, meta: ObjectMeta) -> None:
         """An object that was stored for a name that is gone. Raises CacheError."""
-        self._deletions.doom(Doomed(meta.key, meta.etag))
+        self._deletions.doom(Deletion(meta.key, meta.etag))
 
     def set_attributes(self, attributes: Iterable[Late], batch: Batch | None = None) -> None:
         """Attributes that were set after the store had been told of the files'; journaled with ``batch``. Raises

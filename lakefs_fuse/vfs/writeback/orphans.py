@@ -21,7 +21,7 @@ from lakefs_fuse.environment.local_disk import allocated_bytes
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
 from lakefs_fuse.staging.refused_ranges import UNKNOWN, Refusals
 from lakefs_fuse.staging.segments import PREFIX, entries

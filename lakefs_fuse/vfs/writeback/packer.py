@@ -20,14 +20,13 @@ from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import Doomed
 from lakefs_fuse.commits.record import THIS, Operation, Put
 from lakefs_fuse.config import MIB
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.path_rules import PackPolicy
 from lakefs_fuse.staging.draft_record import DraftState, encode
@@ -254,7 +253,7 @@ class Packer:
     def _change(self, batch: list[Waiting]) -> Change:
         """Called when the commit's turn has come: names may have moved until now."""
         operations: list[Operation] = []
-        doomed: list[Doomed] = []
+        doomed: list[Deletion] = []
         for index, waiting in enumerate(batch):
             file, entry = waiting.file, waiting.entry
             if file.unlinked:
@@ -268,5 +267,5 @@ class Packer:
                 )
             )  # fmt: skip
             if hides and file.key not in self._committer.leaving:
-                doomed.append(Doomed(file.key, hides))
+                doomed.append(Deletion(file.key, hides))
         return Change(operations=operations, doomed=doomed)

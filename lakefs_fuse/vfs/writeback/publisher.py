@@ -23,7 +23,7 @@ from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.upload.draft import Draft

@@ -20,7 +20,7 @@ from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.meta.journal import Journal
+from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord, decode
 from lakefs_fuse.store.protocol import ObjectMeta

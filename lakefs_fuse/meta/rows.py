@@ -1,0 +1,244 @@
+"""Typed stores of the rows beside the tree: journal, changes, commits seen, deletions, copies, relocations, pins.
+
+What always holds (*typed rows*): callers give and get values, never keys or bytes of rows; whatever changes several
+rows takes the caller's `Batch`, so that they change together. Trio thread only. After a crash the rows are those of
+the batches that were committed; what is only here and in no store is synced by whoever promised it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.database import Batch, Database
+
+T = TypeVar("T")
+
+
+class Journal:
+    """Records of files whose newest bytes are not in the store yet, by draft id (ASCII).
+
+    A record is written before its name can be seen, and deleted in the batch that records the published version.
+    `staging.draft_record` owns the meaning of the bytes.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def put(self, batch: Batch, draft_id: str, record: bytes) -> None:
+        batch.put(schema.DRAFT + draft_id.encode("ascii"), record)
+
+    def delete(self, batch: Batch, draft_id: str) -> None:
+        batch.delete(schema.DRAFT + draft_id.encode("ascii"))
+
+    def records(self) -> Iterator[tuple[str, bytes]]:
+        for key, record in self._db.scan(schema.DRAFT, schema.end_of(schema.DRAFT)):
+            yield key[1:].decode("ascii"), record
+
+
+class SequenceRows(Generic[T]):
+    """Structs of one type by number, in ascending order."""
+
+    def __init__(self, database: Database, kind: bytes, row_type: type[T]) -> None:
+        self._db, self._kind, self._type = database, kind, row_type
+
+    def put(self, batch: Batch, number: int, row: T) -> None:
+        batch.put(schema.number_key(self._kind, number), msgspec.msgpack.encode(row))
+
+    def delete(self, batch: Batch, number: int) -> None:
+        batch.delete(schema.number_key(self._kind, number))
+
+    def items(self) -> Iterator[tuple[int, T]]:
+        for key, raw in self._db.scan(self._kind, schema.end_of(self._kind)):
+            yield schema.decode_number(key[1:]), msgspec.msgpack.decode(raw, type=self._type)
+
+
+class PathRows(Generic[T]):
+    """Structs of one type by path."""
+
+    def __init__(self, database: Database, kind: bytes, row_type: type[T]) -> None:
+        self._db, self._kind, self._type = database, kind, row_type
+
+    def get(self, path: str) -> T | None:
+        raw = self._db.get(self._kind + schema.encode_path(path))
+        return None if raw is None else msgspec.msgpack.decode(raw, type=self._type)
+
+    def put(self, batch: Batch, path: str, row: T) -> None:
+        batch.put(self._kind + schema.encode_path(path), msgspec.msgpack.encode(row))
+
+    def delete(self, batch: Batch, path: str) -> None:
+        batch.delete(self._kind + schema.encode_path(path))
+
+    def items(self) -> Iterator[tuple[str, T]]:
+        for key, raw in self._db.scan(self._kind, schema.end_of(self._kind)):
+            yield schema.decode_path(key[1:]), msgspec.msgpack.decode(raw, type=self._type)
+
+
+class TimedRows(Generic[T]):
+    """Structs of one type by time (ns since 1970) and path: what is not due costs nothing."""
+
+    def __init__(self, database: Database, kind: bytes, row_type: type[T]) -> None:
+        self._db, self._kind, self._type = database, kind, row_type
+
+    def _key(self, due_ns: int, path: str) -> bytes:
+        return schema.number_key(self._kind, due_ns) + schema.encode_path(path)
+
+    def has(self, due_ns: int, path: str) -> bool:
+        return self._db.get(self._key(due_ns, path)) is not None
+
+    def put(self, batch: Batch, due_ns: int, path: str, row: T) -> None:
+        batch.put(self._key(due_ns, path), msgspec.msgpack.encode(row))
+
+    def delete(self, batch: Batch, due_ns: int, path: str) -> None:
+        batch.delete(self._key(due_ns, path))
+
+    def due(self, now_ns: int) -> Iterator[tuple[int, str, T]]:
+        """Rows of this time and earlier, the oldest first."""
+        for key, raw in self._db.scan(self._kind, schema.number_key(self._kind, now_ns + 1)):
+            time_ns, path = schema.decode_number(key[1:9]), schema.decode_path(key[9:])
+            yield time_ns, path, msgspec.msgpack.decode(raw, type=self._type)
+
+    def count(self) -> int:
+        return sum(1 for _ in self._db.scan(self._kind, schema.end_of(self._kind)))
+
+
+class SingleRow(Generic[T]):
+    """A struct of which there is one."""
+
+    def __init__(self, database: Database, key: bytes, row_type: type[T]) -> None:
+        self._db, self._key, self._type = database, key, row_type
+
+    def get(self) -> T | None:
+        raw = self._db.get(self._key)
+        return None if raw is None else msgspec.msgpack.decode(raw, type=self._type)
+
+    def set(self, row: T | None, *, sync: bool = False) -> None:
+        """None removes it. Raises CacheError."""
+        batch = Batch()
+        if row is None:
+            batch.delete(self._key)
+        else:
+            batch.put(self._key, msgspec.msgpack.encode(row))
+        self._db.commit(batch, sync=sync)
+
+
+class Deletion(msgspec.Struct, frozen=True, array_like=True):
+    """A plain object to be deleted, as the version that was removed.
+
+    ``etag`` is empty for a directory marker, of which any version goes. ``due_ns``: not before this time (wall clock).
+    ``checked`` is for earlier programs that read the row: they compare versions only where it is true.
+    """
+
+    key: str
+    etag: str
+    checked: bool = True
+    due_ns: int = 0
+
+
+class DeletionRows:
+    """Deletions by key, one for each, with an index by time."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self._rows = PathRows(database, schema.DELETION, Deletion)
+
+    def get(self, key: str) -> Deletion | None:
+        return self._rows.get(key)
+
+    def put(self, batch: Batch, deletion: Deletion) -> bool:
+        """Answers whether the key had none before."""
+        had = self.delete(batch, deletion.key)
+        self._rows.put(batch, deletion.key, deletion)
+        batch.put(_due_key(deletion), b"")
+        return not had
+
+    def delete(self, batch: Batch, key: str) -> bool:
+        """Answers whether there was one."""
+        known = self.get(key)
+        if known is None:
+            return False
+        batch.delete(_due_key(known))
+        self._rows.delete(batch, key)
+        return True
+
+    def due(self, now_ns: int) -> Iterator[Deletion]:
+        """Those whose time has come, the oldest first; the others cost nothing."""
+        for key, _ in self._db.scan(schema.DELETION_DUE, schema.number_key(schema.DELETION_DUE, now_ns + 1)):
+            deletion = self.get(schema.decode_path(key[9:]))
+            if deletion is not None:
+                yield deletion
+
+    def keys(self) -> list[str]:
+        return [key for key, _ in self._rows.items()]
+
+
+def _due_key(deletion: Deletion) -> bytes:
+    return schema.number_key(schema.DELETION_DUE, deletion.due_ns) + schema.encode_path(deletion.key)
+
+
+class CommitRows:
+    """Which commits of others are in effect here, and which were left out; by time and writer."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def is_applied(self, time: int, writer: str) -> bool:
+        return self._db.get(_commit_key(schema.APPLIED, time, writer)) is not None
+
+    def newest(self) -> int:
+        """Time of the newest commit applied; 0 where there is none."""
+        return schema.decode_number(self._db.get(schema.SINGLE_NEWEST))
+
+    def record_applied(self, time: int, writer: str) -> None:
+        batch = Batch()
+        batch.put(_commit_key(schema.APPLIED, time, writer), b"")
+        batch.delete(_commit_key(schema.REFUSED, time, writer))
+        if time > self.newest():
+            batch.put(schema.SINGLE_NEWEST, schema.encode_number(time))
+        self._db.commit(batch)
+
+    def record_refused(self, time: int, writer: str) -> None:
+        """A commit is left out: what is known here must not be folded into an index that stands for it."""
+        batch = Batch()
+        batch.put(_commit_key(schema.REFUSED, time, writer), b"")
+        self._db.commit(batch)
+
+    def forget_before(self, time: int) -> None:
+        """No poll asks for commits older than this any more."""
+        batch = Batch()
+        batch.delete_range(schema.APPLIED, _commit_key(schema.APPLIED, time, ""))
+        self._db.commit(batch)
+
+    def forget_all(self) -> None:
+        """The next poll applies every commit again, which changes nothing that is newer."""
+        batch = Batch()
+        batch.delete_range(schema.APPLIED, schema.end_of(schema.APPLIED))
+        batch.delete(schema.SINGLE_NEWEST)
+        self._db.commit(batch)
+
+    def forget_since(self, time: int) -> None:
+        """The next poll asks for commits from this time on, and the next mount reads all names anew: those that others
+        set later than the store's clock may be among those here."""
+        batch = Batch()
+        batch.delete_range(_commit_key(schema.APPLIED, time, ""), schema.end_of(schema.APPLIED))
+        batch.put(schema.SINGLE_NEWEST, schema.encode_number(time))
+        batch.put(schema.SINGLE_OUTDATED, b"")
+        self._db.commit(batch)
+
+    def refused(self) -> list[tuple[int, str]]:
+        """Commits that were left out since the names here began, and not applied since."""
+        rows = self._db.scan(schema.REFUSED, schema.end_of(schema.REFUSED))
+        return [(schema.decode_number(key[1:9]), key[9:].decode()) for key, _ in rows]
+
+    def forget_refused(self, time: int, writer: str) -> None:
+        """The commit is not in the store any more."""
+        batch = Batch()
+        batch.delete(_commit_key(schema.REFUSED, time, writer))
+        self._db.commit(batch)
+
+
+def _commit_key(kind: bytes, time: int, writer: str) -> bytes:
+    return schema.number_key(kind, time) + writer.encode("ascii")

@@ -1,0 +1,105 @@
+"""Every kind of row in a node's database: the first byte of its key, the rest of it, and its value.
+
+What always holds (*one place for keys*): no module outside `meta` names a kind or builds a key; they use the stores of
+`rows`, `Tree` and `sorted_tables`. The bytes are those of schema version `VERSION`, which the row ``Mschema`` has;
+another layout needs another version. Numbers in keys are 8 bytes, big-endian, so that their order is that of the keys.
+Pure functions, callable from any thread.
+"""
+
+from __future__ import annotations
+
+VERSION = b"2"
+
+APPLIED = b"A"
+"""``time writer``, value empty: a commit that was applied (`rows.CommitRows`)."""
+CHANGE = b"C"
+"""``sequence``: a change of names made here that is in no commit yet, msgpack of `commits.change.Change`."""
+ENTRY = b"D"
+"""``parent cookie``: packed `Entry`; one range scan reads a directory."""
+DELETION = b"G"
+"""``path`` of a plain object to be deleted: msgpack of `rows.Deletion`."""
+DELETION_DUE = b"H"
+"""``time path``, value empty: index of `DELETION` by when the object is to be deleted."""
+INODE = b"I"
+"""``inode``: parent and cookie of its entry."""
+DRAFT = b"J"
+"""``draft id`` in ASCII: journal record of bytes that are not in the store yet (`staging.draft_record`)."""
+PIN = b"K"
+"""``path`` of a checkpoint that stays in the cache: msgpack of `vfs.pinning.pinner.Row`."""
+LISTING = b"L"
+"""``inode`` of a directory that was listed completely: packed `tree.Listing`."""
+SINGLE = b"M"
+"""Rows of which there is one; their keys are below."""
+NAME = b"N"
+"""``parent sort-name``: cookie; the order is the store's LIST order."""
+OBJECT = b"P"
+"""``number``: packed `object_table.ObjectRow`, an object that entries have their bytes in."""
+OBJECT_NUMBER = b"Q"
+"""``path NUL etag``: number of that object."""
+REFUSED = b"R"
+"""``time writer``, value empty: a commit that is damaged, or lies in the future, and was left out."""
+SYMLINK = b"S"
+"""``inode``: target of a symbolic link."""
+TOMBSTONE = b"T"
+"""``path`` of a removed name, with a slash behind directories: packed `tombstones.Tombstone`."""
+XATTRS = b"X"
+"""``inode``: extended attributes, msgpack of a map."""
+COPY = b"Y"
+"""``path`` that a renamed object is being copied to: msgpack of `vfs.relocation`'s record."""
+RELOCATION = b"Z"
+"""``time path``: a renamed object to be checked or copied then, msgpack of `vfs.relocation`'s task."""
+
+SINGLE_IDENTITY = b"Midentity"
+"""Name of the lake."""
+SINGLE_VERSION = b"Mschema"
+SINGLE_INODE = b"Minode"
+"""Inode numbers below were given out, or are set aside for that."""
+SINGLE_OBJECT = b"Mobject"
+"""The last object number that was given out."""
+SINGLE_NEWEST = b"Mnewest"
+"""Time of the newest commit that was applied."""
+SINGLE_REAPPLY = b"Mreapply"
+"""Names were dropped, with the effect of changes that are in no commit yet."""
+SINGLE_OUTDATED = b"Moutdated"
+"""The next daemon has to drop all names."""
+SINGLE_MISSING = b"Mmissing"
+"""Commits before this time were collected, and the names here lack what they said."""
+SINGLE_WRITER = b"Mwriter"
+"""Who committed last from this cache directory."""
+SINGLE_SENDING = b"Msending"
+"""A commit on its way: msgpack of `commits.change.Sending`."""
+SINGLE_STATE = b"Mstate"
+"""An immutable mount's state of the lake: msgpack of `vfs.immutable.states.Note`."""
+
+NAME_KINDS = (APPLIED, ENTRY, INODE, LISTING, NAME, OBJECT, OBJECT_NUMBER, SYMLINK, TOMBSTONE, XATTRS)
+"""Rows of names and what belongs to them, in the order of keys: an index of a lake has these."""
+LOCAL_KINDS = (CHANGE, DRAFT)
+"""Rows of names and bytes that are in no store yet."""
+NUMBER_BYTES = 8
+
+
+def encode_number(number: int) -> bytes:
+    return number.to_bytes(NUMBER_BYTES, "big")
+
+
+def decode_number(raw: bytes | None) -> int:
+    """0 where there is no row."""
+    return int.from_bytes(raw or b"", "big")
+
+
+def encode_path(path: str) -> bytes:
+    """Bytes of a path, or of an object's key, in a row's key: UTF-8, and surrogates for what is not."""
+    return path.encode("utf-8", "surrogatepass")
+
+
+def decode_path(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
+
+
+def number_key(kind: bytes, number: int) -> bytes:
+    return kind + number.to_bytes(NUMBER_BYTES, "big")
+
+
+def end_of(kind: bytes) -> bytes:
+    """The first key behind all rows of a kind."""
+    return bytes([kind[0] + 1])
