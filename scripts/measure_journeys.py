@@ -21,7 +21,7 @@ from types import CodeType, FrameType
 
 import trio
 
-from lakefs_fuse.kernel.features import Kernel
+from lakefs_fuse.kernel.features import KernelFeatures
 from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.kernel.operations import Operations
 from lakefs_fuse.meta.entry import ROOT_INODE
@@ -80,7 +80,7 @@ class _Caller:
 async def measure(directory: Path) -> dict[str, Journey]:
     """By the name of the request."""
     async with lake(MemoryStore(), directory, pack="never") as mounted:
-        operations = Operations(mounted.fs, Kernel(Feature(0), writeback_cache=True, background_max=0))
+        operations = Operations(mounted.fs, KernelFeatures(Feature(0), writeback_cache=True, background_max=0))
 
         async def create(parent: int, name: bytes) -> int:
             info, _ = await operations.create(parent, name, 0o644, os.O_RDWR | os.O_CREAT, _Caller)

@@ -10,8 +10,8 @@ from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, s
 
 CLOSE = 49, 155
 RENAME = 42, 1400
-CYCLES = 5
-ASSIGNED_OUTSIDE = 34
+CYCLES = 3
+ASSIGNED_OUTSIDE = 17
 PARAMETERS = 14
 
 

@@ -283,12 +283,13 @@ def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succe
     gc.disable()  # see `keeping_what_is_there`
     try:
         from lakefs_fuse.daemon.lake_opener import open_lake
-        from lakefs_fuse.kernel.session import request_unmount, serve
+        from lakefs_fuse.kernel.session import Session
     except (ImportError, OSError) as error:
         raise LakeError(f"a library is missing ({error}): install libfuse3 and lakefs-fuse again") from error
     # Modules are loaded: a relative entry of sys.path, or a directory someone wants to unmount, is not needed any more.
     os.chdir("/")
-    parts = Parts(open_lake, keeping_what_is_there(serve), request_unmount)
+    session = Session()
+    parts = Parts(open_lake, keeping_what_is_there(session.serve), session.request_unmount)
     return trio.run(Daemon(config, parts, readiness, succession).run)
 
 

@@ -1,7 +1,8 @@
-"""New small files that the hooks receive whole: they are taken here when they are closed, or when anybody asks.
+"""New small files that the C library receives whole: they are stored here when they are closed, or needed before.
 
-See create_offload.c, which calls `Creating._serve` while no other request is looked at. Of a directory in which files
-are created one after another the hooks are lent all names, for as long as those are known anyway. Trio thread only.
+create_offload.c calls `CreateOffload._receive` while no other request is handled, with the interpreter's lock held.
+What always holds (*no promise*): until a file is in the tree and the journal nobody was promised anything of it, so a
+crash before leaves nothing and loses nothing. Trio thread only.
 """
 
 from __future__ import annotations
@@ -9,38 +10,54 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
-from enum import IntFlag
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum, IntFlag, auto
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.kernel.reply import attributes_of
-from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.kernel.leases import Leases
 from lakefs_fuse.vfs.filesystem import Filesystem
-from lakefs_fuse.vfs.ops.create import Received, Told
+from lakefs_fuse.vfs.ops.create import Received
 
-CREATED = 1 << 60
-"""In the handles that the hooks give out; the rest of them is the inode."""
-CREATED_BEFORE = 2
-"""So many files are created in a directory before it is lent."""
-CREATED_IN_MAX = 1024
-"""Directories whose new files are counted."""
+HANDLE_CREATED = 1 << 60
+"""In the handles that the library gives out; the rest of them is the inode."""
 INODES = 512
-"""Set aside at a time."""
+"""Reserved for the library at a time."""
 log = logging.getLogger(__name__)
 
 
 class Parts(IntFlag):
-    """What is handed over of a file, as create_offload.c numbers it. Bytes alone: its FLUSH waits for an answer. A
-    handle alone: the bytes came before."""
+    """What is handed over of a file, as create_offload.c numbers it. A handle alone: the bytes came before."""
 
     BYTES = 1
     HANDLE = 2
 
 
+class FileState(Enum):
+    """Of a file from its hand-over on; until then create_offload.c has it (RECEIVING of its `enum state`)."""
+
+    OPEN = auto()
+    """The library knows it no more, and its handle is to become ours."""
+    CLOSING = auto()
+    """As in create_offload.c: its FLUSH waits for an answer."""
+    CLOSED = auto()
+    """As in create_offload.c: FLUSH was answered, and the library releases the handle."""
+    HELD = auto()
+    """The handle is ours; a FLUSH that waited was answered with an error."""
+    REFUSED = auto()
+    """There is no such file; a FLUSH that waited was answered with an error."""
+
+
+SUCCESSORS = {
+    FileState.OPEN: {FileState.HELD, FileState.REFUSED},
+    FileState.CLOSING: {FileState.CLOSED, FileState.HELD, FileState.REFUSED},
+}
+
+
 class _HandedOver(ctypes.Structure):
-    """`struct handed_over`."""
+    """`struct handed_over` of create_offload.c."""
 
     _fields_ = (
         ("inode", ctypes.c_uint64), ("parent", ctypes.c_uint64),
@@ -51,14 +68,24 @@ class _HandedOver(ctypes.Structure):
     )  # fmt: skip
 
 
-class Creating:
-    """See the module's head. Without the hooks, or on a mount that is read only, nothing is ever lent."""
+@dataclass(slots=True)
+class ReceivedFile:
+    """A file whose bytes were handed over."""
 
-    def __init__(self, fs: Filesystem) -> None:
-        self._fs, self._new_files, self._tree = fs, fs.new_files, fs.namespace.tree
-        self._created: dict[int, int] = {}
-        self._taken = _HandedOver()
-        self._callback = ctypes.CFUNCTYPE(None)(self._serve)
+    content: Received
+    state: FileState
+
+    def transition(self, to: FileState) -> None:
+        assert to in SUCCESSORS.get(self.state, ()), f"{self.state.name} to {to.name}"
+        self.state = to
+
+
+class CreateOffload:
+    """Stores files that the library received. Without the library, or on a read-only mount, there are none."""
+
+    def __init__(self, fs: Filesystem, leases: Leases) -> None:
+        self._fs, self._leases = fs, leases
+        self._callback = ctypes.CFUNCTYPE(None)(self._receive)
         self._library: ctypes.PyDLL | None = None
 
     def begin(self) -> None:
@@ -68,137 +95,104 @@ class Creating:
             return
         self._library = library
         library.lakefs_set_receiver(self._callback)
-        self._set_inodes_aside()
-        events = self._fs.events
-        events.mirrored_name_added.append(self._named)
-        events.mirror_dropped.append(library.lakefs_revoke_names)
-        events.names_requested.append(self._settle)
+        self._reserve_inodes(library)
+        self._leases.lease_names_from(library)
+        self._fs.events.names_requested.append(self._receive_all)
 
     def end(self) -> None:
-        """No request is answered any more. What nobody closed is taken as it is."""
+        """No request is answered any more. Files that nobody closed are stored as they are."""
         if self._library is not None:
-            self._settle()
-            self._library.lakefs_revoke_all_names()
+            self._receive_all()
+            self._leases.revoke_all_names()
             self._library.lakefs_set_receiver(None)
-            self._tree.mirrored.clear()
             self._library = None
 
-    def _settle(self) -> None:
-        """What was received is taken now, whoever still writes to it."""
+    def _receive_all(self) -> None:
+        """Files that are still written to are stored as well."""
         if self._library is not None:
             self._library.lakefs_hand_over_all()
-            self._serve()
+            self._receive()
 
-    def _set_inodes_aside(self) -> None:
+    def _reserve_inodes(self, library: ctypes.PyDLL) -> None:
+        if library.lakefs_inodes_left() < INODES // 4:
+            library.lakefs_reserve_inodes(self._fs.database.new_inodes(INODES), INODES)
+
+    def _receive(self) -> None:
+        """Nobody would see what is raised here."""
         assert self._library is not None
-        if self._library.lakefs_inodes_left() < INODES // 4:
-            self._library.lakefs_reserve_inodes(self._fs.database.new_inodes(INODES), INODES)
-
-    # -- what was received
-
-    def _serve(self) -> None:
-        """Nothing raised here would be seen by anybody."""
         try:
-            self._take_what_came()
-            self._set_inodes_aside()
+            self._store(list(self._handed_over(self._library)))
+            self._reserve_inodes(self._library)
         except Exception:
-            log.exception("taking new files")
+            log.exception("storing new files")
 
-    def _take_what_came(self) -> None:
-        assert self._library is not None
-        came: list[Received] = []
-        closed: dict[int, Told] = {}
-        again: list[tuple[int, int]] = []
-        taken = self._taken
-        while self._library.lakefs_next_file(ctypes.byref(taken)):
-            if taken.parts == Parts.HANDLE:
-                again.append((taken.inode, taken.pid))
+    @staticmethod
+    def _handed_over(library: ctypes.PyDLL) -> Iterator[ReceivedFile | tuple[int, int]]:
+        """Files, and inode and opener of handles alone."""
+        each = _HandedOver()
+        while library.lakefs_next_file(ctypes.byref(each)):
+            if each.parts == Parts.HANDLE:
+                yield each.inode, each.pid
                 continue
-            data = ctypes.string_at(taken.data, taken.size) if taken.size else b""
-            received = Received(
-                taken.inode, taken.parent, taken.name, taken.mode, taken.uid, taken.gid, taken.pid,
-                taken.created_ns, taken.written_ns, data,
+            data = ctypes.string_at(each.data, each.size) if each.size else b""
+            content = Received(
+                each.inode, each.parent, each.name, each.mode, each.uid, each.gid, each.pid,
+                each.created_ns, each.written_ns, data,
             )  # fmt: skip
-            came.append(received)
-            if taken.parts == Parts.BYTES:
-                closed[received.inode] = partial(self._closed, received)
-        waiting = {each.inode: each for each in came}
+            yield ReceivedFile(content, FileState.OPEN if each.parts & Parts.HANDLE else FileState.CLOSING)
+
+    def _store(self, handed_over: list[ReceivedFile | tuple[int, int]]) -> None:
+        received = [each for each in handed_over if isinstance(each, ReceivedFile)]
+        closed = {each.content.inode: self._closer_of(each) for each in received if each.state is FileState.CLOSING}
+        pending = list(received)
         try:
-            for received, file in zip(came, self._new_files.take(came, closed), strict=True):
+            files = self._fs.new_files.take([each.content for each in received], closed)
+            for each, file in zip(received, files, strict=True):
                 if isinstance(file, LakeError):
-                    log.warning("what was written to a new file is lost, its writer is told: %s", file)
-                    self._refuse(received, file.errno)
-                elif received.inode not in closed:
-                    self._fs.hold(file, CREATED | received.inode, received.opener)
-                del waiting[received.inode]
-            for inode, opener in again:
-                self._hold_again(inode, opener)
+                    log.warning("what was written to a new file is lost, its writer gets the error: %s", file)
+                    self._refuse(each, file.errno)
+                elif each.state is FileState.OPEN:
+                    each.transition(FileState.HELD)
+                    self._fs.hold(file, HANDLE_CREATED | each.content.inode, each.content.opener)
+                del pending[0]
+            for handle in handed_over:
+                if isinstance(handle, tuple):
+                    self._hold(*handle)
         finally:
-            for received in waiting.values():
-                self._refuse(received, errno.EIO)
+            for each in pending:
+                if each.state in SUCCESSORS:
+                    self._refuse(each, errno.EIO)
 
-    def _refuse(self, received: Received, code: int) -> None:
-        """There is no such file, and the kernel, which was told its name and attributes, forgets them."""
-        self._answer(received.inode, code)
-        self._fs.events.announce_name(received.parent, received.name)
+    def _closer_of(self, file: ReceivedFile) -> Callable[[LakeError | None], None]:
+        """To be called with what came of closing the file."""
 
-    def _closed(self, received: Received, error: LakeError | None) -> None:
-        if error is not None:
-            log.warning("flush: %s", error)
-            self._hold_again(received.inode, received.opener)  # tried again on release, as with any file
-        self._answer(received.inode, 0 if error is None else error.errno)
+        def answer(error: LakeError | None) -> None:
+            if file.state is FileState.REFUSED:
+                return  # with an error that was none of the file's
+            file.transition(FileState.CLOSED if error is None else FileState.HELD)
+            if error is not None:
+                log.warning("flush: %s", error)
+                self._hold(file.content.inode, file.content.opener)  # tried again on release, as with any file
+            self._answer_close(file.content.inode, 0 if error is None else error.errno)
 
-    def _hold_again(self, inode: int, opener: int) -> None:
-        number = CREATED | inode
+        return answer
+
+    def _refuse(self, file: ReceivedFile, code: int) -> None:
+        """There is no such file, and the kernel, which knows its name and attributes, drops them."""
+        file.transition(FileState.REFUSED)
+        self._answer_close(file.content.inode, code)
+        self._fs.events.announce_name(file.content.parent, file.content.name)
+
+    def _hold(self, inode: int, opener: int) -> None:
+        """The handle of a file that was stored before is ours from now on."""
+        number = HANDLE_CREATED | inode
         if self._fs.is_handle(number):
             return
         try:
-            self._fs.hold(self._new_files.again(inode), number, opener, closed_by_opener=True)
+            self._fs.hold(self._fs.new_files.again(inode), number, opener, closed_by_opener=True)
         except LakeError as error:
-            log.info("somebody still has a file open that is gone: %s", error)
+            log.info("a file is still open that was removed: %s", error)
 
-    def _answer(self, inode: int, code: int) -> None:
+    def _answer_close(self, inode: int, code: int) -> None:
         if self._library is not None:
             self._library.lakefs_answer_close(inode, code)
-
-    # -- directories
-
-    def created(self, file: OpenFile) -> None:
-        """Somebody created a file, and the hooks did not do it."""
-        parent = file.entry.parent
-        count = self._created.pop(parent, 0) + 1
-        self._created[parent] = count
-        if len(self._created) > CREATED_IN_MAX:
-            del self._created[next(iter(self._created))]
-        if self._library is None or count < CREATED_BEFORE:
-            return
-        for_s = self._new_files.lendable_s(file)
-        if for_s > 0 and not self._lend(parent, for_s):
-            self._created[parent] = 0  # not so soon again
-
-    def _lend(self, directory: int, for_s: float) -> bool:
-        assert self._library is not None
-        is_new = directory not in self._tree.mirrored
-        names = self._new_files.names(directory) if is_new else []
-        if names is None:
-            return False
-        for_ns = int(min(for_s, hooks.LEASE_S_MAX) * 1e9)
-        remembered_ns = int(min(self._fs.config.metadata_ttl_s, hooks.LEASE_S_MAX) * 1e9)
-        told = b"".join(name + b"\0" for name in names)
-        lend, names_bytes_max = self._library.lakefs_lease_names, self._new_files.name_bytes_max(directory)
-        if not lend(directory, for_ns, remembered_ns, names_bytes_max):
-            self._library.lakefs_revoke_all_names()
-            self._tree.mirrored.clear()
-            return False
-        if is_new and not self._library.lakefs_add_names(directory, told, len(told)):
-            self._library.lakefs_revoke_names(directory)
-            return False
-        self._tree.mirrored.add(directory)
-        # The kernel asks for them after each name that is made.
-        hooks.cache_attributes(attributes_of(self._fs.entry(directory), self._fs, 0.0), for_s)
-        return True
-
-    def _named(self, directory: int, name: bytes) -> None:
-        assert self._library is not None
-        if not self._library.lakefs_add_names(directory, name + b"\0", len(name) + 1):
-            self._tree.drop_mirror(directory)

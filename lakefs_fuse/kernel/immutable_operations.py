@@ -1,4 +1,4 @@
-"""Requests of an immutable mount: every answer may be remembered for ever.
+"""Requests of an immutable mount: every answer may be cached for ever.
 
 With the hooks OPEN and OPENDIR are answered ENOSYS, once: the kernel then asks for neither any more, and READ and
 READDIR come with the inode as their handle, which is what handles are here in any case. FLUSH is answered so as well.
@@ -19,10 +19,10 @@ from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfus
 import pyfuse3
 import trio
 
-from lakefs_fuse.kernel.features import Kernel
-from lakefs_fuse.kernel.invalidation import tell_kernel
+from lakefs_fuse.kernel.features import KernelFeatures
+from lakefs_fuse.kernel.invalidation import notify_kernel
 from lakefs_fuse.kernel.native.hooks import Feature
-from lakefs_fuse.kernel.page_cache_push import Pushing
+from lakefs_fuse.kernel.page_cache_push import PageCachePush
 from lakefs_fuse.kernel.readdir import RowReplies
 from lakefs_fuse.kernel.reply import absent_for, attributes_of, reply_dots, size_of_lake, upcall
 from lakefs_fuse.meta.barrier import Barrier
@@ -42,21 +42,22 @@ class ImmutableOperations(pyfuse3.Operations):
     """There is nothing to write; with it the kernel would ask for attributes after every close."""
     enable_acl = False
 
-    def __init__(self, fs: ImmutableFilesystem, kernel: Kernel) -> None:
+    def __init__(self, fs: ImmutableFilesystem, kernel: KernelFeatures) -> None:
         super().__init__()
         self.fs = fs
-        self.pushing = Pushing(fs)
-        fs.reads_around = self.pushing.is_due
+        self.page_cache_push = PageCachePush(fs)
         self._rows = RowReplies(fs)
-        fs.on_statistics = lambda: {"kernel": kernel.describe(), "pushing": self.pushing.describe()}
+        self._kernel = kernel
+        fs.statistics_requested.append(self._statistics)
         self.metrics = fs.metrics
         self.upcalls = fs.metrics.upcalls
         self.barrier = Barrier(lambda _: None, lambda _: None)  # its states are whole before they are shown
-        fs.on_refresh = self._tell
+        fs.refreshed.append(self._invalidate_names)
 
-    # -- telling the kernel
+    def _statistics(self) -> dict[str, object]:
+        return {"kernel": self._kernel.describe(), "pushing": self.page_cache_push.describe()}
 
-    async def _tell(self, changed: ChangedNames) -> None:
+    async def _invalidate_names(self, changed: ChangedNames) -> None:
         """In a thread: the kernel may make it wait for a request that is being served."""
         self.metrics.namespace.invalidations += await trio.to_thread.run_sync(self._invalidate, changed)
 
@@ -64,7 +65,7 @@ class ImmutableOperations(pyfuse3.Operations):
         told = 0
         named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed)
         for parent, names in groupby(named, key=itemgetter(0)):
-            told += tell_kernel((parent,), names)
+            told += notify_kernel((parent,), names)
         return told
 
     # -- names and attributes
@@ -136,8 +137,9 @@ class ImmutableOperations(pyfuse3.Operations):
 
     @upcall("read")
     async def read(self, fh: int, off: int, size: int) -> Any:
-        data = await self.fs.read(fh, off, size)
-        self.pushing.read(fh, off)
+        around = off == 0 and self.page_cache_push.is_due(fh)
+        data = await self.fs.read(fh, off, size, around=around)
+        self.page_cache_push.count_read(fh, off)
         return data
 
     @upcall("flush")

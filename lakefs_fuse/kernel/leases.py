@@ -1,36 +1,102 @@
-"""What the hooks answer without entering Python: files that may be opened, attributes of directories.
+"""Leases that the C library has of this session: what it answers without entering Python (leases.c, attribute_cache.c).
 
-They answer what was answered here before, for as long as the kernel might remember it. Trio thread only.
+A file that was opened for reading may be opened again, attributes of a directory may be returned again, and names
+that a directory lacks are absent and may be created, each for as long as the kernel might cache the answer. The
+filesystem announces what ends a lease before it does it. Trio thread only; nothing survives a crash.
 """
 
 from __future__ import annotations
 
-from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls they receive)
+import ctypes
+
+from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
 
 from lakefs_fuse.kernel.reply import attributes_of
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.vfs.files.open_file import READING
+from lakefs_fuse.vfs.files.open_file import READING, OpenFile
 from lakefs_fuse.vfs.filesystem import Filesystem
 
+CREATED_BEFORE = 2
+"""Files that are created in a directory before its names are leased: a single one does not pay for telling them all."""
+COUNTED_DIRECTORIES_MAX = 1024
 
-class Lent:
-    """Leases of this process's session."""
+
+class Leases:
+    """Without the library, or before `lease_names_from`, the filesystem answers everything."""
 
     def __init__(self, fs: Filesystem) -> None:
-        self._fs = fs
+        self._fs, self._tree = fs, fs.namespace.tree
+        self._created: dict[int, int] = {}
+        """Files that Python created in a directory lately."""
+        self._library: ctypes.PyDLL | None = None
+        """Once names are leased."""
         fs.events.leases_revoked.append(hooks.revoke_open)
-        fs.events.directory_updated.append(self._update)
+        fs.events.directory_updated.append(self._update_attributes)
 
-    def opened(self, inode: int, handle: int) -> None:
-        """A file was opened: whoever opens it for reading next need not ask."""
+    # -- opens and attributes
+
+    def lease_open(self, inode: int, handle: int) -> None:
+        """The file was opened: opening it for reading needs no answer of Python from now on."""
         if handle & READING:
             hooks.lease_open(inode, self._fs.lending.allowed_s(self._fs.handle(handle).file))
 
-    def answered(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
-        """These attributes were told, to be remembered for the time that they say."""
+    def lease_attributes(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
+        """These attributes were returned, valid for the time that they say."""
         if entry.is_dir:
             hooks.cache_attributes(attributes, attributes.attr_timeout)
 
-    def _update(self, directory: Entry) -> None:
+    def _update_attributes(self, directory: Entry) -> None:
         hooks.cache_attributes(attributes_of(directory, self._fs, 0.0))
+
+    # -- names
+
+    def lease_names_from(self, library: ctypes.PyDLL) -> None:
+        """From now on names of directories are leased to the library, which creates files in them."""
+        self._library = library
+        self._fs.events.mirrored_name_added.append(self._add_name)
+        self._fs.events.mirror_dropped.append(library.lakefs_revoke_names)
+
+    def revoke_all_names(self) -> None:
+        """No name is leased any more."""
+        if self._library is not None:
+            self._library.lakefs_revoke_all_names()
+            self._tree.mirrored.clear()
+
+    def count_created(self, file: OpenFile) -> None:
+        """Python created a file; where that goes on in a directory its names are leased."""
+        parent = file.entry.parent
+        count = self._created.pop(parent, 0) + 1
+        self._created[parent] = count
+        if len(self._created) > COUNTED_DIRECTORIES_MAX:
+            del self._created[next(iter(self._created))]
+        if self._library is None or count < CREATED_BEFORE:
+            return
+        for_s = self._fs.new_files.lendable_s(file)
+        if for_s > 0 and not self._lease_names(self._library, parent, for_s):
+            self._created[parent] = 0  # not so soon again
+
+    def _lease_names(self, library: ctypes.PyDLL, directory: int, for_s: float) -> bool:
+        new_files = self._fs.new_files
+        is_new = directory not in self._tree.mirrored
+        names = new_files.names(directory) if is_new else []
+        if names is None:
+            return False
+        for_ns = int(min(for_s, hooks.LEASE_S_MAX) * 1e9)
+        timeout_ns = int(min(self._fs.config.metadata_ttl_s, hooks.LEASE_S_MAX) * 1e9)
+        if not library.lakefs_lease_names(directory, for_ns, timeout_ns, new_files.name_bytes_max(directory)):
+            self.revoke_all_names()
+            return False
+        packed = b"".join(name + b"\0" for name in names)
+        if is_new and not library.lakefs_add_names(directory, packed, len(packed)):
+            library.lakefs_revoke_names(directory)
+            return False
+        self._tree.mirrored.add(directory)
+        # The kernel asks for them after each name that is created.
+        hooks.cache_attributes(attributes_of(self._fs.entry(directory), self._fs, 0.0), for_s)
+        return True
+
+    def _add_name(self, directory: int, name: bytes) -> None:
+        assert self._library is not None
+        if not self._library.lakefs_add_names(directory, name + b"\0", len(name) + 1):
+            self._tree.drop_mirror(directory)

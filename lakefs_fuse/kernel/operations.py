@@ -1,4 +1,4 @@
-"""Protocol adapter only: pyfuse3 requests to `fs.Filesystem` calls, entries to attributes, errors to errnos.
+"""Protocol adapter only: requests of pyfuse3 become calls of `Filesystem`, entries attributes, and errors errnos.
 
 The kernel's write-back cache is on: it sends large writes, keeps what was written in the page cache, and owns the size
 and the mtime of a file for as long as it knows the inode. That is right because another version of a file is another
@@ -17,10 +17,10 @@ from typing import Any
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
 
-from lakefs_fuse.kernel.create_offload import Creating
-from lakefs_fuse.kernel.features import Kernel
+from lakefs_fuse.kernel.create_offload import CreateOffload
+from lakefs_fuse.kernel.features import KernelFeatures
 from lakefs_fuse.kernel.invalidation import Invalidations
-from lakefs_fuse.kernel.leases import Lent
+from lakefs_fuse.kernel.leases import Leases
 from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.kernel.readdir import RowReplies
 from lakefs_fuse.kernel.reply import (
@@ -46,7 +46,7 @@ class Operations(pyfuse3.Operations):
     supports_dot_lookup = False
     enable_acl = False
 
-    def __init__(self, fs: Filesystem, kernel: Kernel) -> None:
+    def __init__(self, fs: Filesystem, kernel: KernelFeatures) -> None:
         super().__init__()
         self.fs = fs
         self.config = fs.config
@@ -54,16 +54,16 @@ class Operations(pyfuse3.Operations):
         self.upcalls = fs.metrics.upcalls
         self.barrier = fs.namespace.tree.barrier
         self._metrics = fs.metrics.namespace
-        self.invalidations = Invalidations(self._told)
-        fs.events.name_changed.append(self.invalidations.name)
+        self.invalidations = Invalidations(self._count_invalidations)
+        fs.events.name_changed.append(self.invalidations.invalidate_name)
         fs.events.statistics_requested.append(self._statistics)
         self._kernel = kernel
         self._answered: dict[str, int] = {}
-        self._lent = Lent(fs)
+        self._leases = Leases(fs)
         self._rows = RowReplies(fs)
-        self.creating = Creating(fs)
+        self.create_offload = CreateOffload(fs, self._leases)
 
-    def _told(self, count: int) -> None:
+    def _count_invalidations(self, count: int) -> None:
         self._metrics.invalidations += count
 
     def _statistics(self) -> dict[str, object]:
@@ -98,7 +98,7 @@ class Operations(pyfuse3.Operations):
     async def getattr(self, inode: int, ctx: object = None) -> pyfuse3.EntryAttributes:
         entry = await self.fs.stat(inode)
         attributes = self._attributes(entry, self.fs.attribute_fresh_s(entry))
-        self._lent.answered(entry, attributes)
+        self._leases.lease_attributes(entry, attributes)
         return attributes
 
     @upcall("setattr")
@@ -154,7 +154,7 @@ class Operations(pyfuse3.Operations):
         await self.fs.more_names(fh, 0 if start_id == DOTDOT_COOKIE else start_id)
         fresh_s = self.fs.listing_fresh_s(fh)
         if not start_id and Feature.STATELESS_OPENDIR in hooks.granted():
-            self.invalidations.listed(fh, fresh_s)
+            self.invalidations.add_listing(fh, fresh_s)
         after = reply_dots(token, start_id, fh, self.fs.entry(fh).parent or fh)
         if self._rows.possible and not self.fs.knows_holes_in(fh):  # rows do not tell them
             tree = self.fs.namespace.tree
@@ -223,7 +223,7 @@ class Operations(pyfuse3.Operations):
     async def open(self, inode: int, flags: int, ctx: Any) -> pyfuse3.FileInfo:
         handle = await self.fs.open(inode, flags, ctx.pid)
         if flags & os.O_TRUNC == 0:
-            self._lent.opened(inode, handle)
+            self._leases.lease_open(inode, handle)
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
 
     @upcall("create")
@@ -235,7 +235,7 @@ class Operations(pyfuse3.Operations):
         handle, entry = await self.fs.create(
             parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid, kills_privileges=kills_privileges
         )
-        self.creating.created(self.fs.handle(handle).file)
+        self._leases.count_created(self.fs.handle(handle).file)
         info = pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
         return info, self._attributes(entry, self.config.metadata_ttl_s)
 

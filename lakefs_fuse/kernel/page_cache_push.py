@@ -5,13 +5,13 @@ knows, the bytes are put into its page cache (FUSE_NOTIFY_STORE), so that readin
 immutable mounts only, where an inode is one version for ever: anywhere else the bytes could be older than what was
 written to the page meanwhile, and would replace it.
 
-It pays only for files that the kernel knows (somebody listed their directory), and that are read before it lets their
-pages go again. Where more than half of those that were pushed lately were not known, only one block in PROBE_EACH is
-tried. Of what was let go unread nothing is heard but that another file of the block is asked for: a block is pushed
-PUSHES_MAX times in ROUND_S, so a dataset that does not fit into memory costs no more than that.
+It pays only for files that the kernel knows (their directory was listed), and that are read before it evicts their
+pages. Where more than half of those that were pushed lately were not known, only one block in PROBE_EACH is tried. The
+only sign of an eviction is that another file of the block is read: a block is pushed PUSHES_MAX times in ROUND_S, so a
+dataset that does not fit into memory costs no more than that.
 
-Trio thread; the kernel is told from a worker thread, because it may make that wait for a READ that is being answered.
-Nothing is left behind.
+Trio thread; the kernel is notified from a worker thread, because it may make that wait for a READ that is being
+answered. A crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def store_files(files: Sequence[tuple[int, Bytes]]) -> list[int]:
     return known
 
 
-class Pushing:
-    """See the module's head."""
+class PageCachePush:
+    """Pushes blocks of packs; see the module's head."""
 
     def __init__(
         self, fs: ImmutableFilesystem, *, store: Callable[[Sequence[tuple[int, Bytes]]], list[int]] = store_files
     ) -> None:
         self._fs, self._store = fs, store
         self._waiting: deque[int] = deque(maxlen=WAITING_MAX)
-        self._wanted = trio.Event()
+        self._requested = trio.Event()
         self._busy = False
         self._pushed: OrderedDict[tuple[int, int], tuple[float, int]] = OrderedDict()
         self._judged = self._judged_unknown = 0.0
@@ -69,14 +69,17 @@ class Pushing:
         self.files = self.bytes = self.unknown = 0
         """Since the mount began: what the kernel took, and files that it did not know."""
 
-    def read(self, inode: int, offset: int) -> None:
+    def count_read(self, inode: int, offset: int) -> None:
         """A READ was answered."""
-        block = self._fs.block_of(inode) if offset == 0 else None
+        try:
+            block = self._fs.block_of(inode) if offset == 0 else None
+        except FileError:
+            return  # the file went while it was read
         if block is None:
             return
         self._asked += 1
         if self.pays or not self._asked % PROBE_EACH:
-            self._want(inode, block)
+            self._request(inode, block)
 
     def is_due(self, inode: int) -> bool:
         """A READ of the beginning of a file, which is about to be answered, will make its block be pushed."""
@@ -94,7 +97,7 @@ class Pushing:
         since, pushes = self._pushed.get(block, (now, 0))
         return (since, pushes) if now - since <= ROUND_S else (now, 0)
 
-    def _want(self, inode: int, block: tuple[int, int]) -> None:
+    def _request(self, inode: int, block: tuple[int, int]) -> None:
         since, pushes = self._counted(block)
         self._pushed[block] = since, min(pushes + 1, PUSHES_MAX)
         self._pushed.move_to_end(block)
@@ -102,7 +105,7 @@ class Pushing:
             self._pushed.popitem(last=False)
         if pushes < PUSHES_MAX:
             self._waiting.append(inode)
-            self._wanted.set()
+            self._requested.set()
 
     @property
     def under_way(self) -> int:
@@ -115,7 +118,7 @@ class Pushing:
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:
-            await self._wanted.wait()
+            await self._requested.wait()
             while self._waiting:
                 self._busy = True
                 try:
@@ -123,7 +126,7 @@ class Pushing:
                 except Exception:  # nobody waits for it, and the mount is to go on
                     log.exception("giving the kernel the neighbours of a file")
                 self._busy = False
-            self._wanted = trio.Event()
+            self._requested = trio.Event()
 
     async def _push(self, inode: int) -> None:
         try:

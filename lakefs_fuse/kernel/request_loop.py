@@ -1,9 +1,9 @@
-"""Whose turn it is to read /dev/fuse: pyfuse3's own way of waiting, at a fraction of its cost.
+"""Which task reads /dev/fuse: pyfuse3's own way of waiting, at a fraction of its cost.
 
 pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task goes on
 reading while there are requests, for `BURST_S` at most, and another is ready to go on where it has to wait; tasks
-that were busy last are taken first, so that few buffers are ever touched. Whoever takes a request may be busy with it
-for minutes, so nobody goes without another one that waits for the descriptor or is on its way to. Needs request_loop.c;
+that were busy last go first, so that few buffers are ever touched. A task may be busy with its request for minutes, so
+none begins without another one that waits for the descriptor or is on its way to it. Needs request_loop.c;
 without it, or with a pyfuse3 that waits in another way, everything is as pyfuse3 does it. Trio thread only.
 """
 
@@ -23,7 +23,7 @@ do not find each other in time to share a pack; not at all, and a request costs 
 log = logging.getLogger(__name__)
 
 
-class Turns:
+class RequestTurns:
     """Tasks that wait for a request: one for the descriptor, the others for their turn."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Turns:
         """There may be a request, and it is the caller's. False: the session has ended."""
         while not self._exited():
             if not self._drained() and time.perf_counter() - self._begun_s < BURST_S:
-                self._leave_one()
+                self._wake_successor()
                 return True
             if self._watched:
                 await self._park()
@@ -54,7 +54,7 @@ class Turns:
                 return False
             finally:
                 self._watched = False
-            self._leave_one()
+            self._wake_successor()
             self._begun_s = time.perf_counter()
             return True
         self._wake(len(self._idle))
@@ -71,8 +71,8 @@ class Turns:
         await trio.lowlevel.wait_task_rescheduled(abort)
         self._coming -= 1
 
-    def _leave_one(self) -> None:
-        """Somebody is there for the next request while the caller is busy with this one."""
+    def _wake_successor(self) -> None:
+        """Another task reads the next request while the caller is busy with this one."""
         if not self._watched and not self._coming:
             self._wake(1)
 
@@ -83,9 +83,9 @@ class Turns:
 
 
 def begin() -> bool:
-    """After `pyfuse3.init`, before `pyfuse3.main`: take over. False where pyfuse3's own way it is."""
+    """After `pyfuse3.init`, before `pyfuse3.main`: replace its way of waiting. False where that is not possible."""
     library = hooks.library()
     if library is None or not hasattr(pyfuse3, "_wait_fuse_readable") or not library.lakefs_begin_reading():
         return False
-    vars(pyfuse3)["_wait_fuse_readable"] = Turns().wait
+    vars(pyfuse3)["_wait_fuse_readable"] = RequestTurns().wait
     return True

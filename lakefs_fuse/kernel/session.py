@@ -1,7 +1,7 @@
-"""One mounted session: from mount(2) until the kernel lets go of it.
+"""The mounted session of this process: from mount(2) until the kernel ends it.
 
-`serve` runs the request loop and the invalidations beside it. Unmounting goes through the kernel (fusermount3 or
-umount), never around it: it writes back dirty pages first, and the loop that has to take them is still running.
+`Session.serve` runs the request loop and the invalidations beside it. Unmounting goes through the kernel (fusermount3
+or umount), never around it: it writes back dirty pages first, and the loop that has to take them is still running.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from msgspec import structs
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import MountError
-from lakefs_fuse.kernel import request_loop as receiving
-from lakefs_fuse.kernel.features import Kernel, raise_read_ahead
+from lakefs_fuse.kernel import request_loop
+from lakefs_fuse.kernel.features import KernelFeatures, raise_read_ahead
 from lakefs_fuse.kernel.immutable_operations import ImmutableOperations
 from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.kernel.operations import Operations
@@ -28,12 +28,12 @@ from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 
 LISTINGS_HELD_S_MIN = 1.0
-"""With a shorter TTL the kernel is not made to keep listings: it would have to be told all the time."""
+"""With a shorter TTL the kernel is not made to keep listings: they would be invalidated all the time."""
 BACKGROUND_REQUESTS_MAX = 64
 """READs ahead of a reader, and WRITEs behind a writer, that the kernel may have under way; its own default is 12."""
 BACKGROUND_SHARE = 8
-"""WRITEs under way take up no more than this part of staging: of many parts of a file that are there in part, none can
-be uploaded to make room."""
+"""WRITEs under way fill no more than this part of staging: of many parts of a file that are incomplete, none can be
+uploaded to make room."""
 WRITE_BYTES_MAX = 1 << 20
 TASKS_MAX = 128
 """Requests served at once; each may be waiting for the store."""
@@ -62,30 +62,41 @@ def features_for(config: MountConfig) -> Feature:
 
 
 def background_max(config: MountConfig) -> int:
-    """Requests that the kernel may have under way for nobody in particular."""
+    """Requests that the kernel may have under way in the background: readahead, and write-back of pages."""
     writes_max = config.staging_bytes_max // (BACKGROUND_SHARE * WRITE_BYTES_MAX)
     return BACKGROUND_REQUESTS_MAX if config.read_only else max(1, min(BACKGROUND_REQUESTS_MAX, writes_max))
 
 
-class _Session:
-    """There is one session in a process: libfuse's state is global, too."""
+class Session:
+    """There is one in a process, served once: libfuse's state is global, too."""
 
-    unmount_asked: trio.Event | None = None
+    def __init__(self) -> None:
+        self._unmount_requested: trio.Event | None = None
+        """While it is served."""
+
+    def request_unmount(self) -> None:
+        """Make `serve` unmount and return; trio thread only. While nothing is served it does nothing."""
+        if self._unmount_requested is not None:
+            self._unmount_requested.set()
+
+    async def serve(
+        self, fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, ready: Callable[[], None]
+    ) -> None:
+        """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError."""
+        self._unmount_requested = trio.Event()
+        try:
+            await _serve(fs, config, ready, self._unmount_requested)
+        finally:
+            self._unmount_requested = None
 
 
-def request_unmount() -> None:
-    """Make `serve` unmount and return; trio thread only. Without a session it does nothing."""
-    if _Session.unmount_asked is not None:
-        _Session.unmount_asked.set()
-
-
-async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, ready: Callable[[], None]) -> None:
-    """Mount, call ``ready`` when the mount answers, return when it is unmounted. Raises MountError."""
-    config = structs.replace(config, read_only=fs.config.read_only)  # more than was asked for, perhaps
-    kernel = Kernel(features_for(config), not config.read_only, background_max(config))
+async def _serve(
+    fs: Filesystem | ImmutableFilesystem, config: MountConfig, ready: Callable[[], None], unmount_requested: trio.Event
+) -> None:
+    config = structs.replace(config, read_only=fs.config.read_only)  # the store may refuse writes
+    kernel = KernelFeatures(features_for(config), not config.read_only, background_max(config))
     operations = ImmutableOperations(fs, kernel) if isinstance(fs, ImmutableFilesystem) else Operations(fs, kernel)
     hooks.request_features(kernel.wanted, kernel.background_max)
-    _Session.unmount_asked = trio.Event()
     try:
         pyfuse3.init(operations, config.mountpoint, _options(config))
     except (RuntimeError, OSError, UnicodeEncodeError) as error:
@@ -104,40 +115,37 @@ async def serve(fs: Filesystem | ImmutableFilesystem, config: MountConfig, *, re
 
     try:
         async with trio.open_nursery() as nursery:
-            background = operations.invalidations if isinstance(operations, Operations) else operations.pushing
+            background = operations.invalidations if isinstance(operations, Operations) else operations.page_cache_push
             nursery.start_soon(background.run)
             nursery.start_soon(_announce, config.mountpoint, kernel, answers)
-            nursery.start_soon(_unmount_when_asked, config.mountpoint)
-            if receiving.begin() and isinstance(operations, Operations):
-                operations.creating.begin()
+            nursery.start_soon(_unmount_on_request, config.mountpoint, unmount_requested)
+            if request_loop.begin() and isinstance(operations, Operations):
+                operations.create_offload.begin()
             await pyfuse3.main(min_tasks=4, max_tasks=TASKS_MAX)
             unmount = False
             nursery.cancel_scope.cancel()
     finally:
         if isinstance(operations, Operations):
-            operations.creating.end()
-        _Session.unmount_asked = None
+            operations.create_offload.end()
         pyfuse3.close(unmount=unmount)
 
 
-async def _announce(mountpoint: str, kernel: Kernel, ready: Callable[[], None]) -> None:
+async def _announce(mountpoint: str, kernel: KernelFeatures, ready: Callable[[], None]) -> None:
     """Ready means that a system call was answered."""
 
-    def look() -> tuple[int, str]:
+    def prepare() -> tuple[int, str]:
         os.statvfs(mountpoint)
         return raise_read_ahead(mountpoint)
 
-    kernel.read_ahead_kib, note = await trio.to_thread.run_sync(look, abandon_on_cancel=True)
+    kernel.read_ahead_kib, note = await trio.to_thread.run_sync(prepare, abandon_on_cancel=True)
     kernel.notes += [note] if note else []
     log.info("%s", kernel.line())
     ready()
 
 
-async def _unmount_when_asked(mountpoint: str) -> None:
-    """A mount that is in use is detached: it takes no new opens, and ends when the last file is closed."""
-    asked = _Session.unmount_asked
-    assert asked is not None
-    await asked.wait()
+async def _unmount_on_request(mountpoint: str, requested: trio.Event) -> None:
+    """A mount that is in use is detached: it accepts no new opens, and ends when the last file is closed."""
+    await requested.wait()
     try:
         await _unmount(mountpoint, lazy=False)
     except MountError as error:

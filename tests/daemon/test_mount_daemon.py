@@ -345,15 +345,15 @@ import msgspec
 from lakefs_fuse.daemon import mount_daemon as daemon
 from lakefs_fuse.daemon import lake_opener as lake
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.kernel import session
+from lakefs_fuse.kernel.session import Session
 open_lake = lake.open_lake
 def opening(config):
     print(gc.isenabled())
     return open_lake(config)
-async def serve(fs, config, *, ready):
+async def serve(self, fs, config, *, ready):
     print(gc.isenabled(), gc.get_freeze_count() > 0)
     ready()
-lake.open_lake, session.serve = opening, serve
+lake.open_lake, Session.serve = opening, serve
 config = msgspec.json.decode(sys.argv[1], type=MountConfig)
 sys.exit(daemon.serve_real_lake(config, daemon.Readiness(None), daemon.Succession(0)))
 """

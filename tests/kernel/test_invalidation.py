@@ -38,7 +38,7 @@ class Kernel:
 @asynccontextmanager
 async def telling(kernel: Kernel) -> AsyncIterator[Invalidations]:
     kernel.began = trio.current_time()
-    invalidations = Invalidations(kernel.count, tell=kernel.tell)
+    invalidations = Invalidations(kernel.count, notify=kernel.tell)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(invalidations.run)
         yield invalidations
@@ -52,8 +52,8 @@ def kernel() -> Kernel:
 
 async def test_a_name_that_changed(kernel: Kernel, autojump_clock: MockClock) -> None:
     async with telling(kernel) as invalidations:
-        invalidations.name(7, b"a")
-        invalidations.name(7, b"b")
+        invalidations.invalidate_name(7, b"a")
+        invalidations.invalidate_name(7, b"b")
         await trio.sleep(10)
     assert kernel.names == [(0.0, 7, b"a"), (0.0, 7, b"b")]
     assert kernel.directories == [], "its listing was never asked for"
@@ -62,7 +62,7 @@ async def test_a_name_that_changed(kernel: Kernel, autojump_clock: MockClock) ->
 
 async def test_a_listing_goes_with_its_ttl_and_once_more(kernel: Kernel, autojump_clock: MockClock) -> None:
     async with telling(kernel) as invalidations:
-        invalidations.listed(7, 60.0)
+        invalidations.add_listing(7, 60.0)
         await trio.sleep(59)
         assert kernel.directories == []
         await trio.sleep(10)
@@ -74,29 +74,29 @@ async def test_a_listing_goes_with_its_ttl_and_once_more(kernel: Kernel, autojum
 
 async def test_a_listing_of_which_a_name_changed(kernel: Kernel, autojump_clock: MockClock) -> None:
     async with telling(kernel) as invalidations:
-        invalidations.listed(7, 60.0)
+        invalidations.add_listing(7, 60.0)
         await trio.sleep(5)
         for index in range(100):
-            invalidations.name(7, b"%d" % index)
+            invalidations.invalidate_name(7, b"%d" % index)
         await trio.sleep(20)
     assert kernel.directories == [(5.0, 7), (5.0 + AGAIN_S, 7)], "a reply on its way may bring old names back"
 
 
 async def test_a_listing_that_was_asked_for_again_counts_longer(kernel: Kernel, autojump_clock: MockClock) -> None:
     async with telling(kernel) as invalidations:
-        invalidations.listed(7, 60.0)
+        invalidations.add_listing(7, 60.0)
         await trio.sleep(50)
-        invalidations.listed(7, 60.0)
-        invalidations.listed(7, 10.0)
+        invalidations.add_listing(7, 60.0)
+        invalidations.add_listing(7, 10.0)
         await trio.sleep(100)
     assert kernel.directories == [(110.0, 7), (110.0 + AGAIN_S, 7)]
 
 
 async def test_one_that_goes_sooner_than_those_before(kernel: Kernel, autojump_clock: MockClock) -> None:
     async with telling(kernel) as invalidations:
-        invalidations.listed(7, 60.0)
+        invalidations.add_listing(7, 60.0)
         await trio.sleep(1)
-        invalidations.listed(8, 2.0)
+        invalidations.add_listing(8, 2.0)
         await trio.sleep(20)
     assert kernel.directories == [(3.0, 8), (3.0 + AGAIN_S, 8)]
 
@@ -108,11 +108,11 @@ async def test_only_so_many_are_remembered(
     monkeypatch.setattr(invalidating, "NAMES_MAX", 2)
     async with telling(kernel) as invalidations:
         for directory in (1, 2, 3, 4):
-            invalidations.listed(directory, 60.0)
+            invalidations.add_listing(directory, 60.0)
             await trio.sleep(1)
         assert kernel.directories == [(3.0, 1)]
         assert len(invalidations) == 3
         for name in (b"a", b"b", b"c"):
-            invalidations.name(9, name)
+            invalidations.invalidate_name(9, name)
         await trio.sleep(1)
     assert [name for _, _, name in kernel.names] == [b"a", b"b"]

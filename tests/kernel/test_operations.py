@@ -9,7 +9,7 @@ import pytest
 from lakefs_fuse.kernel.operations import Operations  # isort: skip  (before pyfuse3)
 import pyfuse3
 
-from lakefs_fuse.kernel.features import Kernel
+from lakefs_fuse.kernel.features import KernelFeatures
 from lakefs_fuse.kernel.native.hooks import Feature
 from lakefs_fuse.meta.entry import ROOT_INODE
 from tests.memory_store import MemoryStore
@@ -22,7 +22,7 @@ async def test_a_directory_is_as_new_as_the_ttl_wants_whether_it_is_opened_or_no
     store, clock = MemoryStore(), Clock()
     store.give("a")
     async with lake(store, tmp_path, clock=clock) as m:
-        operations = Operations(m.fs, Kernel(Feature(0), writeback_cache=True, background_max=0))
+        operations = Operations(m.fs, KernelFeatures(Feature(0), writeback_cache=True, background_max=0))
 
         async def read() -> int:
             before = store.count("list")

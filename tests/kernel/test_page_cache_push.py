@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from lakefs_fuse.errors import FileError
-from lakefs_fuse.kernel.page_cache_push import PROBE_EACH, PUSHES_MAX, ROUND_S, Pushing
+from lakefs_fuse.kernel.page_cache_push import PROBE_EACH, PUSHES_MAX, ROUND_S, PageCachePush
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 
@@ -40,18 +40,18 @@ class Packs:
 
 
 @asynccontextmanager
-async def pushing(packs: Packs) -> AsyncIterator[Pushing]:
-    made = Pushing(cast(ImmutableFilesystem, packs), store=packs.store)
+async def pushing(packs: Packs) -> AsyncIterator[PageCachePush]:
+    made = PageCachePush(cast(ImmutableFilesystem, packs), store=packs.store)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.run)
         yield made
         nursery.cancel_scope.cancel()
 
 
-async def blocks_tried(made: Pushing, packs: Packs, inodes: Sequence[int]) -> int:
+async def blocks_tried(made: PageCachePush, packs: Packs, inodes: Sequence[int]) -> int:
     before = len(packs.kernel)
     for inode in inodes:
-        made.read(inode, 0)
+        made.count_read(inode, 0)
         while made.under_way:
             await trio.sleep(0.001)
     return (len(packs.kernel) - before) // (FILES_EACH - 1)
@@ -63,8 +63,8 @@ async def test_the_other_files_of_the_block_are_pushed() -> None:
         assert await blocks_tried(made, packs, [43]) == 1
         assert packs.kernel == [40, 41, 42, *range(44, 60)]
         assert made.describe() == {"under_way": 0, "files": 19, "bytes": 76, "unknown": 0}
-        made.read(70, 4096)  # the middle of a file
-        made.read(10**6, 0)  # not in a pack
+        made.count_read(70, 4096)  # the middle of a file
+        made.count_read(10**6, 0)  # not in a pack
         assert await blocks_tried(made, packs, []) == 0
 
 

@@ -11,13 +11,13 @@ import trio
 
 from lakefs_fuse.kernel import request_loop as receiving
 from lakefs_fuse.kernel.native import hooks
-from lakefs_fuse.kernel.request_loop import Turns
+from lakefs_fuse.kernel.request_loop import RequestTurns
 
 TASKS = 6
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
+def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestTurns]:
     """Of a session that always has one more request, in a burst that does not end."""
     read_end, write_end = os.pipe()
     os.write(write_end, b"a request")
@@ -28,12 +28,12 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
     )
     monkeypatch.setattr(hooks, "library", lambda: session)
     monkeypatch.setattr(receiving, "BURST_S", 60.0)
-    yield Turns()
+    yield RequestTurns()
     os.close(read_end)
     os.close(write_end)
 
 
-async def test_every_request_may_take_for_ever(turns: Turns) -> None:
+async def test_every_request_may_take_for_ever(turns: RequestTurns) -> None:
     taken = 0
 
     async def take_one_and_be_busy() -> None:

@@ -77,12 +77,10 @@ class ImmutableFilesystem:
         self._readings: OrderedDict[int, Reading] = OrderedDict()
         self._gone = self._refreshes = 0
         self._refreshing = trio.Lock()
-        self.on_refresh: Callable[[ChangedNames], Awaitable[None]] = _tell_nobody
-        """Told of names that changed with a refresh; the adapter above sets it."""
-        self.reads_around: Callable[[int], bool] = lambda _: False
-        """Whether all of the block that a file begins in is wanted, now that the file is read."""
-        self.on_statistics: Callable[[], dict[str, object]] = dict
-        """What the adapter above has to say of itself."""
+        self.refreshed: list[Callable[[ChangedNames], Awaitable[object]]] = []
+        """Listeners, awaited with the names that changed with a refresh."""
+        self.statistics_requested: list[Callable[[], dict[str, object]]] = []
+        """Listeners, which answer what they add to the counters."""
 
     # -- names and attributes
 
@@ -201,8 +199,9 @@ class ImmutableFilesystem:
 
     # -- bytes
 
-    async def read(self, inode: int, offset: int, length: int) -> Buffer:
-        """Raises FileError: ESTALE where the version is gone, else the errno of the store's error."""
+    async def read(self, inode: int, offset: int, length: int, *, around: bool = False) -> Buffer:
+        """With ``around`` all of the block that it begins in is fetched. Raises FileError: ESTALE where the version
+        is gone, else the errno of the store's error."""
         reading = self._reading(inode)
         extent = reading.extent
         if extent is None or offset >= extent.size:
@@ -211,7 +210,6 @@ class ImmutableFilesystem:
         ahead = reading.readahead if extent.is_whole else None
         try:
             begin = extent.offset + offset
-            around = offset == 0 and self.reads_around(inode)
             return await self._reader.read(
                 extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around
             )
@@ -233,14 +231,9 @@ class ImmutableFilesystem:
         return reading
 
     def block_of(self, inode: int) -> tuple[int, int] | None:
-        """Which block of which pack a small file that was read lately begins in; None where it is not packed."""
-        reading = self._readings.get(inode)
-        if (
-            reading is None
-            or reading.extent is None
-            or reading.extent.is_whole
-            or reading.entry.size > BESIDE_BYTES_MAX
-        ):
+        """Which block of which pack a small file begins in; None where it is not packed. Raises FileError."""
+        reading = self._reading(inode)
+        if reading.extent is None or reading.extent.is_whole or reading.entry.size > BESIDE_BYTES_MAX:
             return None
         return reading.entry.place, reading.extent.offset // BLOCK_BYTES
 
@@ -292,7 +285,8 @@ class ImmutableFilesystem:
                 self._move_to(state)
                 log.info("moved to state %d: %d names changed", state.number, changed.count)
                 with trio.CancelScope(shield=True):
-                    await self.on_refresh(changed)
+                    for listener in self.refreshed:
+                        await listener(changed)
                 return {**self._describe(), "changed": changed.count}
             finally:
                 changed.close()
@@ -319,7 +313,6 @@ class ImmutableFilesystem:
 
     def statistics(self) -> dict[str, object]:
         """Nested plain values, as those of a mount that may be written to; what cannot be there is left out."""
-        adapter = self.on_statistics()
         told = self.metrics.as_dict()
         cache = self._lake.cache.statistics()
         told["cache"] = {
@@ -335,7 +328,9 @@ class ImmutableFilesystem:
         }
         told["dirty"] = {"files": 0, "bytes": 0, "failed": 0, "orphans": 0}
         told["immutable"] = self._describe()
-        return {**told, **adapter}
+        for listener in self.statistics_requested:
+            told.update(listener())
+        return told
 
     def unfinished(self) -> list[Unfinished]:
         return []
@@ -351,9 +346,6 @@ class ImmutableFilesystem:
 
     def close(self) -> None:
         self._state.database.close()
-
-
-async def _tell_nobody(_: ChangedNames) -> None: ...
 
 
 @asynccontextmanager
