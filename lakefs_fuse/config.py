@@ -19,9 +19,6 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 TIB = 1024 * GIB
 
-RESERVED_NAME = ".lakefs"
-"""First component of every key this program keeps for itself; hidden from listings, refused in paths."""
-
 PACK_MODES = ("auto", "always", "never")
 PACK_THRESHOLD_BYTES_MAX = 64 * MIB
 """Size that packs aim at: a larger file gains nothing from being in one."""

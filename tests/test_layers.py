@@ -12,15 +12,16 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "lakefs_fuse"
 
-FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "metrics"})
+FOUNDATION = frozenset({"lakefs_fuse", "errors", "config", "metrics", "product"})
 """What every layer may use. Among themselves: config uses errors."""
 
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "lakefs_fuse": frozenset(),
     "errors": frozenset(),
+    "product": frozenset(),
     "metrics": frozenset(),
     "config": frozenset({"errors"}),
-    "environment": frozenset({"errors"}),
+    "environment": frozenset({"errors", "product"}),
     "sync": frozenset({"errors"}),
     "path_rules": frozenset({"errors", "config"}),
     "checkpoints": FOUNDATION,
@@ -165,6 +166,29 @@ def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
             assert node.end_lineno is not None
             lines = node.end_lineno - node.lineno + 1
             assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
+
+
+PRODUCT_NAMES = re.compile(r"\.lakefs|user\.lakefs|LAKEFS_|(?<!.)lakefs-fuse(?!.)|(?<!.)lakefs-(?!.)")
+
+
+@pytest.mark.parametrize("path", [path for path in modules() if path.stem != "product"], ids=name_of)
+def test_names_of_the_product_are_spelled_in_one_module(path: Path) -> None:
+    """In code, that is: docstrings and sentences (whatever has a space) may say them."""
+    docstrings = {
+        id(node.value)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    spelled = [
+        node.value
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and id(node) not in docstrings
+        and not re.search(r"\s", node.value)
+        and PRODUCT_NAMES.search(node.value)
+    ]
+    assert spelled == []
 
 
 def test_the_command_line_starts_without_the_filesystem() -> None:

@@ -30,12 +30,12 @@ from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.archive_check import Audit, Fault, verify
 from lakefs_fuse.commits.index.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
 from lakefs_fuse.commits.record import COMMITS, OBJECTS, THIS, Put, Record, Relocate, Remove
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import damaged_rows
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 from lakefs_fuse.sync.parallel import for_each
 
@@ -395,7 +395,7 @@ class Checker:
 
     def _note_found(self, metas: Sequence[ObjectMeta], *, everything: bool) -> None:
         for meta in metas:
-            if not everything and meta.key.startswith(RESERVED_NAME + "/"):
+            if not everything and meta.key.startswith(RESERVED_PREFIX):
                 continue
             row = self._lake.tree.objects.find(meta.key, meta.etag)
             if row is not None and row.size == meta.size:

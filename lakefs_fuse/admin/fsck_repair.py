@@ -26,9 +26,10 @@ from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.record import COMMITS, OWN
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError, Unavailable
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.sync.parallel import for_each
 
-DAMAGED = ".lakefs/damaged/"
+DAMAGED = f"{RESERVED_PREFIX}damaged/"
 READ_BYTES = 8 * MIB
 DELETIONS_AT_ONCE = 16
 

@@ -43,6 +43,7 @@ from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import manifests
 from lakefs_fuse.commits.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import DELETE_KEYS_MAX
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.parallel import for_each
@@ -58,7 +59,7 @@ MEMBER_BYTES = 170
 RECORDS_AT_ONCE = 16
 LOOK_S_MAX = 60.0
 """A batch is deleted so soon after the look at what refers to it, or there is another look."""
-INDEX = ".lakefs/index/"
+INDEX = f"{RESERVED_PREFIX}index/"
 
 Fold = Callable[[int], Awaitable[None]]
 """Write an index of all that is known, with this horizon."""

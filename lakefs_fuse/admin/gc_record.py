@@ -10,10 +10,11 @@ from __future__ import annotations
 import msgspec
 
 from lakefs_fuse.errors import NotFound, PreconditionFailed
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 
-NOTES = ".lakefs/gc/"
+NOTES = f"{RESERVED_PREFIX}gc/"
 FORMAT = 1
 NOTE_BYTES_MAX = 256 << 20
 

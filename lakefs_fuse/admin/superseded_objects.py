@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from lakefs_fuse.admin.lake_view import NS, Headless
 from lakefs_fuse.commits.archive import parse_commit_key
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.meta.entry import PENDING, Entry
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import ObjectMeta
 
 
@@ -74,7 +74,7 @@ async def sweep(
         async for page in pages:
             doomed: list[ObjectMeta] = []
             for meta in page.objects:
-                if meta.key.startswith(RESERVED_NAME + "/") or (only and meta.key != only):
+                if meta.key.startswith(RESERVED_PREFIX) or (only and meta.key != only):
                     continue
                 since = hidden_since(lake, meta, removed=removed)
                 if since is None:
@@ -104,10 +104,10 @@ async def delete(lake: Headless, doomed: Sequence[ObjectMeta], swept: Swept, *, 
     Raises LakeError."""
     failed: dict[str, str] = {}
     if not dry_run:
-        ours = [meta.key for meta in doomed if meta.key.startswith(RESERVED_NAME + "/")]
+        ours = [meta.key for meta in doomed if meta.key.startswith(RESERVED_PREFIX)]
         if ours:
             failed.update(await lake.client.delete_many(ours))
-        others = [(meta.key, meta.etag) for meta in doomed if not meta.key.startswith(RESERVED_NAME + "/")]
+        others = [(meta.key, meta.etag) for meta in doomed if not meta.key.startswith(RESERVED_PREFIX)]
         failed.update(await lake.client.delete_versions(others))
     swept.failed += len(failed)
     swept.why = swept.why or next((f"{key}: {why}" for key, why in failed.items()), "")

@@ -16,6 +16,7 @@ import click
 
 from lakefs_fuse import __version__
 from lakefs_fuse.errors import EXIT_FAILURE, EXIT_USAGE, LakeError
+from lakefs_fuse.product import PROGRAM
 
 EXIT_INTERRUPTED = 130
 """128 and the number of SIGINT, as shells have it."""
@@ -54,7 +55,7 @@ class Commands(click.Group):
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(__version__, prog_name="lakefs-fuse")
+@click.version_option(__version__, prog_name=PROGRAM)
 def commands() -> None:
     """Mount a data lake in an S3-compatible object store as a directory."""
 
@@ -62,7 +63,7 @@ def commands() -> None:
 def run(args: Sequence[str] | None = None) -> int:
     """Run one command, print its error, and return its exit code."""
     given = None if args is None else list(args)
-    return answer_errors(lambda: commands.main(args=given, prog_name="lakefs-fuse", standalone_mode=False))
+    return answer_errors(lambda: commands.main(args=given, prog_name=PROGRAM, standalone_mode=False))
 
 
 def answer_errors(call: Callable[[], object]) -> int:
@@ -72,7 +73,7 @@ def answer_errors(call: Callable[[], object]) -> int:
     except LakeError as error:
         return _fail(str(error), error.exit_code)
     except click.UsageError as error:
-        path = error.ctx.command_path if error.ctx is not None else "lakefs-fuse"
+        path = error.ctx.command_path if error.ctx is not None else PROGRAM
         return _fail(f"{error.format_message()} (see `{path} --help`)", EXIT_USAGE)
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
@@ -86,7 +87,7 @@ def answer_errors(call: Callable[[], object]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    click.echo(f"lakefs-fuse: {message}", err=True)
+    click.echo(f"{PROGRAM}: {message}", err=True)
     return code
 
 

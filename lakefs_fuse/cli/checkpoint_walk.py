@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from lakefs_fuse.checkpoints.model import DURABLE, Checkpoint, Listing, Seen, is_wanted, make_listing, markers_asked
 from lakefs_fuse.checkpoints.names import PRUNED_PREFIX
 from lakefs_fuse.errors import LakeError
-
-STATE = "user.lakefs.state"
+from lakefs_fuse.product import XATTR_STATE
 
 
 def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Listing:
@@ -80,7 +79,7 @@ def _add(seen: Seen, entry: os.DirEntry[str]) -> None:
 def state_of(path: str) -> str:
     """The state of a file as the mount reports it; durable if it reports none."""
     try:
-        return os.getxattr(path, STATE, follow_symlinks=False).decode("ascii", "replace")
+        return os.getxattr(path, XATTR_STATE, follow_symlinks=False).decode("ascii", "replace")
     except OSError as error:
         if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
             return DURABLE

@@ -26,8 +26,7 @@ from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountCon
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.path_rules import check_pack_threshold, read_rules
-
-APP = "lakefs-fuse"
+from lakefs_fuse.product import PROGRAM
 
 _DEFAULTS: dict[str, object] = {field.name: field.default for field in structs.fields(MountConfig)}
 
@@ -310,11 +309,11 @@ def default_cache_dir(store: StoreConfig, state: str = "") -> str:
     """One directory for each source, endpoint and profile, and for each fixed state of it."""
     identity = "\n".join(store.meant) if store.source.scheme == "s3" else str(store.source)
     identity += f"\n{state}" if state else ""
-    return str(Path(platformdirs.user_cache_dir(APP)) / hashlib.sha256(identity.encode()).hexdigest()[:16])
+    return str(Path(platformdirs.user_cache_dir(PROGRAM)) / hashlib.sha256(identity.encode()).hexdigest()[:16])
 
 
 def default_log_file(mountpoint: str) -> str:
     """One file for each mountpoint, named after it."""
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", mountpoint).strip("-")[-60:] or "root"
     digest = hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:8]
-    return str(Path(platformdirs.user_state_dir(APP)) / "log" / f"{readable}-{digest}.log")
+    return str(Path(platformdirs.user_state_dir(PROGRAM)) / "log" / f"{readable}-{digest}.log")

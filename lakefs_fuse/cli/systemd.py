@@ -18,6 +18,7 @@ from click.core import ParameterSource
 from lakefs_fuse.cli.parameters import OctalMode
 from lakefs_fuse.cli.store_options import absolute
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.product import FILESYSTEM, PROGRAM
 
 _LEFT_OUT = frozenset({"mount_o", "print_systemd_unit", "foreground", "cache_dir"})
 """Options that a unit always has, or expresses in another way."""
@@ -91,12 +92,12 @@ def unit(config: MountConfig, context: click.Context, *, uid: int, program: tupl
 
 def unit_name(mountpoint: str) -> str:
     """A readable name for the service of a mountpoint, such as lakefs-mnt-lake."""
-    return "lakefs-" + (re.sub(r"[^A-Za-z0-9._]+", "-", mountpoint).strip("-")[-100:] or "root")
+    return f"{FILESYSTEM}-" + (re.sub(r"[^A-Za-z0-9._]+", "-", mountpoint).strip("-")[-100:] or "root")
 
 
 def this_program() -> tuple[str, ...]:
     """The command that runs this installation from any directory."""
-    beside = Path(sys.executable).with_name("lakefs-fuse")
+    beside = Path(sys.executable).with_name(PROGRAM)
     return (str(beside),) if os.access(beside, os.X_OK) else (sys.executable, "-P", "-m", "lakefs_fuse")
 
 

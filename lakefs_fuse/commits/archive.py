@@ -32,9 +32,10 @@ from lakefs_fuse.commits.record import (
     decode,
 )
 from lakefs_fuse.errors import DamagedCommit
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import Buffer, FileSlice
 
-RECORD_NAME = ".lakefs/record"
+RECORD_NAME = f"{RESERVED_PREFIX}record"
 RECORD_BYTES_MAX = 1 << 30
 SLICE_BYTES_MAX = 8 << 20
 """A longer slice of a file is read twice, for its CRC and to be written, in place of being held in memory."""

@@ -22,6 +22,7 @@ from typing import TypeAlias, overload
 import msgspec
 
 from lakefs_fuse.errors import DamagedCommit
+from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX, RESERVED_XATTR
 from lakefs_fuse.store.protocol import Buffer
 
 FORMATS = (1, 2)
@@ -36,13 +37,11 @@ TARGET_BYTES_MAX = 4095
 XATTRS_BYTES_MAX = 64 << 10
 XATTR_PREFIX = "user."
 """The only namespace of extended attributes: the others (`security.`, `trusted.`, `system.`) are the kernel's."""
-XATTR_RESERVED = "user.lakefs."
-"""Names that a mount answers by itself and nobody sets."""
 MODE_MAX = 0o7777
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 62), 1 << 62
-COMMITS = ".lakefs/commits/"
+COMMITS = f"{RESERVED_PREFIX}commits/"
 """Where commits lie."""
-OBJECTS = ".lakefs/objects/"
+OBJECTS = f"{RESERVED_PREFIX}objects/"
 """Where plain objects lie whose own key other bytes occupy. A record may point into no other place under
 ``.lakefs``."""
 UNSET = 0xFFFF_FFFF
@@ -310,7 +309,7 @@ def check_path(path: str) -> None:
     for component in path.split("/"):
         if component in ("", ".", "..") or "\0" in component or len(component.encode()) > NAME_BYTES_MAX:
             raise DamagedCommit(f"path {path[:80]!r}")
-    if path == ".lakefs" or path.startswith(".lakefs/"):
+    if path == RESERVED_NAME or path.startswith(RESERVED_PREFIX):
         raise DamagedCommit(f"path {path[:80]!r} is reserved")
 
 
@@ -373,7 +372,7 @@ def _check_xattrs(path: str, xattrs: dict[str, bytes]) -> None:
     length = 0
     for name, value in xattrs.items():
         raw = _encoded(name)
-        is_ours = name.startswith(XATTR_PREFIX) and not name.startswith(XATTR_RESERVED)
+        is_ours = name.startswith(XATTR_PREFIX) and not name.startswith(RESERVED_XATTR)
         if not is_ours or "\0" in name or len(raw) > NAME_BYTES_MAX:
             raise DamagedCommit(f"extended attribute {name[:80]!r} of {path!r}")
         length += len(raw) + len(value)

@@ -17,11 +17,12 @@ import tempfile
 from pathlib import Path
 
 from lakefs_fuse.errors import MountError
+from lakefs_fuse.product import PROGRAM
 
 SOCKET_PATH_BYTES_MAX = 107
 """sun_path of struct sockaddr_un, less its NUL."""
 
-ROOT_DIRECTORY = Path("/run/lakefs-fuse")
+ROOT_DIRECTORY = Path("/run") / PROGRAM
 
 
 def real_mountpoint(mountpoint: str) -> str:
@@ -40,14 +41,14 @@ def socket_name(mountpoint: str) -> str:
 
 def candidate_directories(uid: int) -> list[Path]:
     """Directories in which a daemon of ``uid`` may keep its socket, best first."""
-    shared = [Path("/tmp") / f"lakefs-fuse-{uid}", Path(tempfile.gettempdir()) / f"lakefs-fuse-{uid}"]
+    shared = [Path("/tmp") / f"{PROGRAM}-{uid}", Path(tempfile.gettempdir()) / f"{PROGRAM}-{uid}"]
     if uid == 0:
         own = [ROOT_DIRECTORY]
     else:
-        own = [Path(f"/run/user/{uid}/lakefs-fuse")]
+        own = [Path(f"/run/user/{uid}") / PROGRAM]
         xdg = os.environ.get("XDG_RUNTIME_DIR", "").strip()
         if xdg.startswith("/") and uid == os.getuid():
-            own.append(Path(xdg) / "lakefs-fuse")
+            own.append(Path(xdg) / PROGRAM)
     return list(dict.fromkeys(own + shared))
 
 

@@ -14,7 +14,9 @@ import signal
 from collections.abc import Callable
 from contextvars import ContextVar
 
-VARIABLE = "LAKEFS_FAILPOINT"
+from lakefs_fuse.product import ENVIRONMENT_PREFIX
+
+VARIABLE = f"{ENVIRONMENT_PREFIX}FAILPOINT"
 NAMES = {
     "accept.synced": "the bytes of a closed file are on the local disk, its journal record does not say so yet",
     "accept.recorded": "the file is accepted, close() has not returned",

@@ -19,12 +19,9 @@ from lakefs_fuse.commits.record import (
     TIME_NS_MIN,
     UNSET,
 )
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import LakeError
+from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME, RESERVED_PREFIX
 from lakefs_fuse.store.protocol import Body
-
-PLACEHOLDER = ".lakefs-directory"
-"""Stands in for directory markers in stores that list none: as a file's name it would not be seen."""
 
 
 class SourceError(LakeError):
@@ -165,7 +162,7 @@ def refusal(path: str, *, before_bytes: int = 0) -> str:
 
 def is_reserved(path: str) -> bool:
     """Whether a path, relative to the lake, is this program's own."""
-    return path == RESERVED_NAME or path.startswith(RESERVED_NAME + "/")
+    return path == RESERVED_NAME or path.startswith(RESERVED_PREFIX)
 
 
 def link_refusal(target: str) -> str:

@@ -12,6 +12,8 @@ import os
 import subprocess
 from collections.abc import Callable
 
+from lakefs_fuse.product import FILESYSTEM
+
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 import trio
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 
 def _options(config: MountConfig) -> set[str]:
     source = str(config.store.source).replace("\\", "\\\\").replace(",", "\\,")
-    options = set(pyfuse3.default_options) | {f"fsname={source}", "subtype=lakefs"}
+    options = set(pyfuse3.default_options) | {f"fsname={source}", f"subtype={FILESYSTEM}"}
     if config.allow_other:
         options.add("allow_other")
     if config.read_only:

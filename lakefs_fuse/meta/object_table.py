@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import msgspec
 
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.product import RESERVED_PREFIX
 
 _ROW = struct.Struct("<QqqB")
 NUMBER_BYTES = 8
@@ -38,7 +38,7 @@ class ObjectRow(msgspec.Struct, frozen=True, gc=False):
 
 def is_pack_key(key: str) -> bool:
     """The object is a commit, whose other bytes may be other files'."""
-    return key.startswith(f"{RESERVED_NAME}/commits/")
+    return key.startswith(f"{RESERVED_PREFIX}commits/")
 
 
 def _number_key(number: int) -> bytes:

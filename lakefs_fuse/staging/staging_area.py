@@ -25,13 +25,14 @@ from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
+from lakefs_fuse.product import RESERVED_XATTR
 from lakefs_fuse.staging.segments import Segments
 
 FREE_AGE_S = 0.05
 IN_FLIGHT_BYTES = 16 << 20
-KEY_XATTR = "user.lakefs.key"
-UPLOAD_XATTR = "user.lakefs.upload"
-ENDED_XATTR = "user.lakefs.ended"
+KEY_XATTR = f"{RESERVED_XATTR}key"
+UPLOAD_XATTR = f"{RESERVED_XATTR}upload"
+ENDED_XATTR = f"{RESERVED_XATTR}ended"
 """On a staging file that nobody needs any more, set before its journal record goes: a daemon that dies between that and
 the file's removal leaves no orphan behind."""
 STAGED_MODE = 0o600

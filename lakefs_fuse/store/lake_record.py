@@ -24,15 +24,16 @@ import msgspec
 from msgspec.structs import replace
 
 from lakefs_fuse import __version__
-from lakefs_fuse.config import RESERVED_NAME, StoreConfig
+from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import ConfigError, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.capability_hooks import Adaptable, Conditional, Introducing
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
 
-KEY = f"{RESERVED_NAME}/lake"
+KEY = f"{RESERVED_PREFIX}lake"
 FORMAT = 1
 """Of the record itself."""
 FORMAT_2 = "commit-format-2"

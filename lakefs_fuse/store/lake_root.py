@@ -9,9 +9,10 @@ import os
 
 from msgspec import structs
 
-from lakefs_fuse.config import RESERVED_NAME, Source, StoreConfig
+from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied
+from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX
 from lakefs_fuse.store.open import open_store
 
 KEPT_THERE = ("commits", "index", "snapshots")
@@ -55,9 +56,9 @@ def _has_commits(config: StoreConfig, node: Node, *, is_place: bool) -> bool:
             raise
         return False
     try:
-        found = store.list_page(RESERVED_NAME + "/", delimiter="/").prefixes
+        found = store.list_page(RESERVED_PREFIX, delimiter="/").prefixes
     except AccessDenied:
         return False
     finally:
         store.close()
-    return not {f"{RESERVED_NAME}/{name}/" for name in KEPT_THERE}.isdisjoint(found)
+    return not {f"{RESERVED_PREFIX}{name}/" for name in KEPT_THERE}.isdisjoint(found)

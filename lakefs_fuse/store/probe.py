@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -32,6 +31,7 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.capability_hooks import Adaptable, Conditional, Observable, Summing
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectStore, PartRef
@@ -99,7 +99,7 @@ class _Probe:
     def __init__(self, store: ObjectStore, rng: random.Random, clock: Clock) -> None:
         self._store = store
         self._clock = clock
-        self._base = f"{RESERVED_NAME}/probe-{rng.getrandbits(64):016x}/"
+        self._base = f"{RESERVED_PREFIX}probe-{rng.getrandbits(64):016x}/"
         self._written: list[str] = []
         self._uploads: list[tuple[str, str]] = []
         self.characters_refused = ""
@@ -423,7 +423,7 @@ class _Probe:
                 keys = sorted({*self._written, *leftovers}, key=len, reverse=True)
                 # A server that keeps its keys in directories goes on listing empty ones as prefixes.
                 self._delete([*keys, *self._directories(leftovers)])
-                reserved = RESERVED_NAME + "/"
+                reserved = RESERVED_PREFIX
                 page = self._list(reserved, delimiter="/", keys_max=2)
                 if not page.prefixes and [meta.key for meta in page.objects] == [reserved]:
                     self._ask(partial(self._store.delete, reserved))

@@ -28,6 +28,7 @@ import trio
 
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
 from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
+from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.staging.block_hashes import BlockHasher, hash_blocks
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.page_map import PAGE_BYTES, PageMap
@@ -43,7 +44,7 @@ from lakefs_fuse.upload.part_state import Part, PartState
 from lakefs_fuse.upload.part_upload import upload_in_background, write_out_complete
 from lakefs_fuse.upload.spilled_parts import Spills, delete_spills, spill
 
-DRAFT_METADATA = "lakefs-draft"
+DRAFT_METADATA = f"{METADATA_PREFIX}draft"
 """User metadata key of the token: the draft an object was made from, and after a dot which change of it, if any."""
 FILL_BYTES_MAX = 4 << 20
 RECENT_PARTS_KEPT = 2

@@ -12,8 +12,8 @@ import logging
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import LakeError
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.draft_record import DraftState, SpilledPart
 from lakefs_fuse.staging.page_map import PAGE_BYTES, PageMap
 from lakefs_fuse.staging.part_layout import PartLayout
@@ -24,7 +24,7 @@ from lakefs_fuse.upload.part_state import PartState
 if TYPE_CHECKING:
     from lakefs_fuse.upload.draft import Draft
 
-SPILLED = f"{RESERVED_NAME}/staging/"
+SPILLED = f"{RESERVED_PREFIX}staging/"
 SPILL_BYTES_MIN = 1 << 20
 """A part with fewer staged bytes is not worth a request."""
 log = logging.getLogger(__name__)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import trio
 
 from lakefs_fuse.errors import NotFound
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 
-ZEROS = ".lakefs/zeros/"
+ZEROS = f"{RESERVED_PREFIX}zeros/"
 
 
 class ZeroObjects:

@@ -22,12 +22,12 @@ from lakefs_fuse.errors import ConfigError, FileError, LakeError, NotFound, Unav
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import READING, Handle, OpenFile
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS, without_privileges
-from lakefs_fuse.vfs.namespace.key_mapping import PLACEHOLDER
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all, is_unasked
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.changes import Changes

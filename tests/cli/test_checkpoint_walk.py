@@ -9,8 +9,9 @@ import pytest
 
 from lakefs_fuse.checkpoints.model import Checkpoint, Listing
 from lakefs_fuse.cli import run
-from lakefs_fuse.cli.checkpoint_walk import STATE, delete, find_checkpoints
+from lakefs_fuse.cli.checkpoint_walk import delete, find_checkpoints
 from lakefs_fuse.errors import LakeError
+from lakefs_fuse.product import XATTR_STATE
 
 
 def put(path: Path, size: int = 10, when_s: float | None = None) -> None:
@@ -62,9 +63,9 @@ def test_what_the_mount_says_of_a_file_counts(tmp_path: Path) -> None:
     put(tmp_path / "1" / "a")
     put(tmp_path / "1" / "b")
     put(tmp_path / "2.pt")
-    os.setxattr(tmp_path / "1" / "a", STATE, b"uploading")
-    os.setxattr(tmp_path / "1" / "b", STATE, b"dirty")
-    os.setxattr(tmp_path / "2.pt", STATE, b"durable")
+    os.setxattr(tmp_path / "1" / "a", XATTR_STATE, b"uploading")
+    os.setxattr(tmp_path / "1" / "b", XATTR_STATE, b"dirty")
+    os.setxattr(tmp_path / "2.pt", XATTR_STATE, b"durable")
     found = look(tmp_path)
     first = item(found, "1")
     assert (first.complete, first.where, first.state) == (False, "node", "dirty")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.vfs.namespace.key_mapping import (
     KEY_BYTES_MAX,
-    PLACEHOLDER,
     Hidden,
     checked_key,
     checked_name,

@@ -15,9 +15,9 @@ import trio.testing
 from lakefs_fuse.blockcache.readahead import WHOLE_BYTES_MAX
 from lakefs_fuse.errors import FileError, NoSuchBucket
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import namespace as namespace_module
-from lakefs_fuse.vfs.namespace.key_mapping import PLACEHOLDER
 from lakefs_fuse.vfs.namespace.namespace import BACKGROUND_LISTINGS_MAX
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import reached

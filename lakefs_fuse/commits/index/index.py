@@ -36,11 +36,12 @@ from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.sorted_tables import DumpedFile, Marks
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
 
-INDEX = ".lakefs/index/"
+INDEX = f"{RESERVED_PREFIX}index/"
 """Where indexes lie."""
 FORMAT = 1
 MANIFEST = "manifest"

@@ -17,16 +17,16 @@ from pathlib import Path
 import msgspec
 
 from lakefs_fuse.commits.index.index import MANIFEST, MANIFEST_BYTES_MAX, Manifest, decode, fetch_files, write_index
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import ConfigError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.object_table import Objects
 from lakefs_fuse.meta.sorted_tables import DumpedFile
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 
-SNAPSHOTS = ".lakefs/snapshots/"
+SNAPSHOTS = f"{RESERVED_PREFIX}snapshots/"
 OBJECTS = "objects"
 OBJECTS_BYTES_MAX = 256 << 20
 NAME_CHARACTERS = "letters, digits, '.', '_' and '-', at most 100 and a letter or digit first"
@@ -101,7 +101,7 @@ async def write(
     """Store what is dumped under a name. Raises ConfigError where that exists."""
     await check_free(client, name)
     await _clear(client, name)
-    kept = [row.key for row in objects.rows() if row.entries > 0 and row.key.startswith(RESERVED_NAME + "/")]
+    kept = [row.key for row in objects.rows() if row.entries > 0 and row.key.startswith(RESERVED_PREFIX)]
     await client.put(prefix_of(name) + OBJECTS, msgspec.msgpack.encode(kept))
     return await write_index(client, threads, dump, time=time, horizon=horizon, wrote=wrote, prefix=prefix_of(name))
 

@@ -12,6 +12,8 @@ from enum import IntFlag
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lakefs_fuse.product import ENVIRONMENT_PREFIX
+
 if TYPE_CHECKING:
     import pyfuse3
 
@@ -78,7 +80,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 def _is_turned_off() -> bool:
-    return os.environ.get("LAKEFS_FUSE_HOOKS", "on").lower() in ("off", "0", "no")
+    return os.environ.get(f"{ENVIRONMENT_PREFIX}FUSE_HOOKS", "on").lower() in ("off", "0", "no")
 
 
 def load() -> ctypes.PyDLL | None:

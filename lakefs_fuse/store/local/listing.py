@@ -19,8 +19,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import islice
 
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.errors import StoreError, Unsupported
+from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX
 from lakefs_fuse.store.local.tree import HIDDEN, LocalTree, empty_directory, file_etag, translated, was_emptied
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
@@ -87,7 +87,7 @@ class LocalListing:
             names, more, any_entry = self._names(base, name_prefix, bound)
             if first and base and not name_prefix and base > after:
                 found = tree.marker(directory, base)
-                if found is None and not any_entry and base != RESERVED_NAME + "/":
+                if found is None and not any_entry and base != RESERVED_PREFIX:
                     found = _status_of_empty(directory, base)
                 if found is not None:
                     yield found
@@ -97,7 +97,7 @@ class LocalListing:
                 if not name.endswith("/"):
                     if (status := tree.stat_for_listing(directory + name)) is not None:
                         yield ObjectMeta(key, status.st_size, file_etag(status), status.st_mtime_ns)
-                elif base == "" and name == RESERVED_NAME + "/" and not self._reserved_has_keys():
+                elif base == "" and name == RESERVED_PREFIX and not self._reserved_has_keys():
                     continue
                 elif recursive:
                     yield from self._walk(key, "", after, recursive=True)
@@ -116,7 +116,7 @@ class LocalListing:
             with translated("list", base or "/"), os.scandir(f"{self._tree.root}/{base}") as entries:
                 for entry in entries:
                     name = entry.name
-                    if base == RESERVED_NAME + "/" and name in HIDDEN:
+                    if base == RESERVED_PREFIX and name in HIDDEN:
                         continue
                     any_entry = True
                     if not name.startswith(name_prefix):

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -37,19 +36,20 @@ from lakefs_fuse.errors import (
     StoreFull,
     Unavailable,
 )
+from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX, RESERVED_XATTR
 from lakefs_fuse.store.protocol import ObjectMeta
 
-TMP_DIR = f"{RESERVED_NAME}/tmp"
-UPLOADS_DIR = f"{RESERVED_NAME}/uploads"
+TMP_DIR = f"{RESERVED_PREFIX}tmp"
+UPLOADS_DIR = f"{RESERVED_PREFIX}uploads"
 HIDDEN = frozenset({"tmp", "uploads"})
 """Names in ``.lakefs`` that are this store's own and are never keys."""
 
-METADATA_XATTR = "user.lakefs.metadata"
+METADATA_XATTR = f"{RESERVED_XATTR}metadata"
 """JSON ``{"version": "<mtime_ns>-<size>", "metadata": {…}}``: metadata of exactly that version of the file, so a file
 that another tool rewrote in place does not keep what was said about its former contents."""
-MARKER_XATTR = "user.lakefs.marker"
+MARKER_XATTR = f"{RESERVED_XATTR}marker"
 """JSON ``{"version": n, "metadata": {…}}`` on a directory: it is the object ``dir/`` and stays when emptied."""
-EMPTIED_XATTR = "user.lakefs.emptied"
+EMPTIED_XATTR = f"{RESERVED_XATTR}emptied"
 """On a directory whose last object is being removed here: until it goes, or if this process ends before, it is no
 object, though empty directories that others made are."""
 METADATA_BYTES_MAX = 2048

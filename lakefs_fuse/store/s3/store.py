@@ -30,6 +30,7 @@ from lakefs_fuse.errors import (
     Unavailable,
     Unsupported,
 )
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import (
     Body,
     Capabilities,
@@ -198,7 +199,7 @@ class S3Store:
     def page_keys_max(self) -> int:
         """See `Conditional`."""
         asked = 1000
-        answer = self._call("list_objects_v2", "list", None, Prefix=f"{self._prefix}.lakefs/", MaxKeys=asked)
+        answer = self._call("list_objects_v2", "list", None, Prefix=f"{self._prefix}{RESERVED_PREFIX}", MaxKeys=asked)
         return min(asked, int(answer.get("MaxKeys") or asked))
 
     def delete(self, key: str, *, etag: str | None = None) -> None:

@@ -34,6 +34,7 @@ from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.product import XATTR_LOCATION, XATTR_STATE
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.open_file import FileState
@@ -176,9 +177,9 @@ class ImmutableFilesystem:
         """Raises FileError(ENODATA)."""
         entry = self.entry(inode)
         if not entry.is_dir and not entry.is_symlink:
-            if name == "user.lakefs.state":
+            if name == XATTR_STATE:
                 return str(FileState.DURABLE).encode()
-            extent = extent_of(self._state.tree, entry) if name == "user.lakefs.location" else None
+            extent = extent_of(self._state.tree, entry) if name == XATTR_LOCATION else None
             if extent is not None:
                 return location_of(self.config.store.source, extent).encode()
         value = self._state.tree.xattrs(self._inode(inode)).get(name)

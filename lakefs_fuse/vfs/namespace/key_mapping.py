@@ -13,15 +13,14 @@ import errno
 from enum import StrEnum
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
-from lakefs_fuse.config import RESERVED_NAME, Source
+from lakefs_fuse.config import Source
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
 
 NAME_BYTES_MAX = 255
 KEY_BYTES_MAX = 1024
-PLACEHOLDER = ".lakefs-directory"
-"""Stands in for the marker ``dir/`` in stores that never list one."""
 
 
 class Hidden(StrEnum):

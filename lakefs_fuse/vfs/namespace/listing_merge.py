@@ -24,15 +24,15 @@ import msgspec
 import trio
 import xxhash
 
-from lakefs_fuse.config import RESERVED_NAME
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.meta.tree import HERE_BYTES, Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
+from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
-from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, PLACEHOLDER, Hidden, is_reserved, why_hidden
+from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, Hidden, is_reserved, why_hidden
 
 EARLIER_MAX = 1000
 """Names known of a directory that was never listed; with more, its first listing is read when it is complete."""

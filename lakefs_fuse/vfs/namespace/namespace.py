@@ -30,6 +30,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
+from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.listing.parallel_listing import SplitListing
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
@@ -37,7 +38,6 @@ from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.key_mapping import (
     KEY_BYTES_MAX,
     NAME_BYTES_MAX,
-    PLACEHOLDER,
     Hidden,
     checked_key,
     extent_of,

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
-from lakefs_fuse.vfs.namespace.key_mapping import PLACEHOLDER
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 LISTED_AT_ONCE = 8

@@ -18,7 +18,6 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.record import (
     XATTR_PREFIX,
-    XATTR_RESERVED,
     XATTRS_BYTES_MAX,
     Mkdir,
     Remove,
@@ -31,13 +30,14 @@ from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.product import PLACEHOLDER, RESERVED_XATTR, XATTR_LOCATION, XATTR_STATE
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
-from lakefs_fuse.vfs.namespace.key_mapping import PLACEHOLDER, checked_name, location_of
+from lakefs_fuse.vfs.namespace.key_mapping import checked_name, location_of
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from lakefs_fuse.vfs.namespace.subtree import LookingBelow
@@ -47,7 +47,6 @@ from lakefs_fuse.vfs.relocation.relocator import Relocator
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 TARGET_BYTES_MAX = 4095
-XATTR_STATE, XATTR_LOCATION = "user.lakefs.state", "user.lakefs.location"
 
 
 class Changes:
@@ -322,7 +321,7 @@ class Changes:
 
     def xattr(self, entry: Entry, name: str) -> bytes:
         """Raises FileError(ENODATA)."""
-        if name.startswith(XATTR_RESERVED):
+        if name.startswith(RESERVED_XATTR):
             return self._told(entry, name)
         value = self._xattrs(entry).get(name) if name.startswith(XATTR_PREFIX) else None
         if value is None:
@@ -389,8 +388,8 @@ class Changes:
             raise FileError(errno.EOPNOTSUPP)
         if any("\ud800" <= character <= "\udfff" for character in name):
             raise FileError(errno.EINVAL, "names of extended attributes are UTF-8")
-        if name.startswith(XATTR_RESERVED):
-            raise FileError(errno.EPERM, f"{XATTR_RESERVED}* is reserved")
+        if name.startswith(RESERVED_XATTR):
+            raise FileError(errno.EPERM, f"{RESERVED_XATTR}* is reserved")
         if entry.inode == ROOT_INODE:
             raise FileError(errno.EPERM, "the root's attributes are options of the mount")
         xattrs = self._xattrs(entry)

@@ -1,0 +1,28 @@
+"""Names by which others know this product: program, filesystem type, keys in the store, attributes, environment.
+
+*One name, one place*: no other module spells one of them out (`tests/test_layers.py`), except in sentences for users
+and in the symbols of the C library. Keys, attributes and metadata are stored: changing one breaks existing lakes.
+"""
+
+from __future__ import annotations
+
+PROGRAM = "lakefs-fuse"
+"""The command, the distribution, and its directories for caches, logs and sockets."""
+MOUNT_HELPER = "mount.lakefs"
+"""What mount(8) runs for ``-t lakefs``."""
+FILESYSTEM = "lakefs"
+"""The type in /proc/mounts is ``fuse.lakefs``."""
+
+RESERVED_NAME = ".lakefs"
+"""First component of every key of this program's own objects; hidden from listings, refused in paths."""
+RESERVED_PREFIX = f"{RESERVED_NAME}/"
+PLACEHOLDER = ".lakefs-directory"
+"""Object that keeps an empty directory, on stores without objects whose keys end in a slash."""
+METADATA_PREFIX = "lakefs-"
+"""Of metadata that this program adds to objects."""
+
+RESERVED_XATTR = "user.lakefs."
+"""Extended attributes that users may read and not set."""
+XATTR_STATE, XATTR_LOCATION = f"{RESERVED_XATTR}state", f"{RESERVED_XATTR}location"
+
+ENVIRONMENT_PREFIX = "LAKEFS_"
