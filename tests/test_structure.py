@@ -10,7 +10,7 @@ from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, s
 
 CLOSE = 49, 155
 RENAME = 42, 1400
-CYCLES = 3
+CYCLES = 2
 ASSIGNED_OUTSIDE = 17
 PARAMETERS = 14
 

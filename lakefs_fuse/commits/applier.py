@@ -21,13 +21,13 @@ time (`restamp`) when it has one. Trio thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import msgspec
 import trio
 
-from lakefs_fuse.commits.apply_record import TOGETHER_MAX, Application, Doubt
+from lakefs_fuse.commits.apply_record import NOTHING, TOGETHER_MAX, Application, Doubt
 from lakefs_fuse.commits.future_commits import Original
+from lakefs_fuse.commits.path_tree import PathTree, Watcher
 from lakefs_fuse.commits.record import (
     Mkdir,
     ObjectRef,
@@ -39,7 +39,6 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.tombstones import Tombstone
 from lakefs_fuse.meta.tree import Tree
@@ -52,39 +51,6 @@ WORK_S, PAUSE_S = 0.004, 0.001
 """After so much work steps make a pause, in which worker threads get the interpreter's lock from the busy loop."""
 BARRIER_PER_OPERATION = 8
 """So many names are looked up in the time in which one operation is applied."""
-NOTHING: Mapping[str, str] = MappingProxyType({})
-
-
-class Watcher:
-    """Whoever has to know what changes; the filesystem overrides what it needs."""
-
-    def keeps(self, entry: Entry) -> bool:
-        """The file is being written here: its inode stays."""
-        return False
-
-    def redated(self, entry: Entry) -> bool:
-        """The mtime of a file changes, which the kernel ignores for an inode that it holds. Answers whether the file is
-        open here: then it keeps its inode until the last close."""
-        return False
-
-    def ctime_ns(self, entry: Entry) -> int:
-        """When an inode was changed here last: what this node's own commits say of it does not move that."""
-        return entry.ctime_ns
-
-    def changing(self, parent: int, name: bytes) -> None:
-        """A listing under way must not undo this."""
-
-    def changed(self, parent: int, name: bytes) -> None:
-        """The kernel may remember the name wrongly."""
-
-    def updated(self, entry: Entry) -> None:
-        """A file's row has other attributes, another place or another name."""
-
-    def relocated(self, entry: Entry) -> None:
-        """The same bytes are in another place."""
-
-    def moved(self) -> None:
-        """Directories moved: paths of files in use may be others."""
 
 
 class Applier:
@@ -93,10 +59,8 @@ class Applier:
     def __init__(
         self, database: Database, tree: Tree, metrics: CommitMetrics, watcher: Watcher, *, clock_ns: Callable[[], int]
     ) -> None:
-        self._db, self._tree, self._metrics, self._watcher = database, tree, metrics, watcher
-        self._clock_ns = clock_ns
-        self._directories: dict[str, int] = {}
-        self._quiet = False
+        self._db, self._tree, self._metrics, self._clock_ns = database, tree, metrics, clock_ns
+        self.paths = PathTree(database, tree, watcher)
         self.commits = CommitRows(database)
 
     # -- applying
@@ -104,8 +68,8 @@ class Applier:
     def doubts(self, record: Record) -> Iterator[Doubt | None]:
         """Names of plain objects that the record's writer did not know of, and that are perhaps not older: one answer
         for each operation. Whoever awaits in between calls `forget_paths`."""
-        self._directories.clear()
-        return Application(self, record, ObjectRef(), record.time, False, NOTHING).doubts()
+        self.paths.forget_paths()
+        return Application(self.paths, record, ObjectRef(), record.time, self._clock_ns()).doubts()
 
     def apply(
         self,
@@ -130,7 +94,9 @@ class Applier:
     async def apply_in_steps(self, record: Record, this: ObjectRef, *, outdated: Mapping[str, str] = NOTHING) -> None:
         """As `apply`, for a whole record of somebody else: other tasks go on after every STEP_OPERATIONS, and requests
         about the names concerned wait for the end. One at a time."""
-        application = Application(self, record, this, record.time, False, outdated, whole=True)
+        application = Application(
+            self.paths, record, this, record.time, self._clock_ns(), outdated=outdated, whole=True
+        )
         try:
             await self._raise_barrier(record)
             began = trio.current_time()
@@ -141,23 +107,23 @@ class Applier:
                 else:
                     await trio.sleep(PAUSE_S)
                     began = trio.current_time()
-                self._directories.clear()
+                self.paths.forget_paths()
             self._end(record)
         finally:
-            self._directories.clear()
+            self.paths.forget_paths()
             self._tree.barrier.lower()
 
     async def _raise_barrier(self, record: Record) -> None:
         """Before every name that the record changes; where its directory is missing, before that of the directory."""
-        self._directories.clear()
+        self.paths.forget_paths()
         for number, operation in enumerate(record.operations, 1):
             above, _, name = operation.path.rpartition("/")
-            while (directory := self.directory(above)) is None:
+            while (directory := self.paths.directory(above)) is None:
                 above, _, name = above.rpartition("/")
             self._tree.barrier.add(directory, name.encode())
             if not number % (BARRIER_PER_OPERATION * STEP_OPERATIONS):
                 await trio.lowlevel.checkpoint()
-                self._directories.clear()
+                self.paths.forget_paths()
 
     def apply_pending(self, record: Record, stamp: int) -> None:
         """A change made here, before any commit has it."""
@@ -173,13 +139,10 @@ class Applier:
         *,
         whole: bool = False,
     ) -> None:
-        self._quiet = own
-        self._directories.clear()
-        try:
-            Application(self, record, this, stamp, own, outdated, whole=whole).run()
-        finally:
-            self._quiet = False
-            self._directories.clear()
+        with self.paths.editing(quiet=own):
+            Application(
+                self.paths, record, this, stamp, self._clock_ns(), own=own, outdated=outdated, whole=whole
+            ).run()
 
     def is_in_effect(self, operations: Sequence[Operation], stamp: int) -> bool:
         """Whether `apply_pending` came to the end of these under a stamp; what sets attributes leaves no mark."""
@@ -187,7 +150,7 @@ class Applier:
         if last is None:
             return not operations
         directory = isinstance(last, Mkdir) or (isinstance(last, Remove) and last.directory)
-        entry = self._named(last.path, directory)
+        entry = self.paths.find(last.path, directory)
         tombstone = self._tree.tombstones.get(last.path.encode() + (b"/" if directory else b""))
         return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.stamp == stamp)
 
@@ -207,7 +170,7 @@ class Applier:
         self._restamp(left, original.record.time, original.made_ns)
         batch = Batch()
         for operation in kept:
-            entry = self._named(operation.path, False) if isinstance(operation, SetAttr) else None
+            entry = self.paths.find(operation.path, False) if isinstance(operation, SetAttr) else None
             if entry is not None and entry.ctime_ns > time:  # else nobody's later attributes would count here
                 self._tree.update(batch, msgspec.structs.replace(entry, ctime_ns=time))
         self._db.commit(batch)
@@ -218,7 +181,7 @@ class Applier:
         for number, operation in enumerate(operations, 1):
             directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
             path = operation.path.encode() + (b"/" if directory else b"")
-            entry = self._named(operation.path, directory)
+            entry = self.paths.find(operation.path, directory)
             if entry is not None and entry.stamp == before:
                 self._tree.update(batch, msgspec.structs.replace(entry, stamp=time))
             tombstone = self._tree.tombstones.get(path)
@@ -228,109 +191,3 @@ class Applier:
                 self._db.commit(batch)
                 batch = Batch()
         self._db.commit(batch)
-
-    def _named(self, path: str, directory: bool) -> Entry | None:
-        above, _, name = path.rpartition("/")
-        parent = self.directory(above)
-        if parent is None:
-            return None
-        return self._tree.named(parent, name.encode() + (b"/" if directory else b""))
-
-    # -- directories
-
-    def directory(self, path: str) -> int | None:
-        """Inode of a directory by its path ("" is the root); None where there is none."""
-        if not path:
-            return ROOT_INODE
-        known = self._directories.get(path)
-        if known is None:
-            above, _, name = path.rpartition("/")
-            parent = self.directory(above)
-            entry = None if parent is None else self._tree.named(parent, name.encode() + b"/")
-            if entry is None:
-                return None
-            known = self._directories[path] = entry.inode
-        return known
-
-    def ensure_directory(self, path: str, time: int) -> int:
-        """As `directory`, made where it is missing: it is there because something below it is."""
-        found = self.directory(path)
-        if found is not None:
-            return found
-        above, _, name = path.rpartition("/")
-        parent = self.ensure_directory(above, time)
-        return self.insert_directory(parent, path, name.encode(), Flag.DIRECTORY, time).inode
-
-    def insert_directory(self, parent: int, path: str, name: bytes, flags: int, time: int, **attributes: int) -> Entry:
-        batch = Batch()
-        file = self._tree.named(parent, name)
-        if file is not None and (file.stamp or self._watcher.keeps(file)):
-            self._tree.update(batch, msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED))
-        elif file is not None:
-            self._tree.remove(batch, file)
-            self._tree.forget_listing(batch, parent)
-        attributes = {"mtime_ns": time, "ctime_ns": time, **attributes}
-        entry = self._tree.insert(batch, parent, name, flags, **attributes)
-        self._db.commit(batch)
-        self._directories[path] = entry.inode
-        self.tell(parent, name)
-        return entry
-
-    def remove_directory(self, entry: Entry, batch: Batch | None = None) -> None:
-        """An empty directory's row goes, and what ``batch`` says is noted; a file of the same name comes into sight."""
-        batch = Batch() if batch is None else batch
-        self._tree.remove(batch, entry)
-        self.show_file(batch, entry)
-        self._db.commit(batch)
-        self._directories.clear()
-        self.tell(entry.parent, entry.name)
-
-    def show_file(self, batch: Batch, directory: Entry) -> None:
-        """A directory goes: a file of the same name comes into sight."""
-        file = self._tree.named(directory.parent, directory.name) if directory.is_dir else None
-        if file is not None and file.flags & Flag.SHADOWED:
-            self._tree.update(batch, msgspec.structs.replace(file, flags=file.flags & ~Flag.SHADOWED))
-
-    def prune(self, inode: int) -> None:
-        """Directories that were there only because of what was below them go when nothing is."""
-        while inode != ROOT_INODE:
-            entry = self._tree.entry(inode)
-            if entry is None or entry.stamp or entry.flags & (Flag.MARKER | Flag.LISTED):
-                return
-            if self._tree.has_children(inode):
-                return
-            self.remove_directory(entry)
-            inode = entry.parent
-
-    def tell(self, parent: int, name: bytes) -> None:
-        self._watcher.changing(parent, name)
-        if not self._quiet:
-            self._watcher.changed(parent, name)
-
-    def forget_paths(self) -> None:
-        """Paths lead elsewhere now."""
-        self._directories.clear()
-
-    @property
-    def tree(self) -> Tree:
-        return self._tree
-
-    @property
-    def watcher(self) -> Watcher:
-        return self._watcher
-
-    @property
-    def database(self) -> Database:
-        return self._db
-
-    def now_ns(self) -> int:
-        return self._clock_ns()
-
-
-def files_below(tree: Tree, directory: int, path: str) -> Iterator[tuple[str, Entry]]:
-    """Every entry below a directory with its path, directories before what is in them."""
-    for entry in tree.children(directory):
-        below = f"{path}/{entry.name.decode('utf-8', 'surrogatepass')}" if path else entry.name.decode()
-        yield below, entry
-        if entry.is_dir:
-            yield from files_below(tree, entry.inode, below)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TypeAlias
 
 import msgspec
 
+from lakefs_fuse.commits.path_tree import PathTree, files_below
 from lakefs_fuse.commits.record import (
     OWN,
     THIS,
@@ -31,9 +33,6 @@ from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import Tombstone
 
-if TYPE_CHECKING:
-    from lakefs_fuse.commits.applier import Applier
-
 NS = 1_000_000_000
 TOGETHER_MAX = 512
 """Files written in one batch."""
@@ -43,6 +42,7 @@ CARRIED_OVER_MAX = 1_000_000
 """A rename of more names by another node gives them other inodes: to keep them takes 300 bytes of memory a name."""
 RELOCATED = 1
 """Stamp of a plain object that was relocated: older than any commit, as nobody gave the name other bytes by it."""
+NOTHING: Mapping[str, str] = MappingProxyType({})
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
 
 
@@ -68,22 +68,23 @@ class Application:
 
     def __init__(
         self,
-        applier: Applier,
+        paths: PathTree,
         record: Record,
         this: ObjectRef,
         stamp: int,
-        own: bool,
-        outdated: Mapping[str, str],
+        now_ns: int,
         *,
+        own: bool = False,
+        outdated: Mapping[str, str] = NOTHING,
         whole: bool = False,
     ) -> None:
-        """``own``: this node made the change, and knew what it changed. ``outdated`` are ETags of plain objects that
-        were listed, and are not at these paths any more. ``whole``: the record is all that its commit says."""
+        """``now_ns`` dates a change that is in no commit yet. ``own``: this node made the change, and knew what it
+        changed. ``outdated`` are ETags of plain objects that were listed, and are not at these paths any more.
+        ``whole``: the record is all that its commit says."""
         self._own, self._outdated, self._whole = own, outdated, whole
-        self._applier, self._tree, self._db = applier, applier.tree, applier.database
-        self._watcher = applier.watcher
+        self._paths, self._tree, self._db, self._watcher = paths, paths.tree, paths.database, paths.watcher
         self._record, self._this, self._stamp = record, this, stamp
-        self._time = record.time if stamp < PENDING else applier.now_ns()
+        self._time = record.time if stamp < PENDING else now_ns
         self._numbers: dict[int, int] = {}
         self._batch, self._together = Batch(), dict[str, tuple[Entry, bool]]()
         """What is not written yet: paths, with their entries, and whether the kernel may remember them wrongly."""
@@ -97,9 +98,7 @@ class Application:
         the tree before the next step."""
         left: list[int] = []
         if self._record.moves and (self._own or len(self._record.operations) <= CARRIED_OVER_MAX):
-            from lakefs_fuse.commits.apply_moves import carry_over
-
-            left = carry_over(self._applier, self._record, self._stamp)
+            left = _carry_over(self._paths, self._record, self._stamp)
             if left:
                 self._watcher.moved()
         said: Counter[str] = Counter()
@@ -121,7 +120,7 @@ class Application:
                 yield
         self._write()
         for directory in left:
-            self._applier.prune(directory)
+            self._paths.prune(directory)
 
     def _count(self, said: Counter[str], operations_max: int) -> Iterator[None]:
         """Count operations by path in ``said``, for paths that occur more than once. A bitmap of eight bits for each
@@ -159,7 +158,7 @@ class Application:
 
     def _may_join(self, path: str) -> bool:
         """Nothing is to be written between the question where the bytes of a file are, and the file."""
-        return path not in self._together and self._applier.directory(path.rpartition("/")[0]) is not None
+        return path not in self._together and self._paths.directory(path.rpartition("/")[0]) is not None
 
     def _write(self) -> None:
         if not self._together:
@@ -170,7 +169,7 @@ class Application:
         for entry, is_told in together.values():
             self._watcher.updated(entry)
             if is_told:
-                self._applier.tell(entry.parent, entry.name)
+                self._paths.notify(entry.parent, entry.name)
 
     # -- where bytes are
 
@@ -229,7 +228,7 @@ class Application:
         if not isinstance(operation, Put | Symlink | Remove) or (isinstance(operation, Remove) and operation.directory):
             return None
         above, _, last = operation.path.rpartition("/")
-        parent = self._applier.directory(above)
+        parent = self._paths.directory(above)
         current = None if parent is None else self._tree.named(parent, last.encode())
         if current is None or (_is_dated_by_store(current) and current.ctime_ns > self._time + NS):
             return None
@@ -273,12 +272,12 @@ class Application:
         """``stamp`` is the record's where not given."""
         above, _, last = path.rpartition("/")
         name, raw = last.encode(), path.encode()
-        parent = self._applier.directory(above)
+        parent = self._paths.directory(above)
         current = None if parent is None else self._tree.named(parent, name)
         if self._is_older(current, path, hides) or (current is not None and self._is_covered(current)):
             return
         if parent is None:
-            parent = self._applier.ensure_directory(above, self._time)
+            parent = self._paths.ensure_directory(above, self._time)
         if current is not None and current.flags & Flag.XATTRS and self._watcher.keeps(current):
             xattrs = self._tree.xattrs(current.inode)  # set here since, perhaps; they are told with what is written
         if xattrs:
@@ -342,7 +341,7 @@ class Application:
     def _remove(self, operation: Remove) -> None:
         above, _, last = operation.path.rpartition("/")
         raw = operation.path.encode() + (b"/" if operation.directory else b"")
-        parent = self._applier.directory(above)
+        parent = self._paths.directory(above)
         name = last.encode()
         current = None
         if parent is not None:
@@ -360,8 +359,8 @@ class Application:
         if not self._watcher.keeps(current):
             self._tree.remove(batch, current)
         self._db.commit(batch)
-        self._applier.tell(parent, name)
-        self._applier.prune(parent)
+        self._paths.notify(parent, name)
+        self._paths.prune(parent)
 
     def _remove_directory(self, batch: Batch, current: Entry) -> None:
         if self._tree.has_children(current.inode):  # it stays for as long as they do
@@ -372,20 +371,20 @@ class Application:
             self._tree.set_xattrs(batch, current.inode, {})
             self._db.commit(batch)
             return
-        self._applier.remove_directory(current, batch)
-        self._applier.prune(current.parent)
+        self._paths.remove_directory(current, batch)
+        self._paths.prune(current.parent)
 
     # -- directories
 
     def _mkdir(self, operation: Mkdir) -> None:
         above, _, last = operation.path.rpartition("/")
         name, raw = last.encode(), operation.path.encode() + b"/"
-        parent = self._applier.directory(above)
+        parent = self._paths.directory(above)
         current = None if parent is None else self._tree.named(parent, name + b"/")
         if self._is_older(current, operation.path, "", directory=True):
             return
         if parent is None:
-            parent = self._applier.ensure_directory(above, self._time)
+            parent = self._paths.ensure_directory(above, self._time)
         flags = Flag.DIRECTORY | KNOWN | (Flag.XATTRS if operation.xattrs else 0)
         attributes = {
             "mode": operation.mode, "uid": operation.uid, "gid": operation.gid, "mtime_ns": operation.mtime_ns,
@@ -394,7 +393,7 @@ class Application:
         batch = Batch()
         self._tree.tombstones.delete(batch, raw)
         if current is None:
-            entry = self._applier.insert_directory(parent, operation.path, name, flags, self._time, **attributes)
+            entry = self._paths.insert_directory(parent, operation.path, name, flags, self._time, **attributes)
         else:
             flags |= current.flags & (Flag.MARKER | Flag.LISTED)
             if self._own:
@@ -402,7 +401,7 @@ class Application:
             entry = msgspec.structs.replace(current, flags=flags, **attributes)
             self._tree.update(batch, entry)
             if _shown(current) != _shown(entry):
-                self._applier.tell(parent, name)
+                self._paths.notify(parent, name)
         if operation.xattrs or (current is not None and current.flags & Flag.XATTRS):
             self._tree.set_xattrs(batch, entry.inode, operation.xattrs)
         self._db.commit(batch)
@@ -413,7 +412,7 @@ class Application:
         """Parent inode, entry, and whether the entry is still the version at ``place``; where no name is known, the
         last tells whether the version may come into sight with a listing (a plain object at its own key)."""
         above, _, last = path.rpartition("/")
-        parent = self._applier.directory(above)
+        parent = self._paths.directory(above)
         current = None if parent is None else self._tree.named(parent, last.encode())
         if current is not None:
             return parent, current, self._is_at(current, place, path) or self._may_follow(current, place)
@@ -460,7 +459,7 @@ class Application:
         self._db.commit(batch)
         self._watcher.updated(entry)
         if _shown(current) != _shown(entry):
-            self._applier.tell(entry.parent, entry.name)
+            self._paths.notify(entry.parent, entry.name)
 
     def _is_attributed_later(self, current: Entry) -> bool:
         return current.stamp >= PENDING or bool(current.flags & Flag.ATTRIBUTED and current.ctime_ns > self._time)
@@ -515,3 +514,141 @@ def _is_dated_by_store(entry: Entry) -> bool:
 def _shown(entry: Entry) -> tuple[int, ...]:
     """What the kernel remembers of an inode."""
     return entry.mode, entry.uid, entry.gid, entry.size, entry.mtime_ns, entry.flags & (Flag.SYMLINK | Flag.SHADOWED)
+
+
+# -- moves: renames keep identity. The rows of what a commit moved move too, before its operations are applied to them.
+#
+# Only a hint, and followed only where nothing is lost by it: everything known below the source is named by an operation
+# of the record (or not in the store yet), nothing newer is known of either name, and no directory with something in it
+# is in the way. Otherwise the operations alone make the same names, with other inodes.
+
+Made: TypeAlias = dict[tuple[str, bool], Put | Symlink | Mkdir]
+"""What a record says of a path, as a file (or symbolic link) and as a directory."""
+
+
+def _carry_over(paths: PathTree, record: Record, stamp: int) -> list[int]:
+    """Move the rows of a record's ``moves``; answers the directories that they left, none where nothing moved."""
+    made: Made = {
+        (operation.path, isinstance(operation, Mkdir)): operation
+        for operation in record.operations
+        if isinstance(operation, Put | Symlink | Mkdir)
+    }
+    chosen: list[tuple[str, str, Entry]] = []
+    sources = {source for source, _ in record.moves}
+    for source, target in record.moves:
+        entry = _find(paths, source)
+        if entry is None or not _is_covered(paths, entry, source, target, record, made, stamp):
+            return []
+        if target not in sources and not _is_free(paths, entry, target, stamp):
+            return []
+        chosen.append((source, target, entry))
+    if len({entry.inode for _, _, entry in chosen}) < len(chosen):
+        return []  # several renames in one commit: of one name again, once another had it
+    for source, _, entry in chosen:
+        _free_from_key(paths, entry, source)
+        _uncover(paths, entry)
+    moving = [(source, target, _find(paths, source)) for source, target, _ in chosen]
+    for _, _, found in moving:
+        if found is not None:
+            batch = Batch()
+            paths.tree.detach(batch, found)
+            paths.show_file(batch, found)
+            paths.database.commit(batch)
+            paths.notify(found.parent, found.name)
+    paths.forget_paths()
+    for _, target, found in moving:
+        if found is not None:
+            _attach(paths, found, target, record.time)
+    return [found.parent for _, _, found in moving if found is not None]
+
+
+def _is_free(paths: PathTree, entry: Entry, target: str, stamp: int) -> bool:
+    """What is at the target, if anything, is what the record replaces."""
+    above, _, name = target.rpartition("/")
+    parent = paths.directory(above)
+    if parent is None:
+        return True
+    file, directory = (paths.tree.named(parent, name.encode() + end) for end in (b"", b"/"))
+    there, other = (directory, file) if entry.is_dir else (file, directory)
+    if other is not None:
+        return False
+    return there is None or (there.stamp <= stamp and not paths.tree.has_children(there.inode))
+
+
+def _find(paths: PathTree, path: str) -> Entry | None:
+    above, _, name = path.rpartition("/")
+    parent = paths.directory(above)
+    return None if parent is None else paths.tree.child(parent, name.encode())
+
+
+def _is_covered(
+    paths: PathTree, entry: Entry, source: str, target: str, record: Record, made: Made, stamp: int
+) -> bool:
+    """The record says of everything in sight where it is now, and is the newest to speak of it."""
+    every = [(target, entry), *(files_below(paths.tree, entry.inode, target) if entry.is_dir else ())]
+    for path, found in every:
+        if found.flags & (Flag.LOCAL | Flag.SHADOWED):
+            if found.stamp > stamp:
+                return False
+            continue
+        tombstone = paths.tree.tombstones.get(path.encode() + (b"/" if found.is_dir else b""))
+        operation = made.get((path, found.is_dir))
+        if (
+            operation is None
+            or not _is_meant(found, source + path[len(target) :], operation, record)
+            or found.stamp > stamp
+            or (tombstone is not None and tombstone.stamp > stamp)
+        ):
+            return False
+    return True
+
+
+def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record: Record) -> bool:
+    """A plain object carries no commit's time: the one under the name may be newer than what was renamed."""
+    if not found.is_plain:
+        return True
+    if not isinstance(operation, Put) or operation.object <= THIS:
+        return False
+    ref = record.objects[operation.object]
+    return ref.key == path and ref.etag == found.etag
+
+
+def _free_from_key(paths: PathTree, entry: Entry, source: str) -> None:
+    """Plain objects stay at their keys when their names move: from now on the rows say so."""
+    every = [(source, entry)]
+    if entry.is_dir:
+        every += files_below(paths.tree, entry.inode, source)
+    for path, found in every:
+        if found.is_plain:
+            number = paths.tree.objects.number(path, found.etag, found.size)
+            batch = Batch()
+            freed = msgspec.structs.replace(found, place=number, etag="")
+            paths.tree.update(batch, freed)
+            paths.database.commit(batch)
+            paths.watcher.relocated(freed)
+
+
+def _uncover(paths: PathTree, entry: Entry) -> None:
+    """What is not in the store yet replaces nothing at its new path, whatever it replaced before."""
+    batch = Batch()
+    for _, found in files_below(paths.tree, entry.inode, "") if entry.is_dir else ():
+        if found.is_local and (found.etag or found.stamp):
+            paths.tree.update(batch, msgspec.structs.replace(found, etag="", stamp=0, place=0, offset=0))
+    paths.database.commit(batch)
+
+
+def _attach(paths: PathTree, entry: Entry, target: str, time: int) -> None:
+    above, _, name = target.rpartition("/")
+    parent = paths.ensure_directory(above, time)
+    batch = Batch()
+    for sort_name in (name.encode(), name.encode() + b"/"):
+        there = paths.tree.named(parent, sort_name)
+        if there is not None:
+            paths.tree.remove(batch, there)
+    paths.database.commit(batch)
+    batch = Batch()
+    moved = paths.tree.attach(batch, entry, parent, name.encode())
+    paths.database.commit(batch)
+    paths.forget_paths()
+    paths.watcher.updated(moved)
+    paths.notify(parent, name.encode())

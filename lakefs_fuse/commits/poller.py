@@ -226,7 +226,7 @@ class Poller:
                     nursery.start_soon(ask, doubt)
                 if not number % OPERATIONS_AT_ONCE:
                     await trio.lowlevel.checkpoint()
-                    self._applier.forget_paths()
+                    self._applier.paths.forget_paths()
         return outdated, is_sure
 
     def _refuse(self, key: str, why: str) -> None:

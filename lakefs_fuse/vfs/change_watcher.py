@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lakefs_fuse.commits.applier import Watcher
+from lakefs_fuse.commits.path_tree import Watcher
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.namespace import Namespace

@@ -193,7 +193,7 @@ class Assembly:
         evidence = Evidence(namespace, ground.client, copies)
         self.replay = Replay(
             database, namespace, drafts, writeback, evidence, metrics.writeback,
-            ensure_directory=lambda path: commits.applier.ensure_directory(path, ground.clock_ns()),
+            ensure_directory=lambda path: commits.applier.paths.ensure_directory(path, ground.clock_ns()),
             say=storing.say, set_attributes=storing.set_attributes,
         )  # fmt: skip
         publisher = writeback.publisher = Newest(

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from lakefs_fuse.commits.applier import Applier, Watcher, files_below
+from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.change import Change, merged
+from lakefs_fuse.commits.path_tree import Watcher, files_below
 from lakefs_fuse.commits.record import THIS, ObjectRef, Operation, Put, Record, Remove
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag

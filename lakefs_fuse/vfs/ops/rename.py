@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from lakefs_fuse.commits.applier import files_below
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.path_tree import files_below
 from lakefs_fuse.commits.record import Remove
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.failpoints import reached

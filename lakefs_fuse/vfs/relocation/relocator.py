@@ -22,10 +22,10 @@ import msgspec
 import trio
 
 from lakefs_fuse.blockcache.object_version import Version
-from lakefs_fuse.commits.applier import files_below
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.path_tree import files_below
 from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
