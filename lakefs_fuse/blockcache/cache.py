@@ -73,7 +73,7 @@ class BlockCache:
         """Raises CacheError where the directory cannot be made or written."""
         self._health = CacheHealth(clock)
         try:
-            self._files = CacheFiles(
+            self.files = CacheFiles(
                 os.path.abspath(directory),
                 bytes_max=bytes_max,
                 free_bytes_min=free_bytes_min,
@@ -95,34 +95,34 @@ class BlockCache:
     @property
     def bytes_used(self) -> int:
         """Disk space of the cached files, as far as counted."""
-        return self._files.bytes_used
+        return self.files.bytes_used
 
     @property
     def counted(self) -> bool:
         """Whether `scan` is not needed (any more)."""
-        return self._files.counted
+        return self.files.counted
 
     @property
     def readable(self) -> bool:
         """Whether a read is worth a thread."""
-        return self._health.may_read() and not self._files.closed
+        return self._health.may_read() and not self.files.closed
 
     def may_have(self, version: Version) -> bool:
         """Whether looking for blocks of a version is worth a thread. Where it is not, none is here."""
-        return self.readable and self._files.may_have(version)
+        return self.readable and self.files.may_have(version)
 
     @property
     def writable(self) -> bool:
         """Whether a write is worth a thread."""
-        return self._health.may_write() and not self._files.closed
+        return self._health.may_write() and not self.files.closed
 
     def has_room(self, wanted: int) -> bool:
         """So many bytes fit without anything being evicted; False while not all is counted."""
-        return self._files.has_room(wanted)
+        return self.files.has_room(wanted)
 
     def statistics(self) -> CacheStatistics:
         """Gauges of this moment."""
-        files = self._files
+        files = self.files
         return CacheStatistics(
             state=self._health.state,
             last_error=self._health.last_error,
@@ -135,11 +135,11 @@ class BlockCache:
 
     def pin(self, version: Version) -> None:
         """Keep the version's blocks until as many `unpin`. Lost with the process."""
-        self._files.pin(version)
+        self.files.pin(version)
 
     def unpin(self, version: Version) -> None:
         """Undo one `pin`. Raises KeyError without one."""
-        self._files.unpin(version)
+        self.files.unpin(version)
 
     # -- blocks
 
@@ -150,12 +150,12 @@ class BlockCache:
     def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
         """Bytes [start, end), which must exist in the version, verified; None where they are not here, or not to be had
         but block by block."""
-        return self._read(partial(self._files.reading, version), lambda file: file.read_part(start, end))
+        return self._read(partial(self.files.reading, version), lambda file: file.read_part(start, end))
 
     def read_part_now(self, version: Version, start: int, end: int, *, prompt: bool) -> memoryview | None:
         """As `read_part`, for the trio thread. Raises BlockingIOError where it would have to wait, for another thread
         or for a disk that is not ``prompt``."""
-        opened = partial(self._files.reading_now, version, prompt=prompt)
+        opened = partial(self.files.reading_now, version, prompt=prompt)
         return self._read(opened, lambda file: file.read_part(start, end, wait=prompt))
 
     def read_all_now(self, version: Version) -> bytes | None:
@@ -166,7 +166,7 @@ class BlockCache:
             expected = file.hashes(0, 1)[0]
             return self._read_block(file, 0, expected) if expected else None
 
-        return self._read(partial(self._files.reading_now, version, prompt=True), read)
+        return self._read(partial(self.files.reading_now, version, prompt=True), read)
 
     def _read(
         self,
@@ -195,7 +195,7 @@ class BlockCache:
         if not self.readable:
             return answer
         try:
-            with self._files.reading(version) as file:
+            with self.files.reading(version) as file:
                 if file is not None:
                     for place, expected in enumerate(file.hashes(first, stop)):
                         if expected:
@@ -214,14 +214,14 @@ class BlockCache:
             file.forget(index, index + 1)  # a bad sector is mended by being written again
             raise
         if damaged:
-            self._files.count_damaged()
+            self.files.count_damaged()
         return data
 
     def has_blocks(self, version: Version, first: int, stop: int) -> list[bool]:
         """Which of blocks [first, stop) are here, as their index says; nothing is verified."""
         if self.readable:
             try:
-                with self._files.reading(version) as file:
+                with self.files.reading(version) as file:
                     if file is not None:
                         return [expected != 0 for expected in file.hashes(first, stop)]
             except OSError as error:
@@ -246,14 +246,14 @@ class BlockCache:
             for version, _, blocks in runs
         )
         try:
-            if not self._files.reserve(wanted):
+            if not self.files.reserve(wanted):
                 self._health.no_room("nothing more to evict")
                 return
             try:
                 for version, first, blocks in runs:
                     self._write_run(version, first, blocks)
             finally:
-                self._files.unreserve(wanted)
+                self.files.unreserve(wanted)
             self._health.write_worked()
         except OSError as error:
             self._health.failed(error)
@@ -262,7 +262,7 @@ class BlockCache:
 
     def _write_run(self, version: Version, first: int, blocks: Sequence[Buffer]) -> None:
         whole = len(blocks) == version.blocks
-        with self._files.writing(version, whole=whole) as file:
+        with self.files.writing(version, whole=whole) as file:
             if whole and file.blank:
                 file.write_all(blocks)
             else:
@@ -280,7 +280,7 @@ class BlockCache:
             raise ValueError(f"{len(hashes)} hashes for {version.blocks} blocks")
         try:
             if any(hashes) and self.writable:
-                self._files.adopt(os.fspath(path), version, hashes)
+                self.files.adopt(os.fspath(path), version, hashes)
                 return True
         except OSError as error:
             self._health.failed(error)
@@ -298,7 +298,7 @@ class BlockCache:
         if old.size != new.size:
             raise ValueError(f"{old.size} and {new.size} bytes are not the same")
         try:
-            return self.writable and self._files.transfer(old, new)
+            return self.writable and self.files.transfer(old, new)
         except OSError as error:
             self._health.failed(error)
             return False
@@ -308,14 +308,14 @@ class BlockCache:
     def drop(self, version: Version) -> None:
         """Forget all blocks of a version, pinned or not."""
         try:
-            self._files.drop(version)
+            self.files.drop(version)
         except OSError as error:
             self._health.failed(error)
 
     def evict(self, wanted: int = 0) -> int:
         """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; answers bytes freed."""
         try:
-            return self._files.evict(wanted)
+            return self.files.evict(wanted)
         except OSError as error:
             self._health.failed(error)
             return 0
@@ -323,13 +323,13 @@ class BlockCache:
     def scan(self) -> None:
         """Count the space in use, where the last close did not leave the count. Reads and writes may go on."""
         try:
-            self._files.scan()
+            self.files.scan()
         except OSError as error:
             self._health.failed(error)
 
     def close(self) -> None:
         """Close files and leave the count for the next start. Nothing else may be running or called after."""
         try:
-            self._files.close()
+            self.files.close()
         except OSError as error:
             self._health.failed(error)

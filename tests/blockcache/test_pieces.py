@@ -139,8 +139,9 @@ def test_a_file_whose_use_cannot_be_noted_is_let_go(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patch:
         failing(patch, "utime", errno.EROFS)
         assert cache.read_all_now(SMALL) is None
-    (file,) = cache._files._open.values()
-    assert file.users == 0
+    with cache.files.reading(SMALL) as file:
+        assert file is not None
+        assert file.users == 1
 
 
 def test_a_part_of_what_was_evicted_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

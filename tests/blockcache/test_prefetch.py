@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.blockcache import async_cache
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.blockcache.prefetch import FETCHES_AT_ONCE
 from lakefs_fuse.blockcache.readahead import Readahead
@@ -37,7 +38,7 @@ class Lake:
     """A store, a cache of ``bytes_max`` and a reader over them."""
 
     def __init__(self, directory: Path, nursery: trio.Nursery, bytes_max: int, scanned: bool) -> None:
-        self.store, self.metrics = Store(), CacheMetrics()
+        self.store, self.metrics, self.nursery = Store(), CacheMetrics(), nursery
         self.cache = make_cache(directory, self.metrics, bytes_max, scanned)
         self.reader = BlockReader(self.store, for_tasks(self.cache, nursery), self.metrics, nursery)
         self.version = self.store.put("file", DATA)
@@ -54,9 +55,7 @@ class Lake:
         quiet = 0
         while quiet < 20:
             await trio.sleep(0.002)
-            whole = self.reader._whole
-            busy = self.reader.statistics().blocks_pending or whole._waiting or whole._fetched is not None
-            quiet = 0 if busy else quiet + 1
+            quiet = 0 if self.nursery.child_tasks else quiet + 1
 
     @property
     def bytes_asked(self) -> int:
@@ -142,6 +141,7 @@ async def test_it_is_over_when_what_readers_brought_is_on_the_disk_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the next object would be fetched into room that these blocks take."""
+    monkeypatch.setattr(async_cache, "WRITING_THREADS_MAX", async_cache.WRITING_THREADS_MAX + ENOUGH)
     async with lake_at(tmp_path) as lake:
         write_runs, released = lake.cache.write_runs, threading.Event()
 
@@ -151,9 +151,8 @@ async def test_it_is_over_when_what_readers_brought_is_on_the_disk_too(
             write_runs(runs)
 
         monkeypatch.setattr(lake.cache, "write_runs", held_back)
-        lake.reader._disk._writing.total_tokens += ENOUGH
         await lake.jump(FAR)
-        while len(lake.reader._pending) > ENOUGH:
+        while lake.reader.statistics().blocks_pending > ENOUGH:
             await trio.sleep(0.002)
         await trio.sleep(0.05)
         assert lake.metrics.fetched_whole == 0

@@ -15,6 +15,7 @@ from lakefs_fuse.blockcache.cache import BlockCache, CacheState
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.environment.clock import Clock, SystemClock
 from lakefs_fuse.errors import AccessDenied, FileError, Unavailable
 from lakefs_fuse.metrics import CacheMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -30,6 +31,7 @@ class Lake:
     def __init__(self, directory: Path, nursery: trio.Nursery) -> None:
         self.directory = directory
         self.nursery = nursery
+        self.clock: Clock = SystemClock()
         self.store = MemoryStore()
         self.version = self.store.put("file", DATA)
         self.restart()
@@ -37,7 +39,7 @@ class Lake:
     def restart(self, **options: int) -> None:
         """What a new daemon on the same cache directory has."""
         self.metrics = CacheMetrics()
-        self.cache: BlockCache = make_cache(self.directory, self.metrics)
+        self.cache: BlockCache = make_cache(self.directory, self.metrics, clock=self.clock)
         self.store.gets.clear()
         self.learned: list[ObjectMeta] = []
         self.reader = BlockReader(

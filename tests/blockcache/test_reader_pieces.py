@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.environment import local_disk as disk
 from tests.blockcache.reading import MIB, cache_files, content, reads_now
 from tests.blockcache.test_reader import DATA, KIB, Lake, lake_at
-from tests.fakes import NS, FakeClock
+from tests.fakes import FakeClock
 
 
 @pytest.fixture
@@ -79,10 +78,11 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
 
     reads_now(tmp_path)
     async with lake_at(tmp_path) as lake:
+        lake.clock = clock = FakeClock(time.time_ns())
         await on_disk(lake)
         await lake.read(0, 10, jumps=True)  # opens the file
         monkeypatch.setattr(trio.to_thread, "run_sync", counting)
-        lake.reader._disk.latency._slow_until_s = math.inf
+        monkeypatch.setattr(Promptness, "is_prompt", False)
 
         async def threads_for(offset: int) -> int:
             threads.clear()
@@ -90,7 +90,7 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
             return len(threads)
 
         assert await threads_for(2 * MIB) == 0
-        with lake.cache._files._lock:
+        with lake.cache.files._lock:  # noqa: SLF001  # its holders are too quick to be met
             for prompt in (True, False):
                 with pytest.raises(BlockingIOError):
                     lake.cache.read_part_now(lake.version, 3 * MIB, 3 * MIB + 10, prompt=prompt)
@@ -98,7 +98,7 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
             patch.setattr(disk, "pread_now", would_block)
             assert await threads_for(4 * MIB) == 1
         assert await threads_for(4 * MIB + 10) == 0
-        lake.cache._files._clock = FakeClock(time.time_ns() + 2 * int(TOUCH_S) * NS)
+        clock.advance(2 * TOUCH_S)
         assert await threads_for(4 * MIB + 20) == 1, "which notes that it is in use"
 
 
@@ -111,14 +111,14 @@ async def test_a_prompt_disk_is_read_without_a_thread(tmp_path: Path, monkeypatc
         for version in small:
             assert await lake.reader.ensure(version, 0, 1)
         await on_disk(lake)
-        lake.reader._disk.latency = Promptness(FakeClock())
+        monkeypatch.setattr(Promptness, "is_prompt", True)
         with monkeypatch.context() as patch:
             patch.setattr(trio.to_thread, "run_sync", refuse)
             for number, version in enumerate(small):
                 assert await lake.reader.read(version, 0, 1 << 20) == content(number, 50 * KIB)
             assert await lake.read(7 * MIB, 50 * KIB, jumps=True) == DATA[7 * MIB : 7 * MIB + 50 * KIB]
         assert lake.cache.statistics().files_open == FILES_OPEN_MAX
-        with lake.cache._files._files_lock:
+        with lake.cache.files._files_lock:  # noqa: SLF001  # as above
             with pytest.raises(BlockingIOError):  # somebody creates or removes files
                 lake.cache.read_all_now(small[0])
             assert lake.cache.read_all_now(small[-1]) is not None, "which is nothing to files that are open"
@@ -142,7 +142,7 @@ async def test_parts_of_what_is_not_there_take_no_thread(tmp_path: Path, monkeyp
         await lake.idle()
         lake.cache.close()
         lake.restart()
-        lake.reader._disk.latency = Promptness(FakeClock())
+        monkeypatch.setattr(Promptness, "is_prompt", True)
         assert await lake.read(3 * MIB, 10, jumps=True) == DATA[3 * MIB :][:10]
         assert await lake.reader.read(small, 5, 10, jumps=True) == content("small", MIB)[5:15]
         assert looked == []

@@ -42,13 +42,13 @@ def test_what_was_there_of_the_new_one_goes(tmp_path: Path) -> None:
 def test_a_reader_of_the_old_one_goes_on(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     cache.write_block(OLD, 0, block_of(DATA, 0))
-    with cache._files.reading(OLD) as file:
+    with cache.files.reading(OLD) as file:
         assert file is not None
         assert cache.transfer(OLD, NEW)
         assert file.read_block(0, file.hashes(0, 1)[0]) == (block_of(DATA, 0), False)
         file.write_block(1, block_of(DATA, 1))
     assert cache.read_blocks(NEW, 0, 2) == [block_of(DATA, 0), block_of(DATA, 1)]
-    assert cache._files.files_open == 1
+    assert cache.files.files_open == 1
 
 
 def test_nothing_to_transfer(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ async def test_verified_get_with_damaged_answers_only_is_eio_and_keeps_nothing(
         assert caught.value.errno == errno.EIO
         assert (len(lake.store.gets), lake.metrics.wrong_sums) == (ANSWERS_MAX, ANSWERS_MAX)
         await lake.idle()
-        assert (len(lake.reader._recent), cache_files(tmp_path)) == (0, [])
+        assert (lake.reader.statistics().memory_blocks, cache_files(tmp_path)) == (0, [])
         assert await read_whole(lake) == DATA
 
 

@@ -74,7 +74,7 @@ async def test_of_two_the_later_stays_though_it_was_held_when_the_earlier_was_se
     store, left = MemoryStore(), tmp_path / "left"
     slow = Clock()
     slow.advance(-1000)  # the store's dates are all later than what this node does
-    commit = newest.Newest._commit
+    commit = newest.Newest._commit  # noqa: SLF001  # no failpoint has both sides of it
 
     def dying(self: newest.Newest, batch: Batch, late: list[Late | None]) -> None:
         if when == "after":

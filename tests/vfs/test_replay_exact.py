@@ -371,7 +371,8 @@ async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_no
 ) -> None:
     """Both have versions that were accepted and are not in the store; what is replaced has the newer one."""
     store, clock = MemoryStore(), Clock()
-    drop, dead = Unlinker._drop_accepted, tmp_path / "dead"
+    drop = Unlinker._drop_accepted  # noqa: SLF001  # no failpoint lies before it
+    dead = tmp_path / "dead"
 
     async def dying(files: Unlinker, file: OpenFile, newest: int) -> None:
         die(tmp_path / "cache", dead)
