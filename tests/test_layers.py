@@ -225,7 +225,7 @@ PATCHED_PRIVATE = {
     "vfs/test_late_attributes.py": {"_commit"},
     "vfs/test_replay_exact.py": {"_drop_accepted"},
 }
-"""Private names that tests replace, for want of a public way; ruff's SLF001 sees private names in code. Only ever fewer."""
+"""Private names that tests replace, for want of a public way; SLF001 sees those in code. Only ever fewer."""
 
 
 def test_tests_replace_public_names_only() -> None:
