@@ -30,7 +30,7 @@ from lakefs_fuse.admin.checkpoint_sums import (
 )
 from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.extent_reader import ExtentReader, Moving, chunks
-from lakefs_fuse.admin.lake_view import Headless, open_headless
+from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.checkpoints.model import Listing, Seen, is_wanted, make_listing, markers_asked
 from lakefs_fuse.commits.record import COMMITS
@@ -77,7 +77,7 @@ class Place:
 
 async def run_checkpoint(work: Work, args: protocol.CheckpointArgs) -> protocol.Finished:
     """`ls` and `latest`. Raises LakeError."""
-    async with open_headless(work.client, work.store, node=work.node) as lake:
+    async with open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch) as lake:
         listing = (await look(lake, work, args.url, args.marker, args.match)).listing
     if args.action == "ls":
         lines = [
@@ -93,7 +93,7 @@ async def run_checkpoint(work: Work, args: protocol.CheckpointArgs) -> protocol.
     return protocol.Finished(summary=msgspec.to_builtins(newest), text=protocol.printable(newest.path))
 
 
-async def look(lake: Headless, work: Work, url: str, marker: str | None, match: str | None) -> Place:
+async def look(lake: LakeView, work: Work, url: str, marker: str | None, match: str | None) -> Place:
     """All that lies in ``work.path``. Raises LakeError."""
     asked = markers_asked(marker)
     above = work.path + "/" if work.path else ""
@@ -143,7 +143,7 @@ class Job:
 async def run_verify(work: Work, args: protocol.VerifyArgs) -> protocol.Finished:
     """Raises LakeError where the store does not answer."""
     began = trio.current_time()
-    async with open_headless(work.client, work.store, node=work.node) as lake:
+    async with open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch) as lake:
         place = await look(lake, work, args.url, args.marker, args.match)
         report = Report(args.url)
         jobs = await _jobs(lake, place, args, report)
@@ -156,7 +156,7 @@ async def run_verify(work: Work, args: protocol.VerifyArgs) -> protocol.Finished
     )
 
 
-async def _jobs(lake: Headless, place: Place, args: protocol.VerifyArgs, report: Report) -> list[Job]:
+async def _jobs(lake: LakeView, place: Place, args: protocol.VerifyArgs, report: Report) -> list[Job]:
     """What is to be read, oldest checkpoint last."""
     known = {item.name: item for item in place.listing.checkpoints}
     if args.names:
@@ -183,7 +183,7 @@ async def _jobs(lake: Headless, place: Place, args: protocol.VerifyArgs, report:
     return jobs
 
 
-async def _jobs_of(lake: Headless, found: Found, outer: dict[str, str], checked: Checked) -> list[Job]:
+async def _jobs_of(lake: LakeView, found: Found, outer: dict[str, str], checked: Checked) -> list[Job]:
     seen, files = found.seen, found.files
     sums = {path: outer[name] for path in files if (name := f"{seen.name}/{path}" if seen.is_dir else path) in outer}
     if seen.is_dir:
@@ -203,7 +203,7 @@ async def _jobs_of(lake: Headless, found: Found, outer: dict[str, str], checked:
     return jobs
 
 
-async def _read_small(lake: Headless, entry: Entry | None) -> bytes:
+async def _read_small(lake: LakeView, entry: Entry | None) -> bytes:
     """Empty where it is not there, is too large, or is damaged, which its own check says."""
     extent = lake.namespace.extent(entry) if entry is not None else None
     if entry is None or extent is None or extent.size > SUMS_BYTES_MAX:
@@ -212,11 +212,11 @@ async def _read_small(lake: Headless, entry: Entry | None) -> bytes:
     return read.data if read is not None else b""
 
 
-async def _read_sums(lake: Headless, entry: Entry | None) -> dict[str, str]:
+async def _read_sums(lake: LakeView, entry: Entry | None) -> dict[str, str]:
     return parse_sha256sums(await _read_small(lake, entry))
 
 
-async def _shards(lake: Headless, entry: Entry) -> set[str]:
+async def _shards(lake: LakeView, entry: Entry) -> set[str]:
     """Files that an index of shards names, as Hugging Face writes it."""
     try:
         document = msgspec.json.decode(await _read_small(lake, entry))
@@ -266,7 +266,7 @@ class Verifier:
                     job.checked.problem(job.path, "its bytes in the pack are not those of its CRC-32, or gone")
                 else:
                     checks = await self._checks(job, read.data[:8], partial(_from_memory, read.data))
-                    await trio.to_thread.run_sync(_feed, checks, [memoryview(read.data)])
+                    await self._work.node.threads.run(_feed, checks, [memoryview(read.data)])
                     findings = [check.finish() for check in checks]
                     job.checked.file(job.path, job.extent.size, findings, crc32=True)
                 self._progress(job.extent.size, 1)
@@ -296,7 +296,7 @@ class Verifier:
             datas = await self._windows(job.extent, at, min(size, at + WINDOWS * WINDOW_BYTES))
             if not at:
                 checks += await self._checks(job, bytes(datas[0][:8]), partial(self._fetch, job.extent))
-            await trio.to_thread.run_sync(_feed, checks, datas)
+            await self._work.node.threads.run(_feed, checks, datas)
             length = sum(map(len, datas))
             at += length
             self._progress(length)

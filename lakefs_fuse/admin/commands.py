@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import trio
 
 from lakefs_fuse.admin import fsck, fsck_repair, gc, repack
-from lakefs_fuse.admin.lake_view import NS, open_headless
+from lakefs_fuse.admin.lake_view import NS, open_lake_view
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.config import StoreConfig
@@ -32,6 +32,8 @@ class Work:
     progress: Callable[[protocol.Progress], None]
     note: Callable[[str], None]
     node: Node
+    scratch: str
+    """Directory for temporary files."""
 
     def report(self, what: str, files: int, size: int) -> None:
         self.progress(protocol.Progress(what=what, files_done=files, bytes_done=size))
@@ -39,7 +41,7 @@ class Work:
 
 async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
     began = trio.current_time()
-    async with open_headless(work.client, work.store, node=work.node) as lake:
+    async with open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch) as lake:
         if args.back:
             back = await repack.unpack(lake, work.path, dry_run=args.dry_run, report=work.report, note=work.note)
             return _finished(back.summary(), back.describe(dry_run=args.dry_run), began, args.dry_run)
@@ -58,7 +60,7 @@ async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
 
 async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
     began = trio.current_time()
-    async with open_headless(work.client, work.store, node=work.node) as lake:
+    async with open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch) as lake:
 
         async def fold_all(horizon: int) -> None:
             await fold(lake.fs, work.client, horizon=horizon, report=work.report, node=work.node)
@@ -86,8 +88,8 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
         )
     if args.list:
         return await _list_snapshots(work)
-    opening = open_headless(
-        work.client, work.store, node=work.node, cache_dir=args.cache_dir
+    opening = open_lake_view(
+        work.client, work.store, node=work.node, scratch=work.scratch, cache_dir=args.cache_dir
     )  # fmt: skip
     async with opening as lake:
         done = await fold(lake.fs, work.client, name=args.name, report=work.report, node=work.node)
@@ -125,8 +127,8 @@ async def _list_snapshots(work: Work) -> protocol.Finished:
 
 async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
     began = trio.current_time()
-    opening = open_headless(
-        work.client, work.store, node=work.node, cache_dir=args.cache_dir
+    opening = open_lake_view(
+        work.client, work.store, node=work.node, scratch=work.scratch, cache_dir=args.cache_dir
     )  # fmt: skip
     async with opening as lake:
         checker = fsck.Checker(lake, quick=args.quick, report=work.report)

@@ -18,14 +18,13 @@ Memory: the commits' names, and one bit for each inode and object number. Tasks 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from lakefs_fuse.admin.lake_view import Headless
+from lakefs_fuse.admin.lake_view import LakeView, scratch_directory
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.archive_check import Audit, Fault, verify
 from lakefs_fuse.commits.index.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
@@ -174,7 +173,7 @@ class _Bits:
 class Checker:
     """One check of a lake."""
 
-    def __init__(self, lake: Headless, *, quick: bool, report: Report) -> None:
+    def __init__(self, lake: LakeView, *, quick: bool, report: Report) -> None:
         self._lake, self._quick, self._report = lake, quick, report
         self.done = Checked()
         self.hurt: list[Hurt] = []
@@ -378,8 +377,8 @@ class Checker:
                 continue
             try:
                 if not self._quick:
-                    with tempfile.TemporaryDirectory(prefix="lakefs-fuse-") as directory:
-                        await fetch_files(self._lake.client, self._lake.threads, manifest, Path(directory))
+                    with scratch_directory(self._lake.node, self._lake.scratch) as directory:
+                        await fetch_files(self._lake.client, self._lake.node.threads, manifest, Path(directory))
                     self.done.bytes_read += manifest.bytes
             except (NotFound, DamagedCommit) as error:
                 self._problem(prefix_of(time_ns), Kind.INDEX, f"{error}: write a new one with snapshot")

@@ -18,7 +18,7 @@ import zlib
 
 from lakefs_fuse.admin.extent_reader import Moving
 from lakefs_fuse.admin.fsck import Checker, Hurt, Kind, Problem
-from lakefs_fuse.admin.lake_view import Headless
+from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import RelocationBuilder, Relocator
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.future_commits import Redater
@@ -34,7 +34,7 @@ READ_BYTES = 8 * MIB
 DELETIONS_AT_ONCE = 16
 
 
-async def repair(lake: Headless, checker: Checker) -> None:
+async def repair(lake: LakeView, checker: Checker) -> None:
     """Says in each problem what was done. Raises LakeError where the store does not answer."""
     repaired = await _repoint(lake, checker.hurt)
     future = {problem.key for problem in checker.done.problems if problem.kind is Kind.FUTURE}
@@ -60,7 +60,7 @@ async def repair(lake: Headless, checker: Checker) -> None:
             problem.repair += f"{'; ' if again else ''}{left:,} names left as they are: no intact copy is known"
 
 
-async def _redate(lake: Headless, checker: Checker, future: set[str]) -> dict[str, str]:
+async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[str, str]:
     """What was done about each of the commits from the future."""
     await lake.take_time()
     redated = await Redater(lake.log).run()
@@ -90,7 +90,7 @@ async def _redate(lake: Headless, checker: Checker, future: set[str]) -> dict[st
     return done
 
 
-async def _move_aside(lake: Headless, checker: Checker, problem: Problem) -> str:
+async def _move_aside(lake: LakeView, checker: Checker, problem: Problem) -> str:
     meta = checker.commits.get(problem.key)
     if meta is None:
         return "left: it is gone"
@@ -110,7 +110,7 @@ async def _move_aside(lake: Headless, checker: Checker, problem: Problem) -> str
     return f"moved aside to {target}; what is whole in it can be read with unzip"
 
 
-async def _repoint(lake: Headless, hurt: list[Hurt]) -> set[str]:
+async def _repoint(lake: LakeView, hurt: list[Hurt]) -> set[str]:
     """Paths of the names that have an intact copy now."""
     await lake.refresh()
     builder = RelocationBuilder()
@@ -127,7 +127,7 @@ async def _repoint(lake: Headless, hurt: list[Hurt]) -> set[str]:
     return repaired
 
 
-async def _is_same(lake: Headless, hurt: Hurt) -> bool:
+async def _is_same(lake: LakeView, hurt: Hurt) -> bool:
     """The plain object at the name's own key has the bytes that the name should have."""
     key, entry, crc, at = hurt.path, hurt.entry, 0, 0
     try:

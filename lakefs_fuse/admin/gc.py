@@ -26,7 +26,6 @@ for lakes that nobody else has mounted. Tasks of one trio loop.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ import trio
 
 from lakefs_fuse.admin.extent_reader import Moving
 from lakefs_fuse.admin.gc_record import Note, read_note, write_note
-from lakefs_fuse.admin.lake_view import NS, Headless
+from lakefs_fuse.admin.lake_view import NS, LakeView
 from lakefs_fuse.admin.relocation import Moved, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.commits.archive import parse_commit_key
@@ -147,16 +146,14 @@ class Collector:
 
     def __init__(
         self,
-        lake: Headless,
+        lake: LakeView,
         options: Options,
         *,
         fold: Fold,
         report: Report,
         sleep: Callable[[float], Awaitable[None]] = trio.sleep,
-        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lake, self._options, self._fold, self._report, self._sleep = lake, options, fold, report, sleep
-        self._monotonic_s = monotonic_s
         self._settled: set[str] = set()
         """Dead commits that were looked into, by this run or by the last one."""
         self._unsettled: set[str] = set()
@@ -337,12 +334,12 @@ class Collector:
         for at in range(0, len(found), DELETE_KEYS_MAX):
             batch = found[at : at + DELETE_KEYS_MAX]
             while not self._options.dry_run:
-                began_s = self._monotonic_s()
+                began_s = self._lake.node.clock.mono_s()
                 await self._look()
                 if self._lake.refused:
                     self.done.unreadable = max(self.done.unreadable, self._lake.refused)
                     return
-                if self._monotonic_s() - began_s <= LOOK_S_MAX:
+                if self._lake.node.clock.mono_s() - began_s <= LOOK_S_MAX:
                     batch = [meta for meta in batch if is_dead(meta)]
                     break
             if batch:

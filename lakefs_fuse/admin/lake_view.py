@@ -1,28 +1,29 @@
-"""A lake as a mount sees it, without a mount: what every engine of this layer looks at and writes commits through.
+"""A lake as a fresh mount sees it, without a mount: engines of this layer read names, and commit, through a view.
 
-Always true: the view is that of a fresh mount (index, commits, plain objects), in a private cache directory that goes
-with it; it polls only when asked to (`Headless.refresh`), so between two calls nothing changes under an engine; it
-writes nothing by itself. Tasks of one trio loop. A crash leaves a directory of temporary files.
+What always holds (*still view*): names change only in `LakeView.refresh`, never between two calls of an engine. The
+view consists of index, commits and plain objects, in a cache directory of its own; it writes nothing by itself. Tasks
+of one trio loop. A crash leaves a directory of temporary files.
 """
 
 from __future__ import annotations
 
-import tempfile
+import os
+import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.product import PROGRAM
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.vfs import Filesystem, open_filesystem
 from lakefs_fuse.vfs.namespace.key_mapping import why_hidden
@@ -33,14 +34,16 @@ NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Headless:
-    """See the module's head."""
+class LakeView:
+    """An open lake: its names, its commits, and what engines work with."""
 
     client: StoreClient
     fs: Filesystem
     metrics: Metrics
     log: CommitLog
-    threads: Threads
+    node: Node
+    scratch: str
+    """Directory for temporary files."""
 
     @property
     def namespace(self) -> Namespace:
@@ -141,17 +144,22 @@ class Headless:
 
 
 @asynccontextmanager
-async def open_headless(
+async def open_lake_view(
     client: StoreClient,
     store: StoreConfig,
     *,
     node: Node,
+    scratch: str,
     cache_dir: str | None = None,
-) -> AsyncIterator[Headless]:
-    """``cache_dir`` is that of a node, which keeps what it knows. Raises LakeError: CacheError where it is in use.
-    Errors of the block come out of it as themselves, not as a group."""
+) -> AsyncIterator[LakeView]:
+    """Open a view of the lake in ``store``; errors of the block leave it as themselves, not as a group.
+
+    ``scratch`` is a directory for temporary files, ``cache_dir`` the cache directory of a node, which is kept. Raises
+    LakeError: CacheError where the cache directory is in use.
+    """
     metrics = Metrics()
-    with _directory(cache_dir) as directory, _ungrouped():
+    temporary = nullcontext(cache_dir) if cache_dir is not None else scratch_directory(node, scratch)
+    with temporary as directory, _ungrouped():
         config = MountConfig(
             store=store,
             mountpoint="",
@@ -168,12 +176,12 @@ async def open_headless(
             writer = f"{node.random.stream('writer').getrandbits(32):08x}"
             log = CommitLog(client, clock, node.threads, writer=writer)
             await log.read_time()
-            yield Headless(client, fs, metrics, log, node.threads)
+            yield LakeView(client, fs, metrics, log, node, scratch)
 
 
 @contextmanager
 def _ungrouped() -> Iterator[None]:
-    """The filesystem lives in a nursery, which wraps what goes wrong under it."""
+    """Unwrap the group that the nursery of the filesystem makes of an error."""
     try:
         yield
     except BaseExceptionGroup as group:
@@ -184,9 +192,14 @@ def _ungrouped() -> Iterator[None]:
 
 
 @contextmanager
-def _directory(given: str | None) -> Iterator[str]:
-    if given is not None:
-        yield given
-        return
-    with tempfile.TemporaryDirectory(prefix="lakefs-fuse-") as directory:
-        yield directory
+def scratch_directory(node: Node, scratch: str) -> Iterator[str]:
+    """A new directory in ``scratch``, removed at the end. Raises LakeError where it cannot be made."""
+    path = os.path.join(scratch, node.disk.temporary_name(f"{PROGRAM}-"))
+    try:
+        os.mkdir(path, mode=0o700)
+    except OSError as error:
+        raise LakeError(f"{scratch} cannot hold temporary files ({error.strerror}): set TMPDIR") from error
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)

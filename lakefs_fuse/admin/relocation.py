@@ -11,7 +11,6 @@ another, small one, because mounts look for new commits among those of the last 
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
@@ -19,7 +18,7 @@ from typing import BinaryIO
 import trio
 
 from lakefs_fuse.admin.extent_reader import ExtentReader, Moving, chunks
-from lakefs_fuse.admin.lake_view import Headless
+from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.archive import ArchiveBuilder, Member, fd_sink
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
@@ -75,7 +74,7 @@ class RelocationBuilder:
             self.objects.append(ref)
         return self._numbers[ref]
 
-    async def commit(self, lake: Headless) -> None:
+    async def commit(self, lake: LakeView) -> None:
         """A commit without bytes. Raises LakeError."""
         if not self.operations:
             return
@@ -83,7 +82,7 @@ class RelocationBuilder:
         await lake.log.put_record(record)
         await lake.refresh()
 
-    def record(self, lake: Headless, time_ns: int) -> Record:
+    def record(self, lake: LakeView, time_ns: int) -> Record:
         return Record(writer=lake.writer, time=time_ns, objects=self.objects, operations=list(self.operations))
 
 
@@ -99,7 +98,7 @@ class _Pack:
 class Relocator:
     """Takes files, one after the other, and commits a pack whenever one is full. `finish` sends the last."""
 
-    def __init__(self, lake: Headless, *, report: Callable[[Moved], None]) -> None:
+    def __init__(self, lake: LakeView, *, report: Callable[[Moved], None]) -> None:
         self._lake, self._report = lake, report
         self._reader = ExtentReader(lake.client)
         self._gathered: list[Moving] = []
@@ -122,7 +121,7 @@ class Relocator:
 
     async def _flush(self) -> None:
         files, self._gathered, self._bytes = self._gathered, [], 0
-        with _temporary_file() as file:
+        with _temporary_file(self._lake) as file:
             pack = _Pack(file, ArchiveBuilder(fd_sink(file.fileno())))
             for chunk in chunks(files):
                 await self._fill(pack, chunk)
@@ -150,9 +149,9 @@ class Relocator:
                 pack.places[source] = pack.builder.add(member)
 
         try:
-            await trio.to_thread.run_sync(write)
+            await self._lake.node.threads.run(write)
         except OSError as error:
-            raise _no_room(error) from error
+            raise _no_room(self._lake, error) from error
         pack.moved += [(file, pack.places[file.source]) for file in learned if file.source in pack.places]
 
     async def _learn(self, file: Moving, metadata: Mapping[str, str] | None) -> Moving:
@@ -175,7 +174,7 @@ class Relocator:
             return
         operations = _relocations(pack.moved, THIS, RelocationBuilder())
         record = operations.record(lake, time_ns)
-        size = await trio.to_thread.run_sync(lambda: pack.builder.finish(lake.log.encode(record)))
+        size = await self._lake.node.threads.run(lambda: pack.builder.finish(lake.log.encode(record)))
         began = trio.current_time()
         meta = await lake.log.put(time_ns, FileSlice(pack.file.fileno(), 0, size))
         if trio.current_time() - began > SLOW_S:
@@ -226,15 +225,15 @@ def _relocations(moved: Sequence[tuple[Moving, int]], target: int, builder: Relo
     return builder
 
 
-def _temporary_file() -> BinaryIO:
+def _temporary_file(lake: LakeView) -> BinaryIO:
     try:
-        return tempfile.TemporaryFile()
+        return lake.node.disk.temporary_file(lake.scratch)
     except OSError as error:
-        raise _no_room(error) from error
+        raise _no_room(lake, error) from error
 
 
-def _no_room(error: OSError) -> LakeError:
+def _no_room(lake: LakeView, error: OSError) -> LakeError:
     return LakeError(
-        f"packs are built in {tempfile.gettempdir()}, which fails ({error.strerror}): "
+        f"packs are built in {lake.scratch}, which fails ({error.strerror}): "
         f"make room for {PACK_BYTES // MIB} MiB, or set TMPDIR"
     )

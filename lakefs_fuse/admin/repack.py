@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import trio
 
 from lakefs_fuse.admin.extent_reader import CHUNK_BYTES, ExtentReader, Moving
-from lakefs_fuse.admin.lake_view import Headless
+from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import Moved, RelocationBuilder, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.commits.record import OWN
@@ -83,7 +83,7 @@ class Packed:
 
 
 async def pack(
-    lake: Headless,
+    lake: LakeView,
     path: str,
     *,
     threshold_bytes: int = THRESHOLD_BYTES,
@@ -131,7 +131,7 @@ async def pack(
     return packed
 
 
-def _is_small_plain(lake: Headless, entry: Entry, threshold_bytes: int) -> bool:
+def _is_small_plain(lake: LakeView, entry: Entry, threshold_bytes: int) -> bool:
     if entry.flags & (Flag.SYMLINK | Flag.LOCAL) or entry.size > threshold_bytes:
         return False
     row = lake.tree.objects.get(entry.place) if entry.place else None
@@ -144,7 +144,7 @@ def _add(swept: Swept, more: Swept) -> None:
     swept.failed += more.failed
 
 
-async def _delete_elsewhere(lake: Headless, objects: Sequence[ObjectMeta], swept: Swept) -> None:
+async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept: Swept) -> None:
     """Objects at keys that are not the names of their files, where no name has bytes in them any more."""
     doomed: list[ObjectMeta] = []
     for meta in objects:
@@ -184,7 +184,7 @@ class Unpacked:
         return text + (f"; {self.left:,} stay in packs" if self.left else "")
 
 
-async def unpack(lake: Headless, path: str, *, dry_run: bool = False, report: Report, note: Note) -> Unpacked:
+async def unpack(lake: LakeView, path: str, *, dry_run: bool = False, report: Report, note: Note) -> Unpacked:
     """Raises LakeError; what was committed by then stays."""
     work = _Unpack(lake, report, note)
     batch: list[Moving] = []
@@ -212,7 +212,7 @@ async def unpack(lake: Headless, path: str, *, dry_run: bool = False, report: Re
 class _Unpack:
     """The part that writes."""
 
-    def __init__(self, lake: Headless, report: Report, note: Note) -> None:
+    def __init__(self, lake: LakeView, report: Report, note: Note) -> None:
         self._lake, self._report, self._note = lake, report, note
         self._reader = ExtentReader(lake.client)
         self.done = Unpacked()

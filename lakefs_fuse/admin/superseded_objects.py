@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from lakefs_fuse.admin.lake_view import NS, Headless
+from lakefs_fuse.admin.lake_view import NS, LakeView
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.meta.entry import PENDING, Entry
 from lakefs_fuse.product import RESERVED_PREFIX
@@ -34,7 +34,7 @@ class Swept:
     why: str = ""
 
 
-def hidden_since(lake: Headless, meta: ObjectMeta, *, removed: bool) -> int | None:
+def hidden_since(lake: LakeView, meta: ObjectMeta, *, removed: bool) -> int | None:
     """Time from which on a plain object is a leftover; None for one that is not. ``removed``: count those, too, whose
     name is gone."""
     key, tree = meta.key, lake.tree
@@ -52,7 +52,7 @@ def hidden_since(lake: Headless, meta: ObjectMeta, *, removed: bool) -> int | No
     return max(tombstone.stamp, meta.mtime_ns)
 
 
-def _hidden_by_entry(lake: Headless, entry: Entry, meta: ObjectMeta) -> int | None:
+def _hidden_by_entry(lake: LakeView, entry: Entry, meta: ObjectMeta) -> int | None:
     if not entry.stamp or entry.stamp >= PENDING or entry.is_plain or entry.etag != meta.etag:
         return None
     since = max(entry.stamp, meta.mtime_ns)
@@ -63,7 +63,7 @@ def _hidden_by_entry(lake: Headless, entry: Entry, meta: ObjectMeta) -> int | No
 
 
 async def sweep(
-    lake: Headless, prefix: str, *, grace_s: float, removed: bool, dry_run: bool = False, only: str = ""
+    lake: LakeView, prefix: str, *, grace_s: float, removed: bool, dry_run: bool = False, only: str = ""
 ) -> Swept:
     """Delete the leftovers whose keys begin with ``prefix`` (``only``: the one with that key); none while there are
     commits that cannot be read, as those may refer to them. Raises LakeError."""
@@ -93,13 +93,13 @@ async def sweep(
     return swept
 
 
-async def _refresh(lake: Headless) -> bool:
+async def _refresh(lake: LakeView) -> bool:
     """Apply what was committed since; whether every commit could be read."""
     await lake.refresh()
     return not lake.refused
 
 
-async def delete(lake: Headless, doomed: Sequence[ObjectMeta], swept: Swept, *, dry_run: bool) -> None:
+async def delete(lake: LakeView, doomed: Sequence[ObjectMeta], swept: Swept, *, dry_run: bool) -> None:
     """Plain objects as the versions that were found; below ``.lakefs/``, where no key is used twice, many in a request.
     Raises LakeError."""
     failed: dict[str, str] = {}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import trio
 from msgspec.structs import replace
 
 from lakefs_fuse.admin.commands import Work
@@ -46,7 +45,7 @@ async def run_upgrade(
             return record
         return replace(record, features_to_read=(*record.features_to_read, FORMAT_2))
 
-    record = await trio.to_thread.run_sync(change_record, change)
+    record = await work.node.threads.run(change_record, change)
     had = before[-1]
     new = sorted(set(record.features_to_read) - set(had.features_to_read if had is not None else ()))
     text = f"switched on: {', '.join(new)}" if new else "nothing to do: the lake has every feature of this program"

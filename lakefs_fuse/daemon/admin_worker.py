@@ -142,6 +142,7 @@ def _work(context: Context) -> Work:
         progress=context.report,
         note=context.note,
         node=context.node,
+        scratch=tempfile.gettempdir(),
     )
 
 

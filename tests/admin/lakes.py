@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from lakefs_fuse.admin.lake_view import Headless, open_headless
+from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
 from lakefs_fuse.commits.archive import Member, build, commit_key
 from lakefs_fuse.commits.index.index import write_index
 from lakefs_fuse.commits.record import COMMITS, THIS, ObjectRef, Operation, Put, Record, encode
@@ -25,21 +25,23 @@ WRITER = "0badcafe"
 @asynccontextmanager
 async def headless(
     store: MemoryStore, clock: Clock, *, seed: int = 7, cache_dir: str | None = None
-) -> AsyncIterator[Headless]:
+) -> AsyncIterator[LakeView]:
     """The store as an engine sees it."""
     store.clock = clock
     client = store_client(store, store.capabilities, retry_timeout_s=0, seed=seed)
-    async with open_headless(client, STORE, node=node_of(clock, str(seed)), cache_dir=cache_dir) as lake:
+    async with open_lake_view(
+        client, STORE, node=node_of(clock, str(seed)), scratch=tempfile.gettempdir(), cache_dir=cache_dir
+    ) as lake:
         yield lake
 
 
-async def fold_all(view: Headless, horizon: int) -> None:
+async def fold_all(view: LakeView, horizon: int) -> None:
     """An index of all that is known."""
     with tempfile.TemporaryDirectory() as directory:
         dump = Dump(view.fs.database, Path(directory), applied_since=0)
         try:
             await write_index(
-                view.client, view.threads, dump, time=view.clock.now(), horizon=horizon, wrote=lambda _: None
+                view.client, view.node.threads, dump, time=view.clock.now(), horizon=horizon, wrote=lambda _: None
             )
         finally:
             dump.close()

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import trio
 
 from lakefs_fuse.admin.gc import Collected, Collector, Options
 from lakefs_fuse.admin.gc_record import NOTES, Note, read_note
@@ -381,22 +380,23 @@ async def test_gc_stopped_while_looking_looks_once_more(store: MemoryStore, cloc
     pack = commits(store)[0]
     looks: list[Request] = []
 
+    class StoppingClock(Clock):
+        stopped_s = 0.0
+
+        def mono_s(self) -> float:
+            self.stopped_s += 100.0 if len(looks) < 20 else 0.0
+            return self.stopped_s
+
+    now_ns, clock = clock.now_ns, StoppingClock()
+    clock.now_ns = now_ns
+
     def after_the_look(request: Request) -> bool:
         looks.extend([request] if request.what == "list" and request.key == COMMITS else [])
         return False
 
     reviving(store, clock, pack, when=after_the_look)
-    stopped = [0.0]
-
-    def monotonic_s() -> float:
-        stopped[0] += 100.0 if len(looks) < 20 else 0.0
-        return stopped[0]
-
     async with headless(store, clock) as view:
-        collector = Collector(
-            view, NOW, fold=partial(fold_all, view), report=silent, sleep=trio.sleep, monotonic_s=monotonic_s
-        )
-        done = await collector.run()
+        done = await Collector(view, NOW, fold=partial(fold_all, view), report=silent).run()
     assert len(looks) >= 20
     assert done.commits_deleted == 4
     assert await fresh(store, clock, tmp_path) == LEFT

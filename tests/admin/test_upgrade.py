@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from functools import partial
 
 import msgspec
@@ -32,6 +33,7 @@ async def upgrade(store: MemoryStore, clock: Clock) -> protocol.Finished:
         progress=lambda progress: None,
         note=lambda text: None,
         node=node_of(clock),
+        scratch=tempfile.gettempdir(),
     )
     return await run_upgrade(work, protocol.UpgradeArgs(), partial(change_record, store, clock))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -98,6 +99,7 @@ def upgrade_later(server: Server, lake: Lake) -> protocol.Finished:
             progress=lambda progress: None,
             note=lambda text: None,
             node=Node.of_this_machine(),
+            scratch=tempfile.gettempdir(),
         )
         return trio.run(run_upgrade, work, protocol.UpgradeArgs(), partial(change_record, store, SystemClock()))
     finally:
