@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
 import trio
 from msgspec.structs import replace
@@ -44,6 +45,7 @@ from lakefs_fuse.meta.rows import Deletion, SequenceRows, SingleRow
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
+from lakefs_fuse.sync.wakeup import Bell
 
 NS = 1_000_000_000
 ASK_S_MAX = 5.0
@@ -51,6 +53,29 @@ ASK_S_MAX = 5.0
 LATE_NS = WINDOW_NS // 2
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
 logger = logging.getLogger(__name__)
+
+
+class AcknowledgedOrder(Protocol):
+    """What write-back acknowledged, by numbers in order; changes of names wait for it."""
+
+    @property
+    def progressed(self) -> Bell:
+        """Rings when changes that were held may be sent; the committer rings it for those that it journals."""
+        ...
+
+    def is_durable_up_to(self, sequence: int) -> bool:
+        """Every version up to this number is in the store, or never will be."""
+        ...
+
+
+class NothingAcknowledged:
+    """Of a node without write-back."""
+
+    def __init__(self) -> None:
+        self.progressed = Bell()
+
+    def is_durable_up_to(self, sequence: int) -> bool:
+        return True
 
 
 class Committer:
@@ -66,14 +91,15 @@ class Committer:
         threads: Threads,
         *,
         delay_s: float = 1.0,
+        acknowledged: AcknowledgedOrder | None = None,
     ) -> None:
         self._db, self._log, self._applier = database, log, applier
         self._deletions, self._metrics, self._threads, self._delay_s = deletions, metrics, threads, delay_s
         self._clock, self.writer = log.clock, log.writer
         self._lock = trio.Lock()
-        self._kick = trio.Event()
         self._rows = SequenceRows(database, schema.CHANGE, Change)
         self._sending_row = SingleRow(database, schema.SINGLE_SENDING, Sending)
+        self._acknowledged = NothingAcknowledged() if acknowledged is None else acknowledged
         self._pending: dict[int, Change] = {}
         self.leaving = Leaving()
         self._sequence = 0
@@ -82,8 +108,6 @@ class Committer:
         self._sending: Sending | None = None
         self._unsure: Unsure | None = None
         deletions.waive = self._waive
-        self.reached: Callable[[int], bool] = lambda _: True
-        """Whether everything that write-back accepted up to a number is in the store; told of by `progress`."""
         self.error: LakeError | None = None
         """Why the last attempt to send what is journaled failed."""
 
@@ -105,7 +129,7 @@ class Committer:
             if not self._applier.is_in_effect(change.operations, PENDING | sequence):
                 self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         if self._pending:
-            self._kick.set()
+            self._acknowledged.progressed.ring()
 
     async def settle_journal(self) -> None:
         """Ask the store whether it has the commit that the last daemon was sending when it ended. Where it has, the
@@ -171,7 +195,7 @@ class Committer:
         return max((change.after for change in self._pending.values()), default=0)
 
     def _is_held(self, change: Change) -> bool:
-        return bool(change.after) and not self.reached(change.after)
+        return bool(change.after) and not self._acknowledged.is_durable_up_to(change.after)
 
     def _sendable(self) -> dict[int, Change]:
         found: dict[int, Change] = {}
@@ -181,11 +205,6 @@ class Committer:
             if not held or (change.ahead and not self._is_held(change)):
                 found[sequence] = change
         return found
-
-    def progress(self) -> None:
-        """Write-back stored something: what was held may be sent now."""
-        if self._pending:
-            self._kick.set()
 
     def may_have(self, path: str) -> bool:
         """A commit that names the path may be in the store, and not in effect here."""
@@ -210,7 +229,7 @@ class Committer:
         self._sequence = sequence
         self._wait(sequence, change)
         self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
-        self._kick.set()
+        self._acknowledged.progressed.ring()
 
     def _wait(self, sequence: int, change: Change) -> None:
         self._pending[sequence] = change
@@ -283,8 +302,7 @@ class Committer:
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         while True:
             while not self._sendable():
-                self._kick = trio.Event()
-                await self._kick.wait()
+                await self._acknowledged.progressed.wait()
             await trio.sleep(self._delay_s)
             try:
                 await self.flush()

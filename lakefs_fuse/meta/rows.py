@@ -34,6 +34,12 @@ class Journal:
     def delete(self, batch: Batch, draft_id: str) -> None:
         batch.delete(schema.DRAFT + draft_id.encode("ascii"))
 
+    def remove(self, draft_id: str, *, sync: bool = False) -> None:
+        """Delete a record by itself. Raises CacheError."""
+        batch = Batch()
+        self.delete(batch, draft_id)
+        self._db.commit(batch, sync=sync)
+
     def records(self) -> Iterator[tuple[str, bytes]]:
         for key, record in self._db.scan(schema.DRAFT, schema.end_of(schema.DRAFT)):
             yield key[1:].decode("ascii"), record

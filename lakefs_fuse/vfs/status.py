@@ -118,7 +118,7 @@ class Status:
     def _only_waits(self, draft: Draft) -> bool:
         """An attempt failed for a reason that is not the file's own, and is made again."""
         item = self._writeback.item_of(draft)
-        return draft.state is DraftState.FAILED and item is not None and not item.failed
+        return draft.state is DraftState.FAILED and item is not None and not item.is_refused
 
     def _of_writeback(self) -> dict[str, object]:
         items = list(self._writeback.items)
@@ -128,7 +128,7 @@ class Status:
             "files": len(items),
             "bytes": sum(item.draft.size for item in items),
             "oldest_s": max(((now - item.draft.created_ns) / NS for item in items), default=0.0),
-            "failed": sum(item.failed for item in items),
+            "failed": sum(item.is_refused for item in items),
             "waiting_because": str(self._writeback.error or ""),
         }
 

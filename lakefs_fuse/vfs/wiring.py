@@ -47,17 +47,18 @@ from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.pinning.checkpoint_units import Units
-from lakefs_fuse.vfs.pinning.pinner import Keeper
+from lakefs_fuse.vfs.pinning.pinner import Pinner
 from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies
 from lakefs_fuse.vfs.relocation.relocator import Relocator
 from lakefs_fuse.vfs.status import Status
-from lakefs_fuse.vfs.writeback.object_writer import Storing
+from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.orphans import Recovery
 from lakefs_fuse.vfs.writeback.packer import Packer
-from lakefs_fuse.vfs.writeback.publisher import Newest
+from lakefs_fuse.vfs.writeback.publisher import ObjectWriter, Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 from lakefs_fuse.vfs.writeback.reconciliation import Evidence
 from lakefs_fuse.vfs.writeback.replay import Replay
+from lakefs_fuse.vfs.writeback.scheduler import PublishScheduler
 
 HEARD_S_MAX = 60.0
 """Nodes are expected to look for commits at least so often."""
@@ -135,7 +136,12 @@ class Commits:
         log = CommitLog(client, self.clock, node.threads, writer=f"{node.random.stream('writer').getrandbits(32):08x}")
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
         self.deletions = Deletions(database, client, namespace.tree, metrics, clock_ns=ground.clock_ns)
-        self.committer = Committer(database, log, self.applier, self.deletions, metrics, node.threads)
+        self.writeback = WriteBack(
+            database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback, self.deletions
+        )
+        self.committer = Committer(
+            database, log, self.applier, self.deletions, metrics, node.threads, acknowledged=self.writeback
+        )
         self.poller = Poller(
             log, self.applier, metrics,
             refresh_s=ground.config.refresh_s, redate=self.committer.redate,
@@ -180,27 +186,33 @@ class Assembly:
         self._commits = commits = Commits(ground, namespace, FilesWatcher(namespace, files))
         self.committer, self.deletions = committer, deletions = commits.committer, commits.deletions
         reader = ground.reader(events.announce_metadata)
-        storing = Storing(namespace, committer, deletions, copies, shown=ground.shown)
+        self.pinner = Pinner(
+            database, namespace, ground.cache, Units(config.rules), threads,
+            is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
+        )  # fmt: skip
         self.relocator = relocator = Relocator(
-            database, namespace, files, committer, deletions, ground.client, metrics.commits, copies,
-            after_s=config.relocate_after_s, hide_at=storing.hide_at, clock=ground.node.clock,
+            database, namespace, files, committer, deletions, ground.client, metrics.commits, copies, self.pinner,
+            after_s=config.relocate_after_s, clock=ground.node.clock,
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
         )  # fmt: skip
         services = ground.services(reader, files.save)
         self.staging = services.staging
-        self.writeback = writeback = self._write_back()
+        self.writeback = writeback = commits.writeback
         self.drafts = drafts = Drafts(files, services, writeback, ground.draft_ids())
+        writer = ObjectWriter(namespace, committer, deletions, relocator, self._packer(), shown=ground.shown)
         evidence = Evidence(namespace, ground.client, copies)
         self.replay = Replay(
-            database, namespace, drafts, writeback, evidence, metrics.writeback,
+            database, namespace, drafts, writeback, evidence, writer, metrics.writeback,
             ensure_directory=lambda path: commits.applier.paths.ensure_directory(path, ground.clock_ns()),
-            say=storing.say, set_attributes=storing.set_attributes,
         )  # fmt: skip
-        publisher = writeback.publisher = Newest(
-            database, namespace, ground.cache, drafts, storing, writeback, self.replay, threads
-        )
+        group_commit = GroupCommit(database, ground.nursery, threads, ground.node.clock, writeback, committer)
+        publisher = Publisher(database, namespace, ground.cache, drafts, writer, writeback, group_commit, threads)
+        self._scheduler = PublishScheduler(
+            writeback, publisher, self.replay, committer, services.staging, ground.nursery,
+            delay_s=config.writeback_delay_s,
+        )  # fmt: skip
         self.recovery = Recovery(
-            database, namespace, services, storing, evidence,
+            database, namespace, services, writer, writeback, evidence,
             read_only=config.read_only, changed=events.announce_name, replayed=self.replay.records,
             in_use=lambda inode: files.hold(inode) is not None,
         )  # fmt: skip
@@ -208,10 +220,10 @@ class Assembly:
         io = FileIO(namespace, drafts, reader, publisher, incomplete, commits.poller.poll)
         changes = Changes(
             config, database, namespace, files, committer, ground.client.capabilities,
-            Unlinker(database, drafts, io, reader, storing, publisher, writeback),
+            Unlinker(database, drafts, io, reader, committer, publisher, writeback),
             LookingBelow(namespace, ground.client, commits.poller.poll), relocator, writeback, ground.node.clock,
         )  # fmt: skip
-        new_files = NewFiles(config, database, namespace, drafts, io, changes, writeback, ground.node.clock)
+        new_files = NewFiles(config, database, namespace, drafts, io, changes, group_commit, ground.node.clock)
         status = Status(
             metrics, ground.client.capabilities, ground.cache, reader, namespace, drafts, self.recovery, committer,
             deletions, relocator, writeback, clock_ns=ground.clock_ns,
@@ -220,15 +232,9 @@ class Assembly:
             config, metrics, ground.client, namespace, drafts, self.recovery, committer, deletions, writeback, status,
             io, changes, new_files, ground.node.clock,
         )  # fmt: skip
-        self.keeper = keeper = Keeper(
-            database, namespace, ground.cache, Units(config.rules), threads,
-            is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
-        )  # fmt: skip
         self._subscribe(events, copies)
-        storing.elsewhere, storing.free, relocator.moved = relocator.note, relocator.free, keeper.moved
         if not config.read_only:
             events.object_overridden.append(commits.foreign_objects(ground, namespace).add)
-            storing.packer = self._packer()
 
     def _packer(self) -> Packer:
         ground = self._ground
@@ -240,9 +246,9 @@ class Assembly:
     def _subscribe(self, events: ChangeEvents, copies: BegunCopies) -> None:
         events.keys_unlisted.append(copies.paths)
         events.key_reservations.append(self.committer.leaving.__contains__)
-        events.version_stored.append(self.keeper.published)
-        events.path_renamed.append(self.keeper.renamed)
-        events.statistics_requested.append(lambda: {"kept": self.keeper.statistics()})
+        events.version_stored.append(self.pinner.published)
+        events.path_renamed.append(self.pinner.renamed)
+        events.statistics_requested.append(lambda: {"kept": self.pinner.statistics()})
 
     @property
     def poller(self) -> Poller:
@@ -251,17 +257,6 @@ class Assembly:
     @property
     def cache(self) -> BlockCache:
         return self._ground.cache
-
-    def _write_back(self) -> WriteBack:
-        ground, committer, staging = self._ground, self._commits.committer, self.staging
-        writeback = WriteBack(
-            ground.database, ground.nursery, ground.node.threads, Rules.of(ground.config), ground.metrics.writeback,
-            delay_s=ground.config.writeback_delay_s, is_pressed=lambda: staging.is_half_full,
-            progress=committer.progress, is_held=lambda: bool(committer.held_until),
-            clock=ground.node.clock,
-        )  # fmt: skip
-        committer.reached = writeback.reached
-        return writeback
 
     async def begin(self) -> None:
         """Names are as the store has them when this returns, but for what orphans hide. Raises LakeError."""
@@ -273,7 +268,7 @@ class Assembly:
         await self.recovery.load()
         if self.recovery.uncovered or self.replay.uncovered:
             await self._commits.read_again()
-        await self.keeper.load()
+        await self.pinner.load()
 
     def close(self) -> None:
         """Journal what is staged. The database is still open."""
@@ -283,9 +278,9 @@ class Assembly:
         """What runs for as long as the mount lives."""
         nursery = self._ground.nursery
         nursery.start_soon(self._commits.poller.run)
-        nursery.start_soon(self.keeper.run)
+        nursery.start_soon(self.pinner.run)
         if not self._ground.config.read_only:
-            nursery.start_soon(self.writeback.run)
+            nursery.start_soon(self._scheduler.run)
             nursery.start_soon(self._commits.committer.run)
             nursery.start_soon(self._commits.deletions.run)
             self.relocator.load()

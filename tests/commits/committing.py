@@ -18,6 +18,7 @@ from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.commits.record import COMMITS, Operation
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.sync.wakeup import Bell
 from tests.commits.nodes import Node, at
 from tests.fakes import clock_of, store_client
 from tests.memory_store import MemoryStore
@@ -40,6 +41,17 @@ class Clock:
         return at(self.seconds)
 
 
+class Acknowledged:
+    """What write-back has in the store, as a test says."""
+
+    def __init__(self) -> None:
+        self.progressed = Bell()
+        self.durable_up_to = 0
+
+    def is_durable_up_to(self, sequence: int) -> bool:
+        return sequence <= self.durable_up_to
+
+
 class Daemon(Node):
     """A node with everything that sends and reads commits."""
 
@@ -59,8 +71,16 @@ class Daemon(Node):
         self.client = store_client(store, store.capabilities, retry_timeout_s=0)
         self.log = CommitLog(self.client, self.clock, WorkerThreads(), writer=writer)
         self.deletions = Deletions(self.database, self.client, self.tree, self.metrics, clock_ns=clock)
+        self.acknowledged = Acknowledged()
         self.committer = Committer(
-            self.database, self.log, self.applier, self.deletions, self.metrics, WorkerThreads(), delay_s=delay_s
+            self.database,
+            self.log,
+            self.applier,
+            self.deletions,
+            self.metrics,
+            WorkerThreads(),
+            delay_s=delay_s,
+            acknowledged=self.acknowledged,
         )
         self.poller = Poller(self.log, self.applier, self.metrics, refresh_s=0.01, redate=self.committer.redate)
         self.committer.load()

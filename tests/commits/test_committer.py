@@ -341,7 +341,7 @@ async def test_attributes_set_again_behind_what_is_held(tmp_path: Path) -> None:
     with site.daemon("a") as a:
         member = Member("f", b"x", 1, 0o644, 0, 0, 0)
         await a.committer.commit(Change(operations=[Put("f", THIS, 0, 1, 0o644, 0, 0, 0)]), [member])
-        a.committer.reached = lambda number: number < 1
+        a.acknowledged.durable_up_to = 0
         a.committer.enqueue(a.chmod("f", 0o640))
         a.committer.enqueue(Change(operations=[link("held")], after=1))
         a.committer.enqueue(a.chmod("f", 0o600))
@@ -349,7 +349,7 @@ async def test_attributes_set_again_behind_what_is_held(tmp_path: Path) -> None:
         await a.committer.flush()
         assert a.committer.waiting == 2
         assert a.found("f").mode == 0o600
-        a.committer.reached = lambda number: True
+        a.acknowledged.durable_up_to = 1
         await a.committer.flush()
         assert a.found("f").mode == 0o600
         assert await seen_by_others(site) == a.shown()

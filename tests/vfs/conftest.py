@@ -8,7 +8,7 @@ import pytest
 
 from lakefs_fuse.upload import publish as publishing
 from lakefs_fuse.vfs.writeback import packer as packing
-from lakefs_fuse.vfs.writeback import publisher as newest
+from lakefs_fuse.vfs.writeback import publisher
 from lakefs_fuse.vfs.writeback import queue as writeback
 
 
@@ -22,7 +22,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def noted_one_by_one() -> Iterator[None]:
     """Others have their turn between any two files of a pack, not only between many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(newest, "NOTED_TOGETHER", 1)
+        patch.setattr(publisher, "RECORDED_AT_ONCE", 1)
         patch.setattr(packing, "FILES_BETWEEN_PAUSES", 1)
         yield
 

@@ -20,8 +20,7 @@ from lakefs_fuse.staging import segments, staged_file
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.create import Received
-from lakefs_fuse.vfs.writeback import bursts
-from lakefs_fuse.vfs.writeback import queue as writeback
+from lakefs_fuse.vfs.writeback import queue, scheduler
 from tests.memory_store import START_NS, MemoryStore
 from tests.vfs.lakes import Lake, lake
 from tests.vfs.writing_back import Outage, die, told, writing_back
@@ -318,7 +317,7 @@ async def test_its_directory_has_another_name_by_now(tmp_path: Path) -> None:
 
 
 async def test_it_waits_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writeback, "FILES_MAX", 1)
+    monkeypatch.setattr(queue, "FILES_MAX", 1)
     store = MemoryStore()
     outage = Outage(store)
     async with writing_back(store, tmp_path / "cache", retry_timeout_s=0.0) as m:
@@ -465,13 +464,13 @@ async def test_packs_wait_while_files_are_accepted_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who asks for them waits for nothing, and neither does anybody once it is over."""
-    monkeypatch.setattr(bursts, "FILES_MIN", 5)
-    monkeypatch.setattr(bursts, "WINDOW_S", 3.0)  # however busy the machine is
+    monkeypatch.setattr(queue, "BURST_FILES_MIN", 5)
+    monkeypatch.setattr(queue, "BURST_WINDOW_S", 3.0)  # however busy the machine is
     store = MemoryStore()
     async with writing_back(store, tmp_path / "cache", pack="always", delay_s=0.1) as m:
         for number in range(30):
             assert await closed(m, (f"f{number}", b"x")) == [None]
-            await trio.sleep(0.02 if number > bursts.FILES_MIN else 0)
+            await trio.sleep(0.02 if number > queue.BURST_FILES_MIN else 0)
         assert told(m)["files"] == 30
         with trio.fail_after(WAIT_S_MAX):
             while told(m)["files"]:
@@ -480,12 +479,12 @@ async def test_packs_wait_while_files_are_accepted_one_after_the_other(
             assert await closed(m, (f"g{number}", b"x")) == [None]
         began = trio.current_time()
         await m.fs.sync_directory(ROOT_INODE)
-        assert trio.current_time() - began < bursts.WINDOW_S
+        assert trio.current_time() - began < queue.BURST_WINDOW_S
 
 
 async def test_they_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bursts, "FILES_MIN", 2)
-    monkeypatch.setattr(writeback, "PATIENCE", 3)
+    monkeypatch.setattr(queue, "BURST_FILES_MIN", 2)
+    monkeypatch.setattr(scheduler, "BURST_DELAYS_MAX", 3)
     async with writing_back(MemoryStore(), tmp_path / "cache", pack="always", delay_s=0.1) as m:
         with trio.fail_after(WAIT_S_MAX):
             number = 0
@@ -496,14 +495,14 @@ async def test_they_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_a_burst_is() -> None:
-    counted = bursts.Bursts()
-    for number in range(bursts.FILES_MIN - 1):
-        counted.came(100.0 + number * 0.001)
-    assert not counted.lasts(100.1)
-    counted.came(100.1)
-    assert counted.lasts(100.1)
-    assert counted.lasts(100.1 + bursts.WINDOW_S - 0.001)
-    assert not counted.lasts(100.1 + bursts.WINDOW_S)
+    counted = queue.Bursts()
+    for number in range(queue.BURST_FILES_MIN - 1):
+        counted.count(100.0 + number * 0.001)
+    assert not counted.is_lasting(100.1)
+    counted.count(100.1)
+    assert counted.is_lasting(100.1)
+    assert counted.is_lasting(100.1 + queue.BURST_WINDOW_S - 0.001)
+    assert not counted.is_lasting(100.1 + queue.BURST_WINDOW_S)
     for number in range(200):
-        counted.came(200.0 + number)
-    assert not counted.lasts(399.0), "few of them, however long"
+        counted.count(200.0 + number)
+    assert not counted.is_lasting(399.0), "few of them, however long"

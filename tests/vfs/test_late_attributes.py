@@ -9,8 +9,8 @@ import trio
 
 from lakefs_fuse.commits import committer
 from lakefs_fuse.meta.database import Batch
-from lakefs_fuse.vfs.writeback import publisher as newest
-from lakefs_fuse.vfs.writeback.object_writer import Late
+from lakefs_fuse.vfs.writeback import publisher
+from lakefs_fuse.vfs.writeback.publisher import LateAttributes, Publisher
 from tests.memory_store import MemoryStore, Pause, Request
 from tests.upload.drafting import reached
 from tests.vfs.lakes import Clock, lake, permissions
@@ -37,7 +37,7 @@ async def test_they_are_told_by_the_next_mount(
         return request.what == "put" and (request.key == "f" or request.key.startswith(".lakefs/commits/"))
 
     pause = Pause(sends)
-    for module in (committer, newest):
+    for module in (committer, publisher):
         monkeypatch.setattr(module, "reached", dying)
     async with writing_back(store, tmp_path / "cache", pack=pack) as m:
         if there:
@@ -74,9 +74,9 @@ async def test_of_two_the_later_stays_though_it_was_held_when_the_earlier_was_se
     store, left = MemoryStore(), tmp_path / "left"
     slow = Clock()
     slow.advance(-1000)  # the store's dates are all later than what this node does
-    commit = newest.Newest._commit  # noqa: SLF001  # no failpoint has both sides of it
+    commit = Publisher._commit  # noqa: SLF001  # no failpoint has both sides of it
 
-    def dying(self: newest.Newest, batch: Batch, late: list[Late | None]) -> None:
+    def dying(self: Publisher, batch: Batch, late: list[LateAttributes | None]) -> None:
         if when == "after":
             commit(self, batch, late)
         if not left.exists():
@@ -98,7 +98,7 @@ async def test_of_two_the_later_stays_though_it_was_held_when_the_earlier_was_se
         await m.close(handle)
         await m.unlink("gone")  # waits for it, and what comes after waits, too
         await m.set_xattr("f", "user.a", b"later")
-        monkeypatch.setattr(newest.Newest, "_commit", dying)
+        monkeypatch.setattr(Publisher, "_commit", dying)
         with trio.move_on_after(1):
             await m.fs.make_durable("f")
         assert left.exists()

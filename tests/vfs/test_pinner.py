@@ -9,7 +9,7 @@ import trio
 
 from lakefs_fuse.config import KIB, MIB, Rule
 from lakefs_fuse.vfs.pinning.checkpoint_units import Unit, Units
-from lakefs_fuse.vfs.pinning.pinner import Keeper
+from lakefs_fuse.vfs.pinning.pinner import Pinner
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
@@ -21,8 +21,8 @@ def keep(glob: str, count: int = 1) -> tuple[Rule, ...]:
     return (Rule(path=glob, keep_newest=count, pack="never"),)
 
 
-def keeper(mounted: Lake) -> Keeper:
-    return mounted.parts.keeper
+def keeper(mounted: Lake) -> Pinner:
+    return mounted.parts.pinner
 
 
 async def kept(mounted: Lake) -> dict[str, int]:

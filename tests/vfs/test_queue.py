@@ -19,7 +19,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
 from lakefs_fuse.staging import staging_area as staging
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.vfs.writeback import publisher as newest
+from lakefs_fuse.vfs.writeback import publisher
 from lakefs_fuse.vfs.writeback import queue as writeback
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.upload.drafting import noise, reached
@@ -293,7 +293,7 @@ async def test_others_have_their_turn_while_a_pack_is_noted(tmp_path: Path) -> N
             await m.fs.make_durable()
     assert waiting[0] == 200
     assert store.count("put") <= 2
-    assert max(before - after for before, after in pairwise([*waiting, 0])) <= 2 * newest.NOTED_TOGETHER
+    assert max(before - after for before, after in pairwise([*waiting, 0])) <= 2 * publisher.RECORDED_AT_ONCE
 
 
 async def test_what_came_within_the_delay_goes_together(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ async def test_a_large_one_that_is_replaced_leaves_no_upload(tmp_path: Path) -> 
 async def test_an_upload_that_nobody_wants_is_ended_when_the_store_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newest, "DISCARD_S_FIRST", 0.01)
+    monkeypatch.setattr(writeback, "DISCARD_S_FIRST", 0.01)
     store = MemoryStore()
     outage = Outage(store, away=False)
     pause = Pause(lambda request: request.what == "upload_part" and request.number == 4)
@@ -536,7 +536,7 @@ async def test_writers_at_once_begin_with_one_copy(tmp_path: Path, monkeypatch: 
 
     async with writing_back(store, tmp_path / "cache") as m:
         await m.write("file", data)
-        monkeypatch.setattr(newest, "Draft", draft)
+        monkeypatch.setattr(publisher, "Draft", draft)
         handle = await m.open("file", os.O_RDWR)
         async with trio.open_nursery() as nursery:
             for at in range(0, size, PART):
@@ -553,8 +553,8 @@ async def test_writers_at_once_begin_with_one_copy(tmp_path: Path, monkeypatch: 
 async def test_a_change_in_place_of_a_large_file_waits_for_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newest, "COPY_BYTES_MAX", PART)
-    monkeypatch.setattr(newest, "WAIT_DURABLE_S", 0.01)
+    monkeypatch.setattr(publisher, "COPY_BYTES_MAX", PART)
+    monkeypatch.setattr(publisher, "WAIT_DURABLE_S", 0.01)
     store = MemoryStore()
     outage = Outage(store)
     data = bytearray(noise(1, LARGE))
@@ -576,8 +576,8 @@ async def test_a_change_in_place_of_a_large_file_waits_for_the_store(
 async def test_a_large_file_is_not_changed_in_place_where_the_store_stays_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newest, "COPY_BYTES_MAX", PART)
-    monkeypatch.setattr(newest, "WAIT_DURABLE_S", 0.01)
+    monkeypatch.setattr(publisher, "COPY_BYTES_MAX", PART)
+    monkeypatch.setattr(publisher, "WAIT_DURABLE_S", 0.01)
     store = MemoryStore()
     Outage(store)
     async with writing_back(store, tmp_path, staging_timeout_s=0.1) as m:

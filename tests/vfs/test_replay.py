@@ -28,6 +28,7 @@ from lakefs_fuse.store.protocol import ObjectStore
 from lakefs_fuse.vfs.ops import rename as renaming
 from lakefs_fuse.vfs.writeback import group_commit as accepting
 from lakefs_fuse.vfs.writeback import publisher as newest
+from lakefs_fuse.vfs.writeback import queue as writeback
 from lakefs_fuse.vfs.writeback import replay
 from tests.fakes import open_database
 from tests.memory_store import MemoryStore, Pause, Request, When
@@ -171,7 +172,7 @@ async def test_nothing_accepted_is_lost(
     store, clock = MemoryStore(), Clock()
     line = Line(store)
     death = Death(point, count, tmp_path / "cache", tmp_path / "dead", line)
-    for module in (accepting, newest, committer, renaming):
+    for module in (accepting, newest, writeback, committer, renaming):
         monkeypatch.setattr(module, "reached", death.reached)
     try:
         async with mounted(store, line, death.cache, pack, clock) as m:

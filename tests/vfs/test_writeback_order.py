@@ -13,6 +13,7 @@ from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
 from lakefs_fuse.commits.record import Put
 from lakefs_fuse.errors import StoreError
 from lakefs_fuse.vfs.writeback import publisher as newest
+from lakefs_fuse.vfs.writeback import queue as writeback
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import Lake, lake
@@ -95,7 +96,7 @@ async def test_an_older_version_that_a_pack_passed_does_not_come_back(
         if name == point:
             die(tmp_path / "cache", tmp_path / "dead")
 
-    for module in (committer, newest):
+    for module in (committer, newest, writeback):
         monkeypatch.setattr(module, "reached", sent)
     async with writing_back(store, tmp_path / "cache", pack="always", delay_s=0.02) as m:
         await m.write("a", b"first")
@@ -105,7 +106,7 @@ async def test_an_older_version_that_a_pack_passed_does_not_come_back(
         outage.away = False
         await until(lambda: not told(m)["files"])
         await until((tmp_path / "dead").exists)
-    for module in (committer, newest):
+    for module in (committer, newest, writeback):
         monkeypatch.setattr(module, "reached", lambda _name: None)
     async with writing_back(store, tmp_path / "dead", pack="always") as m:
         assert await m.read("a") == b"second"

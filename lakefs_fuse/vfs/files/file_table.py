@@ -321,9 +321,7 @@ class FileTable:
                 each.draft.target.will_replace(entry.etag, copied_from)
 
     def forget_record(self, draft_id: str) -> None:
-        batch = Batch()
-        self._journal.delete(batch, draft_id)
-        self._db.commit(batch)
+        self._journal.remove(draft_id)
 
     def learn_from(self, meta: ObjectMeta) -> None:
         """Keep the metadata that a GET answered where it belongs to a file in use."""

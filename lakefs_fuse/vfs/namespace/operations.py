@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.record import OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
-from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.tree import Tree
 
 
@@ -62,6 +64,17 @@ class ChangeBuilder:
     def remove(self, path: str, entry: Entry, hides: str = "") -> None:
         """The entry's name goes; what lies at its own key is hidden. ``hides`` is the ETag of something else there."""
         self.operations.append(Remove(path, directory=entry.is_dir, hides=hides or entry.etag))
+
+    def hide_object(self, key: str, etag: str) -> None:
+        """The plain object at ``key`` with this ETag is not the file of that name, and nobody sees it there."""
+        *above, name = [each.encode("utf-8", "surrogatepass") for each in key.split("/")]
+        directory = self._tree.resolve(above)
+        parent = ROOT_INODE if not above else 0 if directory is None or not directory.is_dir else directory.inode
+        there = self._tree.named(parent, name) if parent else None
+        if there is None or there.is_local:
+            self.operations.append(Remove(key, hides=etag))
+        elif there.place or there.is_symlink:
+            self.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
 
     def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
         """Attributes of an entry, whatever it is."""

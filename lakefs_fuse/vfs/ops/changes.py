@@ -196,7 +196,7 @@ class Changes:
 
     async def _unlink(self, entry: Entry) -> None:
         if self._relocator.copies.are_begun:
-            async with self._relocator.copies.told(self.path(entry)):
+            async with self._relocator.hold_copies(self.path(entry)):
                 self._unlink_now(entry)
         else:
             self._unlink_now(entry)
@@ -278,7 +278,7 @@ class Changes:
         for entry in (source, *([target] if exchange and target is not None else [])):
             if entry.is_dir:
                 patience_s = self._config.staging_timeout_s
-                await self._writeback.patiently(self.path(entry), partial(self._subtree.run, entry), patience_s)
+                await self._writeback.retry_while_away(self.path(entry), partial(self._subtree.run, entry), patience_s)
         renaming = Renaming(
             self._db, self._ns, self._files, self._committer, self, self._relocator, self._writeback,
             self._unlinker, patience_s=self._config.staging_timeout_s,
@@ -347,9 +347,9 @@ class Changes:
         if file is None or draft is None:
             return FileState.DURABLE
         item = self._writeback.item_of(draft)
-        if file.is_incomplete or (draft.state is DraftState.FAILED and (item is None or item.failed)):
+        if file.is_incomplete or (draft.state is DraftState.FAILED and (item is None or item.is_refused)):
             return FileState.FAILED
-        begun = draft.accepted and (draft.upload_intent_ns or (item is not None and item.started))
+        begun = draft.accepted and (draft.upload_intent_ns or (item is not None and item.is_attempted))
         on_its_way = begun or draft.uploading or draft.state is DraftState.PUBLISHING
         return FileState.UPLOADING if on_its_way else FileState.DIRTY
 

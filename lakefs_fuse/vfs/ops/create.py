@@ -28,7 +28,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import KEY_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.changes import Changes
 from lakefs_fuse.vfs.ops.io import FileIO
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 
 NAMES_MAX = 8192
 """A directory with more is not lent: telling all of them takes too long."""
@@ -65,12 +65,13 @@ class NewFiles:
         drafts: Drafts,
         io: FileIO,
         changes: Changes,
-        writeback: WriteBack,
+        group_commit: GroupCommit,
         clock: Clock,
     ) -> None:
         self._config, self._db, self._ns, self._files = config, database, namespace, drafts.files
         self._drafts, self._io, self._services = drafts, io, drafts.services
-        self._changes, self._writeback, self._clock_ns = changes, writeback, clock.wall_ns
+        self._changes, self._group_commit, self._writeback = changes, group_commit, group_commit.queue
+        self._clock_ns = clock.wall_ns
         self._journal = Journal(database)
         self._prefixes: dict[int, str] = {}
         """Of directories, while `_prefixes_of` is what the tree says."""
@@ -135,8 +136,10 @@ class NewFiles:
             for each, file in zip(received, taken, strict=True)
             if isinstance(file, OpenFile) and each.inode in told
         }
-        now = [(file, file.draft) for file, _ in closed.values() if file.draft and self._writeback.may_accept(file)]
-        if not self._writeback.acceptor.can_now([draft for _, draft in now]):
+        now = [
+            (file, file.draft) for file, _ in closed.values() if file.draft and self._writeback.may_acknowledge(file)
+        ]
+        if not self._group_commit.may_acknowledge_now([draft for _, draft in now]):
             now = []
         try:
             error = self._commit(batch, received, taken, now)
@@ -171,7 +174,7 @@ class NewFiles:
         for directory, at_ns in touched.items():
             self._ns.touch(directory, batch, at_ns)
         if now:
-            return self._writeback.acceptor.accept_now(now, batch)
+            return self._group_commit.acknowledge_now(now, batch)
         self._db.commit(batch)
         return None
 
@@ -245,7 +248,7 @@ class NewFiles:
     def _close(self, file: OpenFile, told: Told) -> None:
         self._let_go(file)
         draft = file.draft
-        if draft is None or not self._writeback.may_accept(file) or not draft.gate.try_exclusive():
+        if draft is None or not self._writeback.may_acknowledge(file) or not draft.gate.try_exclusive():
             self._services.nursery.start_soon(self._close_patiently, file, told)
             return
 
@@ -253,7 +256,7 @@ class NewFiles:
             draft.gate.leave_exclusive()
             told(error)
 
-        self._writeback.acceptor.gather(file, draft, done)
+        self._group_commit.submit(file, draft, done)
 
     async def _close_patiently(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> None:
         """Where that takes waiting."""

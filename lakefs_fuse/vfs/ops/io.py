@@ -35,7 +35,7 @@ from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
-from lakefs_fuse.vfs.writeback.publisher import Newest
+from lakefs_fuse.vfs.writeback.publisher import Publisher
 
 REPLACED_MAX = 3
 """A name is followed over so many versions that come while it is opened."""
@@ -53,7 +53,7 @@ class FileIO:
         namespace: Namespace,
         drafts: Drafts,
         reader: BlockReader,
-        publisher: Newest,
+        publisher: Publisher,
         incomplete: IncompleteFiles,
         poll: Callable[[], Awaitable[object]],
     ) -> None:

@@ -101,7 +101,7 @@ class Renaming:
                 return made
 
             async def commit(_: Entry) -> None:
-                async with self._relocator.copies.told(old, new):
+                async with self._relocator.hold_copies(old, new):
                     await commit_now()
 
             async def commit_now() -> None:
@@ -155,9 +155,9 @@ class Renaming:
         """An accepted version that is not the newest becomes visible under the name it had, or not at all. So does one
         that came back at mount, which may be in the store under that name."""
         file = self._files.get(source.inode)
-        if file is not None and (replayed := self._writeback.replayed(file)):
+        if file is not None and (replayed := self._writeback.unreconciled(file)):
             drain = partial(self._writeback.drain, replayed)
-            await self._writeback.patiently(file.key, drain, self._patience_s)
+            await self._writeback.retry_while_away(file.key, drain, self._patience_s)
         while file is not None and file.behind:
             drafts = [each.draft for each in file.behind if each.draft is not None]
             items = [item for draft in drafts if (item := self._writeback.item_of(draft)) is not None]
@@ -165,7 +165,7 @@ class Renaming:
                 await self._writeback.drain(items)
             except LakeError as error:
                 log.info("only the newest version of %s is renamed and stored: %s", file.key, error)
-            self._writeback.pass_over(file)
+            self._writeback.supersede_all(file)
 
     async def _store_accepted(self, *entries: Entry) -> None:
         """What write-back accepted below a directory is in the store before its new name is. While the store is away
@@ -173,7 +173,7 @@ class Renaming:
         for entry in entries:
             path = self._changes.path(entry)
             drain = partial(self._drain_below, path)
-            await self._writeback.patiently(path, drain, self._patience_s)
+            await self._writeback.retry_while_away(path, drain, self._patience_s)
 
     async def _drain_below(self, path: str) -> None:
         if len(self._writeback):
@@ -203,7 +203,7 @@ class Renaming:
         opened = None if there is None else self._files.hold(there.inode)
 
         async def move(_: Entry) -> None:  # what was known before may have been stored meanwhile
-            async with self._relocator.copies.told(old, new):
+            async with self._relocator.hold_copies(old, new):
                 now = self._ns.tree.entry(entry.inode)
                 if now is None:
                     raise FileError(errno.ENOENT)

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from lakefs_fuse.blockcache.reader import BlockReader
+from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
@@ -27,8 +28,7 @@ from lakefs_fuse.upload.publish import visible_token
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.io import FileIO
-from lakefs_fuse.vfs.writeback.object_writer import Storing
-from lakefs_fuse.vfs.writeback.publisher import Newest
+from lakefs_fuse.vfs.writeback.publisher import Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 KEPT_BYTES_MAX = 256 << 20
@@ -68,12 +68,12 @@ class Unlinker:
         drafts: Drafts,
         io: FileIO,
         reader: BlockReader,
-        storing: Storing,
-        publisher: Newest,
+        committer: Committer,
+        publisher: Publisher,
         writeback: WriteBack,
     ) -> None:
         self._db, self._files, self._drafts, self._io = database, drafts.files, drafts, io
-        self._reader, self._storing, self.publisher, self._writeback = reader, storing, publisher, writeback
+        self._reader, self._committer, self.publisher, self._writeback = reader, committer, publisher, writeback
         self._journal = Journal(database)
         self.inodes = UnlinkedInodes()
 
@@ -87,7 +87,7 @@ class Unlinker:
                     async with file.draft.exclusive():
                         pass
                 await self._keep_for_handles(file)
-                late, newest = await self._with_late_object(file), self._storing.newest_change
+                late, newest = await self._with_late_object(file), self._committer.newest
                 await delete(late)
         except BaseException:
             file.unlinked = False
@@ -126,7 +126,7 @@ class Unlinker:
             return file.entry
         if meta.key == file.key:
             return msgspec.structs.replace(file.entry, etag=meta.etag)
-        self._storing.forsake(meta)
+        self._writeback.delete_object(meta)
         return file.entry
 
     async def _drop_accepted(self, file: OpenFile, newest: int) -> None:
@@ -134,18 +134,18 @@ class Unlinker:
         batch = Batch()
         gone = [each.draft for each in file.versions if each.draft is not None and each.draft.accepted]
         for draft in gone:
-            self._writeback.forget(draft)
+            self._writeback.end(draft)
             draft.unlinked = True
             self._journal.put(batch, draft.id, encode(draft.record()))
         if not gone:
             return
         since = min(draft.accepted for draft in gone)
-        self._storing.withhold(file.key, since, self._writeback.sequence, newest)
+        self._committer.withhold(file.key, since, self._writeback.sequence, newest)
         self._db.commit(batch, sync=True)
         file.behind.clear()
         for draft in gone:
             if draft is not file.draft or not file.handles:
-                self.publisher.discard_later(draft)
+                self._writeback.discard(draft)
         if file.draft in gone and not file.handles:
             file.draft = None
 

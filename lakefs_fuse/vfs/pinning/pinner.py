@@ -69,7 +69,7 @@ class KeptStatistics:
     refused_bytes: int = 0
 
 
-class Keeper:
+class Pinner:
     """See the module's head. ``is_dirty`` says whether an entry is, or holds, a file that is not in the store."""
 
     def __init__(

@@ -12,13 +12,12 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
 import msgspec
 import trio
 
-from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import PathRows
@@ -49,8 +48,6 @@ class BegunCopies:
         self._held = dict(self._rows.items())
         self._under_way: dict[str, trio.Event] = {}
         self._kept_off: Counter[str] = Counter()
-        self.look: Callable[[str], Awaitable[None]] | None = None
-        """Looks whether a copy that was begun, and is not under way, is there, and tells of it."""
 
     def paths(self) -> list[str]:
         return list(self._held)
@@ -116,23 +113,9 @@ class BegunCopies:
             self._kept_off.subtract(paths)
             self._kept_off += Counter()  # nothing is kept of what is 0
 
-    @asynccontextmanager
-    async def told(self, *paths: str) -> AsyncIterator[None]:
-        """As `kept_off`, for a change of these names: what copies may have put there is known first, if the store tells
-        in time."""
-        async with self.kept_off(*paths, patience_s=PATIENCE_S):
-            with trio.move_on_after(PATIENCE_S):
-                for path in _at_or_below(self._held, paths):
-                    await self._look(path)
-            yield
-
-    async def _look(self, path: str) -> None:
-        if self.look is None or path in self._under_way:
-            return
-        try:
-            await self.look(path)
-        except LakeError as error:
-            log.warning("%s, whose name changes, may have been copied there: %s", path, error)
+    def ended_at_or_below(self, paths: tuple[str, ...]) -> list[str]:
+        """Copies that were begun, and of which it is not known what became of them."""
+        return [path for path in _at_or_below(self._held, paths) if path not in self._under_way]
 
 
 def _at_or_below(which: Iterable[str], paths: tuple[str, ...]) -> list[str]:

@@ -43,7 +43,8 @@ from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
-from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies, BegunCopy
+from lakefs_fuse.vfs.pinning.pinner import Pinner
+from lakefs_fuse.vfs.relocation.pending_copies import PATIENCE_S, BegunCopies, BegunCopy
 from lakefs_fuse.vfs.writeback.reconciliation import is_copy
 
 NS = 1_000_000_000
@@ -88,21 +89,17 @@ class Relocator:
         client: StoreClient,
         metrics: CommitMetrics,
         copies: BegunCopies,
+        pinner: Pinner,
         *,
         after_s: float,
         check_s: float,
-        hide_at: Callable[[ChangeBuilder, str, str], None],
         clock: Clock,
     ) -> None:
-        """``check_s`` after a rename every node has heard of it. ``hide_at(builder, key, etag)`` says that a plain
-        object at a key is not the file of that name."""
+        """``check_s`` after a rename every node has heard of it."""
         self._db, self._ns, self._files = database, namespace, files
         self._committer, self._deletions, self._client, self._metrics = committer, deletions, client, metrics
         self._after_ns, self._check_ns, self._clock = int(after_s * NS), max(1, int(check_s * NS)), clock
-        self._hide_at, self.copies = hide_at, copies
-        copies.look = self._look
-        self.moved: Callable[[Version, Version], Awaitable[None]] | None = None
-        """Told of bytes that are another object now, so that the cache goes on having them."""
+        self.copies, self.pinner = copies, pinner
         self._quiet_until_ns, self._has_told = 0, False
         self._missed: set[str] = set()
         """Copies that were begun, and that were looked for once."""
@@ -196,7 +193,7 @@ class Relocator:
         found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
         builder = ChangeBuilder(self._ns.tree)
         builder.put(path, found, key=row.key, hides=entry.etag)
-        self._hide_at(builder, row.key, meta.etag)
+        builder.hide_object(row.key, meta.etag)
         self._committer.enqueue(builder.change())
         return token_of(meta)
 
@@ -243,6 +240,19 @@ class Relocator:
                 moved = self._tell(path, copied, begun.etag)
             self.copies.end(path)
         await self._keep(moved)
+
+    @asynccontextmanager
+    async def hold_copies(self, *paths: str) -> AsyncIterator[None]:
+        """As `BegunCopies.kept_off`, for a change of these names: what copies may have put there is known first, if the
+        store answers in time."""
+        async with self.copies.kept_off(*paths, patience_s=PATIENCE_S):
+            with trio.move_on_after(PATIENCE_S):
+                for path in self.copies.ended_at_or_below(paths):
+                    try:
+                        await self._look(path)
+                    except LakeError as error:
+                        log.warning("%s, whose name changes, may have been copied there: %s", path, error)
+            yield
 
     def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
         """The file at a path, if its bytes are a plain object elsewhere."""
@@ -342,7 +352,7 @@ class Relocator:
         entry, row = self._renamed(path)
         if entry is None or row is None or row.etag != etag:
             builder = ChangeBuilder(self._ns.tree)
-            self._hide_at(builder, path, copied.etag)
+            builder.hide_object(path, copied.etag)
             nobodys = Deletion(path, copied.etag)
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=[nobodys]))
             return None
@@ -356,8 +366,8 @@ class Relocator:
         return Version(row.key, row.etag, row.size), Version(path, copied.etag, row.size)
 
     async def _keep(self, moved: Moved | None) -> None:
-        if moved is not None and self.moved is not None:
-            await self.moved(*moved)
+        if moved is not None:
+            await self.pinner.moved(*moved)
 
     async def _at(self, key: str) -> ObjectMeta | None:
         try:

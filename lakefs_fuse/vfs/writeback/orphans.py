@@ -31,7 +31,8 @@ from lakefs_fuse.upload.orphaned_uploads import abort_strays
 from lakefs_fuse.upload.restore import restored
 from lakefs_fuse.upload.spilled_parts import delete_spills
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.writeback.object_writer import Storing
+from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
+from lakefs_fuse.vfs.writeback.queue import WriteBack
 from lakefs_fuse.vfs.writeback.reconciliation import Evidence, path_of
 
 UNKNOWN_PREFIX = "unrecorded "
@@ -46,7 +47,8 @@ class Recovery:
         database: Database,
         namespace: Namespace,
         services: DraftServices,
-        storing: Storing,
+        writer: ObjectWriter,
+        queue: WriteBack,
         evidence: Evidence,
         *,
         read_only: bool,
@@ -58,7 +60,7 @@ class Recovery:
         names of files ``in_use``."""
         self._evidence, self._replayed, self._in_use = evidence, replayed, in_use
         self._db, self._ns, self._services = database, namespace, services
-        self._storing, self._read_only = storing, read_only
+        self._writer, self._queue, self._read_only = writer, queue, read_only
         self._journal = Journal(database)
         self._changed = changed
         self.orphans: dict[str, DraftRecord] = {}
@@ -127,7 +129,7 @@ class Recovery:
             return
         meta = await self._evidence.published(record) if record.state is not DraftState.WRITING else None
         if meta is not None and not self._read_only:
-            self._storing.forsake(meta)
+            self._queue.delete_object(meta)
 
     def _path(self, draft_id: str) -> Path:
         return self._services.staging.path(draft_id)
@@ -206,13 +208,11 @@ class Recovery:
         if meta is None:
             return False
         if not self._read_only and (await self._evidence.visible(record)).etag in (record.replaces, meta.etag):
-            self._storing.say(path_of(record), meta)
+            self._writer.announce_object(path_of(record), meta)
         return True
 
     def _forget(self, draft_id: str) -> None:
-        batch = Batch()
-        self._journal.delete(batch, draft_id)
-        self._db.commit(batch, sync=True)
+        self._journal.remove(draft_id, sync=True)
 
     def _drop(self, record: DraftRecord) -> None:
         """Its bytes are in the store, or wanted by nobody."""
@@ -298,7 +298,7 @@ class Recovery:
             async with draft.exclusive():
                 if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:
                     draft.target.key, draft.target.path = OBJECTS + record.id, path_of(record)
-                await self._storing.finish(draft, path_of(record))
+                await self._writer.finish(draft, path_of(record))
         except BaseException:
             self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)
             raise

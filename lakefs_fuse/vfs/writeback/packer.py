@@ -8,7 +8,8 @@ way the next gathers, and it waits for as many as were seen at work at once. Tri
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -92,7 +93,7 @@ class Packer:
         self._idle = 0
 
     async def submit(self, file: OpenFile, draft: Draft) -> bool:
-        """True: the file's bytes are in a commit. False: it is to be stored as a plain object (then `alone`).
+        """True: the file's bytes are in a commit. False: it is to be stored as a plain object (`storing_plain`).
 
         The caller holds ``draft.exclusive()``. Raises LakeError.
         """
@@ -119,9 +120,9 @@ class Packer:
             raise waiting.error
         return waiting.packed
 
-    async def commit_together(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> None:
-        """Accepted files become one commit; nothing is left to do of versions that are ``passed`` once it is there.
-        Raises LakeError; then none is in it."""
+    async def commit_pack(self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]) -> None:
+        """Acknowledged files become one commit, which ends versions that are ``passed``, too. Raises LakeError; then
+        none is in it."""
         batch = []
         for file, draft in files:
             if draft.base is not None:
@@ -134,9 +135,14 @@ class Packer:
             if waiting.error is not None:
                 raise waiting.error
 
-    def alone(self, begins: bool) -> None:
-        """A small file is being stored as a plain object, or was: whoever closes meanwhile is not alone."""
-        self._alone += 1 if begins else -1
+    @contextmanager
+    def storing_plain(self) -> Iterator[None]:
+        """A file is stored as a plain object inside: those that close meanwhile are not alone."""
+        self._alone += 1
+        try:
+            yield
+        finally:
+            self._alone -= 1
 
     async def _work(self, threshold: int) -> None:
         batch: list[Waiting] = []

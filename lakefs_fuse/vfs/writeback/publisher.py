@@ -1,56 +1,270 @@
-"""How the bytes of a file become its newest version: accepted on this node, published in the store, noted here.
+"""How the bytes of a file become its newest version: acknowledged on this node, published in the store, recorded here.
 
-`close` is what `close()` waits for, `publish` what `fsync()` does; write-back publishes what it accepted through
-`publish_accepted` and `publish_together`. One version of a file is published at a time (``OpenFile.publishing``), and
-not while its name is renamed or removed; writers go on meanwhile where the version was accepted. Ends with the new
-version in the tree and the journal record gone, in one batch. A crash before that leaves the record, which the next
-mount compares with what the store has. Trio thread only.
+`close` is what `close()` waits for, `publish` what `fsync()` does; the scheduler publishes what write-back acknowledged
+through `publish_version` and `publish_pack`.
+
+What always holds (*one at a time*): one version of a file is published at a time (``OpenFile.publishing``), and not
+while its name is renamed or removed; writers go on meanwhile where the version was acknowledged. The new version in the
+tree and the end of its journal record are one batch. A crash before that leaves the record, which the next mount
+compares with what the store has. Trio thread only.
+
+A plain object lies at the file's own path wherever that key is free. It is not where a name that was renamed away still
+has its bytes there, and where the upload began before the file itself was renamed; then a commit says which object the
+name means. A name that commits speak of is committed again, and so is one whose attributes a listing would not show.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import msgspec
 import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.blockcache.object_version import Extent, Version
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import CacheError, LakeError, StagingFull, Unavailable
+from lakefs_fuse.errors import CacheError, LakeError, StagingFull
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.meta.rows import Journal
+from lakefs_fuse.meta.entry import UNSET, Entry, Flag
+from lakefs_fuse.meta.object_table import ObjectRow
+from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.staging.draft_record import DraftState, encode
-from lakefs_fuse.sync.backoff import Backoff
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.draft_services import DraftEnded, DraftTarget
+from lakefs_fuse.upload.publish import Published, publish
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.writeback.acknowledged import Accepted
-from lakefs_fuse.vfs.writeback.object_writer import Late, Stored, Storing
-from lakefs_fuse.vfs.writeback.queue import WriteBack
-from lakefs_fuse.vfs.writeback.replay import Replay
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.relocation.relocator import Relocator
+from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
+from lakefs_fuse.vfs.writeback.packer import Packer
+from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBack
 
 COPY_BYTES_MAX = 64 << 20
-"""An accepted file up to this size is copied when it is changed before it is in the store; a larger one waits."""
-WAIT_DURABLE_S = 1.0
-DISCARD_S_FIRST, DISCARD_S_MAX = 1.0, 60.0
-"""Between attempts to end the upload of a version that nobody wants."""
+"""An acknowledged file up to this size is copied when it is changed before it is in the store; a larger one waits."""
 COPY_STEP_BYTES = 4 << 20
-NOTED_TOGETHER = 32
-"""Files of a pack that are noted between two turns of everybody else."""
+WAIT_DURABLE_S = 1.0
+RECORDED_AT_ONCE = 32
+"""Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
 """So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
 log = logging.getLogger(__name__)
 
 
-class Newest:
+@dataclass(frozen=True, slots=True)
+class LateAttributes:
+    """Attributes that were set while the version was being stored; ``xattrs`` is None where none of those were."""
+
+    file: OpenFile
+    entry: Entry
+    xattrs: dict[str, bytes] | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """``entry`` is the file's row now, ``extent`` where its bytes are; ``described`` are the attributes that the store
+    was given. ``published`` is None for a file in a pack."""
+
+    entry: Entry
+    extent: Extent
+    described: Mapping[str, str]
+    published: Published | None
+
+
+class ObjectWriter:
+    """Puts versions into the store, in a pack with others or as plain objects, and commits what a listing lacks."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        committer: Committer,
+        deletions: Deletions,
+        relocator: Relocator,
+        packer: Packer,
+        *,
+        shown: tuple[int, int, int],
+    ) -> None:
+        """``shown`` are the mode, uid and gid that a listing's files have here."""
+        self._ns, self._committer, self._deletions = namespace, committer, deletions
+        self._relocator, self._packer, self._shown = relocator, packer, shown
+
+    @property
+    def are_names_held(self) -> bool:
+        """Changes of names wait for what was acknowledged before them."""
+        return bool(self._committer.held_until)
+
+    async def store(self, file: OpenFile, draft: Draft, *, alone: bool = False) -> StoredVersion:
+        """Make the draft's bytes the newest version of the file. The caller holds ``draft.exclusive()``. ``alone``: no
+        other file is waited for.
+
+        Raises LakeError; then nothing is lost, and it can be tried again.
+        """
+        await self._committer.settle()  # or these bytes may hit what a rename that seemed to fail has taken away
+        async with self._relocator.copies.kept_off(file.key, draft.target.key):
+            before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
+            if not alone and await self._packer.submit(file, draft):
+                stored = self._packed(file, draft)
+            else:
+                stored = await self._plain(file, draft)
+            self._retire(before, stored.entry)
+        return stored
+
+    async def store_pack(
+        self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
+    ) -> Callable[[OpenFile, Draft], StoredVersion]:
+        """As `store`, of small files, in one pack; what is returned answers for each what became of it. ``passed`` are
+        earlier versions of some, which stay out of it."""
+        await self._committer.settle()
+        objects = self._ns.tree.objects
+        async with self._relocator.copies.kept_off(*(file.key for file, _ in files)):
+            before = {draft.id: objects.get(file.entry.place) if file.entry.place else None for file, draft in files}
+            await self._packer.commit_pack(files, passed)
+
+        def stored(file: OpenFile, draft: Draft) -> StoredVersion:
+            now = self._packed(file, draft)
+            self._retire(before[draft.id], now.entry)
+            return now
+
+        return stored
+
+    # -- in a pack
+
+    def _packed(self, file: OpenFile, draft: Draft) -> StoredVersion:
+        draft.state = DraftState.PUBLISHED
+        assert draft.packed is not None, "its commit is in the store"
+        entry = self._ns.tree.entry(file.entry.inode)
+        extent = self._ns.extent(entry) if entry is not None else None
+        if entry is None or extent is None or extent.version != draft.packed.version:
+            if extent is not None and entry is not None:  # another node's version is newer
+                self._ns.renew_inode(entry)
+            entry = msgspec.structs.replace(file.entry, size=draft.packed.size, flags=file.entry.flags & ~Flag.LOCAL)
+            extent = draft.packed
+        return StoredVersion(entry, extent, attributes.describe(entry, with_mtime=True), None)
+
+    # -- as a plain object
+
+    async def _plain(self, file: OpenFile, draft: Draft) -> StoredVersion:
+        key = draft.target.key
+        if self._ns.own_etag(file.key, file.entry.parent):
+            draft.target.if_absent = False  # what may still lie there counts as removed
+        with self._packer.storing_plain():
+            async with self._deletions.keeping(key):
+                await self._free(draft, file.entry.place)
+                if self._committer.mentions(key):  # or a commit would name bytes that are there no more
+                    await self._committer.flush()
+                published = await publish(draft)
+        row = self._ns.tree.entry(file.entry.inode)
+        owner = file.owner_of(draft) or file  # not ``file`` where another version has begun meanwhile
+        entry = msgspec.structs.replace(
+            owner.entry,
+            flags=(owner.entry.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED)) | Flag.ATTRIBUTES_KNOWN,
+            etag=published.meta.etag,
+            size=published.meta.size,
+            stamp=0 if row is None else row.stamp,  # what was pending when the file was opened is in a commit, perhaps
+            place=0,
+            offset=0,
+        )
+        extent = Extent.whole(Version(key, published.meta.etag, published.meta.size))
+        if key != file.key or self._is_committed(owner):
+            entry = await self._commit_location(file, entry, key)
+        return StoredVersion(entry, extent, published.described, published)
+
+    async def _free(self, draft: Draft, place: int) -> None:
+        """An upload began at its key before another node renamed away what lies there. ``place`` is the file's own."""
+        used = self._ns.tree.objects.used(draft.target.key) if draft.upload_intent_ns else None
+        if used is not None and place != used.number:
+            await self._relocator.free(draft.target.key)
+
+    def _is_committed(self, file: OpenFile) -> bool:
+        row = self._ns.tree.entry(file.entry.inode)
+        entry = file.entry
+        if entry.flags & (Flag.XATTRS | Flag.MTIME_KEPT) or (row is not None and row.stamp):
+            return True
+        return self._is_special(entry) or self._ns.tree.tombstones.get(file.key.encode()) is not None
+
+    def _is_special(self, entry: Entry) -> bool:
+        """It has a mode or an owner that no listing would tell."""
+        held = (entry.mode, entry.uid, entry.gid)
+        return any(each not in (UNSET, shown) for each, shown in zip(held, self._shown, strict=True))
+
+    async def _commit_location(self, file: OpenFile, entry: Entry, key: str) -> Entry:
+        """A commit that the name is the object at ``key``; journaled, so it will be made even if this fails."""
+        if file.unlinked:
+            return entry
+        self._enqueue_location(file.key, entry, key)
+        if key != file.key:
+            await self._committer.flush()
+        return self._ns.tree.entry(entry.inode) or entry
+
+    def _enqueue_location(self, path: str, entry: Entry, key: str) -> None:
+        """Journal that a name is the plain object at ``key``, and that no other name is."""
+        builder = ChangeBuilder(self._ns.tree)
+        hides = self._ns.own_etag(path)
+        builder.put(path, entry, key=key, hides=hides)
+        if key != path and not key.startswith(OBJECTS):
+            builder.hide_object(key, entry.etag)
+        goes = hides and key != path and path not in self._committer.leaving
+        doomed = [Deletion(path, hides)] if goes else []
+        self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
+        if key != path:
+            self._relocator.note([path])
+
+    async def finish(self, draft: Draft, path: str) -> None:
+        """Make what a daemon that died left of a file its newest version. The caller holds ``draft.exclusive()``.
+
+        Raises LakeError; then it can be tried again.
+        """
+        key = draft.target.key
+        there = self._ns.at(path)
+        async with self._relocator.copies.kept_off(path, key), self._deletions.keeping(key):
+            await self._free(draft, there.place if there is not None else 0)
+            published = await publish(draft)
+        self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe(False)))
+        await self._committer.flush()
+
+    def announce_object(self, path: str, meta: ObjectMeta) -> None:
+        """The name is this object, with the attributes that its metadata tells. Raises CacheError."""
+        there = self._ns.at(path)
+        tombstone = self._ns.tree.tombstones.get(path.encode())
+        inode = there.inode if there is not None else 0  # whose extended attributes it keeps
+        entry = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
+        entry = attributes.learn(entry, meta.metadata or {})
+        shown = not self._is_special(entry) and entry.mtime_ns == meta.mtime_ns
+        if shown and meta.key == path and tombstone is None and (there is None or not there.stamp):
+            return  # as every listing shows
+        self._enqueue_location(path, entry, meta.key)
+
+    # -- what is left behind
+
+    def _retire(self, before: ObjectRow | None, now: Entry) -> None:
+        """The object of the version before is wanted by nobody, unless it was replaced in place."""
+        if before is not None and not before.is_pack and before.number != now.place:
+            self._committer.retire(Deletion(before.key, before.etag))
+
+    def set_attributes(self, late_attributes: Iterable[LateAttributes], batch: Batch | None = None) -> None:
+        """Attributes that were set after the store had been told of the files'; journaled with ``batch``. Raises
+        CacheError."""
+        builder = ChangeBuilder(self._ns.tree)
+        for late in late_attributes:
+            entry = late.entry
+            changed = msgspec.structs.replace(
+                late.file.entry, mode=entry.mode, uid=entry.uid, gid=entry.gid, mtime_ns=entry.mtime_ns
+            )
+            builder.set_attributes(late.file.key, changed, late.xattrs)
+        self._committer.enqueue(builder.change(), batch)
+
+
+class Publisher:
     """See the module's head."""
 
     def __init__(
@@ -59,14 +273,15 @@ class Newest:
         namespace: Namespace,
         cache: BlockCache,
         drafts: Drafts,
-        storing: Storing,
-        writeback: WriteBack,
-        replay: Replay,
+        writer: ObjectWriter,
+        queue: WriteBack,
+        group_commit: GroupCommit,
         threads: Threads,
     ) -> None:
-        self._db, self._ns, self._cache, self._files = database, namespace, cache, drafts.files
-        self._storing, self._writeback, self._replay = storing, writeback, replay
-        self._drafts, self._services, self._threads = drafts, drafts.services, threads
+        self._db, self._ns, self._cache = database, namespace, cache
+        self._files, self._drafts, self._services = drafts.files, drafts, drafts.services
+        self._writer, self._queue, self._threads = writer, queue, threads
+        self._group_commit = group_commit
         self._journal = Journal(database)
 
     async def close(self, file: OpenFile) -> None:
@@ -76,14 +291,14 @@ class Newest:
             file.check_complete()
         if draft is None or file.unlinked or draft.accepted:
             return
-        if not self._writeback.is_for(file.key):
+        if not self._queue.is_for(file.key):
             await self.publish(file)
             return
         async with draft.exclusive():
             if file.draft is draft and draft.state in (DraftState.WRITING, DraftState.FAILED):
                 await self._stage_whole(draft)
                 file.check_complete()
-                await self._writeback.accept(file, draft)
+                await self._group_commit.acknowledge(file, draft)
 
     @staticmethod
     async def _stage_whole(draft: Draft) -> None:
@@ -95,57 +310,49 @@ class Newest:
             try:
                 await draft.fill(0, draft.size)
             except LakeError as error:
-                log.info("%s is accepted as a change of what the store has: %s", draft.target.key, error)
+                log.info("%s is acknowledged as a change of what the store has: %s", draft.target.key, error)
 
     async def publish(self, file: OpenFile) -> None:
-        """Return when the file's bytes, as they were when called, are in the store, and what write-back accepted
+        """Return when the file's bytes, as they were when called, are in the store, and what write-back acknowledged
         before in its directory. Raises LakeError."""
         if not file.unlinked:
             file.check_complete()
-        if len(self._writeback):
-            await self._writeback.drain(self._writeback.before(file.key))
+        if len(self._queue):
+            await self._drain_before(file)
         if file.draft is not None:
             await self._publish(file, file.draft)
 
-    async def settled(self, item: Accepted) -> bool:
-        """See `accepted.Publisher`."""
-        return await self._replay.settled(item)
-
-    async def set_aside(self, item: Accepted) -> None:
-        """See `accepted.Publisher`."""
-        await self._replay.set_aside(item)
-
-    async def publish_accepted(self, item: Accepted) -> None:
-        """See `accepted.Publisher`."""
+    async def publish_version(self, item: AcknowledgedVersion) -> None:
+        """Publish an acknowledged version by itself. Raises LakeError."""
         await self._publish(item.file, item.draft, item)
 
-    async def _publish(self, file: OpenFile, draft: Draft, item: Accepted | None = None) -> None:
+    async def _publish(self, file: OpenFile, draft: Draft, item: AcknowledgedVersion | None = None) -> None:
         async with file.publishing:
             owner = file.owner_of(draft)
             if owner is None or file.unlinked:
                 if draft.accepted:
-                    self._writeback.forget(draft)
+                    self._queue.end(draft)
                 return
             if item is not None:
-                if item.superseded:
+                if item.state is VersionState.SUPERSEDED:
                     return
-                item.busy = True
+                item.begin_publishing()
             async with draft.exclusive():
                 draft.refused.check(owner.key)
                 if not draft.upload_intent_ns:
                     self._files.aim(owner, draft.id, draft.target)
                 reached("publish.begun")
-                stored = await self._storing.store(owner, draft, alone=item is not None)
+                stored = await self._writer.store(owner, draft, alone=item is not None)
                 reached("publish.sent")
                 batch = Batch()
-                older = self._pass(file, draft, batch)
-                late = self._accept(file, draft, stored, batch)
+                older = self._supersede_older(file, draft, batch)
+                late = self._install(file, draft, stored, batch)
                 self._commit(batch, [late])
             reached("publish.noted")
             if draft.accepted:
                 await self._threads.run(self._sync)
             for each in older:
-                self._writeback.was_superseded(each)
+                self._queue.discard_superseded(each)
             if stored.published is not None:
                 await self._threads.run(self._to_cache, draft, stored)
             self._end(draft, stored)
@@ -153,90 +360,89 @@ class Newest:
                 self._announce_stored(owner.key, stored.extent)
         self._files.forget_if_idle(file)
 
-    async def publish_together(self, items: list[Accepted]) -> list[Accepted]:
-        """See `accepted.Publisher`."""
-        taken: dict[int, tuple[Accepted, OpenFile]] = {}  # of several versions of a file the last
-        passed: list[tuple[Accepted, OpenFile]] = []
-        items = [item for item in items if not item.replayed or not await self._replay.settled(item)]
+    async def publish_pack(self, items: list[AcknowledgedVersion]) -> bool:
+        """Publish acknowledged versions in one pack; False where none could be. Raises LakeError, and then none is."""
+        taken: dict[int, tuple[AcknowledgedVersion, OpenFile]] = {}  # of several versions of a file the last
+        passed: list[tuple[AcknowledgedVersion, OpenFile]] = []
         with ExitStack() as held:
             for item in items:
                 owner, file = item.file.owner_of(item.draft), id(item.file)
                 if owner is not None and item.file.publishing.locked() and file not in taken:
                     break  # what comes after it in the order waits for the next pack
                 if owner is None or item.file.unlinked:
-                    self._writeback.forget(item.draft)
+                    self._queue.end(item.draft)
                     continue
-                if item.superseded:
+                if item.state is VersionState.SUPERSEDED:
                     continue
                 if file in taken:
                     passed.append(taken[file])
                 else:
                     item.file.publishing.acquire_nowait()
                     held.callback(item.file.publishing.release)
-                item.busy = True
+                item.begin_publishing()
                 taken[file] = item, owner
             if not taken:
-                return []
+                return False
             await self._publish_taken(list(taken.values()), passed)
         for number, (item, _) in enumerate(taken.values(), 1):
             self._files.forget_if_idle(item.file)
-            if not number % NOTED_TOGETHER:
+            if not number % RECORDED_AT_ONCE:
                 await trio.lowlevel.checkpoint()
-        return [item for item, _ in taken.values()]
+        return True
 
     async def _publish_taken(
-        self, taken: list[tuple[Accepted, OpenFile]], passed: list[tuple[Accepted, OpenFile]]
+        self, taken: list[tuple[AcknowledgedVersion, OpenFile]], passed: list[tuple[AcknowledgedVersion, OpenFile]]
     ) -> None:
-        """In one pack, which has newer versions of what is ``passed``. Noted for a few at a time: readers wait."""
+        """In one pack, which has newer versions of what is ``passed``. Recorded a few at a time: readers wait."""
         files = [(owner, item.draft) for item, owner in taken]
-        stored = await self._storing.store_together(files, [item.draft for item, _ in passed])
-        published: list[tuple[Accepted, OpenFile, Stored]] = []
+        stored = await self._writer.store_pack(files, [item.draft for item, _ in passed])
+        published: list[tuple[AcknowledgedVersion, OpenFile, StoredVersion]] = []
         older: list[Draft] = []
-        for at in range(0, len(taken), NOTED_TOGETHER):
-            now = [(item, owner, stored(owner, item.draft)) for item, owner in taken[at : at + NOTED_TOGETHER]]
+        for at in range(0, len(taken), RECORDED_AT_ONCE):
+            now = [(item, owner, stored(owner, item.draft)) for item, owner in taken[at : at + RECORDED_AT_ONCE]]
             published += now
-            older += self._note(now)
+            older += self._record_all(now)
             await trio.lowlevel.checkpoint()
         await self._threads.run(self._sync)
-        for at in range(0, len(taken), NOTED_TOGETHER):
-            self._end_all(published[at : at + NOTED_TOGETHER])
+        for at in range(0, len(taken), RECORDED_AT_ONCE):
+            self._end_all(published[at : at + RECORDED_AT_ONCE])
             await trio.lowlevel.checkpoint()
         for each in older:
-            self._writeback.was_superseded(each)
+            self._queue.discard_superseded(each)
 
     def _sync(self) -> None:
         """Records that went are gone even after a power cut: the bytes that they name may go. In a worker thread."""
         try:
             self._db.sync()
         except CacheError as error:
-            log.error("what was stored just now is in the store, but that could not be noted: %s", error)
+            log.error("what was stored just now is in the store, but that could not be recorded: %s", error)
 
-    def _note(self, published: list[tuple[Accepted, OpenFile, Stored]]) -> list[Draft]:
-        """Answers versions that nobody wants any more."""
+    def _record_all(self, published: list[tuple[AcknowledgedVersion, OpenFile, StoredVersion]]) -> list[Draft]:
+        """Answers the versions that these supersede."""
         batch = Batch()
-        older = [each for item, *_ in published for each in self._pass(item.file, item.draft, batch)]
-        late = [self._accept(item.file, item.draft, stored, batch) for item, _, stored in published]
+        older = [each for item, *_ in published for each in self._supersede_older(item.file, item.draft, batch)]
+        late = [self._install(item.file, item.draft, stored, batch) for item, _, stored in published]
         self._commit(batch, late)
         return older
-
-    def _end_all(self, published: list[tuple[Accepted, OpenFile, Stored]]) -> None:
-        for item, owner, stored in published:
-            self._end(item.draft, stored)
-            if not item.file.unlinked:
-                self._announce_stored(owner.key, stored.extent)
 
     def _announce_stored(self, path: str, extent: Extent) -> None:
         for listener in self._ns.events.version_stored:
             listener(path, extent)
 
-    def _end(self, draft: Draft, stored: Stored) -> None:
+    def _end_all(self, published: list[tuple[AcknowledgedVersion, OpenFile, StoredVersion]]) -> None:
+        for item, owner, stored in published:
+            self._end(item.draft, stored)
+            if not item.file.unlinked:
+                self._announce_stored(owner.key, stored.extent)
+
+    def _end(self, draft: Draft, stored: StoredVersion) -> None:
         draft.close(unlink=stored.published is None)
         if draft.accepted:
-            self._writeback.forget(draft)
+            self._queue.end(draft)
 
-    def _pass(self, file: OpenFile, draft: Draft, batch: Batch) -> list[Draft]:
-        """Older versions that did not come before this one, because they failed or a pack passed them: nobody wants
-        them, and neither a later attempt nor the next mount shall take them for newest."""
+    def _supersede_older(self, file: OpenFile, draft: Draft, batch: Batch) -> list[Draft]:
+        """Older versions that did not come before this one, because they were refused or a pack passed them, end:
+        neither a later attempt nor the next mount takes them for newest."""
         older = [each for each in file.behind if each.draft is not None and each.draft.accepted < draft.accepted]
         file.behind = [each for each in file.behind if each not in older]
         passed = [each.draft for each in older if each.draft is not None]
@@ -249,8 +455,8 @@ class Newest:
                 self._journal.put(batch, each.id, encode(each.record()))
         return passed
 
-    def _accept(self, file: OpenFile, draft: Draft, stored: Stored, batch: Batch) -> Late | None:
-        """These bytes are the newest version in the store, whatever was written since; noted in ``batch``."""
+    def _install(self, file: OpenFile, draft: Draft, stored: StoredVersion, batch: Batch) -> LateAttributes | None:
+        """Make these bytes the file's version in the store, whatever was written since; recorded in ``batch``."""
         self._cache.pin(stored.extent.version)
         if file.extent is not None:
             self._cache.unpin(file.extent.version)
@@ -262,25 +468,25 @@ class Newest:
         else:
             file.behind.remove(owner)
             owner.entry = stored.entry
-            self._follow(file, stored)
+            self._rebase_later(file, stored)
         xattrs, file.late_xattrs = file.late_xattrs, None
         self._record(batch, stored, draft)
-        if file.unlinked or (xattrs is None and _is_told(now, stored.told)):
+        if file.unlinked or (xattrs is None and _is_described(now, stored.described)):
             return None
-        return Late(owner, now, xattrs)
+        return LateAttributes(owner, now, xattrs)
 
-    def _commit(self, batch: Batch, attributes_set: list[Late | None]) -> None:
+    def _commit(self, batch: Batch, attributes_set: list[LateAttributes | None]) -> None:
         """Where that fails the bytes are durable all the same; the next listing, or the next mount, finds out."""
         try:
             if late := [each for each in attributes_set if each is not None]:
-                self._storing.set_attributes(late, batch)  # with the records, or a death between would lose them
+                self._writer.set_attributes(late, batch)  # with the records, or a death between would lose them
             else:
                 self._db.commit(batch)
         except CacheError as error:
-            log.error("what was stored just now is in the store, but that could not be noted: %s", error)
+            log.error("what was stored just now is in the store, but that could not be recorded: %s", error)
 
     @staticmethod
-    def _follow(file: OpenFile, stored: Stored) -> None:
+    def _rebase_later(file: OpenFile, stored: StoredVersion) -> None:
         """Later versions of the file replace this one."""
         now = stored.entry
         for later in file.versions:
@@ -293,7 +499,7 @@ class Newest:
                 later.draft.target.replaces, later.draft.target.if_absent = stored.extent.version.etag, False
                 later.draft.save()
 
-    def _record(self, batch: Batch, stored: Stored, draft: Draft) -> None:
+    def _record(self, batch: Batch, stored: StoredVersion, draft: Draft) -> None:
         entry = stored.entry
         self._ns.changing(entry.parent, entry.name)
         row = self._ns.tree.entry(entry.inode)
@@ -309,98 +515,72 @@ class Newest:
         draft.file.ending()
         self._journal.delete(batch, draft.id)
 
-    def _to_cache(self, draft: Draft, stored: Stored) -> None:
+    def _to_cache(self, draft: Draft, stored: StoredVersion) -> None:
         """What was just written is read back from local disk. A cache that cannot take it loses nothing."""
         if stored.published is not None:
             path = self._services.staging.path(draft.id)
             self._cache.adopt(path, stored.extent.version, stored.published.hashes)
 
-    # -- changing what was accepted
+    # -- changing what was acknowledged
 
-    async def begin_anew(self, file: OpenFile, accepted: Draft) -> None:
-        """A file is changed that was accepted and is not in the store yet: the next version begins as a copy of it, or
-        where it is large, after it was published. Of many writers at once the first does it. Raises LakeError."""
+    async def begin_anew(self, file: OpenFile, acknowledged: Draft) -> None:
+        """The version after an acknowledged one that is not in the store yet begins: as a copy of it, or where it is
+        large, after it was published. Of many writers at once the first does it. Raises LakeError."""
         file.beginning = file.beginning or trio.Lock()
         async with file.beginning:
-            if file.draft is accepted:
-                await self._begin_anew(file, accepted)
+            if file.draft is acknowledged:
+                await self._copy_acknowledged(file, acknowledged)
 
-    async def _begin_anew(self, file: OpenFile, accepted: Draft) -> None:
-        if accepted.size > COPY_BYTES_MAX and not file.unlinked:
+    async def _copy_acknowledged(self, file: OpenFile, acknowledged: Draft) -> None:
+        if acknowledged.size > COPY_BYTES_MAX and not file.unlinked:
             with trio.move_on_after(self._services.staging.wait_s_max):
-                await self._wait_durable(file, accepted)
-            if file.draft is accepted and not file.unlinked:
+                await self._wait_durable(file, acknowledged)
+            if file.draft is acknowledged and not file.unlinked:
                 raise StagingFull(f"{file.key} waits for the store, and cannot be changed before it is there")
             return
         copy = Draft(self._services, self._drafts.new_id(), DraftTarget(file.key, file.describe))
         copy.deferred = True
         try:
-            for at in range(0, accepted.size, COPY_STEP_BYTES):
-                await copy.write(at, await accepted.read(at, COPY_STEP_BYTES))
-            copy.size = accepted.size
+            for at in range(0, acknowledged.size, COPY_STEP_BYTES):
+                await copy.write(at, await acknowledged.read(at, COPY_STEP_BYTES))
+            copy.size = acknowledged.size
         except DraftEnded:
             pass
         except BaseException:
             await copy.discard()
             raise
-        if file.draft is not accepted:  # it was published meanwhile, or somebody else began
+        if file.draft is not acknowledged:  # it was published meanwhile, or another writer began
             await copy.discard()
             return
         # Meanwhile a version before may have been stored, or the file renamed.
-        before = accepted.target
+        before = acknowledged.target
         copy.target = DraftTarget(file.key, file.describe, replaces=before.replaces, copied_from=before.copied_from)
         self.leave_behind(file)
         self._drafts.begin(file, copy)
 
+    async def _wait_durable(self, file: OpenFile, acknowledged: Draft) -> None:
+        while file.draft is acknowledged and not file.unlinked:
+            try:
+                await self._drain_before(file)
+            except LakeError as error:
+                log.info("%s is to be changed, and waits for the store: %s", file.key, error)
+            if file.draft is acknowledged:
+                await trio.sleep(WAIT_DURABLE_S)
+
+    async def _drain_before(self, file: OpenFile) -> None:
+        """What write-back acknowledged of the file, and before it in its directory, is durable. Raises LakeError."""
+        held = self._writer.are_names_held
+        await self._queue.drain(self._queue.before(file.key, are_names_held=held))
+
     def leave_behind(self, file: OpenFile) -> None:
-        """Another version than the accepted one may begin. One that was unlinked meanwhile is discarded."""
+        """Another version than the acknowledged one may begin. One that was unlinked meanwhile is discarded."""
         earlier = file.leave_behind()
         if file.unlinked and earlier.draft is not None:
             file.behind.remove(earlier)
-            self.discard_later(earlier.draft)
-
-    async def _wait_durable(self, file: OpenFile, accepted: Draft) -> None:
-        while file.draft is accepted and not file.unlinked:
-            try:
-                await self._writeback.drain(self._writeback.before(file.key))
-            except LakeError as error:
-                log.info("%s is to be changed, and waits for the store: %s", file.key, error)
-            if file.draft is accepted:
-                await trio.sleep(WAIT_DURABLE_S)
-
-    # -- what nobody wants any more
-
-    def discard_later(self, draft: Draft) -> None:
-        """See `accepted.Publisher`."""
-        draft.unlinked = True
-        self._services.nursery.start_soon(self._discard, draft)
-
-    async def _discard(self, draft: Draft) -> None:
-        """Until the store has nothing left of it either; where the mount ends before, the next one goes on."""
-        reached("discard.begun")
-        backoff = Backoff(DISCARD_S_FIRST, DISCARD_S_MAX)
-        while True:
-            try:
-                await self._storing.forsake_late(draft)
-                await draft.discard()
-                if draft.error is None:
-                    self._files.forget_record(draft.id)
-                    return
-                error: LakeError = draft.error
-            except LakeError as failed:
-                error = failed
-                draft.close(unlink=True)
-            log.warning("what the store has of a version of %s that is not wanted stays: %s", draft.target.key, error)
-            try:
-                draft.save(sync=True)
-            except CacheError as unsaved:
-                log.error("what is left of %s could not be noted: %s", draft.target.key, unsaved)
-            if not isinstance(error, Unavailable):
-                return
-            await trio.sleep(backoff.next_s())
+            self._queue.discard(earlier.draft)
 
 
-def _is_told(entry: Entry, told: Mapping[str, str]) -> bool:
-    """An object's metadata says what the entry does; an mtime nobody chose is its LastModified."""
-    wanted = attributes.describe(entry, with_mtime=bool(entry.flags & Flag.MTIME_KEPT))
-    return all(told.get(name) == value for name, value in wanted.items())
+def _is_described(entry: Entry, described: Mapping[str, str]) -> bool:
+    """An object's metadata says what the entry does; an mtime that no user chose is its LastModified."""
+    expected = attributes.describe(entry, with_mtime=bool(entry.flags & Flag.MTIME_KEPT))
+    return all(described.get(name) == value for name, value in expected.items())

@@ -1,37 +1,31 @@
-"""Write-back: files that were accepted, on their way into the store behind their writers.
+"""Versions that write-back acknowledged and that are not in the store yet, in the order in which they get there.
 
 What always holds:
 
-* accepted files are published in an order that any reader can rely on: one that was opened after another was accepted
-  appears after it. Parts are uploaded side by side; only becoming visible is put in order;
-* a version that a newer one supersedes before it was published does not become visible, unless something waits for it
-  that the newer one itself has to wait for; what would have waited for it waits for the newer one;
-* small files that may be published together share a pack, up to `PACK_BYTES_MAX` or what came within ``delay_s``;
-* nothing accepted is dropped: while the store is away all wait, tried again at most `PAUSE_S_MAX` apart; a file that
-  the store refuses for a reason of its own is `failed`, lets others pass, and is tried again when somebody asks;
-* whoever asks for a file to be durable (`drain`) has it published ahead of others, but not ahead of what was accepted
-  before it in its own directory and below, and hears why if that fails.
+* *order*: a file that was opened after another was acknowledged appears after it. Parts are uploaded side by side; only
+  becoming visible is put in order (`AcknowledgedVersion.barrier`);
+* *supersession*: a version that a newer one superseded before it was published does not become visible, unless another
+  file waits for it that the newer one itself waits for; what would have waited for it waits for the newer one;
+* *nothing acknowledged is dropped*: a version leaves the queue when it is durable, superseded or unlinked.
 
-`Accepted` items live from acceptance until the version is visible and noted, superseded, or unlinked. Trio thread only;
-all code between two awaits is atomic. A crash leaves the journal, from which `replay` makes the same items again.
+The queue knows what waits; `group_commit` adds to it, `scheduler` publishes from it. Trio thread only; all code between
+two awaits is atomic. A crash leaves the journal, from which `replay` makes the same queue again.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import math
 from collections.abc import Awaitable, Callable, Iterable
-from itertools import islice
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 import trio
 
-from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.environment.threads import Threads
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import (
     AccessDenied,
     CacheError,
-    FileError,
     LakeError,
     NoSuchBucket,
     StagingFull,
@@ -39,298 +33,493 @@ from lakefs_fuse.errors import (
     Unavailable,
 )
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.path_rules import Rules
+from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
+from lakefs_fuse.sync.wakeup import Bell
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.part_upload import start_uploads
+from lakefs_fuse.upload.publish import visible_token
 from lakefs_fuse.vfs.files.open_file import OpenFile
-from lakefs_fuse.vfs.writeback.acknowledged import Accepted, Drain, Publisher
-from lakefs_fuse.vfs.writeback.bursts import PATIENCE, WINDOW_S, Bursts
-from lakefs_fuse.vfs.writeback.group_commit import Acceptor
 from lakefs_fuse.vfs.writeback.packer import PACK_BYTES_MAX, PACK_FILES_MAX
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 1.0, 30.0
 """Between attempts while the store is away."""
-AT_ONCE = 16
-"""Files published by themselves at a time; their parts share the mount's upload slots."""
 FILES_MAX = 65_536
-"""Accepted and not durable; who would make more of them waits."""
-CHECK_S = 1.0
-LOCKED_S = 0.05
+"""Acknowledged and not durable; a writer who would make more waits."""
+BURST_WINDOW_S = 0.5
+BURST_FILES_MIN = 40
+"""So many in a window are a burst."""
+DISCARD_S_FIRST, DISCARD_S_MAX = 1.0, 60.0
+"""Between attempts to end the upload of a superseded version."""
 WAITABLE = (Unavailable, AccessDenied, NoSuchBucket, StoreFull, StagingFull, CacheError)
 """Errors that are not about one file: everything waits, and is tried again."""
 log = logging.getLogger(__name__)
 
 
+class VersionState(StrEnum):
+    """What becomes of an acknowledged version; `TRANSITIONS` is the table."""
+
+    WAITING = "waiting"
+    """For its turn, or for the store."""
+    PUBLISHING = "publishing"
+    """It becomes visible right now: too late to be superseded."""
+    REFUSED = "refused"
+    """By the store, for a reason of its own: others pass, and it is tried again when a caller asks."""
+    SUPERSEDED = "superseded"
+    """A newer version is being acknowledged: this does not become visible, unless that fails."""
+    ENDED = "ended"
+    """Durable, superseded for good, or unlinked."""
+
+
+TRANSITIONS = {
+    VersionState.WAITING: {
+        VersionState.PUBLISHING, VersionState.REFUSED, VersionState.SUPERSEDED, VersionState.ENDED
+    },
+    VersionState.PUBLISHING: {VersionState.WAITING, VersionState.REFUSED, VersionState.ENDED},
+    VersionState.REFUSED: {VersionState.WAITING, VersionState.SUPERSEDED, VersionState.ENDED},
+    VersionState.SUPERSEDED: {VersionState.WAITING, VersionState.ENDED},
+    VersionState.ENDED: set[VersionState](),
+}  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class AcknowledgedVersion:
+    """A version on its way. ``barrier``: everything acknowledged up to this number comes before it."""
+
+    sequence: int
+    barrier: int
+    file: OpenFile
+    draft: Draft
+    since_s: float
+    state: VersionState = VersionState.WAITING
+    is_attempted: bool = False
+    """The scheduler has it: parts are uploaded, it is reconciled, or it is published."""
+    attempt: int = 0
+    """The newest attempt's number."""
+    is_urgent: bool = False
+    """A caller waits for it."""
+    is_unreconciled: bool = False
+    """It came back at mount, and the store was not asked yet whether it has the bytes."""
+    error: LakeError | None = None
+
+    @property
+    def place(self) -> int:
+        """Its number, or that of the oldest version that it superseded: what waits for that waits for this."""
+        return self.draft.stands_for or self.sequence
+
+    @property
+    def is_refused(self) -> bool:
+        return self.state is VersionState.REFUSED
+
+    def begin_publishing(self) -> None:
+        """Once more, perhaps, in the same attempt."""
+        if self.state is not VersionState.PUBLISHING:
+            self.transition(VersionState.PUBLISHING)
+
+    def transition(self, to: VersionState) -> None:
+        assert to in TRANSITIONS[self.state], f"{self.file.key}: {self.state} cannot become {to}"
+        self.state = to
+
+
+@dataclass(slots=True, eq=False)
+class Drain:
+    """A caller that waits until versions are durable."""
+
+    sequences: set[int]
+    since: int
+    """Attempts up to this number began before: their errors say nothing about this caller."""
+    error: LakeError | None = None
+    changed: trio.Event = field(default_factory=trio.Event)
+
+
+class Bursts:
+    """Whether small files are acknowledged one after the other, so fast that storing them meanwhile slows them down.
+
+    Packing, sending and recording a file costs this node about as much as acknowledging it. Times: trio's clock.
+    """
+
+    def __init__(self) -> None:
+        self._began_s = self._busy_until_s = 0.0
+        self._count = 0
+
+    def count(self, now_s: float) -> None:
+        """One more was acknowledged."""
+        if now_s - self._began_s > BURST_WINDOW_S:
+            self._began_s, self._count = now_s, 0
+        self._count += 1
+        if self._count >= BURST_FILES_MIN:
+            self._busy_until_s = now_s + BURST_WINDOW_S
+
+    def is_lasting(self, now_s: float) -> bool:
+        """More are likely to come at once."""
+        return now_s < self._busy_until_s
+
+
 class WriteBack:
-    """See the module's head."""
+    """The queue; see the module's head."""
 
     def __init__(
-        self,
-        database: Database,
-        nursery: trio.Nursery,
-        threads: Threads,
-        rules: Rules,
-        metrics: WriteBackMetrics,
-        *,
-        delay_s: float,
-        is_pressed: Callable[[], bool],
-        progress: Callable[[], None],
-        is_held: Callable[[], bool],
-        clock: Clock,
+        self, database: Database, nursery: trio.Nursery, rules: Rules, metrics: WriteBackMetrics, deletions: Deletions
     ) -> None:
-        """``is_pressed``: staging needs room. ``progress`` is told when something is durable. ``is_held``: changes of
-        names wait for what was accepted before them."""
-        self._nursery, self._rules, self._metrics = nursery, rules, metrics
-        self._delay_s, self._is_pressed, self._progress, self._is_held = delay_s, is_pressed, progress, is_held
-        self.acceptor = Acceptor(
-            database, nursery, threads, clock, number=self._next, replaced=self._replaced, accepted=self._was_accepted
-        )
-        self.publisher: Publisher
+        self._journal, self._nursery, self._rules = Journal(database), nursery, rules
+        self._metrics, self._deletions = metrics, deletions
+        self.progressed = Bell()
+        """Rings when a version has left the queue, or was refused: changes of names may follow."""
+        self.changed = Bell()
+        """Rings when there may be more to publish."""
         self.sequence = 0
-        self._items: dict[int, Accepted] = {}
-        self._standing_in: dict[int, Accepted] = {}
-        """Those that superseded others."""
-        self._drains: list[Drain] = []
-        self._kick = trio.Event()
-        self._room = trio.Event()
-        self._alone = self._attempts = 0
-        self._gathering = False
-        self._resume_s = 0.0
-        self._backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
-        self._small_bytes = self._small_files = 0
-        self._bursts = Bursts()
+        """The newest number given to an acknowledged version."""
         self.error: LakeError | None = None
         """Why everything waits."""
+        self.resume_s = 0.0
+        """Nothing is tried before this time of the trio clock."""
+        self.bursts = Bursts()
+        self._backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
+        self._attempts = 0
+        self._versions: dict[int, AcknowledgedVersion] = {}
+        self._standing_in: dict[int, AcknowledgedVersion] = {}
+        """Those that superseded others."""
+        self._drains: list[Drain] = []
+        self._room = Bell()
+        self._small_bytes = self._small_files = 0
 
     # -- what is on its way
 
     def is_for(self, path: str) -> bool:
+        """Files at this path are under write-back."""
         return self._rules.is_writeback(path)
 
     @property
-    def items(self) -> Iterable[Accepted]:
-        """In the order of acceptance."""
-        return self._items.values()
+    def items(self) -> Iterable[AcknowledgedVersion]:
+        """In the order of acknowledgement."""
+        return self._versions.values()
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._versions)
 
-    def reached(self, sequence: int) -> bool:
-        """Everything accepted up to this number is durable, or failed for good."""
-        for item in self._items.values():
+    def is_durable_up_to(self, sequence: int) -> bool:
+        """Every version acknowledged up to this number is in the store, superseded, or refused by it."""
+        for item in self._versions.values():
             if item.sequence > sequence:
                 break
-            if not item.failed:
+            if item.state is not VersionState.REFUSED:
                 return False
-        return not any(item.place <= sequence and not item.failed for item in self._standing_in.values())
+        return not any(
+            item.place <= sequence and item.state is not VersionState.REFUSED for item in self._standing_in.values()
+        )
 
-    def item_of(self, draft: Draft) -> Accepted | None:
-        return self._items.get(draft.accepted) if draft.accepted else None
+    def item_of(self, draft: Draft) -> AcknowledgedVersion | None:
+        return self._versions.get(draft.accepted) if draft.accepted else None
+
+    def _behind(self, file: OpenFile) -> list[tuple[OpenFile, AcknowledgedVersion | None]]:
+        """Older versions of a file, oldest first, with their places in the queue."""
+        return [(each, self.item_of(each.draft) if each.draft is not None else None) for each in file.behind]
 
     async def wait_room(self, timeout_s: float) -> None:
-        """Until there may be one more file. Raises StagingFull."""
+        """Until one more file may be acknowledged. Raises StagingFull."""
         with trio.move_on_after(timeout_s):
-            while len(self._items) >= FILES_MAX:
-                self._kick.set()
+            while len(self._versions) >= FILES_MAX:
+                self.changed.ring()
                 await self._room.wait()
             return
-        raise StagingFull(f"{len(self._items)} files wait for the store: see `lakefs-fuse stats`")
+        raise StagingFull(f"{len(self._versions)} files wait for the store: see `lakefs-fuse stats`")
 
-    # -- accepting
+    # -- acknowledging
 
-    def _next(self) -> int:
+    def next_sequence(self) -> int:
         self.sequence += 1
         return self.sequence
 
-    async def accept(self, file: OpenFile, draft: Draft) -> None:
-        """The draft's bytes are safe here when this returns. The caller holds it alone. Raises LakeError."""
-        try:
-            await self.acceptor.accept(file, draft)
-        except LakeError:
-            if draft.accepted:
-                raise
-            draft.stands_for = 0
-            for earlier in file.behind:
-                item = self.item_of(earlier.draft) if earlier.draft is not None else None
-                if item is not None:
-                    item.superseded = item.draft.unlinked = False
-                    self._note(item.draft)
-                    if not self.is_packable(item):
-                        start_uploads(item.draft)
-            self._kick.set()
-            raise
-
-    def may_accept(self, file: OpenFile) -> bool:
-        """A file that was just made and is in memory, without waiting for anything."""
+    def may_acknowledge(self, file: OpenFile) -> bool:
+        """A file that was just made and is in memory can be acknowledged without waiting for anything."""
         draft = file.draft
         if draft is None or not draft.file.is_in_memory or file.behind or not self.is_for(file.key):
             return False
         if file.is_incomplete:
             return False
-        return len(self._items) < FILES_MAX and draft.services.staging.fits
+        return len(self._versions) < FILES_MAX and draft.services.staging.fits
 
-    @staticmethod
-    def _note(draft: Draft) -> None:
-        """Again: the journal may have taken it for superseded."""
-        try:
-            draft.save(sync=True)
-        except CacheError as error:
-            log.error("what is staged of %s could not be noted: %s", draft.target.key, error)
+    def add(self, file: OpenFile, draft: Draft, *, is_unreconciled: bool = False) -> None:
+        """An acknowledged draft is to be published; those that it superseded end."""
+        if not is_unreconciled:
+            self._end_superseded(file, draft)
+            self._metrics.accepted += 1
+        item = AcknowledgedVersion(
+            draft.accepted, draft.began, file, draft, trio.current_time(), is_unreconciled=is_unreconciled
+        )
+        self._versions[draft.accepted] = item
+        if item.place < item.sequence:
+            self._standing_in[draft.accepted] = item
+        if not self.is_packable(item):
+            if not is_unreconciled:
+                start_uploads(draft)
+            self.changed.ring()
+            return
+        self._small_bytes += draft.size
+        self._small_files += 1
+        if not is_unreconciled:
+            self.bursts.count(item.since_s)
+        full = self._small_bytes >= PACK_BYTES_MAX or self._small_files >= PACK_FILES_MAX
+        pressed = draft.services.staging.is_half_full
+        if self._small_files == 1 or pressed or (full and not self.bursts.is_lasting(item.since_s)):
+            self.changed.ring()
 
-    def _replaced(self, file: OpenFile, before: list[Draft]) -> list[Draft]:
-        """From the newest back, up to one that has to become visible."""
-        gone: list[Draft] = []
-        for earlier in reversed(file.behind):
-            item = self.item_of(earlier.draft) if earlier.draft is not None else None
+    def count_packable(self, files: int, size_bytes: int) -> None:
+        """So many files wait for a pack, and the next are added to them."""
+        self._small_files, self._small_bytes = files, size_bytes
+
+    def end(self, draft: Draft) -> None:
+        """The version is durable, or unlinked: it leaves the queue."""
+        item = self._versions.pop(draft.accepted, None)
+        self._standing_in.pop(draft.accepted, None)
+        if item is None:
+            return
+        item.transition(VersionState.ENDED)
+        for drain in self._drains:
+            if item.sequence in drain.sequences:
+                drain.sequences.discard(item.sequence)
+                if not drain.sequences:
+                    drain.changed.set()
+        self._room.ring()
+        self.changed.ring()
+        self.progressed.ring()
+
+    # -- superseding
+
+    def supersede_older(self, file: OpenFile, before: list[Draft], *, are_names_held: bool) -> list[Draft]:
+        """The file is acknowledged anew, after ``before``: older versions do not become visible, from the newest back
+        to one that has to. ``are_names_held``: changes of names wait for the queue. Answers their drafts."""
+        superseded: list[Draft] = []
+        for _, item in reversed(self._behind(file)):
             if item is None:
                 continue
-            if item.busy or item.replayed or self._is_waited_for(item, before):
-                break  # of one that came back at mount it is not known yet what the store has
-            item.superseded = item.draft.unlinked = True  # what is saved of it from here on says so
+            is_late = item.state is VersionState.PUBLISHING or item.is_unreconciled
+            if is_late or are_names_held or self._is_waited_for(item, before):
+                break
+            if item.state is not VersionState.SUPERSEDED:
+                item.transition(VersionState.SUPERSEDED)
+            item.draft.unlinked = True  # what is saved of it from here on says so
             if file.draft is not None:
                 file.draft.stands_for = item.place
-            gone.append(item.draft)
-        return gone
+            superseded.append(item.draft)
+        return superseded
 
-    def _is_waited_for(self, item: Accepted, before: list[Draft]) -> bool:
-        """By something else accepted, so that a newer version could not come in its place without coming too early."""
-        if self._is_held() or any(draft.began >= item.place for draft in before):
+    def _is_waited_for(self, item: AcknowledgedVersion, before: list[Draft]) -> bool:
+        """Another file comes after this version, so that a newer one in its place would come too early."""
+        if any(draft.began >= item.place for draft in before):
             return True
-        return any(other.barrier >= item.place and other.file is not item.file for other in self._items.values())
+        return any(other.barrier >= item.place and other.file is not item.file for other in self._versions.values())
 
-    def pass_over(self, file: OpenFile) -> None:
+    def restore_superseded(self, file: OpenFile) -> None:
+        """The newer version could not be acknowledged: those before it are to become visible after all."""
+        for _, item in self._behind(file):
+            if item is None:
+                continue
+            if item.state is VersionState.SUPERSEDED:
+                item.transition(VersionState.WAITING)
+            item.draft.unlinked = False
+            self._save(item.draft)
+            if not self.is_packable(item):
+                start_uploads(item.draft)
+        self.changed.ring()
+
+    def _end_superseded(self, file: OpenFile, draft: Draft) -> None:
+        for earlier, item in self._behind(file):
+            if item is None or item.state is not VersionState.SUPERSEDED:
+                continue
+            file.behind.remove(earlier)
+            if item.draft.is_unknown_to_store and item.draft.target.if_absent:
+                draft.target.if_absent = True
+            self.discard_superseded(item.draft)
+
+    def supersede_all(self, file: OpenFile) -> None:
         """Only the newest version is to become visible, whatever waits for those before."""
-        for earlier in list(file.behind):
-            item = self.item_of(earlier.draft) if earlier.draft is not None else None
-            if item is not None and item.busy:
+        for earlier, item in self._behind(file):
+            if item is not None and item.state is VersionState.PUBLISHING:
                 continue
             file.behind = [each for each in file.behind if each is not earlier]
             if item is not None:
                 if file.draft is not None:
                     file.draft.stands_for = file.draft.stands_for or item.place
-                item.superseded = item.draft.unlinked = True
-                self._note(item.draft)
-                self.was_superseded(item.draft)
+                item.draft.unlinked = True
+                self._save(item.draft)
+                self.discard_superseded(item.draft)
 
-    def was_superseded(self, draft: Draft) -> None:
-        """An accepted version does not become visible: a newer one did, or will."""
+    @staticmethod
+    def _save(draft: Draft) -> None:
+        """The journal record says again whether the version is superseded."""
+        try:
+            draft.save(sync=True)
+        except CacheError as error:
+            log.error("what is staged of %s could not be journaled: %s", draft.target.key, error)
+
+    def discard_superseded(self, draft: Draft) -> None:
+        """A newer version is visible, or will be: this one ends."""
         self._metrics.superseded += 1
-        self.forget(draft)
-        self.publisher.discard_later(draft)
+        self.end(draft)
+        self.discard(draft)
 
-    def _was_accepted(self, file: OpenFile, draft: Draft) -> None:
-        for earlier in list(file.behind):
-            item = self.item_of(earlier.draft) if earlier.draft is not None else None
-            if item is None or not item.superseded:
-                continue
-            file.behind.remove(earlier)
-            if item.draft.is_unknown_to_store and item.draft.target.if_absent:
-                draft.target.if_absent = True
-            self.was_superseded(item.draft)
-        self._metrics.accepted += 1
-        self.add(file, draft)
+    def discard(self, draft: Draft) -> None:
+        """Delete a version that no name will mean, from the store as well, behind the caller's back."""
+        draft.unlinked = True
+        self._nursery.start_soon(self._discard, draft)
 
-    def add(self, file: OpenFile, draft: Draft, *, replayed: bool = False) -> None:
-        """An accepted draft is to be published."""
-        item = Accepted(draft.accepted, draft.began, file, draft, trio.current_time(), replayed=replayed)
-        self._items[draft.accepted] = item
-        if item.place < item.sequence:
-            self._standing_in[draft.accepted] = item
-        if self.is_packable(item):
-            self._small_bytes += draft.size
-            self._small_files += 1
-            if not replayed:
-                self._bursts.came(item.since_s)
-            full = self._small_bytes >= PACK_BYTES_MAX or self._small_files >= PACK_FILES_MAX
-            if self._small_files == 1 or self._is_pressed() or (full and not self._bursts.lasts(item.since_s)):
-                self._kick.set()
-        else:
-            if not replayed:
-                start_uploads(draft)
-            self._kick.set()
+    async def _discard(self, draft: Draft) -> None:
+        """Until the store has nothing left of it; where the mount ends before, the next one goes on."""
+        reached("discard.begun")
+        backoff = Backoff(DISCARD_S_FIRST, DISCARD_S_MAX)
+        while True:
+            try:
+                if draft.recheck or draft.state is DraftState.FAILED:  # an attempt to store it may have worked
+                    meta = (await visible_token(draft))[1]
+                    if meta is not None:
+                        self.delete_object(meta)
+                await draft.discard()
+                if draft.error is None:
+                    self._journal.remove(draft.id)
+                    return
+                error: LakeError = draft.error
+            except LakeError as failed:
+                error = failed
+                draft.close(unlink=True)
+            log.warning("what the store has of a superseded version of %s stays: %s", draft.target.key, error)
+            try:
+                draft.save(sync=True)
+            except CacheError as unsaved:
+                log.error("what is left of %s could not be journaled: %s", draft.target.key, unsaved)
+            if not isinstance(error, Unavailable):
+                return
+            await trio.sleep(backoff.next_s())
 
-    def is_packable(self, item: Accepted) -> bool:
+    def delete_object(self, meta: ObjectMeta) -> None:
+        """An object that was stored for a version that no name means goes. Raises CacheError."""
+        self._deletions.doom(Deletion(meta.key, meta.etag))
+
+    def is_packable(self, item: AcknowledgedVersion) -> bool:
+        """Small enough for a pack, by the rules of its path, and no part was sent."""
         draft = item.draft
         policy = self._rules.pack_for(item.file.key)
         if draft.upload_intent_ns or draft.uploading:
             return False
         return policy.mode != "never" and draft.size <= policy.threshold_bytes
 
-    def forget(self, draft: Draft) -> None:
-        """The version is durable, or not wanted any more."""
-        item = self._items.pop(draft.accepted, None)
-        self._standing_in.pop(draft.accepted, None)
-        if item is None:
-            return
+    def may_stay_plain(self, item: AcknowledgedVersion) -> bool:
+        """Alone, it is stored as a plain object."""
+        return self._rules.pack_for(item.file.key).mode == "auto"
+
+    # -- attempts
+
+    @property
+    def is_drained(self) -> bool:
+        """A caller waits for something to be durable."""
+        return bool(self._drains)
+
+    @property
+    def is_half_full(self) -> bool:
+        return len(self._versions) > FILES_MAX // 2
+
+    def begin_attempt(self, items: list[AcknowledgedVersion]) -> None:
+        self._attempts += 1
+        for item in items:
+            item.is_attempted, item.attempt = True, self._attempts
+
+    def end_attempt(self, items: list[AcknowledgedVersion]) -> None:
+        """Whatever came of it: those that are not durable wait for the next."""
+        for item in items:
+            item.is_attempted = False
+            if item.state is VersionState.PUBLISHING:
+                item.transition(VersionState.WAITING)
+        self.changed.ring()
+
+    def record_success(self) -> None:
+        """The store answers: nothing has to wait."""
+        self.error = None
+        self._backoff.reset()
+
+    def record_failure(self, item: AcknowledgedVersion, error: LakeError, *, is_of_all: bool = False) -> None:
+        """An attempt failed: everything waits, or this version is refused and others pass."""
+        item.error = error
+        self._metrics.failures += 1
+        waits = is_of_all or isinstance(error, WAITABLE)
+        if waits:
+            if self.error is None:
+                log.warning("%d acknowledged files wait for the store: %s", len(self._versions), error)
+            self.error = error
+            self.resume_s = trio.current_time() + self._backoff.next_s()
+        else:
+            log.error("%s is not in the store, its bytes are kept in staging: %s", item.file.key, error)
+            if item.state in (VersionState.WAITING, VersionState.PUBLISHING):
+                item.transition(VersionState.REFUSED)
+            self.progressed.ring()
         for drain in self._drains:
-            if item.sequence in drain.wanted:
-                drain.wanted.discard(item.sequence)
-                if not drain.wanted:
-                    drain.changed.set()
-        self._room.set()
-        self._room = trio.Event()
-        self._kick.set()
-        self._progress()
+            if item.attempt <= drain.since:  # try again at once, for the caller that came meanwhile
+                self.resume_s = 0.0
+                if item.state is VersionState.REFUSED:
+                    item.transition(VersionState.WAITING)
+            elif item.sequence in drain.sequences or waits:
+                drain.error = error
+                drain.changed.set()
 
-    # -- asking for it
+    # -- asking for durability
 
-    def before(self, path: str) -> list[Accepted]:
+    def before(self, path: str, *, are_names_held: bool) -> list[AcknowledgedVersion]:
         """What has to be durable before the file at ``path``, and the file itself."""
-        if self._is_held():
-            return list(self._items.values())
-        above = path.rpartition("/")[0]
-        return self.below(above)
+        return list(self._versions.values()) if are_names_held else self.below(path.rpartition("/")[0])
 
-    def below(self, directory: str) -> list[Accepted]:
-        """What was accepted at or below a path."""
+    def below(self, directory: str) -> list[AcknowledgedVersion]:
+        """What was acknowledged at or below a path."""
         if not directory:
-            return list(self._items.values())
+            return list(self._versions.values())
         return [
             item
-            for item in self._items.values()
+            for item in self._versions.values()
             if item.file.key == directory or item.file.key.startswith(directory + "/")
         ]
 
-    def replayed(self, file: OpenFile) -> list[Accepted]:
+    def unreconciled(self, file: OpenFile) -> list[AcknowledgedVersion]:
         """Versions of a file that came back at mount, and of which it is not known what the store has."""
         items = [self.item_of(each.draft) for each in file.versions if each.draft is not None]
-        return [item for item in items if item is not None and item.replayed]
+        return [item for item in items if item is not None and item.is_unreconciled]
 
-    async def drain(self, items: list[Accepted]) -> None:
+    async def drain(self, items: list[AcknowledgedVersion]) -> None:
         """All of these are durable (or superseded) when this returns. Raises the LakeError of an attempt that began
         after the call."""
         items = self._with_older_versions(items)
         drain = Drain({item.sequence for item in items}, self._attempts)
-        if not drain.wanted:
+        if not drain.sequences:
             return
         for item in items:
-            item.urgent, item.failed, item.error = True, False, None
+            if item.state is VersionState.REFUSED:
+                item.transition(VersionState.WAITING)
+            item.is_urgent, item.error = True, None
             item.draft.hurry()
         self._drains.append(drain)
-        self._resume_s = 0.0
-        self._kick.set()
+        self.resume_s = 0.0
+        self.changed.ring()
         try:
-            while drain.wanted:
+            while drain.sequences:
                 if drain.error is not None:
                     raise drain.error
                 drain.changed = trio.Event()
                 await drain.changed.wait()
         finally:
             self._drains.remove(drain)
-            if not any(drain.wanted for drain in self._drains):
-                for item in self._items.values():
-                    item.urgent = False
+            if not any(drain.sequences for drain in self._drains):
+                for item in self._versions.values():
+                    item.is_urgent = False
 
-    def _with_older_versions(self, items: list[Accepted]) -> list[Accepted]:
-        """A version that is on its way already may not come after a newer one of its file that somebody waits for."""
+    def _with_older_versions(self, items: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
+        """A version that is on its way already may not come after a newer one of its file that a caller waits for."""
         newest: dict[int, int] = {}
         for item in items:
             newest[id(item.file)] = max(item.sequence, newest.get(id(item.file), 0))
-        return [item for item in self._items.values() if item.sequence <= newest.get(id(item.file), 0)]
+        return [item for item in self._versions.values() if item.sequence <= newest.get(id(item.file), 0)]
 
-    async def patiently(self, path: str, attempt: Callable[[], Awaitable[None]], patience_s: float) -> None:
+    async def retry_while_away(self, path: str, attempt: Callable[[], Awaitable[None]], patience_s: float) -> None:
         """Where ``path`` is write-back's, ``attempt`` is made again while the store is away, as long as a writer would
         wait for room. Raises what the last attempt did."""
         deadline_s = trio.current_time() + (patience_s if self.is_for(path) else 0.0)
@@ -343,155 +532,3 @@ class WriteBack:
                     raise
                 log.info("a change of %s waits for the store: %s", path, error)
             await trio.sleep(PAUSE_S_FIRST)
-
-    # -- publishing
-
-    async def run(self) -> None:
-        """Publish what is accepted, for as long as the mount lives."""
-        while True:
-            self._kick = trio.Event()
-            wait_s = self._start_what_can()
-            with trio.move_on_after(wait_s) as waiting:
-                await self._kick.wait()
-            while waiting.cancelled_caught and self._is_deferring():
-                with trio.move_on_after(WINDOW_S) as waiting:
-                    await self._kick.wait()
-
-    def _is_deferring(self) -> bool:
-        """Packs wait until a burst is over, or they have waited long enough."""
-        now, full = trio.current_time(), len(self._items) > FILES_MAX // 2
-        if full or not self._bursts.lasts(now) or self._drains or self._is_held() or self._is_pressed():
-            return False
-        oldest = next(iter(self._items.values()), None)
-        return oldest is not None and oldest.since_s + PATIENCE * self._delay_s > now
-
-    def _start_what_can(self) -> float:
-        """Start what may become visible now; answers after how many seconds more may."""
-        now = trio.current_time()
-        if now < self._resume_s:
-            return self._resume_s - now
-        wait_s = math.inf
-        if self._drains:
-            wait_s = self._start(item for item in self._items.values() if item.urgent)
-        return min(wait_s, self._start(islice(self._items.values(), 2 * PACK_FILES_MAX)))
-
-    def _start(self, items: Iterable[Accepted]) -> float:
-        pack: list[Accepted] = []
-        packed_bytes, full = 0, False
-        blocked_by = first_packed = math.inf
-        self._small_bytes = self._small_files = 0
-        for item in items:
-            if item.failed or item.superseded:
-                continue
-            blocked = blocked_by <= item.barrier
-            if item.started or blocked:
-                blocked_by = min(blocked_by, item.place)
-            elif self.is_packable(item):
-                full = full or packed_bytes + item.draft.size > PACK_BYTES_MAX or len(pack) >= PACK_FILES_MAX
-                if full:
-                    blocked_by = min(blocked_by, item.place)
-                    continue
-                pack.append(item)
-                packed_bytes += item.draft.size
-                first_packed = min(first_packed, item.place)
-            else:
-                blocked_by = min(blocked_by, item.place)
-                if first_packed > item.barrier and self._alone < AT_ONCE:
-                    self._start_alone(item)
-        self._small_bytes, self._small_files = packed_bytes, len(pack)
-        return self._start_pack(pack, full) if pack and not self._gathering else math.inf
-
-    def _start_pack(self, pack: list[Accepted], full: bool) -> float:
-        if self._is_deferring():
-            return WINDOW_S
-        due_s = pack[0].since_s + self._delay_s - trio.current_time()
-        if not (full or due_s <= 0 or pack[0].urgent or self._is_pressed()):
-            return due_s
-        if len(pack) == 1 and self._rules.pack_for(pack[0].file.key).mode == "auto":
-            self._start_alone(pack[0])
-            return math.inf
-        self._gathering = True
-        self._begin_attempt(pack)
-        self._nursery.start_soon(self._publish_pack, pack)
-        return math.inf
-
-    def _begin_attempt(self, items: list[Accepted]) -> None:
-        self._attempts += 1
-        for item in items:
-            item.started, item.attempt = True, self._attempts
-
-    def _start_alone(self, item: Accepted) -> None:
-        self._begin_attempt([item])
-        self._alone += 1
-        self._nursery.start_soon(self._publish_alone, item)
-
-    async def _publish_alone(self, item: Accepted) -> None:
-        try:
-            if item.replayed:
-                if await self.publisher.settled(item):
-                    return
-                start_uploads(item.draft)
-            while item.draft.uploading and not item.urgent and self._items.get(item.sequence) is item:
-                with trio.move_on_after(CHECK_S):
-                    await item.draft.wait_idle()
-            if self._items.get(item.sequence) is item:
-                await self._publish(item)
-                self._went_well()
-        except LakeError as error:
-            self._failed(item, error)
-        except Exception as error:
-            log.exception("publishing %s", item.file.key)
-            self._failed(item, LakeError(f"publishing failed: {error!r}"))
-        finally:
-            self._alone -= 1
-            item.started = item.busy = False
-            self._kick.set()
-
-    async def _publish(self, item: Accepted) -> None:
-        try:
-            await self.publisher.publish_accepted(item)
-        except FileError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            await self.publisher.set_aside(item)
-            await self.publisher.publish_accepted(item)
-
-    async def _publish_pack(self, pack: list[Accepted]) -> None:
-        try:
-            if await self.publisher.publish_together(pack):
-                self._went_well()
-            else:  # the first of them is being renamed or removed
-                await trio.sleep(LOCKED_S)
-        except LakeError as error:
-            self._failed(pack[0], error, wait=True)
-        except Exception as error:
-            log.exception("publishing %d files", len(pack))
-            self._failed(pack[0], LakeError(f"publishing failed: {error!r}"), wait=True)
-        finally:
-            self._gathering = False
-            for item in pack:
-                item.started = item.busy = False
-            self._kick.set()
-
-    def _went_well(self) -> None:
-        self.error = None
-        self._backoff.reset()
-
-    def _failed(self, item: Accepted, error: LakeError, *, wait: bool = False) -> None:
-        item.error = error
-        self._metrics.failures += 1
-        if wait or isinstance(error, WAITABLE):
-            if self.error is None:
-                log.warning("%d accepted files wait for the store: %s", len(self._items), error)
-            self.error = error
-            self._resume_s = trio.current_time() + self._backoff.next_s()
-        else:
-            log.error("%s is not in the store, its bytes are kept in staging: %s", item.file.key, error)
-            item.failed = True
-            self._progress()
-        for drain in self._drains:
-            if item.attempt <= drain.since:  # try again at once, for who asked meanwhile
-                self._resume_s, item.failed = 0.0, False
-            elif item.sequence in drain.wanted or wait or isinstance(error, WAITABLE):
-                drain.error = error
-                drain.changed.set()

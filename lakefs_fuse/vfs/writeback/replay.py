@@ -1,9 +1,9 @@
-"""Accepted files of a daemon that ended, back in use: named, readable, and on their way into the store again.
+"""Acknowledged files of a daemon that ended, back in use: named, readable, and on their way into the store again.
 
 `restore` runs before anything is read from the store, so that what others committed meanwhile finds these files being
-written here. Each is looked at once more before it is published (`settled`): its bytes may be in the store already, or
-the name may have a version of somebody else that is newer. Then both are kept: the bytes that were accepted here get
-the name `NAME.conflict-…`. Both steps can be repeated after a crash. Trio thread only.
+written here. Each is reconciled before it is published: its bytes may be in the store already, or the name may have a
+newer version of another node. Then both are kept: the bytes that were acknowledged here get the name `NAME.conflict-…`.
+Both steps can be repeated after a crash. Trio thread only.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.writeback.acknowledged import Accepted
-from lakefs_fuse.vfs.writeback.object_writer import Late
-from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.publisher import LateAttributes, ObjectWriter
+from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, WriteBack
 from lakefs_fuse.vfs.writeback.reconciliation import Evidence, path_of
 
 CONFLICT_CHARACTERS = 8
@@ -51,17 +50,16 @@ class Replay:
         drafts: Drafts,
         writeback: WriteBack,
         evidence: Evidence,
+        writer: ObjectWriter,
         metrics: WriteBackMetrics,
         *,
         ensure_directory: Callable[[str], int],
-        say: Callable[[str, ObjectMeta], None],
-        set_attributes: Callable[[list[Late]], None],
     ) -> None:
         """``ensure_directory(path)`` answers the inode of a directory, made where it is missing."""
         self._db, self._ns, self._files, self._writeback = database, namespace, drafts.files, writeback
         self._services = drafts.services
         self._evidence, self._metrics, self._ensure_directory = evidence, metrics, ensure_directory
-        self._say, self._set_attributes = say, set_attributes
+        self._writer = writer
         self._journal = Journal(database)
         self.records: set[str] = set()
         """Drafts that came back."""
@@ -109,7 +107,7 @@ class Replay:
         self._files.restore(file)
         self.records.add(record.id)
         self._metrics.replayed += 1
-        self._writeback.add(file, draft, replayed=True)
+        self._writeback.add(file, draft, is_unreconciled=True)
 
     def _entry(self, path: str) -> Entry:
         there = self._ns.at(path)
@@ -128,7 +126,7 @@ class Replay:
 
     # -- before it is published
 
-    async def settled(self, item: Accepted) -> bool:
+    async def reconcile(self, item: AcknowledgedVersion) -> bool:
         """Whether the store has the bytes already; then nothing of the item is left. Where the name is somebody
         else's now, the item has another when this returns. Raises LakeError."""
         record = item.draft.record()
@@ -145,24 +143,24 @@ class Replay:
             return False
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
         if not expected and not await self._evidence.is_relocated(there, record):
-            await self.set_aside(item)
-        item.replayed, item.file.late_xattrs = False, None  # stored anew, it is told with all of them
+            await self.rename_conflict(item)
+        item.is_unreconciled, item.file.late_xattrs = False, None  # stored anew, it is told with all of them
         return False
 
     @staticmethod
-    def _is_gone(item: Accepted) -> bool:
+    def _is_gone(item: AcknowledgedVersion) -> bool:
         """Nobody wants it any more: its name went while the store was asked. Who takes that away looks once more."""
         return item.file.unlinked or item.file.owner_of(item.draft) is None
 
-    def _tell_object(self, item: Accepted, meta: ObjectMeta, is_newest: bool) -> None:
+    def _tell_object(self, item: AcknowledgedVersion, meta: ObjectMeta, is_newest: bool) -> None:
         """The plain object that it became, with the attributes that the record has: some were set since the upload
         began, perhaps. Raises CacheError."""
         self._learn(item.file, item.draft, meta.etag, meta.size)
         if is_newest:
             record = item.draft.record()
-            self._say(path_of(record), msgspec.structs.replace(meta, metadata=record.metadata))
+            self._writer.announce_object(path_of(record), msgspec.structs.replace(meta, metadata=record.metadata))
 
-    def _tell_late(self, item: Accepted) -> None:
+    def _tell_late(self, item: AcknowledgedVersion) -> None:
         """Attributes that were set while the pack was on its way, or since: as the record has them, and as the row had.
         Raises CacheError."""
         file, record = item.file, item.draft.record()
@@ -176,7 +174,7 @@ class Replay:
             late = None
         told, now = (attributes.describe(each, with_mtime=True) for each in (row, wanted))
         if late is not None or told != now:
-            self._set_attributes([Late(OpenFile(row, file.key, None), wanted, late)])
+            self._writer.set_attributes([LateAttributes(OpenFile(row, file.key, None), wanted, late)])
 
     def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int) -> None:
         """The row tells of the plain object that the draft became."""
@@ -191,7 +189,7 @@ class Replay:
         self._db.commit(batch)
 
     async def _end(
-        self, item: Accepted, etag: str, tell: Callable[[], None], is_ours: Callable[[Version], bool]
+        self, item: AcknowledgedVersion, etag: str, tell: Callable[[], None], is_ours: Callable[[Version], bool]
     ) -> bool:
         """``etag`` is that of the object that has the bytes: later versions of the file replace it. What the store does
         not say of it yet is left to ``tell``. ``is_ours`` whether a version is these bytes. False where nobody wants it
@@ -219,14 +217,14 @@ class Replay:
                     self._files.updated(row)
                 else:
                     self._ns.renew_inode(row)
-        self._writeback.forget(draft)
+        self._writeback.end(draft)
         await draft.discard()
         if draft.error is not None:
             log.warning("an upload of %s that is not needed is left to `gc`: %s", draft.target.key, draft.error)
         self._files.forget_if_idle(file)
         return True
 
-    async def set_aside(self, item: Accepted) -> None:
+    async def rename_conflict(self, item: AcknowledgedVersion) -> None:
         """The name has a version of somebody else: the accepted bytes get a name beside it. Raises LakeError."""
         file, draft = item.file, item.draft
         if draft.upload_intent_ns:

@@ -1,0 +1,187 @@
+"""When acknowledged versions are published: small ones together in packs, others by themselves, in the queue's order.
+
+What always holds:
+
+* *barriers*: nothing becomes visible before what has to come before it (`AcknowledgedVersion.barrier`);
+* small files that may be published together share a pack, up to `PACK_BYTES_MAX` or what came within ``delay_s``; while
+  a burst of them lasts packs wait longer;
+* while the store is away all wait, tried again at most `PAUSE_S_MAX` apart; a version that the store refuses for a
+  reason of its own lets others pass, and is tried again when a caller asks;
+* a caller that asks for a file to be durable (`WriteBack.drain`) has it published ahead of others, but not ahead of
+  what was acknowledged before it in its own directory and below.
+
+One task runs `run`; it starts a task for each attempt. Trio thread only. A crash leaves the journal.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+from collections.abc import Iterable
+from itertools import islice
+
+import trio
+
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.staging.staging_area import Staging
+from lakefs_fuse.upload.part_upload import start_uploads
+from lakefs_fuse.vfs.writeback.packer import PACK_BYTES_MAX, PACK_FILES_MAX
+from lakefs_fuse.vfs.writeback.publisher import Publisher
+from lakefs_fuse.vfs.writeback.queue import BURST_WINDOW_S, AcknowledgedVersion, VersionState, WriteBack
+from lakefs_fuse.vfs.writeback.replay import Replay
+
+ALONE_MAX = 16
+"""Files published by themselves at a time; their parts share the mount's upload slots."""
+CHECK_S = 1.0
+LOCKED_S = 0.05
+BURST_DELAYS_MAX = 15
+"""While a burst lasts packs wait for so many times ``delay_s``."""
+log = logging.getLogger(__name__)
+
+
+class PublishScheduler:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        queue: WriteBack,
+        publisher: Publisher,
+        replay: Replay,
+        committer: Committer,
+        staging: Staging,
+        nursery: trio.Nursery,
+        *,
+        delay_s: float,
+    ) -> None:
+        self._queue, self._publisher, self._replay = queue, publisher, replay
+        self._committer, self._staging, self._nursery = committer, staging, nursery
+        self._delay_s = delay_s
+        self._alone = 0
+        self._gathering = False
+
+    async def run(self) -> None:
+        """Publish what is acknowledged, for as long as the mount lives."""
+        while True:
+            wait_s = self._start_ready()
+            with trio.move_on_after(wait_s) as waiting:
+                await self._queue.changed.wait()
+            while waiting.cancelled_caught and self._is_deferring():
+                with trio.move_on_after(BURST_WINDOW_S) as waiting:
+                    await self._queue.changed.wait()
+
+    def _is_deferring(self) -> bool:
+        """Packs wait until a burst is over, or they have waited long enough."""
+        now, queue = trio.current_time(), self._queue
+        if queue.is_half_full or not queue.bursts.is_lasting(now) or queue.is_drained or self._is_pressed():
+            return False
+        oldest = next(iter(queue.items), None)
+        return oldest is not None and oldest.since_s + BURST_DELAYS_MAX * self._delay_s > now
+
+    def _is_pressed(self) -> bool:
+        """Staging needs room, or changes of names wait for the queue."""
+        return self._staging.is_half_full or bool(self._committer.held_until)
+
+    def _start_ready(self) -> float:
+        """Start what may become visible now; answers after how many seconds more may."""
+        now = trio.current_time()
+        if now < self._queue.resume_s:
+            return self._queue.resume_s - now
+        wait_s = math.inf
+        if self._queue.is_drained:
+            wait_s = self._start(item for item in self._queue.items if item.is_urgent)
+        return min(wait_s, self._start(islice(self._queue.items, 2 * PACK_FILES_MAX)))
+
+    def _start(self, items: Iterable[AcknowledgedVersion]) -> float:
+        pack: list[AcknowledgedVersion] = []
+        packed_bytes, full = 0, False
+        blocked_by = first_packed = math.inf
+        for item in items:
+            if item.state in (VersionState.REFUSED, VersionState.SUPERSEDED):
+                continue
+            blocked = blocked_by <= item.barrier
+            if item.is_attempted or blocked:
+                blocked_by = min(blocked_by, item.place)
+            elif self._queue.is_packable(item):
+                full = full or packed_bytes + item.draft.size > PACK_BYTES_MAX or len(pack) >= PACK_FILES_MAX
+                if full:
+                    blocked_by = min(blocked_by, item.place)
+                    continue
+                pack.append(item)
+                packed_bytes += item.draft.size
+                first_packed = min(first_packed, item.place)
+            else:
+                blocked_by = min(blocked_by, item.place)
+                if first_packed > item.barrier and self._alone < ALONE_MAX:
+                    self._start_alone(item)
+        self._queue.count_packable(len(pack), packed_bytes)
+        return self._start_pack(pack, full) if pack and not self._gathering else math.inf
+
+    def _start_pack(self, pack: list[AcknowledgedVersion], full: bool) -> float:
+        if self._is_deferring():
+            return BURST_WINDOW_S
+        due_s = pack[0].since_s + self._delay_s - trio.current_time()
+        if not (full or due_s <= 0 or pack[0].is_urgent or self._staging.is_half_full):
+            return due_s
+        if len(pack) == 1 and self._queue.may_stay_plain(pack[0]):
+            self._start_alone(pack[0])
+            return math.inf
+        self._gathering = True
+        self._queue.begin_attempt(pack)
+        self._nursery.start_soon(self._publish_pack, pack)
+        return math.inf
+
+    def _start_alone(self, item: AcknowledgedVersion) -> None:
+        self._queue.begin_attempt([item])
+        self._alone += 1
+        self._nursery.start_soon(self._publish_alone, item)
+
+    async def _publish_alone(self, item: AcknowledgedVersion) -> None:
+        try:
+            if item.is_unreconciled:
+                if await self._replay.reconcile(item):
+                    return
+                start_uploads(item.draft)
+            while item.draft.uploading and not item.is_urgent and item.state is not VersionState.ENDED:
+                with trio.move_on_after(CHECK_S):
+                    await item.draft.wait_idle()
+            if item.state is not VersionState.ENDED:
+                await self._publish(item)
+                self._queue.record_success()
+        except LakeError as error:
+            self._queue.record_failure(item, error)
+        except Exception as error:
+            log.exception("publishing %s", item.file.key)
+            self._queue.record_failure(item, LakeError(f"publishing failed: {error!r}"))
+        finally:
+            self._alone -= 1
+            self._queue.end_attempt([item])
+
+    async def _publish(self, item: AcknowledgedVersion) -> None:
+        try:
+            await self._publisher.publish_version(item)
+        except FileError as error:
+            if error.errno != errno.EEXIST:
+                raise
+            await self._replay.rename_conflict(item)
+            await self._publisher.publish_version(item)
+
+    async def _publish_pack(self, pack: list[AcknowledgedVersion]) -> None:
+        try:
+            if await self._publisher.publish_pack([i for i in pack if not await self._is_reconciled(i)]):
+                self._queue.record_success()
+            else:  # the first of them is being renamed or removed
+                await trio.sleep(LOCKED_S)
+        except LakeError as error:
+            self._queue.record_failure(pack[0], error, is_of_all=True)
+        except Exception as error:
+            log.exception("publishing %d files", len(pack))
+            self._queue.record_failure(pack[0], LakeError(f"publishing failed: {error!r}"), is_of_all=True)
+        finally:
+            self._gathering = False
+            self._queue.end_attempt(pack)
+
+    async def _is_reconciled(self, item: AcknowledgedVersion) -> bool:
+        """The store has the bytes already."""
+        return item.is_unreconciled and await self._replay.reconcile(item)
