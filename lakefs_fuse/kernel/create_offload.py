@@ -1,8 +1,8 @@
 """New small files that the C library receives whole: they are stored here when they are closed, or needed before.
 
 create_offload.c calls `CreateOffload._receive` while no other request is handled, with the interpreter's lock held.
-What always holds (*no promise*): until a file is in the tree and the journal nobody was promised anything of it, so a
-crash before leaves nothing and loses nothing. Trio thread only.
+What always holds (*no promise*): until a file is in the tree and the journal nothing was promised of it, so a crash
+before leaves nothing and loses nothing. Trio thread only.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class CreateOffload:
         self._fs.events.names_requested.append(self._receive_all)
 
     def end(self) -> None:
-        """No request is answered any more. Files that nobody closed are stored as they are."""
+        """No request is answered any more. Files that were not closed are stored as they are."""
         if self._library is not None:
             self._receive_all()
             self._leases.revoke_all_names()
@@ -118,7 +118,7 @@ class CreateOffload:
             library.lakefs_reserve_inodes(self._fs.database.new_inodes(INODES), INODES)
 
     def _receive(self) -> None:
-        """Nobody would see what is raised here."""
+        """Store what is due; C could not pass an error on."""
         assert self._library is not None
         try:
             self._store(list(self._handed_over(self._library)))

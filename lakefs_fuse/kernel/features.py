@@ -17,12 +17,12 @@ from lakefs_fuse.kernel.native.hooks import Feature
 READ_AHEAD_KIB = 1024
 """Of the mount: as much as one READ may ask for, and a block of the cache. The kernel's own default is 128."""
 PASSTHROUGH_SINCE = (3, 17)
-"""The libfuse that can hand a file to the kernel, to be read without the daemon."""
+"""The first libfuse with FUSE_PASSTHROUGH: the kernel reads a file without the daemon."""
 BDI = Path("/sys/class/bdi")
 
 
 def raise_read_ahead(mountpoint: str, bdi: Path = BDI) -> tuple[int, str]:
-    """KiB that the kernel reads ahead on a mount from now on (0: not known), and why no more; see the module's head."""
+    """Return the KiB that the kernel reads ahead on a mount from now on (0: not known), and why it is no more."""
     device = os.stat(mountpoint).st_dev
     path = bdi / f"{os.major(device)}:{os.minor(device)}" / "read_ahead_kb"
     try:
@@ -64,7 +64,7 @@ class KernelFeatures:
         }
 
     def missing(self) -> list[str]:
-        """What is not on and could be, each with why."""
+        """Features that are off and could be on, each with the reason."""
         if not hooks.active():
             return [hooks.why_inactive(), *self.notes]
         refused = self.wanted & ~hooks.granted()
@@ -75,7 +75,7 @@ class KernelFeatures:
         ]
 
     def line(self) -> str:
-        """For the log."""
+        """One line for the log."""
         granted = [str(feature.name).lower() for feature in hooks.granted()]
         on = ["hooks" if hooks.active() else "no hooks", *granted, f"read-ahead {self.read_ahead_kib} KiB"]
         return f"kernel: {', '.join(on)}; missing: {'; '.join(self.missing())}"

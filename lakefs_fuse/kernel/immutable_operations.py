@@ -62,11 +62,11 @@ class ImmutableOperations(pyfuse3.Operations):
         self.metrics.namespace.invalidations += await trio.to_thread.run_sync(self._invalidate, changed)
 
     def _invalidate(self, changed: ChangedNames) -> int:
-        told = 0
+        known = 0
         named = ((ROOT_INODE if parent == self.fs.top else parent, name) for parent, name in changed)
         for parent, names in groupby(named, key=itemgetter(0)):
-            told += notify_kernel((parent,), names)
-        return told
+            known += notify_kernel((parent,), names)
+        return known
 
     # -- names and attributes
 

@@ -1,8 +1,8 @@
 """Protocol adapter only: requests of pyfuse3 become calls of `Filesystem`, entries attributes, and errors errnos.
 
-The kernel's write-back cache is on: it sends large writes, keeps what was written in the page cache, and owns the size
-and the mtime of a file for as long as it knows the inode. That is right because another version of a file is another
-inode here. Timeouts are what is left of the TTL of the listing that an answer came from.
+The kernel's write-back cache is on: it sends large writes, keeps what was written in the page cache, and owns the
+size and the mtime of a file for as long as it knows the inode. Invariant *one version, one inode*: another version of
+a file is another inode here. Timeouts are what is left of the TTL of the listing that an answer came from.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Operations(pyfuse3.Operations):
         self._metrics.invalidations += count
 
     def _statistics(self) -> dict[str, object]:
-        """Requests that the hooks answered are requests, too."""
+        """Count the requests that the library answered, and describe the kernel's side."""
         for name, now in hooks.answered().items():
             if now > self._answered.get(name, 0):
                 self.upcalls[name] += now - self._answered.get(name, 0)
@@ -143,7 +143,7 @@ class Operations(pyfuse3.Operations):
     @upcall("opendir", about=About.DIRECTORY)
     async def opendir(self, inode: int, ctx: object) -> int:
         if Feature.STATELESS_OPENDIR in hooks.granted():
-            raise pyfuse3.FUSEError(errno.ENOSYS)  # it is not asked again, and keeps listings
+            raise pyfuse3.FUSEError(errno.ENOSYS)  # the kernel sends none again, and keeps listings
         await self.fs.opendir(inode)
         return inode
 
@@ -156,7 +156,7 @@ class Operations(pyfuse3.Operations):
         if not start_id and Feature.STATELESS_OPENDIR in hooks.granted():
             self.invalidations.add_listing(fh, fresh_s)
         after = reply_dots(token, start_id, fh, self.fs.entry(fh).parent or fh)
-        if self._rows.possible and not self.fs.knows_holes_in(fh):  # rows do not tell them
+        if self._rows.possible and not self.fs.knows_holes_in(fh):  # rows do not have them
             tree = self.fs.namespace.tree
             self._rows.reply(token, tree, fh, after, fresh_s, self.fs.files_in_use, self.fs.row_of)
             return
@@ -256,11 +256,11 @@ class Operations(pyfuse3.Operations):
         await self.fs.flush(fh)
 
     def _is_written_on(self, handle: Handle, closer: int) -> bool:
-        """A descriptor is closed, but this is not the close that its writer means.
+        """A descriptor is closed, but its writer has not finished.
 
         A child process closes what it inherited while its parent still writes; a shell opens a file for a command,
         duplicates the descriptor and closes the first one before anything was written. Publishing then would show
-        others a part of a file. The last close of all always publishes.
+        other nodes a part of a file. The last close of all always publishes.
         """
         if closer != handle.opener:
             opener = hooks.process_of(handle.opener)

@@ -1,14 +1,14 @@
-"""Bytes of small files that the kernel gets before it asks: those that came in the same block of a pack.
+"""Pushes small files into the page cache: those that came in the same block of a pack as one that is read.
 
-A file that is read brings a block of 1 MiB with it, in which 10 to 100 others lie. Of the ones whose inode the kernel
-knows, the bytes are put into its page cache (FUSE_NOTIFY_STORE), so that reading them costs no upcall. That is for
-immutable mounts only, where an inode is one version for ever: anywhere else the bytes could be older than what was
-written to the page meanwhile, and would replace it.
+A file that is read brings a block of 1 MiB with it, in which 10 to 100 others lie. The bytes of those whose inode the
+kernel knows are put into its page cache (FUSE_NOTIFY_STORE), so that reading them costs no request. For immutable
+mounts only, where an inode is one version for ever: anywhere else the bytes could be older than what was written to
+the page meanwhile, and would replace it.
 
 It pays only for files that the kernel knows (their directory was listed), and that are read before it evicts their
-pages. Where more than half of those that were pushed lately were not known, only one block in PROBE_EACH is tried. The
-only sign of an eviction is that another file of the block is read: a block is pushed PUSHES_MAX times in ROUND_S, so a
-dataset that does not fit into memory costs no more than that.
+pages. Where more than half of those that were pushed lately were not known, only one block in PROBE_EACH is tried.
+The only sign of an eviction is that another file of the block is read: a block is pushed PUSHES_MAX times in ROUND_S,
+so a dataset that does not fit into memory costs no more than that.
 
 Trio thread; the kernel is notified from a worker thread, because it may make that wait for a READ that is being
 answered. A crash leaves nothing.
@@ -31,18 +31,18 @@ from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem
 Bytes = bytes | bytearray | memoryview
 log = logging.getLogger(__name__)
 WAITING_MAX = 32
-"""Files whose blocks wait to be pushed; the oldest have been read around already when there are more."""
+"""Files whose blocks wait to be pushed. Of more the oldest are dropped: they have been read past by then."""
 BLOCKS_MAX = 65_536
-"""Blocks of which it is remembered that they were pushed: 64 GiB."""
+"""Blocks whose pushes are counted: 64 GiB of them."""
 PUSHES_MAX = 3
 ROUND_S = 600.0
 PROBE_EACH = 32
 JUDGED_FILES = 1024
-"""Whether earlier files were known counts for half after so many more, so a change is noticed after some 50 blocks."""
+"""After so many files what was known of earlier ones counts for half, so a change shows after some 50 blocks."""
 
 
 def store_files(files: Sequence[tuple[int, Bytes]]) -> list[int]:
-    """Blocking; answers the sizes of the files whose inode the kernel knew."""
+    """Push files; return the sizes of those whose inode the kernel knew. Blocking."""
     known = []
     for inode, data in files:
         try:
@@ -67,7 +67,7 @@ class PageCachePush:
         self._judged = self._judged_unknown = 0.0
         self._asked = 0
         self.files = self.bytes = self.unknown = 0
-        """Since the mount began: what the kernel took, and files that it did not know."""
+        """Since the mount began: what was pushed, and files that the kernel did not know."""
 
     def count_read(self, inode: int, offset: int) -> None:
         """A READ was answered."""
@@ -92,7 +92,7 @@ class PageCachePush:
         return 2 * self._judged_unknown <= self._judged
 
     def _counted(self, block: tuple[int, int]) -> tuple[float, int]:
-        """When this round of a block began, and how often it was pushed in it."""
+        """Return when this round of a block began, and how often it was pushed in it."""
         now = trio.current_time()
         since, pushes = self._pushed.get(block, (now, 0))
         return (since, pushes) if now - since <= ROUND_S else (now, 0)
@@ -116,15 +116,15 @@ class PageCachePush:
         return {"under_way": self.under_way, "files": self.files, "bytes": self.bytes, "unknown": self.unknown}
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Push blocks until cancelled."""
         while True:
             await self._requested.wait()
             while self._waiting:
                 self._busy = True
                 try:
                     await self._push(self._waiting.popleft())
-                except Exception:  # nobody waits for it, and the mount is to go on
-                    log.exception("giving the kernel the neighbours of a file")
+                except Exception:  # no request depends on it, and the mount goes on
+                    log.exception("pushing the neighbours of a file to the kernel")
                 self._busy = False
             self._requested = trio.Event()
 
@@ -132,7 +132,7 @@ class PageCachePush:
         try:
             files = await self._fs.beside(inode)
         except FileError:
-            return  # who reads one of them hears of it
+            return  # a READ of one of them gets the error
         if not files:
             return
         known = await trio.to_thread.run_sync(self._store, files)

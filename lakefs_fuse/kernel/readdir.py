@@ -92,7 +92,7 @@ class RowReplies:
             fs.default_uid, fs.default_gid, config.dir_mode, config.file_mode, unasked_mode(config),
             DIRECTORY_BLKSIZE, FILE_BLKSIZE,
         )  # fmt: skip
-        # An answer that is nobody's: whether what pyfuse3 adds to one goes through the library.
+        # Adding an entry to an answer of no request shows whether pyfuse3's calls go through the library.
         pyfuse3.readdir_reply(pyfuse3.ReaddirToken(), pyfuse3.FileNameT(b"x"), self._nothing, 1)
         self.possible = is_reached()
 

@@ -1,4 +1,4 @@
-"""What both kinds of mount answer alike: errors as errnos, entries as attributes, the size of a lake.
+"""Answers that both kinds of mount share: errors as errnos, entries as attributes, the size of a lake.
 
 No exception but FUSEError leaves a handler: anything else would end the daemon.
 """
@@ -27,26 +27,26 @@ SECTOR_BYTES = 512
 """Unit of ``st_blocks``, as stat(2) says."""
 STATFS_BLOCK = 1 << 20
 STATFS_BLOCKS = 1 << 30
-"""A lake has no size: 1 PiB is shown as free, so that nobody's free-space check refuses to write."""
+"""A lake has no size: 1 PiB is shown as free, so that no program's free-space check refuses to write."""
 DOT_COOKIE, DOTDOT_COOKIE = 1, (1 << 63) - 1
 """d_off of the names ``.`` and ``..`` in a listing; those of entries begin with 2, and never get so large."""
 
 UNREMARKABLE = (
     errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP, errno.ENAMETOOLONG
 )  # fmt: skip
-"""Answers that are everyday life, and not worth a line in the log."""
+"""Errors of everyday use, which are not logged."""
 log = logging.getLogger(__name__)
 
 
 class Counted(Protocol):
-    """A table of handlers."""
+    """Handlers of requests, with the counters of these."""
 
     upcalls: dict[str, int]
     barrier: Barrier
 
 
 class Owned(Protocol):
-    """A filesystem, as far as attributes go."""
+    """What attributes of entries are made from: a filesystem."""
 
     config: MountConfig
 
@@ -65,8 +65,8 @@ Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
 
 def upcall(name: str, *, about: About | None = None) -> Callable[[Callable[Concatenate[S, P], Coroutine[Any, Any, T]]],
                                                      Callable[Concatenate[S, P], Coroutine[Any, Any, T]]]:  # fmt: skip
-    """Count a request and answer its errors. What it is ``about``, its first argument or for a name its first two, may
-    be in the midst of being changed by a commit: then it waits."""
+    """Count a request and turn its errors into errnos. While a commit is applied to what it is ``about`` (its first
+    argument, or for a name its first two) it waits."""
 
     def decorate(
         handler: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
@@ -94,7 +94,7 @@ def upcall(name: str, *, about: About | None = None) -> Callable[[Callable[Conca
 
 
 def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAttributes:
-    """What stat(2) shows, to be remembered for so many seconds."""
+    """What stat(2) shows, valid for so many seconds."""
     attributes = pyfuse3.EntryAttributes()
     attributes.st_ino = pyfuse3.InodeT(entry.inode)
     attributes.entry_timeout = attributes.attr_timeout = timeout_s
@@ -111,7 +111,7 @@ def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAtt
 
 
 def absent_for(timeout_s: float) -> pyfuse3.EntryAttributes:
-    """There is no such name, which may be remembered for so many seconds."""
+    """The answer that there is no such name, valid for so many seconds."""
     absent = pyfuse3.EntryAttributes()
     absent.st_ino = pyfuse3.InodeT(0)
     absent.entry_timeout = timeout_s
@@ -119,9 +119,9 @@ def absent_for(timeout_s: float) -> pyfuse3.EntryAttributes:
 
 
 def reply_dots(token: pyfuse3.ReaddirToken, start: int, inode: int, parent: int) -> int:
-    """Reply ``.`` and ``..``, the first names of a listing, beyond ``start``; answer where its entries begin then.
+    """Reply ``.`` and ``..``, the first names of a listing, beyond ``start``; return where its entries begin then.
 
-    Without them an empty directory's listing is nothing, and nothing is what the kernel would keep for ever: it holds
+    Without them the listing of an empty directory has no bytes, and the kernel would keep that for ever: it holds
     listings as pages, and drops them page by page.
     """
     dots = (b".", inode, DOT_COOKIE), (b"..", parent, DOTDOT_COOKIE)

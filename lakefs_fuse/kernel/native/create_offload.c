@@ -262,7 +262,7 @@ static void create(fuse_req_t request, fuse_ino_t parent, const char *name, mode
 	entry.attr = attributes_of(file);
 	entry.attr_timeout = entry.entry_timeout = (double)lease->timeout_ns / NS;
 	lakefs_count(FUSE_CREATE);
-	if (fuse_reply_create(request, &entry, info) == -ENOENT) /* interrupted: nobody has it open */
+	if (fuse_reply_create(request, &entry, info) == -ENOENT) /* interrupted: it is not open */
 		drop_file(file);
 }
 
@@ -387,7 +387,7 @@ int lakefs_is_receiving(void)
 
 /* -- handing over */
 
-/* Makes due: a file, and those in a directory that nobody has closed yet; or `all`. Of those that were handed over
+/* Makes due: a file, and those in a directory that were not closed yet; or `all`. Of those that were handed over
  * already their `handles`, where the request may be about them. */
 static void make_due(uint64_t inode, int all, int handles)
 {

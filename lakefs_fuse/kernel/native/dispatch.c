@@ -154,7 +154,7 @@ static void open_file(fuse_req_t request, fuse_ino_t inode, struct fuse_file_inf
 	info->keep_cache = 1;
 	lakefs_count(FUSE_OPEN);
 	lease->handles++;
-	if (fuse_reply_open(request, info) == -ENOENT) /* the open was interrupted: nobody will release it */
+	if (fuse_reply_open(request, info) == -ENOENT) /* the open was interrupted: no RELEASE will come */
 		lease->handles--;
 }
 
@@ -186,7 +186,7 @@ static void release(fuse_req_t request, fuse_ino_t inode, struct fuse_file_info 
 	fuse_reply_err(request, 0);
 }
 
-/* Inodes are numbers here, which nobody counts: what the kernel forgets needs no answer. */
+/* Lookups are not counted: what the kernel forgets needs no answer. */
 static void forget(fuse_req_t request, fuse_ino_t inode, uint64_t lookups)
 {
 	(void)inode;

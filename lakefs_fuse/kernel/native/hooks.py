@@ -131,8 +131,8 @@ def libfuse_version() -> str:
 
 
 def request_features(features: Feature, background_max: int) -> None:
-    """What the next session is to have, and how many of its requests the kernel may send in the background (0: as many
-    as it likes). Without the library it has none of it."""
+    """Set the features of the next session, and how many requests its kernel may have in the background (0: as many as
+    it likes). Without the library nothing happens."""
     if _library is not None:
         _library.lakefs_request_features(int(features), background_max)
 
@@ -143,31 +143,32 @@ def granted() -> Feature:
 
 
 def flush_pid() -> int:
-    """Thread that sent the FLUSH being handled, to be asked before the handler's first await; 0 if not known."""
+    """Return the thread that sent the FLUSH being handled; 0 if not known. Valid until the handler's first await."""
     return int(_library.lakefs_flush_pid()) if _library is not None else 0
 
 
 def kills_privileges() -> bool:
-    """The request being handled is to drop suid and sgid; to be asked before the handler's first await. Without
-    `Feature.HANDLE_KILLPRIV` none is."""
+    """The request being handled is to drop suid and sgid; valid until the handler's first await. Never without
+    `Feature.HANDLE_KILLPRIV`."""
     return _library is not None and bool(_library.lakefs_kills_privileges())
 
 
 def lease_open(inode: int, for_s: float) -> None:
-    """The file may be opened for reading without asking for so long. Handles that are given out so have the bits of
-    `open_leases` and the inode. Without the library nothing happens."""
+    """Let the library answer opens of the file for reading for so long. Without the library nothing happens.
+
+    Handles that it gives out have the bits of `open_leases` and the inode.
+    """
     if _library is not None:
         _library.lakefs_lease_open(inode, int(min(for_s, LEASE_S_MAX) * 1e9))
 
 
 def revoke_open(inode: int) -> int:
-    """Nothing is answered of this inode any more; returns how many handles of it were given out, which are to be
-    released in Python now."""
+    """End all leases on the inode; return how many of its handles the library gave out, which Python releases now."""
     return int(_library.lakefs_revoke_open(inode)) if _library is not None else 0
 
 
 def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) -> None:
-    """GETATTR of a directory may be answered so for so long; without a time, from now on so where it may be answered.
+    """Let the library answer GETATTR of a directory so for so long; without a time, replace what it answers already.
     Without the library nothing happens."""
     if _library is not None:
         _library.lakefs_cache_attributes(
@@ -177,14 +178,14 @@ def cache_attributes(attributes: pyfuse3.EntryAttributes, for_s: float = 0.0) ->
 
 
 def answered() -> dict[str, int]:
-    """Requests that were answered without entering Python, by name."""
+    """Return how many requests were answered without entering Python, by name."""
     if _library is None:
         return {}
     return {name: int(_library.lakefs_answered(opcode)) for name, opcode in OPCODES.items()}
 
 
 def process_of(thread: int) -> int:
-    """The process a thread belongs to; 0 where it ended."""
+    """Return the process that a thread belongs to; 0 where it ended."""
     try:
         with open(f"/proc/{thread}/status", "rb") as status:
             for line in status:

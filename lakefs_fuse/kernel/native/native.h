@@ -134,8 +134,8 @@ void lakefs_wrap_offloaded(struct fuse_lowlevel_ops *operations);
 /* A request, whose body is so long, that create_offload.c answers without Python, as things are. */
 int lakefs_offload_answers(const struct fuse_in_header *head, const void *body, size_t bytes);
 
-/* A request goes to Python, which gets all files before that the request might be about. NULL: nobody knows what it
- * is. */
+/* A request goes to Python, which gets before it all files that the request might be about; all where it is not in
+ * memory (NULL). */
 void lakefs_hand_over_before(const struct fuse_in_header *head);
 
 /* Python gets the files that were closed, if any were. */

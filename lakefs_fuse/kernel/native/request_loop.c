@@ -71,7 +71,7 @@ static int receive(struct fuse_session *se, struct fuse_buf *buf)
 	return size;
 }
 
-/* A client that waits for an answer is likely to go on when it comes; nobody waits for that of FORGET. */
+/* A client that waits for an answer is likely to go on when it comes; no client waits for that of FORGET. */
 static int64_t followed_within_ns(const struct fuse_buf *buf)
 {
 	uint32_t opcode = ((const struct fuse_in_header *)buf->mem)->opcode;
