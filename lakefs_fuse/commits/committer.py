@@ -28,20 +28,19 @@ from msgspec.structs import replace
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import Change, Committed, Sending, Told, Unsure, is_of_directory, merged, paths_of
+from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import Redated, Redater
 from lakefs_fuse.commits.objects.deletion_queue import Deletions
-from lakefs_fuse.commits.objects.reserved_keys import Leaving
 from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr
 from lakefs_fuse.commits.window import WINDOW_NS
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
-from lakefs_fuse.meta import schema
 from lakefs_fuse.meta import sorted_tables as tables
-from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING
-from lakefs_fuse.meta.rows import Deletion, SequenceRows, SingleRow
+from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
@@ -83,52 +82,40 @@ class Committer:
 
     def __init__(
         self,
-        database: Database,
         log: CommitLog,
         applier: Applier,
         deletions: Deletions,
+        journal: ChangeJournal,
         metrics: CommitMetrics,
         threads: Threads,
         *,
         delay_s: float = 1.0,
         acknowledged: AcknowledgedOrder | None = None,
     ) -> None:
-        self._db, self._log, self._applier = database, log, applier
+        self._db, self._log, self._applier, self.journal = journal.database, log, applier, journal
         self._deletions, self._metrics, self._threads, self._delay_s = deletions, metrics, threads, delay_s
         self._clock, self.writer = log.clock, log.writer
         self._lock = trio.Lock()
-        self._rows = SequenceRows(database, schema.CHANGE, Change)
-        self._sending_row = SingleRow(database, schema.SINGLE_SENDING, Sending)
         self._acknowledged = NothingAcknowledged() if acknowledged is None else acknowledged
-        self._pending: dict[int, Change] = {}
-        self.leaving = Leaving()
-        self._sequence = 0
         self._writer_before = ""
         """Who committed from this cache directory before."""
-        self._sending: Sending | None = None
         self._unsure: Unsure | None = None
-        deletions.waive = self._waive
         self.error: LakeError | None = None
         """Why the last attempt to send what is journaled failed."""
 
     def load(self) -> None:
         """What a daemon that ended left in the journal; called once."""
         self._writer_before = tables.writer_of(self._db)
-        for sequence, change in self._rows.items():
-            self._sequence = sequence
-            self._wait(sequence, change)
-        self._sending = self._sending_row.get()
-        if self._sending is not None:
-            self._sequence = max([self._sequence, *self._sending.sequences])
+        self.journal.load()
         if tables.reapply_wanted(self._db):
-            for sequence, change in self._pending.items():
+            for sequence, change in self.journal.changes.items():
                 self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
             tables.reapplied(self._db)
-        elif self._pending:  # the daemon may have died before its last change was in effect
-            sequence, change = next(reversed(self._pending.items()))
+        elif self.journal.changes:  # the daemon may have died before its last change was in effect
+            sequence, change = next(reversed(self.journal.changes.items()))
             if not self._applier.is_in_effect(change.operations, PENDING | sequence):
                 self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
-        if self._pending:
+        if self.journal.changes:
             self._acknowledged.progressed.ring()
 
     async def settle_journal(self) -> None:
@@ -173,26 +160,16 @@ class Committer:
 
     def set_attributes_again(self) -> None:
         """Commits were applied again: attributes that are in none yet were undone by that. Raises CacheError."""
-        for sequence, change in self._pending.items():
+        for sequence, change in self.journal.changes.items():
             said = [each for each in change.operations if isinstance(each, SetAttr)]
             if said:
                 again = replace(change, operations=said, moves=[])
                 self._applier.apply_pending(merged([again], self.writer, 0), PENDING | sequence)
 
     @property
-    def waiting(self) -> int:
-        """Operations journaled and in no commit yet."""
-        return sum(len(change.operations) for change in self._pending.values())
-
-    @property
     def held_until(self) -> int:
         """What write-back has to have stored before everything journaled can be sent; 0 where nothing is held."""
-        return max((change.after for change in self._pending.values() if self._is_held(change)), default=0)
-
-    @property
-    def newest_after(self) -> int:
-        """The newest number of write-back that a journaled change names."""
-        return max((change.after for change in self._pending.values()), default=0)
+        return max((change.after for change in self.journal.changes.values() if self._is_held(change)), default=0)
 
     def _is_held(self, change: Change) -> bool:
         return bool(change.after) and not self._acknowledged.is_durable_up_to(change.after)
@@ -200,7 +177,7 @@ class Committer:
     def _sendable(self) -> dict[int, Change]:
         found: dict[int, Change] = {}
         held = False
-        for sequence, change in self._pending.items():
+        for sequence, change in self.journal.changes.items():
             held = held or self._is_held(change)
             if not held or (change.ahead and not self._is_held(change)):
                 found[sequence] = change
@@ -219,25 +196,18 @@ class Committer:
     def enqueue(self, change: Change, batch: Batch | None = None) -> None:
         """Make a change here now, and everywhere within ``delay_s``; journaled with ``batch``. Raises CacheError; then
         nothing happened."""
-        sequence = self._sequence + 1
         batch = Batch() if batch is None else batch
         if change.ahead:
             sendable = self._sendable()
-            self._outdate(batch, paths_of(change.operations), [each for each in self._pending if each not in sendable])
-        self._rows.put(batch, sequence, change)
-        self._db.commit(batch)
-        self._sequence = sequence
-        self._wait(sequence, change)
+            passed = [each for each in self.journal.changes if each not in sendable]
+            self._outdate(batch, paths_of(change.operations), passed)
+        sequence = self.journal.append(change, batch)
         self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         self._acknowledged.progressed.ring()
 
-    def _wait(self, sequence: int, change: Change) -> None:
-        self._pending[sequence] = change
-        self.leaving.begin(sequence, change)
-
     def retire(self, doomed: Deletion) -> None:
         """An object goes when what is journaled now is in the store: others need it until then. Raises CacheError."""
-        if self._pending:
+        if self.journal.changes:
             self.enqueue(Change(doomed=[doomed]))
         else:
             self._deletions.doom(doomed)
@@ -246,7 +216,7 @@ class Committer:
         """Others are sent ahead of these changes, which shall not say later where the same files were. With ``time``,
         rows that they were in effect on are older than that."""
         for sequence in passed:
-            change = self._pending.get(sequence)
+            change = self.journal.changes.get(sequence)
             if change is None:
                 continue
             gone = [each for each in change.operations if each.path in paths and not is_of_directory(each)]
@@ -258,20 +228,14 @@ class Committer:
                 said = [each for each in gone if not isinstance(each, SetAttr)]
                 said_change = replace(change, operations=said, moves=[])
                 self._applier.restamp(merged([said_change], self.writer, 0), PENDING | sequence, time)
-            self._pending[sequence] = replace(change, operations=kept, moves=moves)
-            self._rows.put(batch, sequence, self._pending[sequence])
-
-    @property
-    def newest(self) -> int:
-        """The newest change that was journaled."""
-        return self._sequence
+            self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves))
 
     def withhold(self, path: str, since: int, until: int, newest: int) -> None:
         """Nobody wants the versions of a file that were accepted from ``since`` on. Held changes that came after them,
         up to ``newest``, and name its older bytes do not show these in their place; the rest of them waits for what was
         accepted up to ``until``. Raises CacheError."""
         batch = Batch()
-        for sequence, change in self._pending.items():
+        for sequence, change in self.journal.changes.items():
             if sequence > newest:
                 break
             gone = [each for each in change.operations if isinstance(each, Put) and each.path == path]
@@ -282,8 +246,7 @@ class Committer:
             kept = [each for each in change.operations if each not in gone]
             moves = [pair for pair in change.moves if path not in pair]
             after = max(change.after, until)
-            self._pending[sequence] = replace(change, operations=kept, moves=moves, after=after)
-            self._rows.put(batch, sequence, self._pending[sequence])
+            self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves, after=after))
         self._db.commit(batch)
 
     def _let_pass(self, sending: Sending) -> None:
@@ -308,7 +271,7 @@ class Committer:
                 await self.flush()
                 backoff.reset()
             except LakeError as error:
-                logger.warning("%d changes of names are not in the store yet: %s", self.waiting, error)
+                logger.warning("%d changes of names are not in the store yet: %s", self.journal.operations, error)
                 await trio.sleep(backoff.next_s())
             except Exception as error:
                 self.error = LakeError(f"committing failed: {error!r}")
@@ -318,7 +281,7 @@ class Committer:
     async def flush(self) -> None:
         """Everything journaled before the call, and not held, is in the store when this returns. Raises LakeError."""
         await self.settle()
-        wanted = self._sequence
+        wanted = self.journal.newest
         while next(iter(self._sendable()), wanted + 1) <= wanted:
             await self._commit(None, ())
 
@@ -360,7 +323,7 @@ class Committer:
         changes = [*journaled.values(), *([change] if change is not None else [])]
         if not any(each.operations for each in changes):
             self._drop(journaled, self._clock.now())
-            self._end_sending()
+            self.journal.end_sending()
             return Committed(ObjectRef(), b"")
         time = self._clock.now()
         self._metrics.clock_jumps, self._metrics.clock_offset_s = self._clock.jumps, self._clock.offset_ns / NS
@@ -377,14 +340,14 @@ class Committer:
 
         body = await self._log.build(members, make_record)
         own, doomed = (change.operations, change.doomed) if change is not None else ([], [])
-        passed = [each for each in self._pending if own and each not in journaled]
+        passed = [each for each in self.journal.changes if own and each not in journaled]
         sending = Sending(
             time, key, list(journaled), passed, sorted(paths_of(own)) if passed else [],
             sum(len(each.operations) for each in journaled.values()),
             sum(len(each.moves) for each in journaled.values()),
         )  # fmt: skip
         if journaled or passed:
-            self._note_sending(sending)
+            self.journal.begin_sending(sending)
             await self._threads.run(self._db.sync)  # or a power cut leaves a commit that nobody knows
         reached("commit.noted")
         meta = await self._put(time, body, Unsure(records[0], doomed))
@@ -463,7 +426,7 @@ class Committer:
             self._drop(journaled, record.time)
             self._let_pass(sending)
             self._applier.apply(_own_part(record, sending), this, own=True, whole=False)
-            self._end_sending()
+            self.journal.end_sending()
             if doomed:
                 batch = Batch()
                 for each in doomed:
@@ -472,25 +435,12 @@ class Committer:
         except CacheError as error:
             logger.error("commit %s is in the store, but that could not be noted here: %s", this.key, error)
 
-    def _waive(self, key: str) -> list[Deletion]:
-        """An object that journaled changes were to delete gets new bytes: they will not. Raises CacheError."""
-        waived: list[Deletion] = []
-        for sequence, change in self._pending.items():
-            kept = [doomed for doomed in change.doomed if doomed.key != key]
-            if len(kept) < len(change.doomed):
-                waived += [doomed for doomed in change.doomed if doomed.key == key]
-                change = self._pending[sequence] = replace(change, doomed=kept)
-                batch = Batch()
-                self._rows.put(batch, sequence, change)
-                self._db.commit(batch)
-        return waived
-
     def _drop(self, journaled: dict[int, Change], time: int) -> None:
         """Journaled changes are in the store under this commit time. Attributes that were set again since, and are in
         no commit yet, stay as they are here."""
         later = {
             each.path: sequence
-            for sequence, change in self._pending.items()
+            for sequence, change in self.journal.changes.items()
             if sequence not in journaled
             for each in change.operations
             if isinstance(each, SetAttr)
@@ -504,45 +454,39 @@ class Committer:
             counting = change if len(counts) == len(change.operations) else replace(change, operations=counts)
             self._applier.restamp(merged([counting], self.writer, time), PENDING | sequence, time)
             batch = Batch()
-            self._rows.delete(batch, sequence)
-            for doomed in self._pending.get(sequence, change).doomed:  # some were waived since, perhaps
+            self.journal.delete(batch, sequence)
+            for doomed in self.journal.changes.get(sequence, change).doomed:  # some were waived since, perhaps
                 self._deletions.add(batch, doomed)
             self._db.commit(batch)
-            self._pending.pop(sequence, None)
-            self.leaving.end(sequence)
-
-    def _end_sending(self) -> None:
-        if self._sending is not None:
-            self._sending_row.set(None)
-            self._sending = None
-
-    def _note_sending(self, sending: Sending) -> None:
-        self._sending_row.set(sending)
-        self._sending = sending
+            self.journal.forget(sequence)
 
     async def _settle_sending(self) -> None:
         """An earlier commit with journaled changes was sent, and its answer is not known."""
-        sending = self._sending
+        sending = self.journal.sending
         if sending is None:
             return
         try:
             meta = await self._log.head(sending.key)
             record = await self._log.fetch(meta)
         except NotFound:
-            self._sending = None
+            self.journal.pass_over_sending()
             return
         except DamagedCommit as error:  # nobody takes it: what is journaled is sent again
             logger.error("%s", error)
-            self._end_sending()
+            self.journal.end_sending()
             return
-        done = {sequence: self._pending[sequence] for sequence in sending.sequences if sequence in self._pending}
+        done = {
+            sequence: self.journal.changes[sequence]
+            for sequence in sending.sequences
+            if sequence in self.journal.changes
+        }
         self._drop(done, sending.time)
         self._let_pass(sending)
         if not self._applier.commits.is_applied(record.time, record.writer):
             self._clock.seen(record.time)
             this = ObjectRef(meta.key, meta.etag, meta.size)
             self._applier.apply(_own_part(record, sending), this, whole=False)
-        self._end_sending()
+        self.journal.end_sending()
 
 
 def _own_part(record: Record, sending: Sending) -> Record:

@@ -63,13 +63,17 @@ class Batch:
         self.keys: list[bytes] | None = []
         """What it changes; None: whole ranges."""
         self.shares: dict[int, list[int]] = {}
-        """Changes of object rows, by number: entries, bytes (see `objects`)."""
+        """Changes of object rows, by number: entries, bytes (see `object_table`)."""
 
     def share(self, number: int, entries: int, size: int) -> None:
         """So many entries more, or fewer, have so many bytes in an object."""
         change = self.shares.setdefault(number, [0, 0])
         change[0] += entries
         change[1] += size
+
+    def pop_shares(self) -> dict[int, list[int]]:
+        shares, self.shares = self.shares, {}
+        return shares
 
     def put(self, key: bytes, value: bytes) -> None:
         self._raw.put(key, value)
@@ -133,8 +137,7 @@ class Database:
             self.close()
             _move_aside(directory, clock)
             self._raw, self._kept = Rdict(str(directory), options()), {}
-        self.settle_shares: Callable[[Batch], None] = lambda _: None
-        """Turns a batch's shares into rows; `objects.Objects` sets it."""
+        self._write_shares: Callable[[Batch], None] = lambda _: None
         self._synced = WriteOptions()
         self._synced.sync = True
         self._plain = WriteOptions()
@@ -184,6 +187,10 @@ class Database:
             self._kept[key] = value
         return value
 
+    def write_shares_by(self, write: Callable[[Batch], None]) -> None:
+        """``write`` turns the shares of a batch into rows of it, before it is committed."""
+        self._write_shares = write
+
     def note_damaged(self, key: bytes, error: Exception) -> None:
         """Counts a row that came with an index and cannot be decoded. The reader leaves it out."""
         if not self._damaged:
@@ -199,7 +206,7 @@ class Database:
         if self._failed_at is not None:
             self._reopen()
         if batch.shares:
-            self.settle_shares(batch)
+            self._write_shares(batch)
         self._forget(batch.keys)
         try:
             self._raw.write(batch._raw, self._synced if sync else self._plain)

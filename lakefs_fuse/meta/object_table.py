@@ -54,7 +54,7 @@ class Objects:
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        database.settle_shares = self._settle
+        database.write_shares_by(self._write_shares)
         self._remembered: dict[int, ObjectRow] = {}
         self.packs = self.bytes_packed = self.bytes_live = self._others = 0
         """Packs known, their sizes, and what entries have in them; sums over the table. Others are plain objects."""
@@ -145,19 +145,18 @@ class Objects:
         self._remembered.pop(row.number, None)
         self._count(row, -1)
 
-    def _settle(self, batch: Batch) -> None:
-        for number, (entries, size) in batch.shares.items():
+    def _write_shares(self, batch: Batch) -> None:
+        for number, (entries, size) in batch.pop_shares().items():
             row = self.get(number)
             if row is None:
                 continue
-            settled = msgspec.structs.replace(row, entries=row.entries + entries, bytes_live=row.bytes_live + size)
-            if settled.entries <= 0 and not settled.is_pack:
+            changed = msgspec.structs.replace(row, entries=row.entries + entries, bytes_live=row.bytes_live + size)
+            if changed.entries <= 0 and not changed.is_pack:
                 self.forget(batch, row)
                 continue
             self._count(row, -1)
-            self._count(settled, 1)
-            self._put(batch, settled)
-        batch.shares = {}
+            self._count(changed, 1)
+            self._put(batch, changed)
 
     def rows(self) -> Iterator[ObjectRow]:
         for key, raw in self._db.scan(schema.OBJECT, schema.end_of(schema.OBJECT)):

@@ -77,7 +77,7 @@ class Status:
         objects = self._ns.tree.objects
         told["commits"] = {
             **dataclasses.asdict(self._metrics.commits),
-            "operations_waiting": self._committer.waiting,
+            "operations_waiting": self._committer.journal.operations,
             "deletions_waiting": self._deletions.waiting,
             "relocations_waiting": self._relocator.waiting,
             "packs_known": objects.packs,
@@ -101,9 +101,9 @@ class Status:
         now = self._clock_ns()
         of_drafts = [self._of_draft(draft, now) for draft in self._drafts()]
         of_names = []
-        if self._committer.waiting:
+        if self._committer.journal.operations:
             error = str(self._committer.error or "")
-            count = self._committer.waiting
+            count = self._committer.journal.operations
             of_names = [Unfinished("names", f"{count} changes of names", 0, "journaled", 0.0, error, 0, 0)]
         of_orphans = [self._of_orphan(record, now) for record in self._recovery.orphans.values()]
         return sorted(of_drafts + of_names + of_orphans, key=lambda item: -item.age_s)

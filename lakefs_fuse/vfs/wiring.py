@@ -13,6 +13,7 @@ from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.commits.applier import Applier
+from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
@@ -135,12 +136,13 @@ class Commits:
         self.clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
         log = CommitLog(client, self.clock, node.threads, writer=f"{node.random.stream('writer').getrandbits(32):08x}")
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
-        self.deletions = Deletions(database, client, namespace.tree, metrics, clock_ns=ground.clock_ns)
+        journal = ChangeJournal(database)
+        self.deletions = Deletions(database, client, namespace.tree, journal, metrics, clock_ns=ground.clock_ns)
         self.writeback = WriteBack(
             database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback, self.deletions
         )
         self.committer = Committer(
-            database, log, self.applier, self.deletions, metrics, node.threads, acknowledged=self.writeback
+            log, self.applier, self.deletions, journal, metrics, node.threads, acknowledged=self.writeback
         )
         self.poller = Poller(
             log, self.applier, metrics,
@@ -245,7 +247,7 @@ class Assembly:
 
     def _subscribe(self, events: ChangeEvents, copies: BegunCopies) -> None:
         events.keys_unlisted.append(copies.paths)
-        events.key_reservations.append(self.committer.leaving.__contains__)
+        events.key_reservations.append(self.committer.journal.reserves)
         events.version_stored.append(self.pinner.published)
         events.path_renamed.append(self.pinner.renamed)
         events.statistics_requested.append(lambda: {"kept": self.pinner.statistics()})
@@ -264,7 +266,7 @@ class Assembly:
         if not self._ground.config.read_only:
             self.replay.restore()
         await self._commits.begin()
-        self.writeback.sequence = max(self.writeback.sequence, self._commits.committer.newest_after)
+        self.writeback.sequence = max(self.writeback.sequence, self._commits.committer.journal.newest_after)
         await self.recovery.load()
         if self.recovery.uncovered or self.replay.uncovered:
             await self._commits.read_again()

@@ -10,6 +10,7 @@ from pathlib import Path
 import trio
 
 from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
@@ -70,13 +71,14 @@ class Daemon(Node):
         self.directory, self.store, self.clock = directory, store, HybridClock(clock_of(clock, steady))
         self.client = store_client(store, store.capabilities, retry_timeout_s=0)
         self.log = CommitLog(self.client, self.clock, WorkerThreads(), writer=writer)
-        self.deletions = Deletions(self.database, self.client, self.tree, self.metrics, clock_ns=clock)
+        journal = ChangeJournal(self.database)
+        self.deletions = Deletions(self.database, self.client, self.tree, journal, self.metrics, clock_ns=clock)
         self.acknowledged = Acknowledged()
         self.committer = Committer(
-            self.database,
             self.log,
             self.applier,
             self.deletions,
+            journal,
             self.metrics,
             WorkerThreads(),
             delay_s=delay_s,

@@ -48,9 +48,9 @@ async def test_a_change_is_here_at_once_and_everywhere_after_flush(tmp_path: Pat
     with site.daemon("a") as a:
         a.enqueue(mkdir("d"), link("d/l"))
         assert sorted(a.shown()) == ["d/", "d/l"]
-        assert (site.commits(), a.committer.waiting) == ([], 2)
+        assert (site.commits(), a.committer.journal.operations) == ([], 2)
         await a.committer.flush()
-        assert (len(site.commits()), a.committer.waiting) == (1, 0)
+        assert (len(site.commits()), a.committer.journal.operations) == (1, 0)
         assert all(a.found(path).stamp == at(0) for path in ("d", "d/l"))
         assert await seen_by_others(site) == a.shown()
         assert await a.poller.poll() == 0  # its own is applied
@@ -79,7 +79,7 @@ async def test_sent_by_itself_after_the_delay(tmp_path: Path) -> None:
             await trio.sleep(0.1)
             a.enqueue(link("m"))
             assert site.commits() == []
-            await until(lambda: not a.committer.waiting)
+            await until(lambda: not a.committer.journal.operations)
             assert len(site.commits()) == 1
             nursery.cancel_scope.cancel()
 
@@ -115,7 +115,7 @@ async def test_what_is_journaled_is_tried_until_it_works(tmp_path: Path, monkeyp
             assert (site.commits(), list(a.shown())) == ([], ["l"])
             failed = a.committer.error
             assert failed is not None
-            await until(lambda: not a.committer.waiting)
+            await until(lambda: not a.committer.journal.operations)
             assert len(site.commits()) == 1
             assert a.committer.error is None
             nursery.cancel_scope.cancel()
@@ -131,7 +131,7 @@ async def test_a_change_made_while_a_commit_is_on_its_way_is_in_the_next(tmp_pat
             await reached(pause.reached)
             a.enqueue(link("l", "second"))
             pause.resume()
-        assert a.committer.waiting == 1
+        assert a.committer.journal.operations == 1
         assert a.found("l").stamp == PENDING | 2
         await a.committer.flush()
         assert len(site.commits()) == 2
@@ -208,9 +208,9 @@ async def test_a_death_at_any_step_makes_the_change_once(tmp_path: Path, when: s
     with site.daemon("dead") as next_one:
         await next_one.poller.poll()
         assert next_one.shown() == shown
-        assert next_one.committer.waiting == 3
+        assert next_one.committer.journal.operations == 3
         await next_one.committer.flush()
-        assert next_one.committer.waiting == 0
+        assert next_one.committer.journal.operations == 0
         assert len(site.commits()) == 1
         assert next_one.shown() == shown
         assert next_one.doomed() == ["f"]
@@ -234,9 +234,9 @@ async def test_a_commit_that_is_damaged_when_it_is_found_is_sent_again(tmp_path:
     site.clock.seconds += 5
     with site.daemon("dead") as next_one:
         await next_one.committer.settle_journal()
-        assert next_one.committer.waiting == 1
+        assert next_one.committer.journal.operations == 1
         await next_one.committer.flush()
-        assert (len(site.commits()), next_one.committer.waiting) == (2, 0)
+        assert (len(site.commits()), next_one.committer.journal.operations) == (2, 0)
         assert next_one.shown() == shown
     assert await seen_by_others(site) == shown
 
@@ -260,7 +260,7 @@ async def test_a_lost_answer_is_asked_for(tmp_path: Path) -> None:
         a.enqueue(link("l"))
         site.store.hook = Away(mute=False)
         await a.committer.commit(Change(operations=[link("m")]))
-        assert (len(site.commits()), a.committer.waiting, sorted(a.shown())) == (1, 0, ["l", "m"])
+        assert (len(site.commits()), a.committer.journal.operations, sorted(a.shown())) == (1, 0, ["l", "m"])
         site.store.hook = lambda request, when: None
         assert await seen_by_others(site) == a.shown()
 
@@ -273,11 +273,11 @@ async def test_nothing_is_sent_again_before_it_is_known(tmp_path: Path) -> None:
         for _ in range(3):
             with pytest.raises(Unavailable):
                 await a.committer.flush()
-        assert (len(site.commits()), a.committer.waiting) == (1, 1)
+        assert (len(site.commits()), a.committer.journal.operations) == (1, 1)
         site.store.hook = lambda request, when: None
         a.enqueue(link("m"))
         await a.committer.flush()
-        assert (len(site.commits()), a.committer.waiting) == (2, 0)
+        assert (len(site.commits()), a.committer.journal.operations) == (2, 0)
         assert await seen_by_others(site) == a.shown()
         a.enqueue(Remove("l"))
         await a.committer.flush()
@@ -347,7 +347,7 @@ async def test_attributes_set_again_behind_what_is_held(tmp_path: Path) -> None:
         a.committer.enqueue(a.chmod("f", 0o600))
         site.clock.seconds = 5
         await a.committer.flush()
-        assert a.committer.waiting == 2
+        assert a.committer.journal.operations == 2
         assert a.found("f").mode == 0o600
         a.acknowledged.durable_up_to = 1
         await a.committer.flush()
@@ -400,6 +400,6 @@ def test_a_full_disk_refuses_the_change(tmp_path: Path, monkeypatch: pytest.Monk
             patch.setattr(a.database, "commit", full)
             with pytest.raises(CacheError):
                 a.enqueue(link("l"))
-        assert (a.shown(), a.committer.waiting) == ({}, 0)
+        assert (a.shown(), a.committer.journal.operations) == ({}, 0)
         a.enqueue(link("l"))
         assert list(a.shown()) == ["l"]

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
@@ -38,17 +39,16 @@ class Deletions:
         database: Database,
         client: StoreClient,
         tree: Tree,
+        journal: ChangeJournal,
         metrics: CommitMetrics,
         *,
         clock_ns: Callable[[], int],
     ) -> None:
-        self._db, self._client, self._tree, self._metrics = database, client, tree, metrics
+        self._db, self._client, self._tree, self._journal, self._metrics = database, client, tree, journal, metrics
         self._clock_ns = clock_ns
         self._kick, self._full, self._passed = trio.Event(), trio.Event(), trio.Event()
         self._under_way: dict[str, trio.Event] = {}
         self._kept: Counter[str] = Counter()
-        self.waive: Callable[[str], list[Deletion]] = lambda _: []
-        """Takes a key out of changes that are journaled and in no commit yet; the committer sets it."""
         self._rows = DeletionRows(database)
         self.waiting = len(self._rows.keys())
 
@@ -72,7 +72,7 @@ class Deletions:
         try:
             while key in self._under_way:
                 await self._under_way[key].wait()
-            taken = self.waive(key)
+            taken = self._journal.waive_deletions(key)
             noted = self._rows.get(key) if self.waiting else None
             if noted is not None:
                 taken.append(noted)

@@ -136,7 +136,7 @@ class Renaming:
         file = self._files.get(source.inode)
         draft = None if file is None else file.draft
         if draft is not None and draft.accepted:
-            self._committer.withhold(path, draft.accepted, self._writeback.sequence, self._committer.newest)
+            self._committer.withhold(path, draft.accepted, self._writeback.sequence, self._committer.journal.newest)
 
     def _promised(self, source: Entry, path: str, replaced: OpenFile | None) -> Batch:
         batch = Batch()

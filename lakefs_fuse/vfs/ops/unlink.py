@@ -87,7 +87,7 @@ class Unlinker:
                     async with file.draft.exclusive():
                         pass
                 await self._keep_for_handles(file)
-                late, newest = await self._with_late_object(file), self._committer.newest
+                late, newest = await self._with_late_object(file), self._committer.journal.newest
                 await delete(late)
         except BaseException:
             file.unlinked = False

@@ -272,6 +272,6 @@ class Packer:
                     hides=hides, xattrs=xattrs,
                 )
             )  # fmt: skip
-            if hides and file.key not in self._committer.leaving:
+            if hides and not self._committer.journal.reserves(file.key):
                 doomed.append(Deletion(file.key, hides))
         return Change(operations=operations, doomed=doomed)

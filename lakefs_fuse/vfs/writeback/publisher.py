@@ -213,7 +213,7 @@ class ObjectWriter:
         builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
             builder.hide_object(key, entry.etag)
-        goes = hides and key != path and path not in self._committer.leaving
+        goes = hides and key != path and not self._committer.journal.reserves(path)
         doomed = [Deletion(path, hides)] if goes else []
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
         if key != path:

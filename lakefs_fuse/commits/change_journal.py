@@ -1,0 +1,120 @@
+"""Changes of names made here that are in no commit yet, in the order in which they were made.
+
+What always holds:
+
+* *journal first*: a change is in the database before anything shows it, and leaves it once its commit is in the store;
+* *reserved keys*: from the moment a change is journaled that dooms an object at another path than its own, until that
+  change is in the store, nobody writes to the object's key: other nodes still find the bytes of a name there.
+
+Trio thread only. After a crash `load` has every change that was journaled.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from lakefs_fuse.commits.change import Change, Sending
+from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.rows import Deletion, SequenceRows, SingleRow
+
+
+class ChangeJournal:
+    """See the module's head. Changes are known by their sequence numbers."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self._rows = SequenceRows(database, schema.CHANGE, Change)
+        self._sending_row = SingleRow(database, schema.SINGLE_SENDING, Sending)
+        self.sending: Sending | None = None
+        """The commit that is on its way, or may be in the store."""
+        self.changes: dict[int, Change] = {}
+        """In ascending order; changed by the methods here only."""
+        self.newest = 0
+        """The last sequence number that was given out."""
+        self._reserving: dict[int, list[str]] = {}
+        self._reserved: dict[str, int] = {}
+        """Keys, with the newest change that reserves them."""
+
+    def load(self) -> None:
+        """Read what the last daemon left; called once."""
+        for sequence, change in self._rows.items():
+            self._add(sequence, change)
+        self.sending = self._sending_row.get()
+        if self.sending is not None:
+            self.newest = max([self.newest, *self.sending.sequences])
+
+    # -- the commit on its way
+
+    def begin_sending(self, sending: Sending) -> None:
+        """Raises CacheError."""
+        self._sending_row.set(sending)
+        self.sending = sending
+
+    def end_sending(self) -> None:
+        """What became of the commit is known here. Raises CacheError."""
+        if self.sending is not None:
+            self._sending_row.set(None)
+            self.sending = None
+
+    def pass_over_sending(self) -> None:
+        """The store does not have the commit now. Its row stays: the next daemon asks once more."""
+        self.sending = None
+
+    # -- reading
+
+    @property
+    def operations(self) -> int:
+        return sum(len(change.operations) for change in self.changes.values())
+
+    @property
+    def newest_after(self) -> int:
+        """The newest number of write-back that a change names."""
+        return max((change.after for change in self.changes.values()), default=0)
+
+    def reserves(self, key: str) -> bool:
+        """See *reserved keys* in the module's head."""
+        return key in self._reserved
+
+    # -- changing
+
+    def append(self, change: Change, batch: Batch) -> int:
+        """Commit ``batch`` with the change; answers its number. Raises CacheError; then nothing happened."""
+        sequence = self.newest + 1
+        self._rows.put(batch, sequence, change)
+        self.database.commit(batch)
+        self._add(sequence, change)
+        return sequence
+
+    def _add(self, sequence: int, change: Change) -> None:
+        self.newest = max(self.newest, sequence)
+        self.changes[sequence] = change
+        if keys := change.leaving():
+            self._reserving[sequence] = keys
+            self._reserved |= dict.fromkeys(keys, sequence)
+
+    def replace(self, batch: Batch, sequence: int, change: Change) -> None:
+        self.changes[sequence] = change
+        self._rows.put(batch, sequence, change)
+
+    def delete(self, batch: Batch, sequence: int) -> None:
+        """The change is in the store; followed by `forget` once ``batch`` is committed."""
+        self._rows.delete(batch, sequence)
+
+    def forget(self, sequence: int) -> None:
+        self.changes.pop(sequence, None)
+        for key in self._reserving.pop(sequence, ()):
+            if self._reserved.get(key) == sequence:
+                del self._reserved[key]
+
+    def waive_deletions(self, key: str) -> list[Deletion]:
+        """An object that changes were to delete gets new bytes: they will not. Raises CacheError."""
+        waived: list[Deletion] = []
+        for sequence, change in self.changes.items():
+            kept = [doomed for doomed in change.doomed if doomed.key != key]
+            if len(kept) < len(change.doomed):
+                waived += [doomed for doomed in change.doomed if doomed.key == key]
+                batch = Batch()
+                self.replace(batch, sequence, replace(change, doomed=kept))
+                self.database.commit(batch)
+        return waived
