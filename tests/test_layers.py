@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -166,6 +168,27 @@ def test_modules_are_small_and_say_what_they_are_for(path: Path) -> None:
             assert node.end_lineno is not None
             lines = node.end_lineno - node.lineno + 1
             assert lines <= FUNCTION_LINES_MAX, f"{node.name} has {lines} lines"
+
+
+NEVER_LOADED = {"boto3", "botocore", "obstore", "urllib3", "rocksdict", "pyfuse3", "trio"}
+"""Store clients, RocksDB, libfuse, and the loop that runs them."""
+
+
+@pytest.mark.parametrize("started", ["daemon.supervisor", "cli"])
+def test_processes_around_the_daemon_load_no_filesystem(started: str) -> None:
+    """The supervisor lives as long as the mount, and must cost no memory and not die of what kills a daemon."""
+    if started == "cli":
+        names = [f"lakefs_fuse.cli.{path.stem}" for path in modules() if layer_of(path) == "cli"]
+    else:
+        names = [f"lakefs_fuse.{started}"]
+    program = f"import sys, {', '.join(name.removesuffix('.__init__') for name in names)}\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert f"lakefs_fuse.{started}" in loaded
+    assert loaded.isdisjoint(NEVER_LOADED)
+    layers = {name.split(".")[1] for name in loaded if name.startswith("lakefs_fuse.")}
+    own = {"cli"} if started == "cli" else {"daemon", "environment"}
+    assert layers <= MAY_IMPORT["cli"] | own
 
 
 PRODUCT_NAMES = re.compile(r"\.lakefs|user\.lakefs|LAKEFS_|(?<!.)lakefs-fuse(?!.)|(?<!.)lakefs-(?!.)")

@@ -1,27 +1,27 @@
-"""`gc`: gives back what no name has its bytes in any more, safe while mounts run and when killed at any point.
+"""`gc`: deletes what no name refers to; safe while mounts run, and when killed at any point.
 
-What always holds: a commit object is deleted only where, after all commits were applied, no name has bytes in it; that
-was already so in a run at least a grace period ago (see `gc_note`); its record was read, and every name that it speaks
-of is known as it left it, or as later commits did; and an index was written since, which says the same. While any
-commit cannot be read, or lies in the future, none is deleted, because nobody knows what that one refers to. What a
-named snapshot has bytes in is neither deleted nor rewritten. Before each batch of deletions commits, snapshots, the
-note and the newest index are read again; a process that was stopped meanwhile reads them once more.
+What always holds (*dead for a grace period*): a commit object is deleted only if, with all commits applied, no name has
+bytes in it; an earlier run, at least a grace period ago, found the same (`GcRecord`); every name in its record is known
+as it left it, or as later commits did; and an index written since says the same. While a commit cannot be read, or lies
+in the future, none is deleted, because its references are unknown. What named snapshots refer to is neither deleted nor
+rewritten. Commits, snapshots, record and newest index are read again before each batch of deletions, and once more if
+the process was stopped meanwhile.
 
 The steps, and what being killed in or after each leaves:
 
-1. **Rewrite.** Packs of which less than ``live_below`` is live: their live files go into new packs. Killed before a
-   commit: nothing. After it: files that are in the new pack; the old one has fewer live bytes, the next run goes on.
-2. **Fold**, if commits are dead that no index is known to have: an index is written, whose horizon says that commits
-   before it may be missing. Killed before its manifest: no index. After it: an index more; nothing is missing yet.
-3. **Note** what is dead, and since when. Killed before: grace periods begin later.
-4. **Wait** for the grace period, if asked to, and look again: what a commit of meanwhile refers to is not dead.
-5. **Delete** dead commit objects whose grace period has passed, in batches. Killed half-way: some are gone; each of
-   them was in an index, and a mount that knows less than the horizon takes the index.
-6. **Leftovers**: plain objects that commits hide (see `leftovers`); objects under ``.lakefs/objects/`` that nothing
-   refers to, and unfinished uploads, both only when they are days old, because an upload's commit comes after it.
+1. **Rewrite.** Live files of packs with a share of live bytes below ``live_below`` move into new packs. Killed before a
+   commit: nothing. After it: files in the new pack; the old one has fewer live bytes, and the next run continues.
+2. **Fold**, if commits are dead that are in no index: writes an index, whose horizon says that commits before it may be
+   missing. Killed before its manifest: no index. After it: one more index, and nothing is missing yet.
+3. **Record** what is dead, and since when. Killed before: grace periods begin later.
+4. **Wait** for the grace period, if asked to, and check again: a commit of the meantime may refer to it.
+5. **Delete** dead commit objects after their grace period, in batches. Killed half-way: some are deleted; each of them
+   was in an index, and a mount that knows less than the horizon loads the index.
+6. **Superseded objects**: plain objects that commits hide (`superseded_objects`); unreferenced objects under
+   ``.lakefs/objects/`` and unfinished uploads, both only when days old, because the commit of an upload comes after it.
 
-With a grace period of 0 a mount that has not polled since may fail to read, or miss, what was just moved: it is meant
-for lakes that nobody else has mounted. Tasks of one trio loop.
+A grace period of 0 is for lakes that are mounted nowhere: a mount that has not polled may fail to read what was moved.
+Tasks of one trio loop.
 """
 
 from __future__ import annotations
@@ -30,45 +30,43 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import msgspec
 import trio
 
 from lakefs_fuse.admin.extent_reader import Moving
-from lakefs_fuse.admin.gc_record import Note, read_note, write_note
 from lakefs_fuse.admin.lake_view import NS, LakeView
 from lakefs_fuse.admin.relocation import Moved, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.index.index import manifests
+from lakefs_fuse.commits.index.index import INDEX, manifests
 from lakefs_fuse.commits.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.product import RESERVED_PREFIX
-from lakefs_fuse.store.client import DELETE_KEYS_MAX
+from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.parallel import for_each
 from lakefs_fuse.upload.spilled_parts import SPILLED
 
 LIVE_BELOW = 0.75
-"""A dataset of which half was removed has packs with a little more, and a little less, than half of their bytes
-live."""
+"""A dataset of which half was removed has packs with about half of their bytes live."""
 GRACE_S = 3600.0
 UPLOADS_OLDER_S = 7 * 86400.0
 MEMBER_BYTES = 170
-"""What a member takes besides three times its name and its bytes: headers, directory and record."""
+"""Overhead of a member besides three times its name: headers, directory and record."""
 RECORDS_AT_ONCE = 16
-LOOK_S_MAX = 60.0
-"""A batch is deleted so soon after the look at what refers to it, or there is another look."""
-INDEX = f"{RESERVED_PREFIX}index/"
+CHECK_S_MAX = 60.0
+"""Maximum time between the check of a batch and its deletion; after it the batch is checked again."""
 
 Fold = Callable[[int], Awaitable[None]]
-"""Write an index of all that is known, with this horizon."""
+"""Writes an index of the view, with this horizon."""
 Report = Callable[[str, int, int], None]
 IsDead = Callable[[ObjectMeta], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of one run. ``live_below`` is a share of a pack's bytes; times in seconds."""
+    """Options of one run. ``live_below`` is a share of a pack's bytes; times are in seconds."""
 
     live_below: float = LIVE_BELOW
     grace_s: float = GRACE_S
@@ -79,7 +77,7 @@ class Options:
 
 @dataclass(slots=True)
 class Collected:
-    """What was done, or would be. ``bytes_later`` are in commit objects whose grace period has not passed."""
+    """Result of a run, or of a dry run. ``bytes_later`` are in commit objects in their grace period."""
 
     moved: Moved = field(default_factory=Moved)
     packs_rewritten: int = 0
@@ -88,7 +86,7 @@ class Collected:
     commits_later: int = 0
     bytes_later: int = 0
     unreadable: int = 0
-    unsettled: int = 0
+    late: int = 0
     plain: Swept = field(default_factory=Swept)
     unreferenced: Swept = field(default_factory=Swept)
     uploads_aborted: int = 0
@@ -99,7 +97,7 @@ class Collected:
         return self.bytes_commits + self.plain.bytes + self.unreferenced.bytes
 
     def summary(self) -> dict[str, object]:
-        """For scripts; the names are final."""
+        """The result for scripts; names are final."""
         return {
             "bytes_given_back": self.bytes_deleted - self.moved.bytes_written,
             "bytes_deleted": self.bytes_deleted,
@@ -111,14 +109,14 @@ class Collected:
             "commits_later": self.commits_later,
             "bytes_later": self.bytes_later,
             "commits_unreadable": self.unreadable,
-            "commits_late": self.unsettled,
+            "commits_late": self.late,
             "objects_deleted": self.plain.objects + self.unreferenced.objects,
             "uploads_aborted": self.uploads_aborted,
             "folded": self.folded,
         }
 
     def describe(self, *, dry_run: bool) -> str:
-        """For people."""
+        """The result as text for users."""
         lines = [
             f"{self.bytes_deleted:,} bytes {'would be ' if dry_run else ''}deleted: {self.commits_deleted:,} commits, "
             f"{self.plain.objects + self.unreferenced.objects:,} plain objects, {self.uploads_aborted:,} uploads; "
@@ -131,18 +129,16 @@ class Collected:
                 "grace period (--grace, --wait)"
             )
         if self.unreadable:
-            lines.append(
-                f"no commit and no leftover was deleted, as {self.unreadable:,} commits cannot be read: run fsck"
-            )
-        if self.unsettled:
-            lines.append(f"{self.unsettled:,} commits were left: what they say was never seen in the lake: run fsck")
+            lines.append(f"nothing was deleted, because {self.unreadable:,} commits cannot be read: run fsck")
+        if self.late:
+            lines.append(f"{self.late:,} commits were left, because their changes are not in the lake: run fsck")
         if self.moved.damaged:
             lines.append(f"{self.moved.damaged:,} files have damaged bytes and were left where they are: run fsck")
         return "\n".join(lines)
 
 
 class Collector:
-    """One run over a lake; see the module's head."""
+    """One run over a lake: rewrite, fold, record, wait, delete."""
 
     def __init__(
         self,
@@ -154,30 +150,30 @@ class Collector:
         sleep: Callable[[float], Awaitable[None]] = trio.sleep,
     ) -> None:
         self._lake, self._options, self._fold, self._report, self._sleep = lake, options, fold, report, sleep
-        self._settled: set[str] = set()
-        """Dead commits that were looked into, by this run or by the last one."""
-        self._unsettled: set[str] = set()
+        self._contained: set[str] = set()
+        """Dead commits whose records were checked, by this run or an earlier one."""
+        self._late: set[str] = set()
         self._kept: set[str] = set()
-        """What named snapshots have bytes in."""
-        self._noted: dict[str, int] = {}
+        """Keys of objects that named snapshots refer to."""
+        self._recorded: dict[str, int] = {}
         self._horizon = 0
-        """Of the newest index, as of the last look."""
+        """Of the newest index, as of the last check."""
         self.done = Collected()
 
     async def run(self) -> Collected:
-        """Raises LakeError; what was done by then stays."""
+        """Collect, and return what was done. Raises LakeError; what was done before stays done."""
         options = self._options
-        old = await read_note(self._lake.client)
-        self._settled.update(old.dead)
+        old = await read_gc_record(self._lake.client)
+        self._contained.update(old.dead)
         self._kept = await snapshots.kept_objects(self._lake.client)
         await self._rewrite()
-        note = await self._remember(old, await self._dead())
-        if options.wait and options.grace_s and not options.dry_run and note.dead:
-            self._report("waiting for mounts to see it", 0, 0)
-            youngest = max(note.dead.values())
+        gc_record = await self._fold_dead(old, await self._find_dead())
+        if options.wait and options.grace_s and not options.dry_run and gc_record.dead:
+            self._report("waiting for the grace period", 0, 0)
+            youngest = max(gc_record.dead.values())
             await self._sleep(max(0.0, options.grace_s - (self._lake.clock.wall_ns() - youngest) / NS))
-        await self._delete_dead(note)
-        self._report("looking for leftovers", 0, 0)
+        await self._delete_dead(gc_record)
+        self._report("finding superseded objects", 0, 0)
         self.done.plain = await sweep(
             self._lake, "", grace_s=options.grace_s, removed=True, dry_run=options.dry_run
         )  # fmt: skip
@@ -185,7 +181,7 @@ class Collector:
         await self._delete_unreferenced()
         await self._delete_spills()
         await self._abort_uploads()
-        self.done.unsettled = len(self._unsettled)
+        self.done.late = len(self._late)
         return self.done
 
     # -- rewriting
@@ -213,7 +209,7 @@ class Collector:
         self.done.moved = await relocator.finish()
 
     def _choose(self) -> dict[int, int]:
-        """Numbers of the packs to rewrite, with the bytes that their live files would take in another pack."""
+        """Numbers of the packs to rewrite, with the bytes that their live files take in another pack."""
         below = self._options.live_below
         rows = {
             row.number: row.size
@@ -234,7 +230,7 @@ class Collector:
             found += [meta for meta in page.objects if parse_commit_key(meta.key) is not None]
         return found
 
-    async def _dead(self) -> list[ObjectMeta]:
+    async def _find_dead(self) -> list[ObjectMeta]:
         """Commit objects that no name has bytes in, after all commits were applied."""
         lake = self._lake
         commits = await self._commits()
@@ -242,21 +238,22 @@ class Collector:
         self._kept = await snapshots.kept_objects(lake.client)
         dead: list[ObjectMeta] = []
 
-        async def look(meta: ObjectMeta) -> None:
+        async def check(meta: ObjectMeta) -> None:
             row = lake.tree.objects.find(meta.key, meta.etag)
             if meta.key in self._kept:
                 return
-            if (row is None or row.entries <= 0) and await self._is_settled(meta, has_row=row is not None):
+            if (row is None or row.entries <= 0) and await self._is_contained(meta, has_row=row is not None):
                 dead.append(meta)
 
-        await for_each(commits, look, RECORDS_AT_ONCE)
+        await for_each(commits, check, RECORDS_AT_ONCE)
         self.done.unreadable = max(self.done.unreadable, lake.refused)
         return [] if self.done.unreadable else sorted(dead, key=lambda meta: meta.key)
 
-    async def _is_settled(self, meta: ObjectMeta, *, has_row: bool) -> bool:
-        """All that a commit says is known here, or what came after it: it was not too late for whoever folded the
-        index. Looked up once, when it is first seen to be dead."""
-        if meta.key in self._settled:
+    async def _is_contained(self, meta: ObjectMeta, *, has_row: bool) -> bool:
+        """Whether every change of a commit, or a later one, is in the view, so that an index contains it.
+
+        Checked once, when the commit is first found dead. False for a commit that came too late for an index."""
+        if meta.key in self._contained:
             return True
         try:
             record = await self._lake.log.fetch(meta)
@@ -268,14 +265,15 @@ class Collector:
         for operation in record.operations:
             own = isinstance(operation, Put | Relocate) and operation.object == THIS
             if (own and not has_row) or not self._is_known(operation, record.time):
-                self._unsettled.add(meta.key)
+                self._late.add(meta.key)
                 return False
-        self._settled.add(meta.key)
+        self._contained.add(meta.key)
         return True
 
     def _is_known(self, operation: Operation, time_ns: int) -> bool:
-        """A name, or its tombstone, is as new as this operation on it. What depends on a version, or on an object that
-        anybody may delete, leaves no trace."""
+        """Whether a name, or its tombstone, is as new as this operation on it.
+
+        Operations on a version, or on an object that others may delete, leave no trace, and count as known."""
         if isinstance(operation, SetAttr | Relocate) or (isinstance(operation, Put) and operation.object == OWN):
             return True
         slash = b"/" if isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory) else b""
@@ -288,23 +286,23 @@ class Collector:
         replaced = entry.is_plain and not entry.stamp and entry.ctime_ns + NS > time_ns
         return entry.stamp >= time_ns or replaced
 
-    async def _remember(self, old: Note, dead: list[ObjectMeta]) -> Note:
-        """Fold what is dead, and note since when it is."""
+    async def _fold_dead(self, old: GcRecord, dead: list[ObjectMeta]) -> GcRecord:
+        """Fold dead commits into an index, and record since when they are dead."""
         lake = self._lake
         now = lake.clock.wall_ns()
         since = {meta.key: min(now, old.dead.get(meta.key, now)) for meta in dead}
         newest = max((_time_of(key) for key in since), default=0)
         horizon = max(old.horizon, newest + 1) if since else old.horizon
-        note = Note(horizon=horizon, dead=since)
+        gc_record = GcRecord(horizon=horizon, dead=since)
         if self._options.dry_run:
-            return note
+            return gc_record
         if since and (horizon > old.horizon or not await self._has_index()):
             self._report("folding commits into an index", 0, 0)
             await self._fold(horizon)
             self.done.folded = True
-        if note != old:
-            await write_note(lake.client, note, lake.clock.now())
-        return note
+        if gc_record != old:
+            await write_gc_record(lake.client, gc_record, lake.clock.now())
+        return gc_record
 
     async def _has_index(self) -> bool:
         page = await self._lake.client.list_page(INDEX, keys_max=1)
@@ -312,14 +310,16 @@ class Collector:
 
     # -- deleting
 
-    async def _delete_dead(self, note: Note) -> None:
-        if not note.dead:
+    async def _delete_dead(self, gc_record: GcRecord) -> None:
+        if not gc_record.dead:
             return
         now = self._lake.clock.wall_ns()
         doomed: list[ObjectMeta] = []
-        for meta in await self._dead():  # again: commits of others may have come while we folded or waited
-            since = note.dead.get(meta.key)
-            if since is None or (now - since) / NS < self._options.grace_s or _time_of(meta.key) >= note.horizon:
+        for (
+            meta
+        ) in await self._find_dead():  # again, because other nodes may have committed while this run folded or waited
+            since = gc_record.dead.get(meta.key)
+            if since is None or (now - since) / NS < self._options.grace_s or _time_of(meta.key) >= gc_record.horizon:
                 self.done.commits_later += 1
                 self.done.bytes_later += meta.size
             else:
@@ -330,32 +330,32 @@ class Collector:
         self.done.commits_deleted, self.done.bytes_commits = swept.objects, swept.bytes
 
     async def _delete_batches(self, found: Sequence[ObjectMeta], is_dead: IsDead, swept: Swept) -> None:
-        """Delete what is dead after another look, a batch at a time."""
+        """Delete objects in batches, each after another check that it is dead."""
         for at in range(0, len(found), DELETE_KEYS_MAX):
             batch = found[at : at + DELETE_KEYS_MAX]
             while not self._options.dry_run:
                 began_s = self._lake.node.clock.mono_s()
-                await self._look()
+                await self._read_references()
                 if self._lake.refused:
                     self.done.unreadable = max(self.done.unreadable, self._lake.refused)
                     return
-                if self._lake.node.clock.mono_s() - began_s <= LOOK_S_MAX:
+                if self._lake.node.clock.mono_s() - began_s <= CHECK_S_MAX:
                     batch = [meta for meta in batch if is_dead(meta)]
                     break
             if batch:
                 await delete(self._lake, batch, swept, dry_run=self._options.dry_run)
 
-    async def _look(self) -> None:
-        """See what others wrote: commits, snapshots, the note of another run, the newest index. Raises LakeError."""
+    async def _read_references(self) -> None:
+        """Read what other processes wrote: commits, snapshots, gc records, the newest index. Raises LakeError."""
         client = self._lake.client
-        self._noted = (await read_note(client)).dead
+        self._recorded = (await read_gc_record(client)).dead
         newest = next(iter(await manifests(client, count_max=1)), None)
         self._horizon = 0 if newest is None else newest.horizon
         self._kept = await snapshots.kept_objects(client)
         await self._lake.refresh()
 
     def _is_dead_commit(self, meta: ObjectMeta) -> bool:
-        return meta.key in self._noted and _time_of(meta.key) < self._horizon and self._is_unreferenced(meta)
+        return meta.key in self._recorded and _time_of(meta.key) < self._horizon and self._is_unreferenced(meta)
 
     def _is_unreferenced(self, meta: ObjectMeta) -> bool:
         row = self._lake.tree.objects.find(meta.key, meta.etag)
@@ -375,7 +375,7 @@ class Collector:
                     _require_deleted(self.done.unreferenced)
 
     async def _delete_spills(self) -> None:
-        """What dead nodes had moved out of staging; living ones have files open for less than that."""
+        """Delete spilled parts of dead nodes; living nodes keep files open for less than that time."""
         lake, options = self._lake, self._options
         async with aclosing(lake.client.list_all(SPILLED)) as pages:
             async for page in pages:
@@ -395,7 +395,7 @@ class Collector:
 
 
 def _require_deleted(swept: Swept) -> None:
-    """Raises LakeError where the store did not delete what it was asked to."""
+    """Raises LakeError where the store refused to delete objects."""
     if swept.failed:
         raise LakeError(
             f"deleting is refused for {swept.failed:,} objects ({swept.why}): collect garbage with credentials that "
@@ -406,3 +406,52 @@ def _require_deleted(swept: Swept) -> None:
 def _time_of(key: str) -> int:
     named = parse_commit_key(key)
     return 0 if named is None else named[0]
+
+
+# -- the record of a run
+
+RECORDS = f"{RESERVED_PREFIX}gc/"
+FORMAT = 1
+RECORD_BYTES_MAX = 256 << 20
+
+
+class GcRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run of gc leaves for the next one, which needs a memory of grace periods.
+
+    ``dead``: key → time (ns since 1970) of the first run that saw it dead. ``horizon``: commits older than this had
+    been folded into an index when the record was written."""
+
+    format: int = FORMAT
+    horizon: int = 0
+    dead: dict[str, int] = {}
+
+
+async def read_gc_record(client: StoreClient) -> GcRecord:
+    """The newest readable record; an empty one where there is none. Raises LakeError."""
+    for meta in reversed(await _gc_records(client)):
+        if not 0 < meta.size <= RECORD_BYTES_MAX:
+            continue
+        try:
+            raw = bytes((await client.get(meta.key, 0, meta.size, etag=meta.etag)).data)
+            record = msgspec.msgpack.decode(raw, type=GcRecord)
+        except (NotFound, PreconditionFailed, msgspec.DecodeError):
+            continue
+        if record.format == FORMAT:
+            return record
+    return GcRecord()
+
+
+async def write_gc_record(client: StoreClient, record: GcRecord, time_ns: int) -> None:
+    """Write a record in place of all older ones. Raises LakeError."""
+    old = [meta.key for meta in await _gc_records(client)]
+    key = f"{RECORDS}{time_ns:016x}"
+    if record.dead or record.horizon:
+        await client.put(key, msgspec.msgpack.encode(record))
+    await client.delete_many([each for each in old if each < key])
+
+
+async def _gc_records(client: StoreClient) -> list[ObjectMeta]:
+    found: list[ObjectMeta] = []
+    async for page in client.list_all(RECORDS):
+        found += page.objects
+    return sorted(found, key=lambda meta: meta.key)

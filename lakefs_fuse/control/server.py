@@ -17,12 +17,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import trio
 
 from lakefs_fuse import __version__
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control import protocol
-from lakefs_fuse.control.statistics import UnfinishedView, assemble, wire_files
 from lakefs_fuse.errors import LakeError, MountError
 
 CLIENTS_MAX = 16
@@ -37,6 +37,29 @@ LOOKING_SHARE = 20
 log = logging.getLogger(__name__)
 
 
+class UnfinishedView(Protocol):
+    """The fields of the filesystem's own record that the control socket passes on."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def age_s(self) -> float: ...
+    @property
+    def error(self) -> str: ...
+    @property
+    def parts_done(self) -> int: ...
+    @property
+    def bytes_done(self) -> int: ...
+    @property
+    def missing(self) -> int: ...
+
+
 class FilesystemView(Protocol):
     """What the control socket may see and ask of a filesystem."""
 
@@ -46,6 +69,62 @@ class FilesystemView(Protocol):
     async def finish_orphan(self, id: str, *, incomplete: bool = False) -> None: ...
     async def abort_orphan(self, id: str) -> None: ...
     async def refresh(self) -> dict[str, object]: ...
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def wire_files(files: Sequence[UnfinishedView]) -> tuple[protocol.UnfinishedFile, ...]:
+    """The first protocol.FILES_MAX, as they go over the socket."""
+    return tuple(
+        protocol.UnfinishedFile(
+            id=file.id,
+            path=protocol.printable(file.path),
+            bytes=file.bytes,
+            state=file.state,
+            age_s=file.age_s,
+            error=protocol.printable(file.error),
+            parts_done=file.parts_done,
+            bytes_done=file.bytes_done,
+            missing=file.missing,
+        )
+        for file in files[: protocol.FILES_MAX]
+    )
+
+
+def assemble(
+    values: dict[str, object],
+    unfinished: Sequence[UnfinishedView],
+    *,
+    config: MountConfig,
+    capabilities: dict[str, object],
+    uptime_s: float,
+    restarts: int,
+) -> dict[str, object]:
+    """``values`` (which is not changed) with memory, mount, daemon, capabilities and unfinished files added."""
+    memory = values.get("memory")
+    return {
+        **values,
+        "memory": {**(memory if isinstance(memory, dict) else {}), "rss": resident_bytes()},
+        "daemon": {
+            "pid": os.getpid(),
+            "version": __version__,
+            "uptime_s": round(uptime_s, 3),
+            "restarts": restarts,
+            "supervised": config.supervise,
+        },
+        "mount": {
+            "source": str(config.store.source),
+            "mountpoint": config.mountpoint,
+            "cache_dir": config.cache_dir,
+            "log_file": config.log_file or "",
+            "read_only": config.read_only,
+        },
+        "capabilities": capabilities,
+        "unfinished": [msgspec.to_builtins(file) for file in wire_files(unfinished)],
+    }
 
 
 class ProgressMeter:
@@ -85,6 +164,7 @@ class ControlServer:
         request_unmount: Callable[[], None],
         clock: Callable[[], float],
         restarts: int = 0,
+        starting: bool = False,
         allowed_uids: frozenset[int] | None = None,
     ) -> None:
         self._fs = fs
@@ -93,10 +173,7 @@ class ControlServer:
         self._request_unmount = request_unmount
         self._clock = clock
         self._restarts = restarts
-        self.starting = False
-        """The mount is not there yet."""
-        self.draining = False
-        """The mount is gone."""
+        self._is_starting, self._is_draining = starting, False
         self._started_s = clock()
         self._clients = 0
         self._allowed_uids = frozenset((0, os.geteuid())) if allowed_uids is None else allowed_uids
@@ -105,6 +182,14 @@ class ControlServer:
         self.waiting = 0
         """Clients that wait for the end now."""
         self._nobody_waits = trio.Event()
+
+    def begin_serving(self) -> None:
+        """The mount exists: from now on it is this daemon's own."""
+        self._is_starting = False
+
+    def begin_draining(self) -> None:
+        """The mount has ended."""
+        self._is_starting, self._is_draining = False, True
 
     async def handle(self, stream: trio.SocketStream) -> None:
         """One connection. Never raises for what a client does."""
@@ -185,8 +270,8 @@ class ControlServer:
                     source=str(self._config.store.source),
                     mountpoint=self._config.mountpoint,
                     log_file=self._config.log_file or "",
-                    starting=self.starting,
-                    draining=self.draining,
+                    starting=self._is_starting,
+                    draining=self._is_draining,
                 )
         return protocol.Done()
 

@@ -1,16 +1,16 @@
 """The daemon of one mount: `python -m lakefs_fuse.daemon.mount_daemon`, started by `lakefs-fuse mount`.
 
-It reads a `MountConfig` as JSON from standard input, wires the layers together (the only place that knows them all),
-serves until the mount is gone, then drains what is dirty within a bound. It says once, over the descriptor that
-``--ready-fd`` names, that the mount answers or why it does not. SIGTERM and SIGINT unmount and drain; a second one
-gives up draining. Bytes that could not be stored stay in staging, are named in the log, and make the exit code 1.
+It reads a `MountConfig` as JSON from standard input, opens the lake, serves until the mount ends, and then drains
+within a bound. *One answer*: the descriptor of ``--ready-fd`` gets one line, that the mount answers or why it does not.
+SIGTERM and SIGINT unmount and drain; a second one ends draining. Bytes that cannot be stored stay in staging, are named
+in the log, and make the exit code 1.
 
-``--restarts`` says how many daemons its supervisor had started before it, and ``--replace`` which dead mount
-(major:minor) it takes the place of: that is detached when the lake is open, right before the new one is made. If it is
-gone by then, someone has unmounted it, and this daemon only stores what is left.
+``--restarts`` is the number of daemons that the supervisor started before, and ``--replace`` the device (major:minor)
+of the dead mount to replace: it is detached when the lake is open, right before the new mount is made. If it is gone by
+then, a user has unmounted it, and this daemon only stores what is left.
 
-A crash leaves the mount dead until someone unmounts it or the next daemon replaces it, the control socket (the next
-daemon removes it), and whatever was dirty in staging for the next mount.
+A crash leaves a dead mount until it is unmounted or replaced, the control socket, which the next daemon removes, and
+dirty bytes in staging, for the next mount.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from lakefs_fuse.environment.descriptor_limit import raise_file_limit
 from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, ConfigError, LakeError, MountError
 
 DRAIN_S_MAX = 3600.0
-"""How long unmounting may go on uploading in all …"""
+"""Maximum time for uploads after unmounting, in all."""
 DRAIN_STALL_S_MAX = 180.0
-"""… and how long without one more byte stored."""
+"""Maximum time for them without one more byte stored."""
 DRAIN_CHECK_S = 1.0
 STOP_AGAIN_S_MIN = 1.0
-"""Of a supervised daemon: a service manager signals it and its supervisor, which passes that on; both mean one stop."""
+"""A service manager signals a daemon and its supervisor, which forwards the signal: within this time that is one."""
 DEAD_S_MAX = 10.0
-"""A mount that does not answer statvfs(3) for so long is not a dead one."""
+"""A mount that does not answer statvfs(3) within this time is not dead."""
 CONFIG_BYTES_MAX = 1 << 20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of mallopt(3), as glibc's malloc.h numbers them."""
 MMAP_BYTES_MIN = 12 << 20
-"""Larger than a WRITE request, and than what a GET of a large file brings, so that those reuse the heap: to touch fresh
-memory is a quarter of what receiving them costs. Smaller than a part of an upload, whose memory goes back at once."""
+"""Larger than a WRITE request and than a GET of a large file, so that those reuse the heap: touching fresh memory is a
+quarter of the cost of receiving them. Smaller than a part of an upload, whose memory is returned at once."""
 TRIM_BYTES_MIN = 32 << 20
-"""Free memory at the end of the heap that is kept for the next requests."""
+"""Free memory at the end of the heap that is kept for later requests."""
 ARENAS_MAX = 2
 
 log = logging.getLogger("lakefs_fuse.daemon.mount_daemon")
@@ -70,14 +70,14 @@ Fs_contra = TypeVar("Fs_contra", bound=FilesystemView, contravariant=True)
 
 
 class Serve(Protocol[Fs_contra]):
-    """Mounts, calls ``ready`` when the mount answers, returns when it is gone. Raises MountError."""
+    """Mounts, calls ``ready`` when the mount answers, returns when it has ended. Raises MountError."""
 
     def __call__(self, fs: Fs_contra, config: MountConfig, *, ready: Callable[[], None]) -> Awaitable[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Parts(Generic[Fs]):
-    """What a daemon is made of, so that tests can put others in. A lake opens as (filesystem, capabilities)."""
+    """The parts of a daemon, for tests to replace. A lake opens as (filesystem, capabilities)."""
 
     open_lake: Callable[[MountConfig], AbstractAsyncContextManager[tuple[Fs, dict[str, object]]]]
     serve: Serve[Fs]
@@ -86,45 +86,55 @@ class Parts(Generic[Fs]):
 
 @dataclass(frozen=True, slots=True)
 class Succession:
-    """What a supervisor says of the daemons before this one; without one, that there were none."""
+    """What a supervisor knows of the daemons before this one."""
 
     restarts: int = 0
     replace: str = ""
-    """Device (major:minor) of the dead mount to take the place of."""
+    """Device (major:minor) of the dead mount to replace; empty for none."""
 
 
 class Readiness:
-    """The one line that whoever started the daemon waits for. ``descriptor`` is None where nobody does."""
+    """The one answer to the process that started the daemon; ``descriptor`` is None if none waits."""
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
-        self.serving = False
-        """The mount answers and is not to go: the end of the daemon now is a crash."""
-        self.detached = False
-        """The dead mount that was to be replaced is gone, and the new one is not there yet."""
+        self._is_serving = self._is_detached = False
 
-    def ready(self) -> None:
-        self.serving = True
-        self._say({})
+    @property
+    def is_serving(self) -> bool:
+        """The mount answers and is not to end: an end of the daemon now is a crash."""
+        return self._is_serving
+
+    def report_ready(self) -> None:
+        self._is_serving = True
+        self._send({})
         notify.notify(notify.READY)
 
-    def failed(self, error: LakeError) -> None:
-        """After readiness this does nothing."""
-        self._say({"error": str(error), "exit_code": error.exit_code, "detached": self.detached})
+    def report_failure(self, error: LakeError) -> None:
+        """Answer with an error; after readiness this does nothing."""
+        self._send({"error": str(error), "exit_code": error.exit_code, "detached": self._is_detached})
 
-    def _say(self, answer: dict[str, object]) -> None:
+    def record_detached(self) -> None:
+        """The dead mount to be replaced is detached, and the new one is not mounted yet."""
+        self._is_detached = True
+
+    def end_serving(self) -> None:
+        """The mount is to end, or has ended: an end of the daemon is no crash any more."""
+        self._is_serving = False
+
+    def _send(self, answer: dict[str, object]) -> None:
         if self._descriptor is None:
             return
         try:
             os.write(self._descriptor, msgspec.json.encode(answer) + b"\n")
         except BrokenPipeError:
-            pass  # Whoever waited has given up.
+            pass  # The process that waited has given up.
         os.close(self._descriptor)
         self._descriptor = None
 
 
 class Stage(Enum):
-    """What a signal means depends on it."""
+    """The stage of a daemon, which decides what a signal means."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -132,7 +142,7 @@ class Stage(Enum):
 
 
 class Daemon(Generic[Fs]):
-    """One mount from open to drained. Lives on the trio thread."""
+    """One mount, from opening the lake to the end of draining. Tasks of the trio thread."""
 
     def __init__(
         self, config: MountConfig, parts: Parts[Fs], readiness: Readiness, succession: Succession | None = None
@@ -147,7 +157,7 @@ class Daemon(Generic[Fs]):
         self._draining = trio.CancelScope()
 
     async def run(self) -> int:
-        """The exit code. Raises LakeError where the mount could not be made."""
+        """Serve the mount, and return the exit code. Raises LakeError where the mount could not be made."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watch_signals)
             code = EXIT_FAILURE
@@ -172,7 +182,7 @@ class Daemon(Generic[Fs]):
                 elif self._stage is Stage.SERVING:
                     self._parts.request_unmount()
                 self._stop_asked = True
-                self._readiness.serving = False
+                self._readiness.end_serving()
 
     async def _serve_lake(self) -> int:
         path = server_socket_path(self._config.mountpoint)
@@ -184,19 +194,19 @@ class Daemon(Generic[Fs]):
                 request_unmount=self._parts.request_unmount,
                 clock=time.monotonic,
                 restarts=self._succession.restarts,
+                starting=bool(self._succession.replace),
             )
-            server.starting = bool(self._succession.replace)
 
             def on_ready() -> None:
-                server.starting = False
+                server.begin_serving()
                 self._on_ready()
 
             async with serve_control(server, path):
                 if await self._may_mount():
                     await self._parts.serve(fs, self._config, ready=on_ready)
                 self._stage = Stage.DRAINING
-                server.starting, server.draining = False, True
-                self._readiness.serving = False
+                server.begin_draining()
+                self._readiness.end_serving()
                 log.info("unmounted")
                 error = await self._drain(fs)
                 await server.end(error)
@@ -204,7 +214,7 @@ class Daemon(Generic[Fs]):
         return EXIT_FAILURE if error else 0
 
     async def _may_mount(self) -> bool:
-        """Make way where a dead mount is to be replaced; False if someone has unmounted that. Raises MountError."""
+        """Detach a dead mount that is to be replaced; False if a user has unmounted it. Raises MountError."""
         device, point = self._succession.replace, self._config.mountpoint
         if not device:
             return True
@@ -214,21 +224,21 @@ class Daemon(Generic[Fs]):
             with trio.move_on_after(DEAD_S_MAX):
                 dead = await trio.to_thread.run_sync(is_dead, point, abandon_on_cancel=True)
         if not dead:
-            log.warning("%s was unmounted while the daemon was being started again", point)
-            self._readiness.ready()
+            log.warning("%s was unmounted during the restart of the daemon: storing what is left, and ending", point)
+            self._readiness.report_ready()
             return False
         await trio.to_thread.run_sync(lambda: detach(point, lazy=True))
-        self._readiness.detached = True
+        self._readiness.record_detached()
         return True
 
     def _on_ready(self) -> None:
         self._stage = Stage.SERVING
         log.info("%s is mounted at %s", self._config.store.source, self._config.mountpoint)
-        self._readiness.ready()
+        self._readiness.report_ready()
 
     async def _drain(self, fs: FilesystemView) -> str:
-        """What is not durable after a bounded effort, named in the log; empty if nothing."""
-        error = "the time for it is over"
+        """Store everything within bounds; the error, or an empty text. Files that are left are named in the log."""
+        error = f"draining took longer than {DRAIN_S_MAX:g} s, or stored nothing for {DRAIN_STALL_S_MAX:g} s"
         with self._draining:
             try:
                 with trio.fail_after(DRAIN_S_MAX):
@@ -240,10 +250,13 @@ class Daemon(Generic[Fs]):
             except* trio.TooSlowError:
                 pass
         if self._draining.cancelled_caught:
-            error = "told to end at once"
+            error = "a second signal ended draining"
         left = not_durable(fs)
         log.error(
-            "%d files are not in the store (%s); their bytes stay in %s", len(left), error, self._config.cache_dir
+            "%d files are not in the store (%s); their bytes stay in %s: mount again to store them",
+            len(left),
+            error,
+            self._config.cache_dir,
         )
         for file in left[:1000]:
             log.error("not in the store: %s (%d bytes, %s) %s", file.path, file.bytes, file.state, file.error)
@@ -271,7 +284,7 @@ async def stall_guard(fs: FilesystemView) -> AsyncIterator[None]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """What went wrong, out of the groups that nurseries wrap it in; an error of ours before any other."""
+    """The error inside the groups of nurseries; a LakeError before any other."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [first_error(each) for each in error.exceptions]
@@ -279,23 +292,24 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succession) -> int:
-    """The exit code. The layers are imported here so that a missing library is an answer, not a traceback."""
-    gc.disable()  # see `keeping_what_is_there`
+    """Serve a lake, and return the exit code. Imports the layers, so that a missing library is an answer."""
+    gc.disable()  # see `freeze_at_start`
     try:
         from lakefs_fuse.daemon.lake_opener import open_lake
         from lakefs_fuse.kernel.session import Session
     except (ImportError, OSError) as error:
         raise LakeError(f"a library is missing ({error}): install libfuse3 and lakefs-fuse again") from error
-    # Modules are loaded: a relative entry of sys.path, or a directory someone wants to unmount, is not needed any more.
+    # Modules are loaded: neither a relative entry of sys.path nor the working directory is needed any more.
     os.chdir("/")
     session = Session()
-    parts = Parts(open_lake, keeping_what_is_there(session.serve), session.request_unmount)
+    parts = Parts(open_lake, freeze_at_start(session.serve), session.request_unmount)
     return trio.run(Daemon(config, parts, readiness, succession).run)
 
 
-def keeping_what_is_there(serve: Serve[Fs]) -> Serve[Fs]:
-    """What is made until the lake is open stays as long as the daemon, and is not searched for garbage: not until then,
-    which takes a tenth of the time to start, and not later, when it would hold up requests."""
+def freeze_at_start(serve: Serve[Fs]) -> Serve[Fs]:
+    """Exempt from garbage collection what exists when the lake is open, because it lives as long as the daemon.
+
+    Collecting during the start takes a tenth of its time, and later it would delay requests."""
 
     async def serving(fs: Fs, config: MountConfig, *, ready: Callable[[], None]) -> None:
         gc.freeze()
@@ -306,16 +320,18 @@ def keeping_what_is_there(serve: Serve[Fs]) -> Serve[Fs]:
 
 
 def read_config(source: BinaryIO) -> MountConfig:
-    """Raises ConfigError."""
+    """The configuration in JSON. Raises ConfigError."""
     try:
         return msgspec.json.decode(source.read(CONFIG_BYTES_MAX), type=MountConfig)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"the daemon was given no usable configuration: {error}; use `lakefs-fuse mount`") from error
+        raise ConfigError(f"the daemon got no usable configuration ({error}): use `lakefs-fuse mount`") from error
 
 
 def bound_malloc() -> None:
-    """Keep glibc from holding on to memory: left alone, it raises its mmap threshold with every large buffer that is
-    freed, and gives each thread an arena of its own, and resident memory creeps up by 100 MiB and more."""
+    """Set bounds of glibc's allocator, so that it returns memory.
+
+    By default it raises its mmap threshold with every large buffer that is freed, and gives each thread an arena, and
+    resident memory grows by 100 MiB and more."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # another C library than glibc
         mallopt(M_MMAP_THRESHOLD, MMAP_BYTES_MIN)
@@ -324,7 +340,7 @@ def bound_malloc() -> None:
 
 
 def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness, Succession], int] = serve_real_lake) -> int:
-    """The exit code; every failure is told to whoever waits for readiness, and logged."""
+    """Run the daemon, and return the exit code; failures are logged and answered over ``--ready-fd``."""
     parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon.mount_daemon")
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--restarts", type=int, default=0)
@@ -340,17 +356,17 @@ def run(argv: Sequence[str], serve: Callable[[MountConfig, Readiness, Succession
         bound_malloc()
         log.info("lakefs-fuse %s, pid %d: %s at %s", __version__, os.getpid(), config.store.source, config.mountpoint)
         code = serve(config, readiness, Succession(options.restarts, options.replace))
-        readiness.failed(MountError("stopped by a signal before the mount was ready"))
+        readiness.report_failure(MountError("a signal stopped the daemon before the mount was ready: mount again"))
         return code
     except BaseException as raised:
         error = first_error(raised)
         if isinstance(error, LakeError):
             log.error("%s", error)
-            readiness.failed(error)
-            return EXIT_CRASHED if readiness.serving else error.exit_code
+            readiness.report_failure(error)
+            return EXIT_CRASHED if readiness.is_serving else error.exit_code
         log.exception("the daemon failed")
-        readiness.failed(MountError(f"internal error ({type(error).__name__}): see the log"))
-        return EXIT_CRASHED if readiness.serving else EXIT_FAILURE
+        readiness.report_failure(MountError(f"internal error ({type(error).__name__}): see the log"))
+        return EXIT_CRASHED if readiness.is_serving else EXIT_FAILURE
 
 
 if __name__ == "__main__":

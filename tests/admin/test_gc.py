@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lakefs_fuse.admin.gc import Collected, Collector, Options
-from lakefs_fuse.admin.gc_record import NOTES, Note, read_note
+from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, Options, read_gc_record
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent
@@ -114,7 +113,7 @@ async def test_the_dead_wait_for_the_grace_period(store: MemoryStore, clock: Clo
     clock.advance(1801)
     assert (await collect(store, clock, hour)).commits_deleted == 4
     assert len(commits(store)) == 1
-    assert len([key for key in store.objects if key.startswith(NOTES)]) <= 1
+    assert len([key for key in store.objects if key.startswith(RECORDS)]) <= 1
     assert await fresh(store, clock, tmp_path) == LEFT
 
 
@@ -245,7 +244,7 @@ async def test_commits_that_came_too_late_stay(store: MemoryStore, clock: Clock)
         give_commit(store, late, Remove("other"), writer="0badcaff"),
     }
     done = await collect(store, clock)
-    assert (done.commits_deleted, done.unsettled) == (4, 2)
+    assert (done.commits_deleted, done.late) == (4, 2)
     assert keys < set(commits(store))
 
 
@@ -303,12 +302,12 @@ async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Cl
 async def test_the_note_of_the_last_run_is_read(store: MemoryStore, clock: Clock) -> None:
     await collect(store, clock, Options(grace_s=3600))
     async with headless(store, clock) as view:
-        note = await read_note(view.client)
+        note = await read_gc_record(view.client)
         assert len(note.dead) == 4
         assert note.horizon > max(int(key.split("/")[-1][:16], 16) for key in note.dead)
-        key = next(key for key in store.objects if key.startswith(NOTES))
+        key = next(key for key in store.objects if key.startswith(RECORDS))
         store.give(key, b"\xff damaged")
-        assert await read_note(view.client) == Note()
+        assert await read_gc_record(view.client) == GcRecord()
 
 
 def reviving(store: MemoryStore, clock: Clock, pack: str, *, when: Callable[[Request], bool]) -> list[str]:
@@ -336,7 +335,7 @@ async def test_gc_stopped_before_deleting_looks_again(store: MemoryStore, clock:
     notes: list[Request] = []
 
     def second_look(request: Request) -> bool:
-        notes.extend([request] if request.what == "list" and request.key == NOTES else [])
+        notes.extend([request] if request.what == "list" and request.key == RECORDS else [])
         return len(notes) == 3  # at the beginning, when it is written, and before the batch
 
     named = reviving(store, clock, pack, when=second_look)
@@ -352,8 +351,8 @@ async def test_gc_without_its_note_deletes_nothing(store: MemoryStore, clock: Cl
     """Another run has seen since that what was dead is not."""
 
     def forget(request: Request, when: When) -> None:
-        if when == "after" and request.what == "put" and request.key.startswith(NOTES):
-            store.give(f"{NOTES}{2**62:016x}", msgspec.msgpack.encode(Note(horizon=1)))
+        if when == "after" and request.what == "put" and request.key.startswith(RECORDS):
+            store.give(f"{RECORDS}{2**62:016x}", msgspec.msgpack.encode(GcRecord(horizon=1)))
 
     store.hook = forget
     before = commits(store)
@@ -365,7 +364,7 @@ async def test_gc_without_an_index_deletes_nothing(store: MemoryStore, clock: Cl
     """A mount that is behind could not learn what the deleted commits said."""
 
     def remove(request: Request, when: When) -> None:
-        if when == "after" and request.what == "put" and request.key.startswith(NOTES):
+        if when == "after" and request.what == "put" and request.key.startswith(RECORDS):
             for key in [key for key in store.objects if key.startswith(".lakefs/index/")]:
                 store.take(key)
 

@@ -155,7 +155,7 @@ async def test_sigterm_unmounts_and_a_second_one_stops_draining(caplog: pytest.L
     parts = Parts(Lake(fs).open, mount.serve, mount.gone.set)
     daemon = Daemon(msgspec.structs.replace(mount_config("/mnt/lake"), supervise=False), parts, Readiness(None))
     assert await code_when_signalled_twice(daemon, fs, mount) == 1
-    assert "told to end at once" in caplog.text
+    assert "a second signal ended draining" in caplog.text
 
 
 async def test_a_signal_before_the_mount_is_ready_ends_it() -> None:
@@ -246,16 +246,16 @@ def run_with(monkeypatch: pytest.MonkeyPatch, serve: Callable[[Readiness], int])
 
 def test_a_crash_is_an_end_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash(readiness: Readiness) -> int:
-        readiness.ready()
+        readiness.report_ready()
         raise RuntimeError("a bug")
 
     def crash_while_draining(readiness: Readiness) -> int:
-        readiness.ready()
-        readiness.serving = False
+        readiness.report_ready()
+        readiness.end_serving()
         raise RuntimeError("a bug")
 
     def refuse(readiness: Readiness) -> int:
-        readiness.detached = True
+        readiness.record_detached()
         raise CacheError("in use")
 
     assert run_with(monkeypatch, crash) == (EXIT_CRASHED, {})
