@@ -203,35 +203,29 @@ static void forget_multi(fuse_req_t request, size_t count, struct fuse_forget_da
 	fuse_reply_none(request);
 }
 
-/* Once OPEN or OPENDIR was answered ENOSYS there are no handles: the inode is all that tells what is meant. */
-static struct fuse_file_info with_handle(const struct fuse_file_info *info, fuse_ino_t inode)
+/* Once OPEN or OPENDIR was answered ENOSYS there are no handles. pyfuse3 does not pass on the inode: that is it. */
+static void set_missing_handle(struct fuse_file_info *info, fuse_ino_t inode)
 {
-	struct fuse_file_info named = *info;
-
-	if (!named.fh)
-		named.fh = inode;
-	return named;
+	if (!info->fh)
+		info->fh = inode;
 }
 
 static void read_file(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *info)
 {
-	struct fuse_file_info named = with_handle(info, inode);
-
-	next.read(request, inode, size, offset, &named);
+	set_missing_handle(info, inode);
+	next.read(request, inode, size, offset, info);
 }
 
 static void readdirplus(fuse_req_t request, fuse_ino_t inode, size_t size, off_t offset, struct fuse_file_info *info)
 {
-	struct fuse_file_info named = with_handle(info, inode);
-
-	next.readdirplus(request, inode, size, offset, &named);
+	set_missing_handle(info, inode);
+	next.readdirplus(request, inode, size, offset, info);
 }
 
 static void fsyncdir(fuse_req_t request, fuse_ino_t inode, int datasync, struct fuse_file_info *info)
 {
-	struct fuse_file_info named = with_handle(info, inode);
-
-	next.fsyncdir(request, inode, datasync, &named);
+	set_missing_handle(info, inode);
+	next.fsyncdir(request, inode, datasync, info);
 }
 
 /* -- the session */
