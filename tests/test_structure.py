@@ -10,8 +10,8 @@ from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, s
 
 CLOSE = 47, 153
 RENAME = 42, 1400
-CYCLES = 2
-ASSIGNED_OUTSIDE = 11
+CYCLES = 1
+ASSIGNED_OUTSIDE = 4
 PARAMETERS = 14
 
 

@@ -35,6 +35,20 @@ class DraftState(StrEnum):
     DISCARDED = "discarded"
 
 
+TRANSITIONS = {
+    DraftState.WRITING: {DraftState.ACCEPTED, DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},
+    DraftState.ACCEPTED: {DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},
+    # To itself: the daemon died, and the next one goes on.
+    DraftState.PUBLISHING: {*DraftState} - {DraftState.WRITING, DraftState.ACCEPTED},
+    # To itself: what became of the attempt before could not be asked.
+    DraftState.FAILED: {*DraftState} - {DraftState.PUBLISHED},
+    DraftState.PUBLISHED: set[DraftState](),
+    # To itself: the store could not be asked to abort its upload, and is asked again.
+    DraftState.DISCARDED: {DraftState.DISCARDED},
+}
+"""Where each state leads. `Draft` asserts it."""
+
+
 class UploadedPart(msgspec.Struct, frozen=True, array_like=True):
     """A part the store has: index from 0, ETag, length in bytes, and whether its bytes are still staged."""
 

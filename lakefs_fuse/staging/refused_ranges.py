@@ -63,11 +63,14 @@ class Refusals:
 
     def move_to(self, other: Refusals) -> None:
         """``other`` has these, too; here there are none any more."""
-        if self.ranges and not other.ranges:
-            other.errno, other.why = self.errno, self.why
-        for start, end in self.ranges:
-            other._merge(start, end)
+        other._absorb(self)
         self.ranges = []
+
+    def _absorb(self, other: Refusals) -> None:
+        if other.ranges and not self.ranges:
+            self.errno, self.why = other.errno, other.why
+        for start, end in other.ranges:
+            self._merge(start, end)
 
     def describe(self) -> str:
         """What is missing, in one line."""

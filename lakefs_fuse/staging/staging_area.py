@@ -139,7 +139,7 @@ class Staging:
         self.wait_s_max = wait_s_max
         self.state = StagingState.OK
         self._free_bytes_min = free_bytes_min
-        self._metrics = metrics
+        self.metrics = metrics
         self._evict = evict
         self._free_known, self._free_at = 0, -math.inf
         self._stagers: set[Stager] = set()
@@ -254,7 +254,7 @@ class Staging:
                     f"staging was full for {self.wait_s_max:g} s ({self.bytes_used} bytes wait for the store): "
                     "see `lakefs-fuse stats`, or raise --staging-size or --staging-timeout"
                 )
-            self._metrics.writer_waits += 1
+            self.metrics.writer_waits += 1
             room = self._room
             with trio.move_on_after(WAIT_S_MAX):
                 await room.wait()

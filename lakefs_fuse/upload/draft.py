@@ -10,7 +10,7 @@ Always true:
 * a write that was refused is remembered (see `refusals`), and nothing is published until its bytes were written again
   or cut off;
 * an accepted draft is not changed any more; its bytes, and its record, survive a crash of the machine;
-* while the store is away, parts wait and are tried again for ever (see `draft_uploads`).
+* while the store is away, parts wait and are tried again for ever (see `_upload_patiently`).
 
 Writers share the gate, `publish` and `truncate` hold it alone. All methods run on trio tasks; file calls that may
 block long go to worker threads. After a crash the journal record says what is staged (see `record`): bytes written
@@ -21,52 +21,80 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
 
 import trio
 
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
+from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.staging.block_hashes import BlockHasher, hash_blocks
-from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
+from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart
 from lakefs_fuse.staging.page_map import PAGE_BYTES, PageMap
 from lakefs_fuse.staging.refused_ranges import Refusals
+from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staged_file import StagedFile
-from lakefs_fuse.store.protocol import Buffer, FileSlice, PartRef
+from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
+from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import Gate
 from lakefs_fuse.sync.wakeup import Bell
-from lakefs_fuse.upload.draft_services import DraftEnded, DraftServices, DraftTarget
-from lakefs_fuse.upload.draft_snapshot import record_of
-from lakefs_fuse.upload.orphaned_uploads import abort_strays
-from lakefs_fuse.upload.part_state import Part, PartState
-from lakefs_fuse.upload.part_upload import upload_in_background, write_out_complete
-from lakefs_fuse.upload.spilled_parts import Spills, delete_spills, spill
+from lakefs_fuse.upload.parts import Parts, PartState
+from lakefs_fuse.upload.spilled_parts import Spills
+from lakefs_fuse.upload.uploader import Uploader
 
 DRAFT_METADATA = f"{METADATA_PREFIX}draft"
 """User metadata key of the token: the draft an object was made from, and after a dot which change of it, if any."""
 FILL_BYTES_MAX = 4 << 20
+SPILL_BYTES_MIN = 1 << 20
+"""A part with fewer staged bytes is not worth a request."""
+RETRY_S_FIRST, RETRY_S_MAX = 1.0, 30.0
+"""Pauses between attempts to send a part while the store is away."""
 RECENT_PARTS_KEPT = 2
 """The first part and so many complete ones behind the writer stay staged: headers and trailers are written late."""
 log = logging.getLogger(__name__)
 
 
+class DraftEnded(Exception):
+    """The draft was published or discarded while the caller waited for it: look at the file again."""
+
+
+@dataclass(slots=True)
+class DraftTarget:
+    """Where a draft is going. ``describe`` gives the object's metadata as of now; it is asked when an upload begins
+    and again when it ends."""
+
+    key: str
+    describe: Callable[[bool], Mapping[str, str]]
+    replaces: str = ""
+    copied_from: str = ""
+    """Key of an object elsewhere that what is replaced has its bytes in, if any. Relocating copies it to ``key``."""
+    if_absent: bool = False
+    path: str = ""
+    """Where the file is in the lake, where that is not ``key``."""
+
+    def will_replace(self, etag: str, copied_from: str) -> None:
+        self.replaces, self.copied_from = etag, copied_from
+
+
 class Draft:
-    """See the module's head. Made by `fs`, which also owns the names."""
+    """See the module's head. Made by `vfs`, which also owns the names."""
 
     def __init__(
         self,
-        services: DraftServices,
+        uploader: Uploader,
         draft_id: str,
         target: DraftTarget,
         *,
         base: Extent | None = None,
         file: StagedFile | None = None,
+        deferred: bool = False,
     ) -> None:
         """``file`` has its bytes where there are some. Raises StagingFull or CacheError where there can be no staging
         file."""
-        self.services = services
+        self.uploader = uploader
         self.id = draft_id
         self.target = target
         self.base = base
@@ -78,10 +106,10 @@ class Draft:
         self._undo_expected = False
         """The last write was refused beyond the end. If it was a direct one, the kernel now truncates the file to the
         size that it has: nobody asked for that, and it takes no refusal back."""
-        self.created_ns = services.clock_ns()
-        self.pages = PageMap(services.layout)
-        self.spills = Spills(services.layout)
-        self.parts: dict[int, Part] = {}
+        self.created_ns = uploader.clock.wall_ns()
+        self.pages = PageMap(uploader.layout)
+        self.spills = Spills(uploader.layout)
+        self.parts = Parts(uploader.layout)
         self.hashes: dict[int, int] = {}
         self.upload_id = ""
         self.upload_intent_ns = 0
@@ -96,7 +124,7 @@ class Draft:
         self.recheck = False
         self.unlinked = False
         self.accepted = self.began = self.stands_for = self.saves = 0
-        self.deferred = False
+        self.deferred = deferred
         """Parts are sent when the draft is accepted, or staging is half full, and not before."""
         self.delayed: Unavailable | None = None
         """Why parts wait to be sent again."""
@@ -108,9 +136,9 @@ class Draft:
         self._busy_parts: Counter[int] = Counter()
         self._closing = False
         if file is None:
-            file = StagedFile.create(services.staging, draft_id, target.key)
+            file = StagedFile.create(uploader.staging, draft_id, target.key)
         self.file = file
-        services.staging.register(self)
+        uploader.staging.register(self)
 
     # -- what staging asks
 
@@ -121,51 +149,96 @@ class Draft:
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
         """The journal is told before the bytes go, or a crash would take the holes for them."""
-        if not self.services.client.capabilities.parts_replaceable:
+        if not self.uploader.client.capabilities.parts_replaceable:
             return 0  # all of it may have to be sent again
         if self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
             return 0
-        clean = sorted(i for i, part in self.parts.items() if part.state is PartState.CLEAN and i > 0)
+        clean = self.parts.clean()
         leaving = [i for i in (clean[:-RECENT_PARTS_KEPT] if keep_recent else clean) if self._can_drop(i)]
         if not leaving:
             return 0
-        for index in leaving:
-            self.parts[index].state = PartState.DROPPED
+        self.parts.drop(leaving)
         self.save(sync=True)
         return sum(map(self.let_go, leaving))
 
     async def spill(self) -> int:
-        """See `spills.spill`; 0 where that fails."""
+        """Let go of the staged pages of the part that has most of them; answers how many bytes that gave back, 0 where
+        it fails."""
         try:
-            return await spill(self)
+            if not self._may_spill():
+                return 0
+            async with self.gate.exclusive():
+                index = self._fullest_part() if self._may_spill() else None
+                return 0 if index is None else await self._spill_part(index)
         except LakeError as error:
             log.warning("staging is full, and parts of %s cannot leave it: %s", self.target.key, error)
             return 0
 
+    def _may_spill(self) -> bool:
+        if self.accepted or self.unlinked or self.state is not DraftState.WRITING:
+            return False
+        return self.uploader.client.capabilities.spills and self.size > self.uploader.layout.single_bytes_max
+
+    def _fullest_part(self) -> int | None:
+        best, most = None, SPILL_BYTES_MIN // PAGE_BYTES - 1
+        for index, part in self.parts.items():
+            if part.state is PartState.DIRTY and not part.announced and not self._busy_parts[index]:
+                count = self.pages.count(*self.uploader.layout.range(index))
+                if count > most:
+                    best, most = index, count
+        return best
+
+    async def _spill_part(self, index: int) -> int:
+        start, part_end = self.uploader.layout.range(index)
+        end = min(part_end, self.size)
+        await self.begin_upload()  # it is no small file any more, wherever that makes a difference
+        if self.spills.begin():
+            self.save(sync=True)
+        await self.fill_spilled(start, end)
+        key = self.spills.next_key(self.id, index)
+        self.uploader.slots.ready()
+        async with self.uploader.slots.slot():
+            with self.file.held():
+                meta = await self.uploader.client.put(key, FileSlice(self.fd, start, end - start))
+        staged = [(begin, upto) for begin, upto, local in self.pages.runs(start, end) if local]
+        before = self.spills.add(SpilledPart(index, key, meta.etag, end - start), staged)
+        pages, punched = self.pages.forget(index), False  # so that the record does not take the hole for them
+        try:
+            self.save(sync=True)
+            punched = self.file.punch(start, part_end)  # whole pages, or the last would stay
+        finally:
+            if not punched:
+                for begin, upto in staged:
+                    self.pages.mark(begin, upto)
+        freed = pages * PAGE_BYTES if punched else 0
+        self._unstage(freed)
+        self.uploader.metrics.parts_spilled += 1
+        if before is not None:
+            try:
+                await self.uploader.client.delete(before.key)
+            except LakeError as error:
+                log.warning("%s is not needed any more, and could not be deleted: %s", before.key, error)
+        return freed
+
     def let_go(self, index: int) -> int:
         """Staged bytes of a part go, which the journal knows; answers how many."""
         gone = self._punch(index)
-        self.unstage(gone)
+        self._unstage(gone)
         return gone
 
-    def unstage(self, count: int) -> None:
+    def _unstage(self, count: int) -> None:
         """So many staged bytes are gone."""
         self._staged_bytes -= count
-        self.services.staging.release(count)
-
-    def is_busy(self, index: int) -> bool:
-        """Somebody reads the part, or writes to it."""
-        return self._busy_parts[index] > 0
+        self.uploader.staging.release(count)
 
     def _can_drop(self, index: int) -> bool:
-        start, end = self.services.layout.range(index)
+        start, end = self.uploader.layout.range(index)
         return self.parts[index].length == end - start and not self._busy_parts[index] and self.pages.has_any(index)
 
     def _punch(self, index: int) -> int:
-        start, end = self.services.layout.range(index)
+        start, end = self.uploader.layout.range(index)
         if not self.file.punch(start, end):
-            if self.parts[index].state is PartState.DROPPED:
-                self.parts[index].state = PartState.CLEAN
+            self.parts.keep(index)
             return 0
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             self.hashes.pop(block, None)
@@ -174,7 +247,7 @@ class Draft:
     @contextmanager
     def _using(self, start: int, end: int) -> Iterator[None]:
         """Bytes [start, end) are not let go while they are read or written in a thread."""
-        layout = self.services.layout
+        layout = self.uploader.layout
         indexes = range(layout.index(start), layout.index(max(start, end - 1)) + 1) if start < end else ()
         self._busy_parts.update(indexes)
         try:
@@ -217,7 +290,7 @@ class Draft:
     async def _read_below(self, start: int, stop: int, spilled: bool) -> list[Buffer]:
         """What is not staged: spilled, or the base's, or zeros."""
         if spilled:
-            return [await self.spills.read(self.services.client, start, stop)]
+            return [await self.spills.read(self.uploader.client, start, stop)]
         pieces: list[Buffer] = []
         known = min(stop, self.base_limit)
         if start < known and self.base is not None:
@@ -229,7 +302,7 @@ class Draft:
 
     async def _read_base(self, base: Extent, offset: int, length: int) -> Buffer:
         """Bytes of the version that this draft was opened on."""
-        return await self.services.reader.read(base.version, base.offset + offset, length)
+        return await self.uploader.reader.read(base.version, base.offset + offset, length)
 
     async def write(self, offset: int, data: Buffer) -> None:
         """Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises; then the range counts as
@@ -262,7 +335,7 @@ class Draft:
             self._begin_change()
             self.save(sync=True)
         except LakeError as unsaved:
-            self.services.staging.note_incomplete(self.id, True)
+            self.uploader.staging.note_incomplete(self.id, True)
             if is_first:
                 log.error("refused bytes of %s could not be journaled: %s", self.target.key, unsaved)
 
@@ -276,16 +349,16 @@ class Draft:
         except LakeError as unsaved:
             log.warning("that %s is complete again could not be journaled: %s", self.target.key, unsaved)
         else:
-            self.services.staging.note_incomplete(self.id, False)
+            self.uploader.staging.note_incomplete(self.id, False)
 
     async def _write(self, offset: int, end: int, data: Buffer) -> None:
-        if end > self.services.layout.file_bytes_max:
-            raise FileError(27, f"a file holds at most {self.services.layout.file_bytes_max} bytes on this mount")
+        if end > self.uploader.layout.file_bytes_max:
+            raise FileError(27, f"a file holds at most {self.uploader.layout.file_bytes_max} bytes on this mount")
         reserved = 0
         if not self.pages.covers(offset, end):
             first, last = offset // PAGE_BYTES, -(-end // PAGE_BYTES)
             reserved = (last - first) * PAGE_BYTES
-            await self.services.staging.reserve(reserved)
+            await self.uploader.staging.reserve(reserved)
         try:
             await self._fill_edges(offset, end)
             async with self.gate.shared():
@@ -299,7 +372,7 @@ class Draft:
                 self.size = max(self.size, end)
                 self._touch(offset, end)
         finally:
-            self.services.staging.release(reserved)
+            self.uploader.staging.release(reserved)
 
     def begin_with(self, data: bytes) -> None:
         """A draft that was just made has these few bytes, even where there is no room. Raises as `write`."""
@@ -307,7 +380,7 @@ class Draft:
             return
         self.file.begin_with(data)
         taken = self.pages.mark(0, len(data)) * PAGE_BYTES
-        self.services.staging.take(taken)
+        self.uploader.staging.take(taken)
         self._staged_bytes = taken
         self.size = len(data)
         self._touch(0, self.size)
@@ -344,9 +417,9 @@ class Draft:
         to know before a crash can ask."""
         self._check_alive()
         if self.state is DraftState.FAILED:
+            self.transition(DraftState.WRITING)
             self.changes += 1
-            self.state, self.recheck, self.token = DraftState.WRITING, True, f"{self.id}.{self.changes}"
-            self.commit = ""
+            self.recheck, self.token, self.commit = True, f"{self.id}.{self.changes}", ""
             self.save(sync=True)
 
     async def fill(self, start: int, end: int) -> None:
@@ -370,20 +443,19 @@ class Draft:
             for at, stop, spilled in list(self.spills.pages.runs(begin, upto)) if not local else ():
                 while spilled and at < stop:
                     step = min(stop, at + FILL_BYTES_MAX)
-                    await self._stage_filled(at, await self.spills.read(self.services.client, at, step))
+                    await self._stage_filled(at, await self.spills.read(self.uploader.client, at, step))
                     at = step
 
     async def _stage_filled(self, start: int, data: Buffer) -> None:
         await self._write_staged(start, data)
         added = self.pages.mark(start, start + len(data)) * PAGE_BYTES
         self._staged_bytes += added
-        self.services.staging.take(added)
+        self.uploader.staging.take(added)
 
     def _refuse_dropped(self, start: int, end: int) -> None:
-        layout = self.services.layout
+        layout = self.uploader.layout
         for index in range(layout.index(start), layout.index(max(start, end - 1)) + 1):
-            part = self.parts.get(index)
-            if part is not None and part.state is PartState.DROPPED:
+            if self.parts.is_dropped(index):
                 raise StagingFull(
                     f"bytes {start} to {end} of a file larger than staging were uploaded and let go before it was "
                     "closed: raise --staging-size to change or read them"
@@ -391,21 +463,16 @@ class Draft:
 
     def _touch(self, start: int, end: int) -> None:
         """Parts that were written to are dirty; those that are complete start on their way."""
-        layout = self.services.layout
+        layout = self.uploader.layout
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             self.hashes.pop(block, None)
-        for index in range(layout.index(start), layout.index(end - 1) + 1):
-            part = self.parts.setdefault(index, Part())
-            part.generation += 1
-            if part.state is PartState.CLEAN:
-                part.state = PartState.DIRTY
-        if self.deferred and self.services.staging.is_half_full:
+        touched = self.parts.touch(start, end)
+        if self.deferred and self.uploader.staging.is_half_full:
             self.deferred = False
         if self.deferred:
-            write_out_complete(self, layout.index(start), layout.index(end - 1))
+            self._write_out_complete(touched)
         if self.size > layout.single_bytes_max and not self.deferred:
-            first = 0 if not self.upload_intent_ns else layout.index(start)
-            for index in range(first, layout.index(end - 1) + 1):
+            for index in touched if self.upload_intent_ns else range(touched.stop):
                 self.start_if_complete(index)
 
     def start_if_complete(self, index: int) -> None:
@@ -414,21 +481,29 @@ class Draft:
             return
         if self.unlinked:
             return
-        if part.etag and not self.services.client.capabilities.parts_replaceable:
+        if part.etag and not self.uploader.client.capabilities.parts_replaceable:
             return
-        start, end = self.services.layout.range(index)
+        start, end = self.uploader.layout.range(index)
         if self.accepted:
             end = min(end, self.size)
         if end <= self.size and self.pages.covers(start, end):
-            part.announced = True
+            self.parts.announce(index)
             self.uploading += 1
-            self.services.slots.ready()
-            self.services.nursery.start_soon(upload_in_background, self, index)
+            self.uploader.slots.ready()
+            self.uploader.start(self._upload_in_background, index)
+
+    def _write_out_complete(self, indexes: range) -> None:
+        """Parts that are not sent yet go to the disk meanwhile, so that acknowledging the file does not wait for it."""
+        for index in indexes:
+            start, end = self.uploader.layout.range(index)
+            if not self.parts[index].written_out and end <= self.size and self.pages.covers(start, end):
+                self.parts.begin_writeout(index)
+                self.uploader.start(self.file.write_out, start, end)
 
     async def truncate(self, size: int) -> None:
         """Cut or extend (with zeros). Raises StagingFull where the cut goes through a part that was let go."""
-        if size > self.services.layout.file_bytes_max:
-            raise FileError(27, f"a file holds at most {self.services.layout.file_bytes_max} bytes on this mount")
+        if size > self.uploader.layout.file_bytes_max:
+            raise FileError(27, f"a file holds at most {self.uploader.layout.file_bytes_max} bytes on this mount")
         async with self.gate.exclusive():
             self._begin_change()
             if size < self.size:
@@ -440,7 +515,7 @@ class Draft:
                 self._settle_refusals()
 
     async def _cut(self, size: int) -> None:
-        layout = self.services.layout
+        layout = self.uploader.layout
         if size and layout.range(layout.index(size - 1))[1] > size:
             self._refuse_dropped(size - 1, size)
         if size % PAGE_BYTES:
@@ -448,31 +523,63 @@ class Draft:
         await self.file.cut(size)
         self.spills.pages.truncate(size)
         gone = self.pages.truncate(size) * PAGE_BYTES
-        self._staged_bytes -= gone
-        self.services.staging.release(gone)
+        self._unstage(gone)
         self.base_limit = min(self.base_limit, size)
         for block in [block for block in self.hashes if (block + 1) * BLOCK_BYTES > size]:
             del self.hashes[block]
-        for index in [index for index in self.parts if index >= layout.index(size)]:
-            part = self.parts[index]
-            part.generation += 1
-            if part.state is not PartState.UPLOADING:
-                part.state = PartState.DIRTY
+        self.parts.cut(size)
 
     # -- uploading
 
-    def part_ended(self, index: int) -> None:
-        """No upload of the part is under way any more."""
-        self.parts[index].announced = False
-        self.uploading -= 1
-        if not self.uploading:
-            self._idle.ring()
-        self.services.staging.notify()
+    def start_uploads(self) -> None:
+        """Send what is staged of an acknowledged file that is larger than a part."""
+        self.deferred = False
+        layout = self.uploader.layout
+        if self.size > layout.single_bytes_max:
+            self.parts.add_missing(layout.count(self.size))
+            for index in range(layout.count(self.size)):
+                self.start_if_complete(index)
 
-    async def wait_hurry(self, pause_s: float) -> None:
-        """Sleep, unless told to `hurry`."""
-        with trio.move_on_after(pause_s):
-            await self._hurry.wait()
+    async def _upload_in_background(self, index: int) -> None:
+        """The part was announced, and counted in ``uploading``. Raises nothing but Cancelled."""
+        try:
+            await self._upload_patiently(index)
+        except LakeError as error:
+            self._fail_upload(error)
+        except OSError as error:
+            self._fail_upload(self.uploader.staging.translate(error))
+        except Exception as error:
+            log.exception("uploading part %d of %s", index, self.target.key)
+            self.error = LakeError(f"uploading failed: {error!r}")
+        finally:
+            self.parts.withdraw(index)
+            self.uploading -= 1
+            if not self.uploading:
+                self._idle.ring()
+            self.uploader.staging.notify()
+        if self.state in (DraftState.WRITING, DraftState.ACCEPTED):
+            self.start_if_complete(index)
+
+    def _fail_upload(self, error: LakeError) -> None:
+        self.error = error
+        self.uploader.metrics.failures += 1
+
+    async def _upload_patiently(self, index: int) -> None:
+        """While the store is away the part is tried again for ever, with what is staged at that time; `publish` does
+        not wait for that, but sends what is left itself."""
+        backoff = Backoff(RETRY_S_FIRST, RETRY_S_MAX)
+        while True:
+            try:
+                await self.upload_part(index)
+                self.delayed = None
+                return
+            except Unavailable as error:
+                self.delayed = error
+            with trio.move_on_after(backoff.next_s()):
+                await self._hurry.wait()
+            if self.state not in (DraftState.WRITING, DraftState.ACCEPTED):
+                return
+            self.uploader.slots.ready()
 
     def hurry(self) -> None:
         """Parts that wait to be sent again do not."""
@@ -482,7 +589,8 @@ class Draft:
 
     def accept(self, sequence: int) -> None:
         """From here on nothing changes. The caller holds the draft alone, has synced it, and saves the record."""
-        self.state, self.accepted = DraftState.ACCEPTED, sequence
+        self.transition(DraftState.ACCEPTED)
+        self.accepted = sequence
 
     @property
     def is_unknown_to_store(self) -> bool:
@@ -492,14 +600,22 @@ class Draft:
     def count_staged(self) -> None:
         """Of a draft that was brought back: its bytes take room. Once."""
         self._staged_bytes = self.pages.pages * PAGE_BYTES
-        self.services.staging.bytes_used += self._staged_bytes
+        self.uploader.staging.bytes_used += self._staged_bytes
 
     async def pause(self) -> None:
         """Its uploads stop, and can go on with the next change. Nobody writes to it."""
         if self.state is DraftState.WRITING:
-            self.state = DraftState.FAILED
+            self.transition(DraftState.FAILED)
         self.hurry()
         await self.wait_idle()
+
+    async def stop_uploads(self) -> None:
+        """Begin to publish: `publish` sends the parts that failed or wait for another attempt. Raises CacheError."""
+        self.begin_publish()
+        self.save()
+        self.hurry()
+        await self.wait_idle()
+        self.error = None
 
     async def wait_idle(self) -> None:
         """Until no upload of a part is under way."""
@@ -508,66 +624,154 @@ class Draft:
 
     async def upload_part(self, index: int) -> None:
         """Send one part as it is now; announced before. Ends with the part clean, or dirty if it was written to."""
-        async with self.services.slots.slot():
+        async with self.uploader.slots.slot():
             if self.state is DraftState.DISCARDED:
                 return
-            part = self.parts.setdefault(index, Part())
-            start, end = self.services.layout.range(index)
+            part = self.parts[index]
+            start, end = self.uploader.layout.range(index)
             length = min(end, self.size) - start
             if length <= 0:
                 return
             generation, repeated = part.generation, bool(part.etag)
-            part.state = PartState.UPLOADING
+            self.parts.begin_upload(index)
             try:
                 upload_id = await self.begin_upload()
                 hasher = BlockHasher(start, start + length, self.size)
                 with self.file.held():
                     body = FileSlice(self.fd, start, length, hasher.saw)
-                    ref = await self.services.client.upload_part(self.target.key, upload_id, index + 1, body)
+                    ref = await self.uploader.client.upload_part(self.target.key, upload_id, index + 1, body)
                     hashes = hasher.seen()
                     if hashes is None:
-                        hashes = await self.services.staging.threads.run(
+                        hashes = await self.uploader.staging.threads.run(
                             hash_blocks, self.fd, start, start + length, self.size
                         )
             except BaseException:
-                part.state = PartState.DIRTY
+                self.parts.fail_upload(index)
                 self.upload_failed = True
                 raise
-        self.services.metrics.parts += 1
-        self.services.metrics.parts_repeated += repeated
-        self.settle_part(index, generation, ref, length)
+        self.uploader.metrics.parts += 1
+        self.uploader.metrics.parts_repeated += repeated
+        self.parts.end_upload(index, generation, ref, length)
         if part.state is PartState.CLEAN:
             if self.size > start + length and (start + length) % BLOCK_BYTES:
                 hashes.pop((start + length) // BLOCK_BYTES, None)  # the file ended in this block, and has grown since
             self.hashes.update(hashes)
         self.save()
 
-    def settle_part(self, index: int, generation: int, ref: PartRef, length: int) -> None:
-        """Record an upload that succeeded; the part stays dirty if it was written to meanwhile."""
-        part = self.parts[index]
-        part.etag, part.length = ref.etag, length
-        part.state = PartState.CLEAN if part.generation == generation else PartState.DIRTY
+    def copied_part(self, index: int, ref: PartRef, length: int) -> None:
+        """The store has copied the part from elsewhere."""
+        self.uploader.metrics.parts_copied += 1
+        self.parts.end_upload(index, self.parts[index].generation, ref, length)
+        self.save()
 
     async def begin_upload(self) -> str:
         """The multipart upload's id; the intent is in the journal before the store is asked."""
         async with self._asking.exclusive():
             if not self.upload_id:
-                await self.abort_strays()
-                self.upload_intent_ns = self.services.clock_ns()
+                await self.abort_lost_upload()
+                self.upload_intent_ns = self.uploader.clock.wall_ns()
                 self.upload_metadata = {**self.target.describe(True), DRAFT_METADATA: self.token}
                 self.save(sync=True)
-                self.upload_id = await self.services.client.create_multipart(
+                self.upload_id = await self.uploader.client.create_multipart(
                     self.target.key, metadata=self.upload_metadata
                 )
-                self.services.staging.note_upload(self.fd, self.upload_id)
+                self.uploader.staging.note_upload(self.fd, self.upload_id)
                 self.save(sync=True)
             return self.upload_id
 
-    async def abort_strays(self) -> None:
+    async def abort_lost_upload(self) -> None:
         """An upload was asked for, and the answer never came."""
         if self.upload_intent_ns and not self.upload_id:
-            await abort_strays(self.services.client, self.target.key, self.upload_intent_ns)
+            await self.uploader.abort_lost_uploads(self.target.key, self.upload_intent_ns)
             self.upload_intent_ns = 0
+
+    async def abort_upload(self) -> None:
+        """The upload ends without an object; what it had of staged parts can be sent again. Raises LakeError."""
+        if self.upload_id:
+            await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
+        await self.abort_lost_upload()
+
+    def forget_upload(self) -> None:
+        """The upload is gone. What is staged can be sent again; what was dropped is lost, and says so when read."""
+        self.upload_id, self.upload_intent_ns, self.upload_failed = "", 0, False
+        self.parts.forget_upload()
+        self.save(sync=True)
+
+    # -- what becomes of it
+
+    def transition(self, to: DraftState) -> None:
+        """Enter a state; `TRANSITIONS` says from which."""
+        assert to in TRANSITIONS[self.state], f"{self.target.key}: from {self.state} to {to}"
+        self.state = to
+
+    def begin(self, began: int, *, deferred: bool, unlinked: bool) -> None:
+        """It is its file's newest version. ``began`` is the newest number given to an acknowledged version."""
+        self.began, self.deferred, self.unlinked = began, deferred, unlinked
+
+    def retarget(self, target: DraftTarget) -> None:
+        """It goes elsewhere; its upload has not begun."""
+        self.target = target
+
+    def move_base(self, before: Extent, after: Extent) -> None:
+        """The bytes of the version that it was opened on are elsewhere."""
+        if self.base == before:
+            self.base = after
+        if self.target.replaces == before.version.etag:
+            self.target.replaces = after.version.etag
+        self.save()
+
+    def supersede(self, place: int) -> None:
+        """Once acknowledged it stands for older versions, the oldest of which is at ``place``; 0: for none."""
+        self.stands_for = place
+
+    def unlink(self, *, unlinked: bool = True) -> None:
+        """No name has these bytes any more, or one has them again. The caller saves the record."""
+        self.unlinked = unlinked
+
+    def begin_publish(self) -> None:
+        self.transition(DraftState.PUBLISHING)
+        self.error = None
+
+    def name_commit(self, key: str) -> None:
+        """The commit at ``key`` is about to be sent with these bytes."""
+        self.commit = key
+
+    def fill_pack(self, extent: Extent) -> None:
+        """The bytes are in a pack that is in the store."""
+        self.packed = extent
+
+    def end_publish(self) -> None:
+        """The bytes are in the store, and visible."""
+        self.transition(DraftState.PUBLISHED)
+
+    def fail_publish(self, error: BaseException, what: str) -> LakeError:
+        """Every byte is staged or in the upload, and it can be tried again. The caller saves the record."""
+        self.transition(DraftState.FAILED)
+        self.error = error if isinstance(error, LakeError) else LakeError(f"{what} was interrupted: {error!r}")
+        self.uploader.metrics.failures += 1
+        return self.error
+
+    def end_upload(self, *, in_one_piece: bool) -> None:
+        """The upload has become the object, or was aborted because the draft went ``in_one_piece``."""
+        self.upload_id = ""
+        if in_one_piece:
+            self.upload_intent_ns, self.parts = 0, Parts(self.uploader.layout)
+
+    async def reconcile(self, older: ObjectMeta | None) -> None:
+        """Bytes changed after an attempt failed. ``older`` is the object if the attempt had made the older ones visible
+        after all: then its upload is gone, and the object is ours to replace. If not, its upload goes on, under the
+        token it began with. Raises LakeError."""
+        if older is not None:
+            if self.upload_id:
+                await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
+                self.forget_upload()
+            self.target.if_absent, self.target.replaces = False, older.etag
+            if self.base is not None:
+                self.base = Extent.whole(Version(self.target.key, older.etag, older.size))
+                self.base_limit = min(self.base_limit, older.size)
+        elif self.upload_id:
+            self.token = self.upload_metadata.get(DRAFT_METADATA, self.token)
+        self.recheck = False
 
     def exclusive(self) -> AbstractAsyncContextManager[None]:
         """Keep writers and truncation out, for `publishing`."""
@@ -575,12 +779,53 @@ class Draft:
 
     # -- the journal
 
-    def record(self) -> DraftRecord:
-        return record_of(self)
+    def record(self, *, accepted: int = 0, spot: Spot | None = None) -> DraftRecord:
+        """What the draft is; with ``accepted``, what it will be once it is acknowledged under that number, with its
+        bytes in a segment where ``spot`` says so."""
+        target, spot = self.target, spot or self.file.spot
+        base = None
+        if self.base is not None:
+            version = self.base.version
+            base = BaseExtent(version.key, version.etag, version.size, self.base.offset, self.base.size)
+        return DraftRecord(
+            id=self.id,
+            key=target.key,
+            state=DraftState.ACCEPTED if accepted else self.state,
+            created_ns=self.created_ns,
+            size=self.size,
+            base=base,
+            base_limit=self.base_limit,
+            replaces=target.replaces,
+            copied_from=target.copied_from,
+            path=target.path,
+            upload_id=self.upload_id,
+            upload_intent_ns=self.upload_intent_ns,
+            upload_metadata=self.upload_metadata,
+            changes=self.changes,
+            token=self.token,
+            unlinked=self.unlinked,
+            metadata=dict(target.describe(False)),
+            metadata_multipart=dict(target.describe(True)),
+            accepted=accepted or self.accepted,
+            began=self.began,
+            stands_for=self.stands_for,
+            commit=self.commit,
+            segment=spot.segment if spot else "",
+            segment_offset=spot.offset if spot else 0,
+            segment_bytes=spot.length if spot else 0,
+            parts=self.parts.records(),
+            pages=self.pages.dump(),
+            error=str(self.error) if self.error else "",
+            spilled=self.spills.used,
+            spills=self.spills.dump() if self.spills.used else [],
+            refused=list(self.refused.ranges),
+            refused_errno=self.refused.errno,
+            refused_why=self.refused.why,
+        )
 
     def save(self, *, sync: bool = False) -> None:
         """Note what the draft is. Raises CacheError, and StagingFull where it failed, and its bytes were in memory."""
-        self.services.save(self.noted(), sync)
+        self.uploader.save(self.noted(), sync)
 
     def noted(self) -> DraftRecord:
         """The record, about to be saved. Raises StagingFull and CacheError."""
@@ -589,19 +834,45 @@ class Draft:
         self.saves += 1
         return self.record()
 
+    def load(self, record: DraftRecord, staged_bytes: int) -> None:
+        """Take over what another daemon journaled. ``staged_bytes`` is the length of the staging file.
+
+        A file that was still being written counts as long as its staging file is, if it had no base to mix with; its
+        parts are sent again where their bytes are staged, for they may have been written to since the record was saved.
+        """
+        self.state, self.created_ns = record.state, record.created_ns
+        self.size, self.base_limit = record.size, record.base_limit
+        self.upload_id, self.upload_intent_ns = record.upload_id, record.upload_intent_ns
+        self.upload_metadata = record.upload_metadata
+        self.token, self.changes, self.recheck = record.token, record.changes, True
+        self.accepted, self.began, self.commit = record.accepted, record.began, record.commit
+        self.stands_for = record.stands_for
+        self.refused = Refusals(record.refused, record.refused_errno, record.refused_why)
+        self.pages.load(record.pages)
+        self.spills.load(record.spills, record.spilled)
+        writing, layout = record.state is DraftState.WRITING, self.uploader.layout
+        self.parts.load(part for part in record.parts if not part.staged or not writing)
+        if writing and self.base is None:
+            self.size = max(self.size, staged_bytes)
+            for index in range(layout.count(self.size)):
+                if self.parts.is_dropped(index):
+                    continue
+                start, end = layout.range(index)
+                spilled = index in self.spills.objects
+                for begin, upto in data_runs(self.fd, start, min(end, self.size)) if spilled else [(start, end)]:
+                    self.pages.mark(begin, min(upto, self.size))
+
     # -- the end
 
     async def discard(self) -> None:
         """Nobody wants these bytes: abort the upload, delete the staging file. The journal record is the caller's, who
         keeps it where ``error`` says that an upload is left."""
-        self.state = DraftState.DISCARDED
+        self.transition(DraftState.DISCARDED)
         self.hurry()
         await self.wait_idle()
         self.error = None
         try:
-            if self.upload_id:
-                await self.services.client.abort_multipart(self.target.key, self.upload_id)
-            await self.abort_strays()
+            await self.abort_upload()
             await self.delete_spills()
         except LakeError as error:
             self.error = error
@@ -610,8 +881,8 @@ class Draft:
     async def delete_spills(self) -> None:
         """Hidden objects go: its bytes are in the store, or nobody wants them. Raises LakeError."""
         if self.spills.used:
-            await delete_spills(self.services.client, self.id)
-            self.spills = Spills(self.services.layout)
+            await self.uploader.delete_spills(self.id)
+            self.spills = Spills(self.uploader.layout)
 
     def close(self, *, unlink: bool, leave: bool = False) -> None:
         """Give back the descriptor and the room. ``unlink`` is false where the file became cache; ``leave`` leaves its
@@ -619,7 +890,7 @@ class Draft:
         if self._closing:
             return
         self._closing = True
-        self.services.staging.release(self._staged_bytes)
+        self.uploader.staging.release(self._staged_bytes)
         self._staged_bytes = 0
-        self.services.staging.unregister(self)
+        self.uploader.staging.unregister(self)
         self.file.close(unlink=unlink, leave=leave)

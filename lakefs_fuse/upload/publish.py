@@ -22,7 +22,7 @@ from itertools import islice
 
 import trio
 
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
+from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.errors import (
     AccessDenied,
     FileError,
@@ -34,12 +34,11 @@ from lakefs_fuse.errors import (
     Unsupported,
 )
 from lakefs_fuse.staging.block_hashes import hash_blocks, hash_zeros
-from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.staged_file import THREAD_BYTES_MIN
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import collecting
 from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft
-from lakefs_fuse.upload.part_state import Part, PartState
+from lakefs_fuse.upload.parts import PartState
 
 BODY_BYTES_MAX = 1 << 20
 """Up to here an object is sent from memory, by the client's fast path."""
@@ -65,26 +64,18 @@ async def publish(draft: Draft) -> Published:
     draft.refused.check(draft.target.path or draft.target.key)
     try:
         if draft.recheck:
-            await _settle_earlier_attempt(draft)
-        draft.state = DraftState.PUBLISHING
-        draft.error = None
-        draft.save()
-        draft.hurry()
-        await draft.wait_idle()
-        draft.error = None
-        dropped = any(part.state is PartState.DROPPED for part in draft.parts.values())
-        if draft.size <= draft.services.layout.single_bytes_max and not dropped:
+            await draft.reconcile((await visible_token(draft))[1])
+        await draft.stop_uploads()
+        if draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.has_dropped:
             meta, described = await _put(draft)
         else:
             meta, described = await _complete(draft)
     except BaseException as error:
-        draft.state = DraftState.FAILED
-        draft.error = error if isinstance(error, LakeError) else LakeError(f"publishing was interrupted: {error!r}")
-        draft.services.metrics.failures += 1
+        draft.fail_publish(error, "publishing")
         draft.save(sync=True)
         raise
-    draft.state = DraftState.PUBLISHED
-    draft.services.metrics.publishes += 1
+    draft.end_publish()
+    draft.uploader.metrics.publishes += 1
     try:
         await draft.delete_spills()
     except LakeError as error:
@@ -101,35 +92,18 @@ async def visible_token(draft: Draft) -> tuple[str, ObjectMeta | None]:
     """The token of the object that the draft's key has now ("" where there is none), and the object where the token
     is one of this draft's: then an attempt whose answer was lost did work."""
     try:
-        meta = await draft.services.client.head(draft.target.key)
+        meta = await draft.uploader.client.head(draft.target.key)
     except NotFound:
         return "", None
     token = token_of(meta)
     return token, meta if token.partition(".")[0] == draft.id else None
 
 
-async def _settle_earlier_attempt(draft: Draft) -> None:
-    """Bytes changed after an attempt failed. If it had made the older ones visible after all, its upload is gone, and
-    the object there is ours to replace; if not, its upload goes on, under the token it began with."""
-    _, older = await visible_token(draft)
-    if older is not None:
-        if draft.upload_id:
-            await draft.services.client.abort_multipart(draft.target.key, draft.upload_id)
-            forget_upload(draft)
-        draft.target.if_absent, draft.target.replaces = False, older.etag
-        if draft.base is not None:
-            draft.base = Extent.whole(Version(draft.target.key, older.etag, older.size))
-            draft.base_limit = min(draft.base_limit, older.size)
-    elif draft.upload_id:
-        draft.token = draft.upload_metadata.get(DRAFT_METADATA, draft.token)
-    draft.recheck = False
-
-
 async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
     await draft.fill(0, draft.size)
-    client, target = draft.services.client, draft.target
-    draft.services.slots.ready()
-    async with draft.services.slots.slot():
+    client, target = draft.uploader.client, draft.target
+    draft.uploader.slots.ready()
+    async with draft.uploader.slots.slot():
         described = dict(target.describe(False))
         metadata = {**described, DRAFT_METADATA: draft.token}
         try:
@@ -142,8 +116,8 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
             meta = await _ours_after_all(draft, error)
     if draft.upload_id:
         await client.abort_multipart(target.key, draft.upload_id)
-        draft.upload_id, draft.upload_intent_ns, draft.parts = "", 0, {}
-    await draft.abort_strays()
+        draft.end_upload(in_one_piece=True)
+    await draft.abort_lost_upload()
     return meta, described
 
 
@@ -164,43 +138,43 @@ async def _find_completed(draft: Draft) -> ObjectMeta | None:
 
 
 async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
-    if draft.upload_id and not draft.services.client.capabilities.parts_replaceable and _has_stale_parts(draft):
-        await draft.services.client.abort_multipart(draft.target.key, draft.upload_id)
-        forget_upload(draft)
+    if draft.upload_id and not draft.uploader.client.capabilities.parts_replaceable and _has_stale_parts(draft):
+        await draft.uploader.client.abort_multipart(draft.target.key, draft.upload_id)
+        draft.forget_upload()
     try:
         meta = await _send_and_complete(draft)
     except NotFound:
         log.warning("the multipart upload of %s is gone from the store: it starts anew", draft.target.key)
-        forget_upload(draft)
+        draft.forget_upload()
         try:
             meta = await _send_and_complete(draft)
         except NotFound as error:
             raise FileError(errno.ESTALE, f"{draft.target.key} was removed while it was changed") from error
     began = {name: value for name, value in draft.upload_metadata.items() if name != DRAFT_METADATA}
-    draft.upload_id = ""
+    draft.end_upload(in_one_piece=False)
     return meta, began
 
 
 async def _send_and_complete(draft: Draft) -> ObjectMeta:
-    layout, client, key = draft.services.layout, draft.services.client, draft.target.key
+    layout, client, key = draft.uploader.layout, draft.uploader.client, draft.target.key
     upload_id = await draft.begin_upload()
     count = layout.count(draft.size)
-    few = trio.CapacityLimiter(2 * draft.services.slots.slots)
+    few = trio.CapacityLimiter(2 * draft.uploader.slots.slots)
     copies_zeros = _copies_zeros(draft)
     async with collecting() as nursery:
         for index in range(count):
-            part = draft.parts.setdefault(index, Part())
+            part = draft.parts[index]
             start, end = layout.range(index)
             length = min(end, draft.size) - start
             if part.state is PartState.DROPPED and not part.etag:
                 raise StoreError(
                     f"{key}: the store ended its upload, and bytes {start} to {end} are not staged any more"
                 )
-            if part.state in (PartState.CLEAN, PartState.DROPPED) and part.length == length:
+            if draft.parts.is_stored(index, length):
                 continue
             copy = _copy_zeros if copies_zeros and _is_zeros(draft, start, start + length) else _copy_or_send_part
             nursery.start_soon(_send_part, draft, index, start, start + length, few, copy)
-    refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
+    refs = draft.parts.refs(count)
     try:
         poll = partial(_find_completed, draft)
         return await client.complete_multipart(key, upload_id, refs, if_absent=draft.target.if_absent, poll=poll)
@@ -210,32 +184,19 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
 
 def _has_stale_parts(draft: Draft) -> bool:
     """The upload holds a part that is not the file's any more, or may hold one whose answer was lost."""
-    count = draft.services.layout.count(draft.size)
-    stale = any(part.etag and (part.state is PartState.DIRTY or i >= count) for i, part in draft.parts.items())
-    return stale or draft.upload_failed
-
-
-def forget_upload(draft: Draft) -> None:
-    """The upload is gone. What is staged can be sent again; what was let go is lost, and says so when read."""
-    draft.upload_id, draft.upload_intent_ns, draft.upload_failed = "", 0, False
-    for part in draft.parts.values():
-        part.etag = ""
-        if part.state is PartState.CLEAN:
-            part.state = PartState.DIRTY
-    draft.save(sync=True)
+    return draft.upload_failed or draft.parts.has_stale(draft.uploader.layout.count(draft.size))
 
 
 def _is_zeros(draft: Draft, start: int, end: int) -> bool:
     """Nobody wrote to [start, end), which is beyond the base, and was neither let go nor spilled."""
-    part = draft.parts.get(draft.services.layout.index(start))
-    dropped = part is not None and part.state is PartState.DROPPED
+    dropped = draft.parts.is_dropped(draft.uploader.layout.index(start))
     written = draft.pages.count(start, end) or draft.spills.pages.count(start, end)
     return start >= draft.base_limit and not dropped and not written
 
 
 def _copies_zeros(draft: Draft) -> bool:
     """The store copies parts, and more than one is zeros: it pays to have an object of zeros there."""
-    layout, capabilities = draft.services.layout, draft.services.client.capabilities
+    layout, capabilities = draft.uploader.layout, draft.uploader.client.capabilities
     if not capabilities.part_copy or capabilities.keeps_holes or layout.single_bytes_max < PART_BYTES_MIN:
         return False
     ranges = map(layout.range, range(layout.count(draft.size)))
@@ -245,30 +206,28 @@ def _copies_zeros(draft: Draft) -> bool:
 
 async def _copy_zeros(draft: Draft, index: int, start: int, end: int) -> None:
     """A part of zeros is copied from the object of zeros, or sent where the store refuses to hold one."""
-    services, part = draft.services, draft.parts[index]
-    services.slots.ready()
-    async with services.slots.slot():
+    uploader = draft.uploader
+    uploader.slots.ready()
+    async with uploader.slots.slot():
         try:
             ref = await _zeros_copied(draft, index, end - start)
         except (AccessDenied, KeyRefused, Unsupported) as error:
             log.warning("zeros of %s are sent, not copied: %s", draft.target.key, error)
             ref = None
         except NotFound:  # the object of zeros was deleted, or the upload is gone
-            services.zeros.forget()
+            uploader.zeros.forget()
             ref = await _zeros_copied(draft, index, end - start)
     if ref is None:
         await _copy_or_send_part(draft, index, start, end)
         return
-    services.metrics.parts_copied += 1
-    draft.settle_part(index, part.generation, ref, end - start)
     draft.hashes.update(hash_zeros(start, end, draft.size))
-    draft.save()
+    draft.copied_part(index, ref, end - start)
 
 
 async def _zeros_copied(draft: Draft, index: int, length: int) -> PartRef:
-    start, end = draft.services.layout.range(index)
-    source = await draft.services.zeros.ensure(end - start)
-    client, key = draft.services.client, draft.target.key
+    start, end = draft.uploader.layout.range(index)
+    source = await draft.uploader.zeros.ensure(end - start)
+    client, key = draft.uploader.client, draft.target.key
     return await client.upload_part_copy(key, draft.upload_id, index + 1, source, 0, length)
 
 
@@ -282,46 +241,34 @@ async def _send_part(draft: Draft, index: int, start: int, end: int, few: trio.C
 
 
 async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> None:
-    base, services = draft.base, draft.services
-    untouched = not draft.pages.count(start, end)
+    source = None if draft.pages.count(start, end) else _copy_source(draft, start, end)
+    if source is None or (end - start < PART_BYTES_MIN and end < draft.size):
+        await draft.fill(start, end)
+        draft.uploader.slots.ready()
+        await draft.upload_part(index)
+        return
+    draft.uploader.slots.ready()
+    async with draft.uploader.slots.slot():
+        key, offset, etag = source
+        ref = await draft.uploader.client.upload_part_copy(
+            draft.target.key, draft.upload_id, index + 1, key, offset, offset + end - start, etag=etag
+        )
+        draft.copied_part(index, ref, end - start)
+
+
+def _copy_source(draft: Draft, start: int, end: int) -> tuple[str, int, str] | None:
+    """Key, offset and ETag of an object that has bytes [start, end), none of which is staged: the base, or spilled."""
+    base = draft.base
+    has_spilled = draft.spills.pages.count(start, end) > 0  # they count before the base
     if (
         base is not None
-        and untouched
+        and not has_spilled
         and end <= draft.base_limit
-        and services.client.capabilities.part_copy
-        and (end - start >= PART_BYTES_MIN or end == draft.size)
+        and draft.uploader.client.capabilities.part_copy
     ):
-        services.slots.ready()
-        async with services.slots.slot():
-            part = draft.parts[index]
-            ref = await services.client.upload_part_copy(
-                draft.target.key,
-                draft.upload_id,
-                index + 1,
-                base.version.key,
-                base.offset + start,
-                base.offset + end,
-                etag=base.version.etag,
-            )
-            services.metrics.parts_copied += 1
-            draft.settle_part(index, part.generation, ref, end - start)
-            draft.save()
-        return
-    whole = draft.spills.has_whole(start, end) if untouched else None
-    if whole is not None and (end - start >= PART_BYTES_MIN or end == draft.size):
-        services.slots.ready()
-        async with services.slots.slot():
-            part = draft.parts[index]
-            ref = await services.client.upload_part_copy(
-                draft.target.key, draft.upload_id, index + 1, whole.key, 0, end - start, etag=whole.etag
-            )
-            services.metrics.parts_copied += 1
-            draft.settle_part(index, part.generation, ref, end - start)
-            draft.save()
-        return
-    await draft.fill(start, end)
-    services.slots.ready()
-    await draft.upload_part(index)
+        return base.version.key, base.offset + start, base.version.etag
+    whole = draft.spills.has_whole(start, end)
+    return None if whole is None else (whole.key, 0, whole.etag)
 
 
 async def _all_hashes(draft: Draft) -> list[int]:
@@ -339,7 +286,7 @@ async def _all_hashes(draft: Draft) -> list[int]:
         with draft.file.held():
             if draft.size <= THREAD_BYTES_MIN:
                 return complete(draft.fd)
-            return await draft.services.staging.threads.run(complete, draft.fd)
+            return await draft.uploader.staging.threads.run(complete, draft.fd)
     except (OSError, LakeError) as error:
         log.warning("%s is stored, but cannot be read back from staging: %s", draft.target.key, error)
         return [0] * blocks

@@ -15,7 +15,6 @@ from lakefs_fuse.staging.refused_ranges import Refusals
 from lakefs_fuse.staging.staging_area import StagingState
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.part_state import PartState
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.relocation.relocator import Relocator
@@ -134,7 +133,7 @@ class Status:
 
     def _of_draft(self, draft: Draft, now: int) -> Unfinished:
         state = DraftState.FAILED if draft.refused else draft.state
-        done = [part for part in draft.parts.values() if part.state in (PartState.CLEAN, PartState.DROPPED)]
+        done = draft.parts.records()
         return Unfinished(
             id=draft.id,
             path=draft.target.path or draft.target.key,

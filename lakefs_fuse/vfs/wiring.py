@@ -30,9 +30,7 @@ from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.draft_services import DraftServices
-from lakefs_fuse.upload.upload_slots import UploadSlots
-from lakefs_fuse.upload.zero_objects import ZeroObjects
+from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.change_watcher import FilesWatcher
 from lakefs_fuse.vfs.files.drafts import Drafts
@@ -89,7 +87,7 @@ class Ground:
         disk = AsyncBlockCache(self.cache, self.nursery, self.node.threads, self.node.clock)
         return BlockReader(self.client, disk, self.metrics.cache, self.nursery, learned=learned, verified=verified)
 
-    def services(self, reader: BlockReader, save: Callable[[DraftRecord, bool], None]) -> DraftServices:
+    def services(self, reader: BlockReader, save: Callable[[DraftRecord, bool], None]) -> Uploader:
         config = self.config
         staging = Staging(
             Path(config.cache_dir).absolute() / "staging",
@@ -102,18 +100,7 @@ class Ground:
             wait_s_max=config.staging_timeout_s,
         )
         layout = PartLayout(self.spans, staging_bytes_max=config.staging_bytes_max)
-        return DraftServices(
-            client=self.client,
-            reader=reader,
-            staging=staging,
-            slots=UploadSlots(config.uploads_max, self.metrics.upload),
-            nursery=self.nursery,
-            layout=layout,
-            metrics=self.metrics.upload,
-            save=save,
-            clock_ns=self.clock_ns,
-            zeros=ZeroObjects(self.client, layout.single_bytes_max),
-        )
+        return Uploader(self.client, reader, staging, layout, self.nursery, self.node.clock, save, config.uploads_max)
 
     def draft_ids(self) -> Callable[[], str]:
         stream = self.node.random.stream("draft-ids")

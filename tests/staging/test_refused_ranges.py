@@ -131,14 +131,14 @@ async def test_refused_write_with_no_room_for_a_record_marks_the_staging_file(
     async with bench(tmp_path) as b:
         draft = b.draft()
         await draft.write(0, noise(1, PART))
-        save, full = b.services.save, True
+        save, full = b.uploader.save, True
 
         def saves(record: object, sync: bool) -> None:
             if full:
                 raise CacheError("the disk is full")
             save(record, sync)  # type: ignore[arg-type]
 
-        object.__setattr__(b.services, "save", saves)
+        object.__setattr__(b.uploader, "save", saves)
         undo = fail_writes(monkeypatch)
         with pytest.raises(StagingFull):
             await draft.write(PART, noise(2, PAGE))

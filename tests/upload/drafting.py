@@ -19,12 +19,10 @@ from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, Capabilities
-from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.draft_services import DraftServices, DraftTarget
+from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.upload.publish import Published, publish
-from lakefs_fuse.upload.upload_slots import UploadSlots
-from lakefs_fuse.upload.zero_objects import ZeroObjects
-from tests.fakes import FakeDisk, store_client
+from lakefs_fuse.upload.uploader import Uploader
+from tests.fakes import FakeDisk, clock_of, store_client
 from tests.memory_store import MemoryStore
 
 KIB = 1024
@@ -64,7 +62,7 @@ class Bench:
     """A place to write drafts on."""
 
     store: MemoryStore
-    services: DraftServices
+    uploader: Uploader
     metrics: UploadMetrics
     saved: dict[str, DraftRecord]
     synced: dict[str, DraftRecord]
@@ -73,7 +71,7 @@ class Bench:
 
     @property
     def staging(self) -> Staging:
-        return self.services.staging
+        return self.uploader.staging
 
     def describe(self, multipart: bool) -> Mapping[str, str]:
         return dict(self.attributes)
@@ -81,7 +79,7 @@ class Bench:
     def draft(self, key: str = "file", *, base: Extent | None = None, if_absent: bool = False) -> Draft:
         self.serial += 1
         target = DraftTarget(key, self.describe, replaces=base.version.etag if base else "", if_absent=if_absent)
-        return Draft(self.services, f"draft{self.serial}", target, base=base)
+        return Draft(self.uploader, f"draft{self.serial}", target, base=base)
 
     def give(self, key: str, data: bytes) -> Extent:
         return Extent.whole(Version(key, self.store.give(key, data).etag, len(data)))
@@ -122,17 +120,9 @@ async def bench(
             synced[record.id] = record
 
     async with trio.open_nursery() as nursery:
-        services = DraftServices(
-            client=client,
-            reader=StoreReader(client),
-            staging=staging,
-            slots=UploadSlots(slots, metrics),
-            nursery=nursery,
-            layout=PartLayout(spans),
-            metrics=metrics,
-            save=save,
-            clock_ns=lambda: store.now_ns,
-            zeros=ZeroObjects(client, PartLayout(spans).single_bytes_max),
-        )
-        yield Bench(store, services, metrics, saved, synced)
+        uploader = Uploader(
+            client, StoreReader(client), staging, PartLayout(spans), nursery,
+            clock_of(lambda: store.now_ns), save, slots,
+        )  # fmt: skip
+        yield Bench(store, uploader, metrics, saved, synced)
         nursery.cancel_scope.cancel()

@@ -18,7 +18,7 @@ from lakefs_fuse.errors import AccessDenied, CacheError, FileError, StagingFull,
 from lakefs_fuse.staging import staged_file
 from lakefs_fuse.staging.draft_record import DraftState, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.upload.part_state import PartState
+from lakefs_fuse.upload.parts import PartState
 from tests.memory_store import Failures, Pause, Request
 from tests.upload.drafting import KIB, PART, bench, noise, reached
 
@@ -306,7 +306,7 @@ async def test_the_journal_knows_what_is_let_go_before_it_goes(tmp_path: Path, m
         punched: list[int] = []
 
         def punch(fd: int, offset: int, length: int) -> bool:
-            index = b.services.layout.index(offset)
+            index = b.uploader.layout.index(offset)
             noted = {part.index: part.staged for part in b.synced[draft.id].parts}
             assert noted[index] is False
             punched.append(index)
@@ -327,7 +327,7 @@ async def test_parts_in_use_are_not_let_go(tmp_path: Path, monkeypatch: pytest.M
         await draft.write(0, data)
         await b.idle(draft)
         spot = 60 * PART
-        index = b.services.layout.index(spot)
+        index = b.uploader.layout.index(spot)
         assert draft.parts[index].state is PartState.CLEAN
         pread = os.pread
 
@@ -418,7 +418,7 @@ async def test_a_failing_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_files_end_somewhere(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
         draft = b.draft()
-        limit = b.services.layout.file_bytes_max
+        limit = b.uploader.layout.file_bytes_max
         for refused in (draft.write(limit, b"x"), draft.truncate(limit + 1)):
             with pytest.raises(FileError) as caught:
                 await refused

@@ -13,7 +13,7 @@ from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.errors import AccessDenied, Conflict, FileError, NotFound, StoreError, Unavailable
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.upload.draft import DRAFT_METADATA
-from lakefs_fuse.upload.part_state import PartState
+from lakefs_fuse.upload.parts import PartState
 from tests.memory_store import Failures, Request, When
 from tests.upload.drafting import PART, bench, noise
 

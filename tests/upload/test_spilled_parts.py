@@ -11,7 +11,7 @@ import trio
 from lakefs_fuse.errors import FileError, StagingFull
 from lakefs_fuse.staging.draft_record import DraftRecord, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.upload.restore import restored
+from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.spilled_parts import SPILLED
 from tests.memory_store import Pause
 from tests.upload.drafting import PART, Bench, bench, noise, reached
@@ -80,7 +80,7 @@ async def test_random_writes_and_truncation_match_a_model_with_and_without_a_bas
                 await b.idle(draft)
                 draft.save(sync=True)
                 record = decode(encode(b.synced[draft.id]))
-                again = restored(b.services, record, b.describe)
+                again = restore_draft(b.uploader, record, b.describe)
                 for at in range(0, len(model), LARGE_PART):
                     assert bytes(await again.read(at, LARGE_PART)) == model[at : at + LARGE_PART]
                 again.close(unlink=False, leave=True)
@@ -168,3 +168,15 @@ async def test_a_spill_under_way_keeps_its_descriptor(tmp_path: Path) -> None:
             pause.resume()
         assert b.store.data(hidden(b)[0])[: len(data)] == data
         draft.close(unlink=True)
+
+
+async def test_publish_spilled_changes_of_a_base_are_not_lost(tmp_path: Path) -> None:
+    """A part of which some pages were spilled, and the rest are the base's, is not copied from the base."""
+    before, change = noise("base", 2 * LARGE_PART), noise("change", 3 * PIECE)
+    async with bench(tmp_path, spans=((LARGE_PART, 2),)) as b:
+        draft = b.draft(base=b.give("file", before))
+        at = LARGE_PART + PIECE
+        await draft.write(at, change)
+        assert await draft.spill() == len(change)
+        await b.publish(draft)
+        assert b.store.data("file") == before[:at] + change + before[at + len(change) :]

@@ -529,10 +529,10 @@ async def test_writers_at_once_begin_with_one_copy(tmp_path: Path, monkeypatch: 
     outage, size = Outage(store), 16 * PART
     data = noise("old", size)
 
-    def draft(*arguments: object) -> Draft:
+    def draft(*arguments: object, **options: object) -> Draft:
         nonlocal begun
         begun += 1
-        return Draft(*arguments)  # type: ignore[arg-type]
+        return Draft(*arguments, **options)  # type: ignore[arg-type]
 
     async with writing_back(store, tmp_path / "cache") as m:
         await m.write("file", data)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.upload import spilled_parts as spills
+from lakefs_fuse.upload import draft as drafts
 from lakefs_fuse.upload.spilled_parts import SPILLED
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
@@ -19,7 +19,7 @@ COUNT = 40
 
 @pytest.fixture(autouse=True)
 def small_spills(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spills, "SPILL_BYTES_MIN", PART // 4)
+    monkeypatch.setattr(drafts, "SPILL_BYTES_MIN", PART // 4)
 
 
 def hidden(store: MemoryStore) -> list[str]:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.staging.staged_file import StagedFile
-from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.draft_services import DraftServices, DraftTarget
+from lakefs_fuse.upload.draft import Draft, DraftTarget
+from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.queue import WriteBack
@@ -25,9 +25,7 @@ log = logging.getLogger(__name__)
 class Drafts:
     """See the module's head."""
 
-    def __init__(
-        self, files: FileTable, services: DraftServices, writeback: WriteBack, new_id: Callable[[], str]
-    ) -> None:
+    def __init__(self, files: FileTable, services: Uploader, writeback: WriteBack, new_id: Callable[[], str]) -> None:
         self.files, self.services, self.new_id = files, services, new_id
         self._writeback = writeback
 
@@ -60,8 +58,8 @@ class Drafts:
 
     def _begin(self, file: OpenFile, draft: Draft) -> None:
         self.files.aim(file, draft.id, draft.target)
-        draft.began, draft.deferred = self._writeback.sequence, self._writeback.is_for(file.key)
-        draft.unlinked = self.files.is_nameless(file)
+        deferred, unlinked = self._writeback.is_for(file.key), self.files.is_nameless(file)
+        draft.begin(self._writeback.sequence, deferred=deferred, unlinked=unlinked)
         file.draft = draft
         file.refused.move_to(draft.refused)
 

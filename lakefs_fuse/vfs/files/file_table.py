@@ -28,9 +28,7 @@ from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, encode
 from lakefs_fuse.staging.page_map import PAGE_BYTES
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.draft_services import DraftTarget
-from lakefs_fuse.upload.part_state import PartState
+from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
@@ -67,9 +65,8 @@ class Holes:
         base = 0
         if draft.base is not None:
             base = min(draft.base_limit, self._stored(entry.inode, draft.base.version.etag, draft.base.size))
-        dropped = sum(part.length for part in draft.parts.values() if part.state is PartState.DROPPED)
         pages = draft.pages.pages + draft.spills.pages.pages
-        return min(draft.size, base + pages * PAGE_BYTES + dropped)
+        return min(draft.size, base + pages * PAGE_BYTES + draft.parts.bytes_dropped)
 
     def note_stored(self, entry: Entry, draft: Draft) -> None:
         """The draft is the version that the row ``entry`` tells."""
@@ -267,11 +264,7 @@ class FileTable:
         for draft in (each.draft for each in file.versions):
             if draft is None or before is None or extent is None or extent == before:
                 continue  # where a rename under way has noted its new name, that stays
-            if draft.base == before:
-                draft.base = extent
-            if draft.target.replaces == before.version.etag:
-                draft.target.replaces = extent.version.etag
-            draft.save()
+            draft.move_base(before, extent)
         self._pin(file, extent)
         place = {"place": entry.place, "offset": entry.offset, "etag": entry.etag, "stamp": entry.stamp}
         file.entry = msgspec.structs.replace(file.entry, **place)

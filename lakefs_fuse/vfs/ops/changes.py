@@ -365,7 +365,7 @@ class Changes:
 
     @staticmethod
     def _staged_location(draft: Draft) -> str:
-        staging, spot = draft.services.staging, draft.file.spot
+        staging, spot = draft.uploader.staging, draft.file.spot
         if draft.file.is_in_memory:
             return "memory"
         if spot is None:

@@ -17,7 +17,7 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import encode
-from lakefs_fuse.upload.draft_services import DraftServices
+from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -34,7 +34,7 @@ class IncompleteFiles:
         database: Database,
         namespace: Namespace,
         files: FileTable,
-        services: DraftServices,
+        services: Uploader,
         recovery: Recovery,
         read_again: Callable[[], Awaitable[None]],
     ) -> None:

@@ -29,8 +29,7 @@ from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Buffer
-from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.draft_services import DraftEnded
+from lakefs_fuse.upload.draft import Draft, DraftEnded
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace

@@ -95,7 +95,7 @@ class Unlinker:
             raise
         await self._drop_accepted(file, newest)
         if file.draft is not None:
-            file.draft.unlinked = True
+            file.draft.unlink()
             if file.handles:
                 file.draft.save(sync=True)
             else:
@@ -135,7 +135,7 @@ class Unlinker:
         gone = [each.draft for each in file.versions if each.draft is not None and each.draft.accepted]
         for draft in gone:
             self._writeback.end(draft)
-            draft.unlinked = True
+            draft.unlink()
             self._journal.put(batch, draft.id, encode(draft.record()))
         if not gone:
             return

@@ -28,7 +28,6 @@ from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.staging.segments import Group, Spot
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.draft_snapshot import record_of
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
@@ -92,7 +91,7 @@ class GroupCommit:
         if closing.error is None:
             return
         if not draft.accepted:
-            draft.stands_for = 0
+            draft.supersede(0)
             self.queue.restore_superseded(file)
         raise closing.error
 
@@ -127,7 +126,7 @@ class GroupCommit:
                 await self._commit_linked(linked)
             failure = None
         except OSError as error:
-            failure = linked[0].draft.services.staging.translate(error)
+            failure = linked[0].draft.uploader.staging.translate(error)
         except CacheError as error:
             failure = error
         finally:
@@ -174,7 +173,7 @@ class GroupCommit:
             for _, draft in files:
                 self._journal.put(batch, draft.id, encode(draft.noted()))
             self._db.commit(batch)
-            return group[0].draft.services.staging.translate(error)
+            return group[0].draft.uploader.staging.translate(error)
         self._journal_all(group, batch)
         self._db.commit(batch)
         segment.keep()
@@ -189,7 +188,7 @@ class GroupCommit:
     # -- what is done to all of a group
 
     def _reserve_all(self, group: list[Closing]) -> Group:
-        segment = group[0].draft.services.staging.segments.group()
+        segment = group[0].draft.uploader.staging.segments.group()
         for closing in group:
             self._reserve(closing, segment)
         return segment
@@ -207,7 +206,7 @@ class GroupCommit:
     @staticmethod
     def _encode(closing: Closing) -> None:
         draft = closing.draft
-        closing.raw = encode(record_of(draft, accepted=closing.sequence, spot=closing.spot))
+        closing.raw = encode(draft.record(accepted=closing.sequence, spot=closing.spot))
         closing.saves = draft.saves
 
     def _reserve(self, closing: Closing, segment: Group) -> None:

@@ -26,10 +26,8 @@ from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
 from lakefs_fuse.staging.refused_ranges import UNKNOWN, Refusals
 from lakefs_fuse.staging.segments import PREFIX, entries
 from lakefs_fuse.staging.staging_area import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
-from lakefs_fuse.upload.draft_services import DraftServices
-from lakefs_fuse.upload.orphaned_uploads import abort_strays
-from lakefs_fuse.upload.restore import restored
-from lakefs_fuse.upload.spilled_parts import delete_spills
+from lakefs_fuse.upload.restore import restore_draft
+from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import WriteBack
@@ -46,7 +44,7 @@ class Recovery:
         self,
         database: Database,
         namespace: Namespace,
-        services: DraftServices,
+        services: Uploader,
         writer: ObjectWriter,
         queue: WriteBack,
         evidence: Evidence,
@@ -291,7 +289,7 @@ class Recovery:
                 f"{self._path(record.id)}: copy what you need of them, then abort",
             )
         whole = msgspec.structs.replace(record, refused=[])
-        draft = restored(
+        draft = restore_draft(
             self._services, whole, lambda multipart: record.metadata_multipart if multipart else record.metadata
         )
         try:
@@ -320,13 +318,13 @@ class Recovery:
         if record.upload_id:
             await self._services.client.abort_multipart(record.key, record.upload_id)
         if record.spilled:
-            await delete_spills(self._services.client, record.id)
+            await self._services.delete_spills(record.id)
         await self._abort_unknown_upload(record)
 
     async def _abort_unknown_upload(self, record: DraftRecord) -> None:
         """An upload was asked for and the daemon died before it learnt the id."""
         if record.upload_intent_ns and not record.upload_id:
-            await abort_strays(self._services.client, record.key, record.upload_intent_ns)
+            await self._services.abort_lost_uploads(record.key, record.upload_intent_ns)
 
 
 def _unpack(staging: Staging, raw: bytes, data: bytes) -> None:

@@ -30,7 +30,7 @@ from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.path_rules import PackPolicy
-from lakefs_fuse.staging.draft_record import DraftState, encode
+from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
@@ -196,7 +196,7 @@ class Packer:
     async def _commit(self, batch: list[Waiting], passed: list[Draft] | None = None) -> None:
         try:
             for waiting in batch:
-                waiting.draft.state, waiting.draft.error = DraftState.PUBLISHING, None
+                waiting.draft.begin_publish()
             members = [self._member(waiting) for waiting in batch]
             drafts = [*(each.draft for each in batch), *(passed or ())]
             made = await self._committer.commit(
@@ -216,7 +216,7 @@ class Packer:
         self._metrics.batch_files_max = max(self._metrics.batch_files_max, len(batch))
         version = Version(made.ref.key, made.ref.etag, made.ref.size)
         for waiting, offset in zip(batch, made.offsets, strict=True):
-            waiting.draft.packed = Extent(version, offset, len(waiting.data))
+            waiting.draft.fill_pack(Extent(version, offset, len(waiting.data)))
             waiting.packed = True
             waiting.done.set()
         view = memoryview(made.body)
@@ -229,7 +229,7 @@ class Packer:
         for at in range(0, len(drafts), FILES_BETWEEN_PAUSES):
             batch = Batch()
             for draft in drafts[at : at + FILES_BETWEEN_PAUSES]:
-                draft.commit = key
+                draft.name_commit(key)
                 self._journal.put(batch, draft.id, encode(draft.noted()))
             self._db.commit(batch)
             await trio.lowlevel.checkpoint()
@@ -239,10 +239,7 @@ class Packer:
     @staticmethod
     def _failed(waiting: Waiting, error: BaseException) -> None:
         draft = waiting.draft
-        draft.state = DraftState.FAILED
-        draft.error = error if isinstance(error, LakeError) else LakeError(f"committing was interrupted: {error!r}")
-        draft.services.metrics.failures += 1
-        waiting.error = draft.error
+        waiting.error = draft.fail_publish(error, "committing")
         try:
             draft.save(sync=not draft.accepted)
         except LakeError as unsaved:

@@ -37,8 +37,7 @@ from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.draft_services import DraftEnded, DraftTarget
+from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
 from lakefs_fuse.upload.publish import Published, publish
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -140,7 +139,7 @@ class ObjectWriter:
     # -- in a pack
 
     def _packed(self, file: OpenFile, draft: Draft) -> StoredVersion:
-        draft.state = DraftState.PUBLISHED
+        draft.end_publish()
         assert draft.packed is not None, "its commit is in the store"
         entry = self._ns.tree.entry(file.entry.inode)
         extent = self._ns.extent(entry) if entry is not None else None
@@ -447,7 +446,7 @@ class Publisher:
         file.behind = [each for each in file.behind if each not in older]
         passed = [each.draft for each in older if each.draft is not None]
         for each in passed:
-            each.unlinked = True
+            each.unlink()
             if each.is_unknown_to_store:
                 each.file.ending()
                 self._journal.delete(batch, each.id)
@@ -538,12 +537,11 @@ class Publisher:
             if file.draft is acknowledged and not file.unlinked:
                 raise StagingFull(f"{file.key} waits for the store, and cannot be changed before it is there")
             return
-        copy = Draft(self._services, self._drafts.new_id(), DraftTarget(file.key, file.describe))
-        copy.deferred = True
+        copy = Draft(self._services, self._drafts.new_id(), DraftTarget(file.key, file.describe), deferred=True)
         try:
             for at in range(0, acknowledged.size, COPY_STEP_BYTES):
                 await copy.write(at, await acknowledged.read(at, COPY_STEP_BYTES))
-            copy.size = acknowledged.size
+            await copy.truncate(acknowledged.size)  # zeros at its end
         except DraftEnded:
             pass
         except BaseException:
@@ -554,7 +552,7 @@ class Publisher:
             return
         # Meanwhile a version before may have been stored, or the file renamed.
         before = acknowledged.target
-        copy.target = DraftTarget(file.key, file.describe, replaces=before.replaces, copied_from=before.copied_from)
+        copy.retarget(DraftTarget(file.key, file.describe, replaces=before.replaces, copied_from=before.copied_from))
         self.leave_behind(file)
         self._drafts.begin(file, copy)
 

@@ -41,7 +41,6 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.wakeup import Bell
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.part_upload import start_uploads
 from lakefs_fuse.upload.publish import visible_token
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.packer import PACK_BYTES_MAX, PACK_FILES_MAX
@@ -241,7 +240,7 @@ class WriteBack:
             return False
         if file.is_incomplete:
             return False
-        return len(self._versions) < FILES_MAX and draft.services.staging.fits
+        return len(self._versions) < FILES_MAX and draft.uploader.staging.fits
 
     def add(self, file: OpenFile, draft: Draft, *, is_unreconciled: bool = False) -> None:
         """An acknowledged draft is to be published; those that it superseded end."""
@@ -256,7 +255,7 @@ class WriteBack:
             self._standing_in[draft.accepted] = item
         if not self.is_packable(item):
             if not is_unreconciled:
-                start_uploads(draft)
+                draft.start_uploads()
             self.changed.ring()
             return
         self._small_bytes += draft.size
@@ -264,7 +263,7 @@ class WriteBack:
         if not is_unreconciled:
             self.bursts.count(item.since_s)
         full = self._small_bytes >= PACK_BYTES_MAX or self._small_files >= PACK_FILES_MAX
-        pressed = draft.services.staging.is_half_full
+        pressed = draft.uploader.staging.is_half_full
         if self._small_files == 1 or pressed or (full and not self.bursts.is_lasting(item.since_s)):
             self.changed.ring()
 
@@ -302,9 +301,9 @@ class WriteBack:
                 break
             if item.state is not VersionState.SUPERSEDED:
                 item.transition(VersionState.SUPERSEDED)
-            item.draft.unlinked = True  # what is saved of it from here on says so
+            item.draft.unlink()  # what is saved of it from here on says so
             if file.draft is not None:
-                file.draft.stands_for = item.place
+                file.draft.supersede(item.place)
             superseded.append(item.draft)
         return superseded
 
@@ -321,10 +320,10 @@ class WriteBack:
                 continue
             if item.state is VersionState.SUPERSEDED:
                 item.transition(VersionState.WAITING)
-            item.draft.unlinked = False
+            item.draft.unlink(unlinked=False)
             self._save(item.draft)
             if not self.is_packable(item):
-                start_uploads(item.draft)
+                item.draft.start_uploads()
         self.changed.ring()
 
     def _end_superseded(self, file: OpenFile, draft: Draft) -> None:
@@ -344,8 +343,8 @@ class WriteBack:
             file.behind = [each for each in file.behind if each is not earlier]
             if item is not None:
                 if file.draft is not None:
-                    file.draft.stands_for = file.draft.stands_for or item.place
-                item.draft.unlinked = True
+                    file.draft.supersede(file.draft.stands_for or item.place)
+                item.draft.unlink()
                 self._save(item.draft)
                 self.discard_superseded(item.draft)
 
@@ -365,7 +364,7 @@ class WriteBack:
 
     def discard(self, draft: Draft) -> None:
         """Delete a version that no name will mean, from the store as well, behind the caller's back."""
-        draft.unlinked = True
+        draft.unlink()
         self._nursery.start_soon(self._discard, draft)
 
     async def _discard(self, draft: Draft) -> None:

@@ -25,9 +25,7 @@ from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord, decode
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.part_state import PartState
-from lakefs_fuse.upload.publish import forget_upload
-from lakefs_fuse.upload.restore import restored
+from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
@@ -97,7 +95,7 @@ class Replay:
         if file is None:
             file = OpenFile(entry, path_of(record), None)
             file.extent = self._ns.extent(entry)
-        draft = restored(self._services, record, file.describe)
+        draft = restore_draft(self._services, record, file.describe)
         if file.draft is not None:
             file.leave_behind()
         file.entry = attributes.learn(file.entry, record.metadata)
@@ -228,16 +226,14 @@ class Replay:
         """The name has a version of somebody else: the accepted bytes get a name beside it. Raises LakeError."""
         file, draft = item.file, item.draft
         if draft.upload_intent_ns:
-            if any(part.state is PartState.DROPPED for part in draft.parts.values()):
+            if draft.parts.has_dropped:
                 raise FileError(
                     errno.EEXIST,
                     f"{file.key} was changed by somebody else, and this version cannot get another name: parts of it "
                     f"are in its upload only; move theirs away, then `lakefs-fuse flush` it",
                 )
-            if draft.upload_id:
-                await self._services.client.abort_multipart(draft.target.key, draft.upload_id)
-            await draft.abort_strays()
-            forget_upload(draft)
+            await draft.abort_upload()
+            draft.forget_upload()
         async with file.publishing:
             if file.owner_of(draft) is not None and not file.unlinked:
                 self._rename(file, draft)

@@ -26,7 +26,6 @@ import trio
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.staging.staging_area import Staging
-from lakefs_fuse.upload.part_upload import start_uploads
 from lakefs_fuse.vfs.writeback.packer import PACK_BYTES_MAX, PACK_FILES_MAX
 from lakefs_fuse.vfs.writeback.publisher import Publisher
 from lakefs_fuse.vfs.writeback.queue import BURST_WINDOW_S, AcknowledgedVersion, VersionState, WriteBack
@@ -142,7 +141,7 @@ class PublishScheduler:
             if item.is_unreconciled:
                 if await self._replay.reconcile(item):
                     return
-                start_uploads(item.draft)
+                item.draft.start_uploads()
             while item.draft.uploading and not item.is_urgent and item.state is not VersionState.ENDED:
                 with trio.move_on_after(CHECK_S):
                     await item.draft.wait_idle()

@@ -1,0 +1,73 @@
+"""What all drafts of a mount upload through: store, staging, slots, journal, and the objects beside the files.
+
+What always holds (*bounded uploads*): at most ``uploads_max`` requests of drafts are under way, first come first
+served. Trio thread only. A crash leaves uploads whose ids were never learned (`abort_lost_uploads`) and spilled parts
+(`delete_spills`): the journal record of their draft says that there may be some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+import trio
+
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.staging.draft_record import DraftRecord
+from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.staging_area import Staging
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.upload.spilled_parts import SPILLED
+from lakefs_fuse.upload.upload_slots import UploadSlots
+from lakefs_fuse.upload.zero_objects import ZeroObjects
+
+INTENT_SLACK_NS = 2_000_000_000
+"""Stores date uploads to the second, by their own clock."""
+
+
+class BaseReader(Protocol):
+    """Reads versions that are in the store."""
+
+    async def read(self, version: Version, offset: int, length: int) -> Buffer: ...
+
+
+class Uploader:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        client: StoreClient,
+        reader: BaseReader,
+        staging: Staging,
+        layout: PartLayout,
+        nursery: trio.Nursery,
+        clock: Clock,
+        save: Callable[[DraftRecord, bool], None],
+        uploads_max: int,
+    ) -> None:
+        """``save`` writes a record to the journal, synced if its second argument says so."""
+        self.client, self.reader, self.staging, self.layout = client, reader, staging, layout
+        self.nursery, self.clock, self.save = nursery, clock, save
+        self.metrics = staging.metrics
+        self.slots = UploadSlots(uploads_max, staging.metrics)
+        self.zeros = ZeroObjects(client, layout.single_bytes_max)
+
+    def start(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Run a task for as long as the mount lives."""
+        self.nursery.start_soon(task, *arguments)
+
+    async def abort_lost_uploads(self, key: str, since_ns: int) -> None:
+        """Abort uploads of ``key`` that began at ``since_ns`` (wall clock) or later. Raises LakeError."""
+        for upload in await self.client.list_multipart(key):
+            if upload.key == key and upload.started_ns >= since_ns - INTENT_SLACK_NS:
+                await self.client.abort_multipart(key, upload.upload_id)
+
+    async def delete_spills(self, draft_id: str) -> None:
+        """Delete all spilled parts of a draft. Raises LakeError."""
+        async with aclosing(self.client.list_all(f"{SPILLED}{draft_id}/")) as pages:
+            keys = [meta.key async for page in pages for meta in page.objects]
+        if keys:
+            await self.client.delete_many(keys)
