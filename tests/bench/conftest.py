@@ -1,4 +1,4 @@
-"""What the benchmarks find about this filesystem when all of it is small: run once, with their own machinery."""
+"""Results of the benchmarks' workloads at a small size, run once by their own machinery."""
 
 from __future__ import annotations
 

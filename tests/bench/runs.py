@@ -1,4 +1,4 @@
-"""Results as a run would have left them, made up."""
+"""Results of a benchmark run, made up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: reports of results that are there, exit codes, and what it refuses."""
+"""The command of the benchmarks: reports, exit codes and refusals."""
 
 from __future__ import annotations
 

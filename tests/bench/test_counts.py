@@ -1,8 +1,7 @@
-"""What small versions of the benchmarks' workloads cost: upcalls, store requests and bytes, as the suite counts them.
+"""The cost of small benchmark workloads: FUSE requests, store requests and bytes.
 
-Bounds are what they cost when this was written, with a little room where it depends on who comes first. A change that
-makes one worse fails here. Listings are counted in `tests/mount/test_metadata.py`,
-write-back in `tests/mount/test_writeback.py`.
+Bounds are the costs of today, with room where they depend on scheduling: a change that adds requests fails here.
+`tests/mount/test_metadata.py` counts listings, `tests/mount/test_writeback.py` write-back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Medians, spreads, percentiles, and who is behind."""
+"""Medians, spreads, percentiles and rankings."""
 
 from __future__ import annotations
 

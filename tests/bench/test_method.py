@@ -1,4 +1,4 @@
-"""Rounds: peers take turns, what fails is written down and nothing of it stops the others; jobs end at their limit."""
+"""Rounds of benchmarks: peers take turns, a failure is recorded and stops no other peer, jobs end at their limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report says what the results say, the worst first, and its plots are the same for the same results."""
+"""The report: its text follows the results, the worst first, and its plots are reproducible."""
 
 from __future__ import annotations
 

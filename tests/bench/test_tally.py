@@ -1,4 +1,4 @@
-"""Requests are told apart as stores bill them, and are counted once."""
+"""Requests are classed as stores bill them, and counted once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Daemons that are killed: each in a process of its own, on one cache directory and one lake, one after the other.
+"""Daemons that are killed: each a process of its own, one after the other, on one cache directory and lake.
 
-The lake is a local directory behind a store that takes its time. Users write into their diaries what was acknowledged
-before they go on; who comes afterwards reads there what has to be in the lake.
+The lake is a local directory behind a store that answers slowly. Each user records in a diary what was acknowledged
+before the next operation; the next life reads there what the lake must hold.
 """
 
 from __future__ import annotations

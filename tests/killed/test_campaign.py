@@ -1,4 +1,4 @@
-"""`scripts/crash_test.py` with several mounts and with power cuts, for some seconds; and it would notice a loss."""
+"""`scripts/crash_test.py` with several mounts and with power cuts; and it finds a loss that is made on purpose."""
 
 from __future__ import annotations
 

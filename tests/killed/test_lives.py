@@ -1,4 +1,4 @@
-"""Daemons that are killed in mid-work, many times over, in seconds: nothing that was acknowledged is lost.
+"""Daemons that are killed at random: nothing that was acknowledged is lost.
 
 What `scripts/crash_test.py` does to a mount and a real S3 server, done to the filesystem alone: a round trip takes
 milliseconds here, so moments in which two things meet are common. `LAKEFS_TEST_LIVES` is the number of lakes.

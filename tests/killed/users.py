@@ -1,4 +1,4 @@
-"""A user of a lake who does one thing after the other at random, and knows what must be there after any death.
+"""A user who changes a lake at random, and knows what must be there after any kill.
 
 What always holds: `User.certain` is what was acknowledged; with `User.pending`, where it is not None, all of that was
 done to it or nothing. Files are named a to e and directories p to s: a store that is a local directory cannot hold a

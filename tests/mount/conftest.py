@@ -1,4 +1,4 @@
-"""Lakes for tests: mounted by the real program, taken away again whatever happens."""
+"""Fixtures of lakes: mounted by the real program, and unmounted whatever a test does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What system calls cost: requests that reach the daemon, counted by the daemon."""
+"""Counts of the FUSE requests that system calls cost, as the daemon counts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lake whose store fails on command: SeaweedFS behind a proxy, mounted once for a module."""
+"""A lake on a store that fails on command: SeaweedFS behind a proxy, mounted once for a module."""
 
 from __future__ import annotations
 

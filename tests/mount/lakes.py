@@ -1,14 +1,13 @@
 """A lake mounted by the real program, with the store as another client sees it.
 
-`Lake` runs the `lakefs-fuse` command as a user would; only counters, for which tests ask more often than for anything
-else, it takes from where that command has them. Whatever a test does, `close` leaves no mount and no daemon behind, and
-fails the test if the daemon's log holds a traceback or a secret.
+`Lake` runs the `lakefs-fuse` command as a user does; counters, which tests ask for most often, come from the control
+socket. `close` leaves no mount and no daemon behind, and fails the test if the daemon's log holds a traceback or a
+secret.
 
 Sizes are small; the environment raises them:
 
 =========================== ======= ==================================================================
-LAKEFS_TEST_STORES          *       stores of the tests that can run on any: file, seaweedfs, moto, rclone, by commas;
-                                    by default SeaweedFS, and other tests have a store that belongs to what they say
+LAKEFS_TEST_STORES          *       stores, by commas, of tests that run on any: file, seaweedfs (default), moto, rclone
 LAKEFS_TEST_LARGE_MIB       40      size of a file that takes several parts (at least 33)
 LAKEFS_TEST_DIRECTORIES     30      directories of the lake that is listed
 LAKEFS_TEST_OBJECTS         3000    objects in them, all together

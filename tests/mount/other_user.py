@@ -1,7 +1,7 @@
-"""An ordinary user who runs the program: another uid, a home of its own, and a Python that it may execute.
+"""An ordinary user who runs the program: another uid, with a home and a Python that it may execute.
 
-Root's own Python and this checkout may lie where others cannot go, so what the program needs of them is linked into a
-directory that everybody can read. Where the tests are not run by root, the user is the one who runs them.
+Root's Python and this checkout may be closed to others, so a directory that everybody can read has links to what the
+program needs. Without root, the user is the one who runs the tests.
 """
 
 from __future__ import annotations

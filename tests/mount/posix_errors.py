@@ -1,4 +1,4 @@
-"""What system calls fail with."""
+"""The errors of system calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What system calls answer and change: a table of cases that is run on any file system, by any user, for comparison.
+"""A table of system calls, run on any file system by any user, to compare answers and effects.
 
 ``python syscall_cases.py DIRECTORY UID GID`` makes what the cases need, makes one call for each case as that user, and
 writes as JSON what each call answered and what is there afterwards. A case is named ``CALL TARGET``. It has a directory

@@ -1,4 +1,4 @@
-"""Other users of a mount: modes that only the object's metadata tells hold from the first open."""
+"""Access of other users to a mount: modes in the object's metadata hold from the first open."""
 
 from __future__ import annotations
 

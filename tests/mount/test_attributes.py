@@ -1,7 +1,7 @@
-"""Modes, times and trees that travel with the files: seen again by a mount that knows nothing.
+"""Modes, times and trees, as a mount with an empty cache directory shows them.
 
-Commits tell them of what was written through a mount. Of other objects LIST tells neither, so what a mount shows of
-those that it has not opened yet are its defaults; `asked` is a stat that reaches the daemon.
+Commits hold those of files written through a mount. LIST holds none for other objects, so a mount shows defaults until
+it has opened them; `asked` is a stat that reaches the daemon.
 """
 
 from __future__ import annotations

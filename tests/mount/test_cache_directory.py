@@ -1,4 +1,4 @@
-"""The cache directory shows names and bytes of the lake: it is the user's who mounts, and closed to others."""
+"""Permissions of the cache directory: it belongs to the user who mounts, and is closed to others."""
 
 from __future__ import annotations
 

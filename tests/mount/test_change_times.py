@@ -1,4 +1,4 @@
-"""ctime: it moves with what is done to an inode, once, and not again when that is committed."""
+"""ctime: an operation on an inode moves it once, and the commit of that operation does not."""
 
 from __future__ import annotations
 

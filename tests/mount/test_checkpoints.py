@@ -1,4 +1,4 @@
-"""`lakefs-fuse checkpoint` as it is typed, and keep-newest, on SeaweedFS with what torch writes."""
+"""`lakefs-fuse checkpoint` and the keep-newest policy, on SeaweedFS with checkpoints of torch."""
 
 from __future__ import annotations
 

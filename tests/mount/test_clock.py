@@ -1,4 +1,4 @@
-"""The machine's clock jumps while a lake is mounted: what a fresh mount shows afterwards.
+"""Jumps of the machine's clock while a lake is mounted: what another mount shows afterwards.
 
 Needs libfaketime (`scripts/setup test` installs it), which moves the daemon's wall clock and nothing else.
 """

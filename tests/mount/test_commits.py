@@ -1,4 +1,4 @@
-"""Commits as users see them: packs, renames that are atomic for everybody, and several nodes on one lake.
+"""Commits as users see them: packs, atomic renames, and several nodes on one lake.
 
 Sizes are small; LAKEFS_TEST_PACKED_FILES (default 600) and LAKEFS_TEST_RENAMES (default 20) raise them.
 """

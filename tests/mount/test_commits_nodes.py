@@ -1,4 +1,4 @@
-"""Two nodes that do whatever they like to one lake, and daemons that die in the midst of a rename.
+"""Two nodes that change one lake at random, and daemons that are killed during a rename.
 
 LAKEFS_TEST_NODE_OPERATIONS (250; 60 in `make test`) is the number of random operations of each node,
 LAKEFS_TEST_KILLS (6; 2 in `make test`) the number of kills around a rename.

@@ -1,4 +1,4 @@
-"""How training libraries save: into temporary names that are renamed. Others see whole checkpoints only."""
+"""Checkpoints saved under temporary names and renamed: other nodes see whole checkpoints only."""
 
 from __future__ import annotations
 

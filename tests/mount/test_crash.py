@@ -1,4 +1,4 @@
-"""`kill -9` of the daemon in mid-write: nothing is visible, nothing is lost, nothing is left behind."""
+"""`kill -9` of the daemon during writes: no partial file is visible, no byte is lost, no upload remains."""
 
 from __future__ import annotations
 

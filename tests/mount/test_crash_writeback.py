@@ -1,4 +1,4 @@
-"""`scripts/crash_test.py`, for a minute: nothing acknowledged is lost, nothing half is seen; and it would be noticed.
+"""`scripts/crash_test.py` for a minute: it finds no loss, and it finds a loss that is made on purpose.
 
 LAKEFS_TEST_KILLS (5) says how often the daemon dies; the script itself dies hundreds of times.
 """

@@ -1,4 +1,4 @@
-"""close() and fsync() are promises: kept when they return 0, and told when they cannot be."""
+"""`close()` and `fsync()`: the bytes are in the store when they return 0; else they return an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `lakefs-fuse mount` says when it cannot: one line that tells what to do, an exit code, and no secret."""
+"""Errors of `lakefs-fuse mount`: one line with the remedy, an exit code, and no secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a network and a busy store do in the middle of reads and writes is survived, and counted."""
+"""Faults of the network and of the store during reads and writes: survived, and counted."""
 
 from __future__ import annotations
 

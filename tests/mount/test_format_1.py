@@ -1,4 +1,4 @@
-"""What the program of format 1 left in a store and on a node is read, written and replayed; see `kept`."""
+"""Lakes and cache directories of format 1: read, written, replayed and upgraded; see `format_1_files`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lakefs_fuse.store.client import StoreClient, ThreadTransport
 from lakefs_fuse.store.lake_record import FORMAT_2, change_record, open_record
 from lakefs_fuse.store.open import open_store
 from tests import servers
-from tests.mount import kept
+from tests.mount import format_1_files
 from tests.mount.lakes import Lake
 from tests.servers import Server
 
@@ -33,17 +33,17 @@ from tests.servers import Server
 @pytest.fixture
 def kept_lake(dev_fuse: Path, seaweed: Server, tmp_path: Path) -> Iterator[Lake]:
     """The lake of the fixture on SeaweedFS, not mounted yet."""
-    kept.restore_objects(seaweed, tmp_path / "objects")
-    lake = kept.kept_lake(seaweed, tmp_path / "node", *kept.OPTIONS)
+    format_1_files.restore_objects(seaweed, tmp_path / "objects")
+    lake = format_1_files.kept_lake(seaweed, tmp_path / "node", *format_1_files.OPTIONS)
     try:
         yield lake
     finally:
-        kept.end(lake)
+        format_1_files.end(lake)
 
 
 def test_lake_of_format_1_is_shown_as_it_was(kept_lake: Lake) -> None:
     kept_lake.mount()
-    assert kept.read_names(kept_lake.path) == kept.expected("shown.json")
+    assert format_1_files.read_names(kept_lake.path) == format_1_files.expected("shown.json")
 
 
 def test_lake_of_format_1_is_written(kept_lake: Lake) -> None:
@@ -55,24 +55,24 @@ def test_lake_of_format_1_is_written(kept_lake: Lake) -> None:
     (root / "packed" / "09.txt").unlink()
     (root / "plain" / "0.bin").rename(root / "packed" / "0.bin")
     kept_lake.settle()
-    written = kept.read_names(root)
+    written = format_1_files.read_names(root)
     kept_lake.remount(empty_cache=True)
-    assert kept.read_names(kept_lake.path) == written
-    unchanged = {path: about for path, about in kept.expected("shown.json").items() if "moved" not in path}
+    assert format_1_files.read_names(kept_lake.path) == written
+    unchanged = {path: about for path, about in format_1_files.expected("shown.json").items() if "moved" not in path}
     del unchanged["plain/0.bin"]
     assert unchanged.items() <= written.items()
-    assert written["packed/10.txt"] == kept.expected("shown.json")["moved/10.txt"]
+    assert written["packed/10.txt"] == format_1_files.expected("shown.json")["moved/10.txt"]
     checked = kept_lake.cli("fsck", kept_lake.source)
     assert checked.returncode == 0, checked.stdout
 
 
 def test_cache_directory_of_format_1_is_replayed(kept_lake: Lake) -> None:
-    kept.unpack_tree("cache.tar.xz", kept_lake.cache_dir)
+    format_1_files.unpack_tree("cache.tar.xz", kept_lake.cache_dir)
     kept_lake.mount("--durability", "writeback", "--orphans", "finish")
     assert kept_lake.cli("flush", str(kept_lake.path)).returncode == 0
-    assert kept.read_names(kept_lake.path) == kept.expected("replayed.json")
+    assert format_1_files.read_names(kept_lake.path) == format_1_files.expected("replayed.json")
     kept_lake.remount(empty_cache=True)
-    assert kept.read_names(kept_lake.path) == kept.expected("replayed.json")
+    assert format_1_files.read_names(kept_lake.path) == format_1_files.expected("replayed.json")
 
 
 class LaterClient(StoreClient):
@@ -107,18 +107,18 @@ def upgrade_later(server: Server, lake: Lake) -> protocol.Finished:
 
 
 def test_lake_of_format_1_is_upgraded(kept_lake: Lake, seaweed: Server, tmp_path: Path) -> None:
-    kept.unpack_tree("cache.tar.xz", kept_lake.cache_dir)
+    format_1_files.unpack_tree("cache.tar.xz", kept_lake.cache_dir)
     assert upgrade_later(seaweed, kept_lake).summary["switched_on"] == [FORMAT_2]
     kept_lake.mount("--durability", "writeback", "--orphans", "finish")
     assert kept_lake.cli("flush", str(kept_lake.path)).returncode == 0
-    assert kept.read_names(kept_lake.path) == kept.expected("replayed.json")
+    assert format_1_files.read_names(kept_lake.path) == format_1_files.expected("replayed.json")
     kept_lake.remount(empty_cache=True)
-    assert kept.read_names(kept_lake.path) == kept.expected("replayed.json")
-    old = kept.kept_lake(seaweed, tmp_path / "old", *kept.OPTIONS)
+    assert format_1_files.read_names(kept_lake.path) == format_1_files.expected("replayed.json")
+    old = format_1_files.kept_lake(seaweed, tmp_path / "old", *format_1_files.OPTIONS)
     try:
-        kept.use_program(old, kept.unpack_program(tmp_path / "program")).mount("--read-only")
+        format_1_files.use_program(old, format_1_files.unpack_program(tmp_path / "program")).mount("--read-only")
         assert "this program reads format 1" in old.log()
         assert (old.path / "moved" / "10.txt").read_bytes() == (kept_lake.path / "moved" / "10.txt").read_bytes()
         assert not (old.path / "accepted" / "zero").exists()
     finally:
-        kept.end(old)
+        format_1_files.end(old)

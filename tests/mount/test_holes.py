@@ -1,4 +1,4 @@
-"""Holes: ranges of a file that nobody wrote are zeros that are neither sent nor stored more than once."""
+"""Holes: ranges that were never written read as zeros, which are sent and stored once at most."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A supervised daemon that dies is started again, and its mount replaced; what ends it for good; what is seen."""
+"""Restarts of a supervised daemon: it is started again with a new mount, unless it was told to stop."""
 
 from __future__ import annotations
 

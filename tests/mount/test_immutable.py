@@ -1,4 +1,4 @@
-"""An immutable mount: one state of a lake, of which the kernel may remember everything."""
+"""Immutable mounts: one state of a lake, which the kernel may cache without limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mounts that begin with an index: `lakefs-fuse snapshot`, and what the first listing of a fresh node costs.
+"""Mounts that start from an index: `lakefs-fuse snapshot`, and the cost of a fresh node's first listing.
 
 LAKEFS_TEST_INDEXED_FILES (default 4000) raises the size.
 """

@@ -1,4 +1,4 @@
-"""What the kernel remembers of a mount that can be written to: what it spares, and that it forgets in time."""
+"""The kernel's caches on a writable mount: the requests that they spare, and their invalidation."""
 
 from __future__ import annotations
 

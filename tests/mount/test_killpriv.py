@@ -1,4 +1,4 @@
-"""suid and sgid of a file that is written: dropped as Linux does, without a request before every write(2)."""
+"""suid and sgid bits of a file that is written: dropped as Linux does, without a request before each write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A commit of very many operations: the mount goes on, and shows all of it or nothing, after a crash as well."""
+"""Commits of very many operations: the mount keeps serving, and shows all of one or nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Listing large directories through the kernel: what it costs in upcalls and requests, and that it is the same however
-the entries are written.
+"""Listings of large directories: their cost in FUSE requests and store requests, with and without the C library.
 
 LAKEFS_TEST_LISTED_FILES (default 20000) raises the size; LAKEFS_TEST_FOUND_FILES (150000) that of the lake whose names
 must not stay in memory.

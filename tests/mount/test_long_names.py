@@ -1,4 +1,4 @@
-"""Names that are too long, by themselves or for the key that they would have."""
+"""Names that are too long, by themselves or for their key."""
 
 from __future__ import annotations
 

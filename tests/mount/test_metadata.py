@@ -1,4 +1,4 @@
-"""What names cost: counted in upcalls and store requests, never in seconds."""
+"""The cost of names: counted in FUSE requests and store requests, never in seconds."""
 
 from __future__ import annotations
 

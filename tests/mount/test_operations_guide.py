@@ -1,4 +1,4 @@
-"""The commands of docs/operations.md about write-back and unmounting do what they are there for, as printed."""
+"""The commands of docs/operations.md about write-back and unmounting, run as they are printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store is away, slow, or says no, and the staging disk is small, full or broken, while programs write."""
+"""A store that is away, slow or refuses, and a staging disk that is small, full or broken, while programs write."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lakefs_fuse.staging.staging_area import FREE_AGE_S
 from tests.faults import Faults, faulty
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import MIB, PART_BYTES, Lake, eventually, noise, s3_lake, scale
-from tests.mount.written_back import (
+from tests.mount.writeback_lakes import (
     FOR_EVER,
     OPTIONS,
     cpu_s,

@@ -1,4 +1,4 @@
-"""No partial file is ever visible: whoever else holds, inherits or closes descriptors of a file being written."""
+"""Partial files are never visible, whichever process holds, inherits or closes their descriptors."""
 
 from __future__ import annotations
 

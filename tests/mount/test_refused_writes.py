@@ -1,4 +1,4 @@
-"""Writes that a mount refuses: the kernel tells it at `close()`, and nothing of the file is published."""
+"""Writes that the daemon refuses: `close()` returns the error, and nothing of the file is published."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import MIB, PART_BYTES, Lake, eventually, noise
 from tests.mount.test_outage import Disk, small_disk  # noqa: F401  (a fixture)
-from tests.mount.written_back import state
+from tests.mount.writeback_lakes import state
 from tests.servers import Server
 
 SMALL_STAGING = ("--staging-size", "64MiB", "--staging-timeout", "5s")

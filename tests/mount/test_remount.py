@@ -1,4 +1,4 @@
-"""Mounting again right after an unmount, and unmounting while the store does not answer what is no upload."""
+"""Mounting right after an unmount, and unmounting while the store does not answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain files that another node replaces: who opens one afresh reads the new version, within the TTL of the listing."""
+"""Plain files that another node replaces: an open reads the new version within the TTL of the listing."""
 
 from __future__ import annotations
 

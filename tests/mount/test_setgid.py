@@ -1,4 +1,4 @@
-"""Setgid directories: what is made in them belongs to their group, as on Linux's own file systems."""
+"""Setgid directories: their entries inherit the group, as on Linux's own file systems."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every supported store under one and the same job: what a mount adapts to is not the program's business."""
+"""One job on every supported store."""
 
 from __future__ import annotations
 

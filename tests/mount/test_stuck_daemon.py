@@ -1,4 +1,4 @@
-"""A daemon that was killed and that the kernel cannot let go, because a request waits for the daemon itself."""
+"""A killed daemon that the kernel cannot release, because a request waits for the daemon itself."""
 
 from __future__ import annotations
 

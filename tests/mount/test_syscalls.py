@@ -1,4 +1,4 @@
-"""System calls answer and change on a mount what they do on a local file system: the cases of `syscall_cases`.
+"""System calls on a mount and on a local file system: the cases of `syscall_cases`, compared.
 
 They differ only where docs/SEMANTICS.md says so (`DIFFERENCES`); a case listed here that no longer differs fails
 the test.

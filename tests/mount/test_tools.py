@@ -1,4 +1,4 @@
-"""Programs that nobody wrote for this: fio, dd, tar, grep, du, find, sha256sum."""
+"""Everyday programs on a mount: fio, dd, tar, grep, du, find, sha256sum, SQLite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training jobs do: read images with worker processes, save and load checkpoints."""
+"""Training jobs: worker processes read images, checkpoints are saved and loaded."""
 
 from __future__ import annotations
 

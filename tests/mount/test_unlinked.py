@@ -1,4 +1,4 @@
-"""Files and directories without a name, as who has them open sees them, and as the kernel writes their times back."""
+"""Unlinked files and directories, as processes that have them open see them."""
 
 from __future__ import annotations
 

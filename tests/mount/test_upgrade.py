@@ -1,4 +1,4 @@
-"""Programs of two versions on one lake, and the upgrade that keeps the older one out."""
+"""Two versions of the program on one lake, and the upgrade that excludes the older one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.store.lake_record import FORMAT_2
-from tests.mount import kept
+from tests.mount import format_1_files
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Directory, Lake, eventually
 
@@ -23,7 +23,7 @@ FILES = 30
 def old_lake(make_lake: LakeMaker, tmp_path: Path) -> Lake:
     """The old program on a directory, not mounted yet."""
     lake = make_lake("file", "--refresh", "0.2", "--metadata-ttl", "0.2")
-    return kept.use_program(lake, kept.unpack_program(tmp_path / "program"))
+    return format_1_files.use_program(lake, format_1_files.unpack_program(tmp_path / "program"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`--upload-limit`, and what uploads that go slowly, or not at all, leave to reads."""
+"""`--upload-limit`, and the share that slow or stalled uploads leave to reads."""
 
 from __future__ import annotations
 

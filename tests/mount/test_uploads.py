@@ -1,4 +1,4 @@
-"""How bytes go up: while they are written, in any order, without an idle slot."""
+"""Uploads of parts: during the write, in any order, with every slot in use."""
 
 from __future__ import annotations
 

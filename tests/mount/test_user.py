@@ -1,4 +1,4 @@
-"""An ordinary user mounts by means of fusermount3, and has the mount for itself."""
+"""Mounts of an ordinary user, by fusermount3, which only that user can access."""
 
 from __future__ import annotations
 

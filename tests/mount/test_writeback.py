@@ -1,4 +1,4 @@
-"""Durability `writeback` as programs see it: what close() promises, what reaches the store when, and in which order."""
+"""Durability `writeback` as programs see it: what close() promises, and what reaches the store in which order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import CLI, MIB, PART_BYTES, Lake, eventually, noise
 from tests.mount.test_commits import another
-from tests.mount.written_back import (
+from tests.mount.writeback_lakes import (
     FOR_EVER,
     OPTIONS,
     TTL_S,

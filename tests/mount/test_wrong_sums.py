@@ -1,4 +1,4 @@
-"""A bit that changes on the way from the store: found before it is served, by a real mount behind a real proxy."""
+"""Bits that change on the way from the store: detected before the bytes are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""New small files under write-back, which the hooks receive whole: nobody can tell, but by what it costs."""
+"""The create offload: small files under write-back that the C library receives differ by their cost only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.mount.counting import upcalls
 from tests.mount.lakes import Lake, eventually, noise
 from tests.mount.test_commits import another
 from tests.mount.test_kernel_caches import answered
-from tests.mount.written_back import flush, state
+from tests.mount.writeback_lakes import flush, state
 
 pytestmark = pytest.mark.usefixtures("with_hooks")
 OPTIONS = ("--durability", "writeback", "--writeback-delay", "0.2", "--metadata-ttl", "1h", "--refresh", "1h")

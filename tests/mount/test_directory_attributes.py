@@ -1,4 +1,4 @@
-"""Attributes of directories, which the kernel asks for after each name that is made or taken away in them."""
+"""Attributes of directories, which the kernel asks for after each name that is added or removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reader never sees two versions mixed; a new open sees the new one when the listing is old enough."""
+"""Open files stay at their version; a later open reads the new one once the listing has expired."""
 
 from __future__ import annotations
 

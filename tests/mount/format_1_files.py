@@ -1,8 +1,8 @@
-"""A lake, a cache directory and the program of format 1 as they are kept in `tests/fixtures/format_1`.
+"""The lake, cache directory and program of format 1 in `tests/fixtures/format_1`.
 
-The lake is kept as objects of an S3 store: their ETags are the same wherever they are put again. Those of a local
-directory contain inode numbers, which no archive brings back. The endpoint is in the environment, not an option, since
-the cache directory is bound to the lake's source and the option's value.
+The lake is an archive of S3 objects, whose ETags are the same in every store; those of a local directory contain inode
+numbers, which no archive restores. The endpoint is in the environment, because the cache directory is bound to the
+lake's source and the option's value.
 """
 
 from __future__ import annotations

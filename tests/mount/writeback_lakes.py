@@ -1,4 +1,4 @@
-"""Lakes under write-back, on a store that can be told to fail, and what a user asks of them."""
+"""Lakes under write-back on a store that fails on command."""
 
 from __future__ import annotations
 
