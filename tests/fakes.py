@@ -49,7 +49,7 @@ class FakeClock:
         self._passed_ns += passed
 
     def sleep(self, seconds: float) -> None:
-        self.advance(seconds)
+        self.advance(max(seconds, 1 / NS))  # a shorter one must end, too
 
     def set_wall(self, wall_ns: int) -> None:
         self._wall_ns = wall_ns

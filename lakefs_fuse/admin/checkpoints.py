@@ -40,8 +40,7 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.sync.nursery import collecting
-from lakefs_fuse.sync.parallel import for_each
+from lakefs_fuse.sync.nursery import collecting, for_each
 from lakefs_fuse.upload.publish import token_of
 
 WINDOW_BYTES = 4 * MIB

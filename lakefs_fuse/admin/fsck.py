@@ -36,7 +36,7 @@ from lakefs_fuse.meta.sorted_tables import missing_before
 from lakefs_fuse.meta.tree import damaged_rows
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import Buffer, ObjectMeta
-from lakefs_fuse.sync.parallel import for_each
+from lakefs_fuse.sync.nursery import for_each
 
 AUDITS_AT_ONCE = 4
 """Each holds a window of 8 MiB."""

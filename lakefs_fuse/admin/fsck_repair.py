@@ -27,7 +27,7 @@ from lakefs_fuse.commits.record import COMMITS, OWN
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.product import RESERVED_PREFIX
-from lakefs_fuse.sync.parallel import for_each
+from lakefs_fuse.sync.nursery import for_each
 
 DAMAGED = f"{RESERVED_PREFIX}damaged/"
 READ_BYTES = 8 * MIB

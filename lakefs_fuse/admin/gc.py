@@ -45,7 +45,7 @@ from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionF
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.sync.parallel import for_each
+from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.upload.spilled_parts import SPILLED
 
 LIVE_BELOW = 0.75

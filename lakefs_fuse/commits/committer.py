@@ -44,7 +44,7 @@ from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
-from lakefs_fuse.sync.wakeup import Bell
+from lakefs_fuse.sync.wakeup import Wakeup
 
 NS = 1_000_000_000
 ASK_S_MAX = 5.0
@@ -58,7 +58,7 @@ class AcknowledgedOrder(Protocol):
     """What write-back acknowledged, by numbers in order; changes of names wait for it."""
 
     @property
-    def progressed(self) -> Bell:
+    def progressed(self) -> Wakeup:
         """Rings when changes that were held may be sent; the committer rings it for those that it journals."""
         ...
 
@@ -71,7 +71,7 @@ class NothingAcknowledged:
     """Of a node without write-back."""
 
     def __init__(self) -> None:
-        self.progressed = Bell()
+        self.progressed = Wakeup()
 
     def is_durable_up_to(self, sequence: int) -> bool:
         return True
@@ -116,7 +116,7 @@ class Committer:
             if not self._applier.is_in_effect(change.operations, PENDING | sequence):
                 self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         if self.journal.changes:
-            self._acknowledged.progressed.ring()
+            self._acknowledged.progressed.wake_all()
 
     async def settle_journal(self) -> None:
         """Ask the store whether it has the commit that the last daemon was sending when it ended. Where it has, the
@@ -203,7 +203,7 @@ class Committer:
             self._outdate(batch, paths_of(change.operations), passed)
         sequence = self.journal.append(change, batch)
         self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
-        self._acknowledged.progressed.ring()
+        self._acknowledged.progressed.wake_all()
 
     def retire(self, doomed: Deletion) -> None:
         """An object goes when what is journaled now is in the store: others need it until then. Raises CacheError."""

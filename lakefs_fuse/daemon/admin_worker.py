@@ -40,8 +40,7 @@ from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient, ThreadTransport
 from lakefs_fuse.store.lake_record import LakeRecord, change_record, open_record
-from lakefs_fuse.store.lake_root import find_lake
-from lakefs_fuse.store.open import open_store
+from lakefs_fuse.store.open import find_lake, open_store
 from lakefs_fuse.store.protocol import ObjectStore
 
 if TYPE_CHECKING:

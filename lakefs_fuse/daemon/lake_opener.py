@@ -20,10 +20,9 @@ from lakefs_fuse.environment import descriptor_limit as file_limit
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient, ThreadTransport
-from lakefs_fuse.store.lake_record import KEY, Opened, open_record
-from lakefs_fuse.store.lake_root import find_lake
-from lakefs_fuse.store.open import open_store
-from lakefs_fuse.store.rate_limit import Pace
+from lakefs_fuse.store.lake_record import KEY, OpenedLake, open_record
+from lakefs_fuse.store.open import find_lake, open_store
+from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.vfs import Filesystem, open_filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
 
@@ -42,8 +41,8 @@ async def open_lake(
         config = structs.replace(config, store=found)
     metrics = Metrics()
     limit = config.upload_bytes_s_max
-    pace = Pace(limit, metrics.upload, node.clock) if limit else None
-    store = await trio.to_thread.run_sync(open_store, config.store, node, pace, abandon_on_cancel=True)
+    limiter = RateLimiter(limit, metrics.upload, node.clock) if limit else None
+    store = await trio.to_thread.run_sync(open_store, config.store, node, limiter, abandon_on_cancel=True)
     try:
         probing = node.random.stream("probe")
         open_it = partial(open_record, store, config.store, probing, node.clock, may_write=not config.read_only)
@@ -79,7 +78,7 @@ async def open_lake(
         store.close()
 
 
-def _log_opened(config: MountConfig, opened: Opened) -> None:
+def _log_opened(config: MountConfig, opened: OpenedLake) -> None:
     at = datetime.fromtimestamp(opened.finding.found_ns // 1_000_000_000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     lake = f"lake {opened.record.id}" if opened.record is not None else f"no {KEY}"
     log.info("store of %s (%s): %s, as found out at %s", config.store.source, lake, opened.capabilities.name, at)

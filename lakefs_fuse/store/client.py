@@ -32,12 +32,12 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import AccessDenied, Conflict, NotFound, PreconditionFailed, Unavailable
 from lakefs_fuse.metrics import StoreMetrics
-from lakefs_fuse.store.capability_hooks import Unguarded
 from lakefs_fuse.store.protocol import (
     Body,
     Capabilities,
     Fetched,
     ListPage,
+    NetworkStore,
     ObjectMeta,
     ObjectStore,
     PartRef,
@@ -160,11 +160,11 @@ class StoreClient:
     @property
     def is_guarded(self) -> bool:
         """TLS, or this machine, vouches for the bytes that `get` answers."""
-        return not isinstance(self._store, Unguarded) or self._store.is_guarded
+        return not isinstance(self._store, NetworkStore) or self._store.is_guarded
 
     async def has_md5_etag(self, key: str) -> bool:
-        """See `Unguarded.has_md5_etag`."""
-        assert isinstance(self._store, Unguarded)
+        """See `NetworkStore.has_md5_etag`."""
+        assert isinstance(self._store, NetworkStore)
         return await self._call("head", partial(self._store.has_md5_etag, key), abandon=True)
 
     async def head(self, key: str) -> ObjectMeta:

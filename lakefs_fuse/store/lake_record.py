@@ -28,10 +28,9 @@ from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import ConfigError, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.product import RESERVED_PREFIX
-from lakefs_fuse.store.capability_hooks import Adaptable, Conditional, Introducing
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import Capabilities, ObjectStore
+from lakefs_fuse.store.protocol import AdaptableStore, Capabilities, ConditionalStore, NamedServer, ObjectStore
 
 KEY = f"{RESERVED_PREFIX}lake"
 FORMAT = 1
@@ -87,7 +86,7 @@ class LakeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedLake:
     """A lake as its record describes it, if it has one."""
 
     record: LakeRecord | None
@@ -111,7 +110,7 @@ def open_record(
     clock: Clock,
     *,
     may_write: bool,
-) -> Opened:
+) -> OpenedLake:
     """One GET where the record is there and fresh; else the store is probed, and what was found goes into the record.
 
     Adapts the store. Raises ConfigError where the lake cannot be read by this program or the record is damaged, and as
@@ -123,19 +122,19 @@ def open_record(
     now = clock.wall_ns()
     known = None if record is None else _fresh(record, _finding(store, config, now, Capabilities(name="")), may_write)
     if known is not None:
-        if isinstance(store, Adaptable):
+        if isinstance(store, AdaptableStore):
             store.adapt(known.capabilities)
-        return Opened(record, known, unknown)
+        return OpenedLake(record, known, unknown)
     finding = _finding(store, config, now, probe(store, rng, clock, read_only=not may_write))
     if not may_write:
-        return Opened(record, finding, unknown)
+        return OpenedLake(record, finding, unknown)
     try:
         record = change_record(store, clock, lambda old: (old or _new(rng)).with_finding(finding))
     except ConfigError:
         raise
     except LakeError as error:
         log.warning("what the store can do could not be noted in %s, and will be found out again: %s", KEY, error)
-    return Opened(record, finding)
+    return OpenedLake(record, finding)
 
 
 def read_record(store: ObjectStore, clock: Clock) -> tuple[LakeRecord | None, str]:
@@ -186,7 +185,7 @@ def _write(store: ObjectStore, record: LakeRecord, etag: str, clock: Clock) -> N
     body = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
     if not etag:
         retry_unavailable(lambda: store.put(KEY, body, if_absent=True), clock)
-    elif isinstance(store, Conditional) and store.capabilities.put_if_match:
+    elif isinstance(store, ConditionalStore) and store.capabilities.put_if_match:
         retry_unavailable(lambda: store.replace(KEY, body, etag), clock)
     else:
         if read_record(store, clock)[1] != etag:
@@ -202,7 +201,7 @@ def _finding(store: ObjectStore, config: StoreConfig, now_ns: int, capabilities:
     """Made after a GET, in whose answer the server says its name."""
     return Finding(
         endpoint=config.meant[1],
-        server=store.server if isinstance(store, Introducing) else "",
+        server=store.server if isinstance(store, NamedServer) else "",
         probe=PROBE,
         found_ns=now_ns,
         expires_ns=now_ns + KEPT_NS,

@@ -1,27 +1,82 @@
-"""From a `StoreConfig` to an open `ObjectStore`, or to one line that says what to do.
+"""Opening a store from its configuration, and finding the lake that a place in it belongs to.
 
-Blocking; called once, before anything is served. Only the kind of store that is asked for is loaded: boto3 alone takes
-as long as a mount of a directory.
+The root of a lake is the nearest place, at or above the one given, that has commits, indexes or snapshots. Only the
+kind of store that is asked for is imported: boto3 alone takes as long as a mount of a directory. Errors say what to do.
+Blocking; called once, before anything is served.
 """
 
 from __future__ import annotations
 
-from lakefs_fuse.config import StoreConfig
+import os
+
+from msgspec import structs
+
+from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import ConfigError
+from lakefs_fuse.errors import AccessDenied, ConfigError
+from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX
 from lakefs_fuse.store.protocol import ObjectStore
-from lakefs_fuse.store.rate_limit import Pace
+from lakefs_fuse.store.rate_limit import RateLimiter
+
+LAKE_DIRECTORIES = ("commits", "index", "snapshots")
+"""A place with one of these below its reserved name is the root of a lake."""
 
 
-def open_store(config: StoreConfig, node: Node, pace: Pace | None = None) -> ObjectStore:
+def open_store(config: StoreConfig, node: Node, limiter: RateLimiter | None = None) -> ObjectStore:
     """``pace`` limits what uploads send. Raises ConfigError, NoSuchBucket, AccessDenied, Unavailable, or another
     StoreError."""
     if config.source.scheme == "file":
         from lakefs_fuse.store.local.store import LocalStore
 
-        return LocalStore(config.source.bucket, node.random.stream("local-store"), node.clock, pace)
+        return LocalStore(config.source.bucket, node.random.stream("local-store"), node.clock, limiter)
     if config.source.scheme != "s3":
         raise ConfigError(f"source {config.source}: expected s3://… or file:///…")
-    from lakefs_fuse.store.s3.open import open_s3
+    from lakefs_fuse.store.s3.store import open_s3
 
-    return open_s3(config, node.clock, pace)
+    return open_s3(config, node.clock, limiter)
+
+
+def find_lake(place: StoreConfig, node: Node) -> tuple[StoreConfig, str]:
+    """The lake that a place is in, and the path of the place in it; one LIST for each level. Raises StoreError,
+    ConfigError."""
+    for config, path in _candidates(place):
+        if _has_commits(config, node, is_place=not path):
+            return config, path
+    return place, ""
+
+
+def _candidates(place: StoreConfig) -> list[tuple[StoreConfig, str]]:
+    """The place itself, then what is above it, nearest first."""
+    source = place.source
+    whole = source.bucket.strip("/") if source.scheme == "file" else source.prefix.rstrip("/")
+    parts = whole.split("/") if whole else []
+    found = []
+    for count in range(len(parts), 0 if source.scheme == "file" and parts else -1, -1):
+        above = "/".join(parts[:count])
+        root = (
+            Source("file", "/" + above, "")
+            if source.scheme == "file"
+            else Source("s3", source.bucket, above + "/" if above else "")
+        )
+        found.append((structs.replace(place, source=root), "/".join(parts[count:])))
+    return found
+
+
+def _has_commits(config: StoreConfig, node: Node, *, is_place: bool) -> bool:
+    if config.source.scheme == "file":
+        reserved = os.path.join(config.source.bucket, RESERVED_NAME)
+        return any(os.path.isdir(os.path.join(reserved, name)) for name in LAKE_DIRECTORIES)
+    try:
+        store = open_store(config, node)
+    except AccessDenied:
+        # Above the place we may not be allowed to look; then we could not write commits there either.
+        if is_place:
+            raise
+        return False
+    try:
+        found = store.list_page(RESERVED_PREFIX, delimiter="/").prefixes
+    except AccessDenied:
+        return False
+    finally:
+        store.close()
+    return not {f"{RESERVED_PREFIX}{name}/" for name in LAKE_DIRECTORIES}.isdisjoint(found)

@@ -1,6 +1,6 @@
-"""Trying a blocking call again while the store is unavailable: for opening and probing, before the client runs.
+"""Retries of blocking calls while a store is opened, probed and its lake record read.
 
-Called from one thread, before serving; everything after that retries in `client.StoreClient`.
+Called from one thread, before anything is served; after that `client.StoreClient` retries.
 """
 
 from __future__ import annotations

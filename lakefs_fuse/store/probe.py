@@ -32,9 +32,17 @@ from lakefs_fuse.errors import (
     Unsupported,
 )
 from lakefs_fuse.product import RESERVED_PREFIX
-from lakefs_fuse.store.capability_hooks import Adaptable, Conditional, Observable, Summing
 from lakefs_fuse.store.open_retries import retry_unavailable
-from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectStore, PartRef
+from lakefs_fuse.store.protocol import (
+    AdaptableStore,
+    Capabilities,
+    ChecksumStore,
+    ConditionalStore,
+    ListPage,
+    ObjectStore,
+    ObservableStore,
+    PartRef,
+)
 
 T = TypeVar("T")
 
@@ -85,7 +93,7 @@ def probe(
     capabilities = Capabilities(
         name=str(name), **found, characters_refused=refused, page_keys_max=finding.page_keys_max, notes=tuple(notes)
     )
-    if isinstance(store, Adaptable):
+    if isinstance(store, AdaptableStore):
         store.adapt(capabilities)
     return capabilities
 
@@ -123,7 +131,7 @@ class _Probe:
         """Look at an object that is there, if any; assume the least of everything else."""
         found = dict.fromkeys(_NOTES, False)
         found |= {"multipart": True, "metadata": True, "ranges": True}
-        if not isinstance(self._store, Observable):
+        if not isinstance(self._store, ObservableStore):
             return found | self._reading("", 0)
         page = self._list("", keys_max=100)
         for meta in page.objects:
@@ -154,16 +162,16 @@ class _Probe:
         found["dates"] = self._tells_time()
         self._find_refused_characters()
         self.seen |= found.keys() - {"md5_etags", "checks_crc32"}
-        if isinstance(self._store, Observable):
+        if isinstance(self._store, ObservableStore):
             self.seen.add("md5_etags")
-        if isinstance(self._store, Summing) and not self._store.sender.encrypted:
+        if isinstance(self._store, ChecksumStore) and not self._store.sender.encrypted:
             self.seen.add("checks_crc32")
         return found
 
     # -- single findings -----------------------------------------------------------------------------------------
 
     def _reading(self, key: str, size: int) -> dict[str, bool]:
-        if not isinstance(self._store, Observable):
+        if not isinstance(self._store, ObservableStore):
             return {"ranges": True, "partial_status": True, "get_if_match": True}
         self.seen |= {"ranges", "partial_status", "get_if_match"}
         observed = self._store
@@ -189,7 +197,7 @@ class _Probe:
         """Which changes honour If-Match: each is tried with an ETag that the object does not have."""
         found = {"put_if_match": False, "complete_if_match": False, "delete_if_match": False}
         store, other = self._store, "0" * 32
-        if not isinstance(store, Conditional):
+        if not isinstance(store, ConditionalStore):
             return found
         found["put_if_match"] = self._refuses(lambda: store.replace(key, BODY, other))
         upload_id = self._begin_upload(key)
@@ -303,12 +311,12 @@ class _Probe:
         return {**found, "checks_crc32": False}
 
     def _send_sums(self, yes: bool) -> None:
-        if isinstance(self._store, Summing):
+        if isinstance(self._store, ChecksumStore):
             self._store.sender.use_sums(yes)
 
     def _checks_crc32(self) -> bool:
         """Whether wrong sums are refused and right ones are not, for an object and a part; then they are sent on."""
-        if not isinstance(self._store, Summing) or self._store.sender.encrypted:
+        if not isinstance(self._store, ChecksumStore) or self._store.sender.encrypted:
             return False
         sender, key, right = self._store.sender, self._base + "summed", zlib.crc32(BODY)
         self._written.append(key)

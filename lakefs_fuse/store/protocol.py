@@ -1,6 +1,6 @@
-"""What every object store offers, as blocking calls: the contract that `tests/store` runs against each of them.
+"""The interface of object stores, as blocking calls: the contract that `tests/store` runs against each of them.
 
-Always true:
+What always holds:
 
 * keys are ``str`` relative to the source's prefix, never empty; ETags are opaque and without quotes;
 * a version is (key, ETag); ``get`` answers bytes of exactly the version asked for or raises PreconditionFailed;
@@ -8,7 +8,8 @@ Always true:
 * one call is one attempt (a listing call: one page): retrying, counting and deadlines belong to `client.StoreClient`;
 * errors are the `StoreError` kinds of `lakefs_fuse.errors` only.
 
-Implementations are called from worker threads, many at once, and keep no state that a crash could lose.
+The protocols from `ObservableStore` on are optional: the probe uses them before anything is served. Implementations are
+called from worker threads, many at once, and keep no state that a crash could lose.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ PART_BYTES_MIN = 5 * 1024 * 1024
 class FileSlice:
     """Bytes ``offset`` to ``offset + length`` of an open file, read with pread; beyond its end are zeros.
 
-    The descriptor stays owned by whoever made the slice and must outlive the call it is passed to. ``seen`` is told
-    each piece that `pieces` reads and where in the file it begins, in the thread that reads: a store that goes through
-    the bytes for a sum spares its caller another pass. It may be told all, some or none of them, and the same again.
+    The maker of the slice owns the descriptor, which must outlive the call that the slice is passed to. ``seen`` is
+    called with each piece that `pieces` reads and its offset in the file, in the thread that reads: a store that reads
+    the bytes for a checksum spares its caller another pass. It may get all pieces, some or none, and a piece twice.
     """
 
     fd: int
@@ -122,7 +123,8 @@ class UploadRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What the probe found. A mount refuses a store without ``multipart``; the rest it adapts to."""
+    """Abilities of a store, as the probe found them. A mount refuses a store without ``multipart`` and adapts to the
+    rest."""
 
     name: str
     ranges: bool = True
@@ -255,3 +257,80 @@ class ObjectStore(Protocol):
 
     def close(self) -> None:
         """Give back connections."""
+
+
+@runtime_checkable
+class ObservableStore(Protocol):
+    """A store that shows the bare answers of its server."""
+
+    def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
+        """HTTP status and body length of a ranged GET."""
+
+
+@runtime_checkable
+class NamedServer(Protocol):
+    """A store whose server has a name."""
+
+    @property
+    def server(self) -> str:
+        """The header ``Server`` of the last answer to GET; empty where there was none."""
+
+
+@runtime_checkable
+class ConditionalStore(Protocol):
+    """A store whose server may honour conditions on changing an object. Each raises PreconditionFailed where the object
+    is another version and the server looked."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+    def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta: ...
+    def complete_if_match(self, key: str, upload_id: str, parts: Sequence[PartRef], etag: str) -> None: ...
+    def delete_if_match(self, key: str, etag: str) -> None: ...
+    def page_keys_max(self) -> int:
+        """Most keys that a page of a listing has."""
+
+
+class Sender(Protocol):
+    """Sends the bodies of uploads."""
+
+    @property
+    def sends_sums(self) -> bool:
+        """Whether uploads carry their CRC-32."""
+
+    def use_sums(self, enabled: bool) -> None:
+        """Uploads carry their CRC-32 from now on, or do not."""
+
+    @property
+    def encrypted(self) -> bool:
+        """TLS guards the bytes, so checksums are of no use."""
+
+    def accepts(self, key: str, body: bytes, crc32: int, upload_id: str = "") -> bool:
+        """Whether the store takes an object, or part 1 of an upload, whose CRC-32 is said to be ``crc32``."""
+
+
+@runtime_checkable
+class ChecksumStore(Protocol):
+    """A store whose uploads can carry checksums."""
+
+    @property
+    def sender(self) -> Sender: ...
+
+
+@runtime_checkable
+class AdaptableStore(Protocol):
+    """A store that works around abilities that its server lacks."""
+
+    def adapt(self, capabilities: Capabilities) -> None:
+        """Use what the probe found; called once, before serving."""
+
+
+@runtime_checkable
+class NetworkStore(Protocol):
+    """A store whose answers may be damaged on the way, unless TLS guards them."""
+
+    @property
+    def is_guarded(self) -> bool: ...
+
+    def has_md5_etag(self, key: str) -> bool:
+        """False where the object is encrypted in a way that makes its ETag no MD5 sum, whatever the store makes of
+        others. Raises NotFound."""

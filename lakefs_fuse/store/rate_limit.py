@@ -1,11 +1,11 @@
-"""A limit on what all uploads together send in a second.
+"""The rate limit of uploads: how many bytes all of them together send in a second.
 
-Always true: in any second at most the limit is sent, and little more than a twentieth of it on top; nobody is let go
-far ahead, so the line is used evenly and not by turns; who asks first sends first, so uploads share the limit, and each
-sends something every second or so, which keeps its connection alive. An upload that waits here looks now and then
-whether it was cancelled. What is sent again counts again.
+What always holds (*upload rate*): in any second at most the limit is sent, and a twentieth of it on top. Uploads are
+served in the order in which they ask, so they share the limit evenly, and each sends something every second or so,
+which keeps its connection alive. An upload that waits checks every `CHECK_S` seconds whether it was cancelled. What is
+sent again counts again.
 
-One for each daemon, used by its upload threads. Reads never come here.
+One limiter for each daemon, called from its upload threads. Reads are not limited.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.store.protocol import Body
 
 PIECES_S = 20
-"""Into so many pieces the bytes of a second are cut."""
+"""Pieces that the bytes of a second are cut into."""
 PIECE_BYTES_MIN, PIECE_BYTES_MAX = 1 << 10, 1 << 20
 CREDIT_S = 0.03
-"""So much of what was not sent may be sent later: threads do not wake up on time."""
+"""How much unused time counts for later pieces: threads do not wake up on time."""
 CHECK_S = 0.2
-"""How long a cancelled upload may go on waiting."""
+"""A cancelled upload waits no longer than this."""
 
 
 def raise_if_cancelled() -> None:
-    """Raises trio.Cancelled in a worker thread whose task was cancelled; elsewhere nothing."""
+    """Raise trio.Cancelled in a worker thread whose task was cancelled; elsewhere do nothing."""
     try:
         trio.from_thread.check_cancelled()
     except RuntimeError:
         return  # Not one of trio's threads.
 
 
-class Pace:
-    """See the module's head. Any thread."""
+class RateLimiter:
+    """Delays uploads so that together they keep a rate. Called from any thread."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Pace:
         self._free_at = float("-inf")
 
     def wait(self, count: int) -> None:
-        """Until ``count`` more bytes may be sent, at most `piece_bytes`."""
+        """Block until ``count`` more bytes, `piece_bytes` at most, may be sent. Raises what ``check`` raises."""
         self._check()
         began = self._clock.mono_s()
         with self._lock:

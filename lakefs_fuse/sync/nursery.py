@@ -1,13 +1,16 @@
-"""A nursery for equal tasks of one operation: the first error of ours is raised as itself, not as a group."""
+"""Tasks of one operation: their first error is raised as itself, not as a group."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import trio
 
 from lakefs_fuse.errors import LakeError
+
+T = TypeVar("T")
 
 
 @asynccontextmanager
@@ -24,3 +27,17 @@ async def collecting() -> AsyncIterator[trio.Nursery]:
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         raise first from None
+
+
+async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], at_once: int) -> None:
+    """Call ``work`` with each item, in ``at_once`` tasks. Raises the first LakeError; the other tasks are cancelled
+    then."""
+    left = iter(items)
+
+    async def worker() -> None:
+        for item in left:  # one iterator for all, and no await between its steps
+            await work(item)
+
+    async with collecting() as nursery:
+        for _ in range(at_once):
+            nursery.start_soon(worker)

@@ -1,24 +1,25 @@
 """A lock with shared and exclusive holders: many writers of one file, or its publisher, never both.
 
-Whoever asks for it exclusively keeps newcomers out, so a stream of writers cannot keep a `close()` waiting. Not
-reentrant. A free gate is passed without a checkpoint. Used from trio tasks only.
+What always holds (*no starvation*): a task that waits for the exclusive lock keeps new shared holders out, so a stream
+of writers cannot keep a `close()` waiting. Not reentrant. A free lock is acquired without a checkpoint. Trio tasks
+only.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
 
-from lakefs_fuse.sync.wakeup import Bell
+from lakefs_fuse.sync.wakeup import Wakeup
 
 
-class Gate:
-    """See the module's head."""
+class SharedLock:
+    """A readers-writer lock that prefers exclusive holders."""
 
     def __init__(self) -> None:
         self._shared = 0
         self._exclusive = False
         self._exclusive_waiting = 0
-        self._changed = Bell()
+        self._changed = Wakeup()
 
     def shared(self) -> AbstractAsyncContextManager[None]:
         return _Shared(self)
@@ -26,16 +27,16 @@ class Gate:
     def exclusive(self) -> AbstractAsyncContextManager[None]:
         return _Exclusive(self)
 
-    async def enter_shared(self) -> None:
+    async def acquire_shared(self) -> None:
         while self._exclusive or self._exclusive_waiting:
             await self._changed.wait()
         self._shared += 1
 
-    def leave_shared(self) -> None:
+    def release_shared(self) -> None:
         self._shared -= 1
-        self._changed.ring()
+        self._changed.wake_all()
 
-    async def enter_exclusive(self) -> None:
+    async def acquire_exclusive(self) -> None:
         self._exclusive_waiting += 1
         try:
             while self._exclusive or self._shared:
@@ -44,43 +45,43 @@ class Gate:
         finally:
             self._exclusive_waiting -= 1
             if not self._exclusive:
-                self._changed.ring()  # those whom this one kept out
+                self._changed.wake_all()  # shared holders that this task kept out
 
-    def try_exclusive(self) -> bool:
-        """Enter alone, if that can be had at once; `leave_exclusive` ends it."""
+    def acquire_exclusive_nowait(self) -> bool:
+        """Acquire the exclusive lock if it is free; `release_exclusive` ends it."""
         if self._exclusive or self._shared:
             return False
         self._exclusive = True
         return True
 
-    def leave_exclusive(self) -> None:
+    def release_exclusive(self) -> None:
         self._exclusive = False
-        self._changed.ring()
+        self._changed.wake_all()
 
 
 class _Shared(AbstractAsyncContextManager[None]):
     """Classes of their own: a generator costs several times as much, and every write passes here."""
 
-    __slots__ = ("_gate",)
+    __slots__ = ("_lock",)
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, lock: SharedLock) -> None:
+        self._lock = lock
 
     async def __aenter__(self) -> None:
-        await self._gate.enter_shared()
+        await self._lock.acquire_shared()
 
     async def __aexit__(self, *_: object) -> None:
-        self._gate.leave_shared()
+        self._lock.release_shared()
 
 
 class _Exclusive(AbstractAsyncContextManager[None]):
-    __slots__ = ("_gate",)
+    __slots__ = ("_lock",)
 
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
+    def __init__(self, lock: SharedLock) -> None:
+        self._lock = lock
 
     async def __aenter__(self) -> None:
-        await self._gate.enter_exclusive()
+        await self._lock.acquire_exclusive()
 
     async def __aexit__(self, *_: object) -> None:
-        self._gate.leave_exclusive()
+        self._lock.release_exclusive()

@@ -1,24 +1,24 @@
-"""Wakes everybody who waits, again and again, and costs nothing while nobody does. Trio thread only."""
+"""A repeatable wakeup of all tasks that wait, without cost while none does. Trio thread only."""
 
 from __future__ import annotations
 
 import trio
 
 
-class Bell:
-    """Who waits is woken by the next `ring`, and not by one before."""
+class Wakeup:
+    """A condition without a lock: `wait` returns at the next `wake_all`, never at an earlier one."""
 
-    __slots__ = ("_rung",)
+    __slots__ = ("_event",)
 
     def __init__(self) -> None:
-        self._rung: trio.Event | None = None
+        self._event: trio.Event | None = None
 
     async def wait(self) -> None:
-        if self._rung is None:
-            self._rung = trio.Event()
-        await self._rung.wait()
+        if self._event is None:
+            self._event = trio.Event()
+        await self._event.wait()
 
-    def ring(self) -> None:
-        if self._rung is not None:
-            self._rung.set()
-            self._rung = None
+    def wake_all(self) -> None:
+        if self._event is not None:
+            self._event.set()
+            self._event = None

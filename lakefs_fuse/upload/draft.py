@@ -39,8 +39,8 @@ from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
-from lakefs_fuse.sync.shared_lock import Gate
-from lakefs_fuse.sync.wakeup import Bell
+from lakefs_fuse.sync.shared_lock import SharedLock
+from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.upload.parts import Parts, PartState
 from lakefs_fuse.upload.spilled_parts import Spills
 from lakefs_fuse.upload.uploader import Uploader
@@ -115,7 +115,7 @@ class Draft:
         self.upload_intent_ns = 0
         self.upload_metadata: dict[str, str] = {}
         self.upload_failed = False
-        self._asking = Gate()
+        self._asking = SharedLock()
         self.token = draft_id
         self.commit = ""
         self.packed: Extent | None = None
@@ -128,10 +128,10 @@ class Draft:
         """Parts are sent when the draft is accepted, or staging is half full, and not before."""
         self.delayed: Unavailable | None = None
         """Why parts wait to be sent again."""
-        self._hurry = Bell()
+        self._hurry = Wakeup()
         self.uploading = 0
-        self.gate = Gate()
-        self._idle = Bell()
+        self.gate = SharedLock()
+        self._idle = Wakeup()
         self._staged_bytes = 0
         self._busy_parts: Counter[int] = Counter()
         self._closing = False
@@ -555,7 +555,7 @@ class Draft:
             self.parts.withdraw(index)
             self.uploading -= 1
             if not self.uploading:
-                self._idle.ring()
+                self._idle.wake_all()
             self.uploader.staging.notify()
         if self.state in (DraftState.WRITING, DraftState.ACCEPTED):
             self.start_if_complete(index)
@@ -583,7 +583,7 @@ class Draft:
 
     def hurry(self) -> None:
         """Parts that wait to be sent again do not."""
-        self._hurry.ring()
+        self._hurry.wake_all()
 
     # -- write-back
 

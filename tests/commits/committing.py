@@ -19,7 +19,7 @@ from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.commits.record import COMMITS, Operation
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.meta.rows import Deletion
-from lakefs_fuse.sync.wakeup import Bell
+from lakefs_fuse.sync.wakeup import Wakeup
 from tests.commits.nodes import Node, at
 from tests.fakes import clock_of, store_client
 from tests.memory_store import MemoryStore
@@ -46,7 +46,7 @@ class Acknowledged:
     """What write-back has in the store, as a test says."""
 
     def __init__(self) -> None:
-        self.progressed = Bell()
+        self.progressed = Wakeup()
         self.durable_up_to = 0
 
     def is_durable_up_to(self, sequence: int) -> bool:

@@ -18,7 +18,7 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.daemon import admin_worker as offline
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import ConfigError, LakeError
-from lakefs_fuse.store import lake_root as places
+from lakefs_fuse.store import open as places
 from lakefs_fuse.store.open import open_store
 from tests.servers import Server
 from tests.store.lakes import s3_config

@@ -14,9 +14,9 @@ from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import AccessDenied, ConfigError, PreconditionFailed
 from lakefs_fuse.store import lake_record
-from lakefs_fuse.store.capability_hooks import Summing
-from lakefs_fuse.store.lake_record import FORMAT_2, KEPT_NS, KEY, LakeRecord, Opened, change_record, open_record
+from lakefs_fuse.store.lake_record import FORMAT_2, KEPT_NS, KEY, LakeRecord, OpenedLake, change_record, open_record
 from lakefs_fuse.store.open import open_store
+from lakefs_fuse.store.protocol import ChecksumStore
 from tests.fakes import FakeClock
 from tests.faults import faulty
 from tests.memory_store import MemoryStore, Request, When
@@ -41,7 +41,7 @@ class Asked:
             if self.refused(request):
                 raise AccessDenied("no")
 
-    def open(self, config: StoreConfig = CONFIG, *, may_write: bool = True, at_ns: int = NOW_NS) -> Opened:
+    def open(self, config: StoreConfig = CONFIG, *, may_write: bool = True, at_ns: int = NOW_NS) -> OpenedLake:
         """As a mount does it."""
         self.requests.clear()
         return open_record(self.store, config, random.Random(1), FakeClock(at_ns), may_write=may_write)
@@ -186,7 +186,7 @@ def test_open_record_on_a_server_is_one_get_and_adapts(
             try:
                 faults.clear()
                 opened = open_record(store, config, random.Random(1), SystemClock(), may_write=True)
-                assert isinstance(store, Summing)
+                assert isinstance(store, ChecksumStore)
                 adapted.append((opened, store.sender.sends_sums, getattr(store, "capabilities")))  # noqa: B009
             finally:
                 store.close()

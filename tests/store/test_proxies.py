@@ -13,7 +13,7 @@ from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.errors import ConfigError, Unavailable
 from lakefs_fuse.store.protocol import Capabilities
-from lakefs_fuse.store.s3.client import connect
+from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.store import S3Store
 from tests.forward_proxy import HOST, PASSWORD, ForwardProxy, encrypted, forward_proxy
 from tests.servers import Server, free_port

@@ -19,11 +19,10 @@ from lakefs_fuse.config import KIB, MIB, Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import UploadMetrics
-from lakefs_fuse.store.capability_hooks import Adaptable
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import Capabilities, FileSlice, ObjectStore
-from lakefs_fuse.store.rate_limit import PIECES_S, Pace
+from lakefs_fuse.store.protocol import AdaptableStore, Capabilities, FileSlice, ObjectStore
+from lakefs_fuse.store.rate_limit import PIECES_S, RateLimiter
 from tests.fakes import FakeClock, store_client
 from tests.servers import Server
 from tests.store.lakes import s3_config
@@ -32,7 +31,7 @@ from tests.store.lakes import s3_config
 def sent_by(limit: int, seconds: float, pause: Callable[[], float]) -> list[tuple[float, int]]:
     """When and how much one upload sends that needs ``pause()`` seconds itself for each piece."""
     clock = FakeClock()
-    pace = Pace(limit, UploadMetrics(), clock, check=lambda: None)
+    pace = RateLimiter(limit, UploadMetrics(), clock, check=lambda: None)
     sent = []
     while clock.mono_s() < seconds:
         pace.wait(pace.piece_bytes)
@@ -63,7 +62,7 @@ def test_the_limit_is_used_and_evenly(limit: int) -> None:
 def test_uploads_share_it() -> None:
     """Eight threads in real time: together they keep to it, and none starves."""
     metrics = UploadMetrics()
-    pace = Pace(4 * MIB, metrics, SystemClock())
+    pace = RateLimiter(4 * MIB, metrics, SystemClock())
     sent = [0] * 8
     until = time.monotonic() + 1.5
 
@@ -99,8 +98,8 @@ def opened(config: StoreConfig, limit: int, metrics: UploadMetrics) -> Iterator[
     node = Node.of_this_machine()
     with contextlib.closing(open_store(config, node)) as unlimited:
         capabilities = probe(unlimited, random.Random(3), SystemClock())
-    with contextlib.closing(open_store(config, node, Pace(limit, metrics, SystemClock()))) as store:
-        if isinstance(store, Adaptable):
+    with contextlib.closing(open_store(config, node, RateLimiter(limit, metrics, SystemClock()))) as store:
+        if isinstance(store, AdaptableStore):
             store.adapt(capabilities)
         yield store
 

@@ -35,12 +35,12 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.store.protocol import Capabilities, FileSlice, ObjectMeta
 from lakefs_fuse.store.s3 import list_parser as s3_listing
-from lakefs_fuse.store.s3.body import BodyReader
-from lakefs_fuse.store.s3.client import connect
+from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.errors import SumRefused, WrongRegion, from_answer, from_xml
-from lakefs_fuse.store.s3.fast_path import expressible
+from lakefs_fuse.store.s3.fast_path import is_expressible
 from lakefs_fuse.store.s3.list_parser import parse_page
 from lakefs_fuse.store.s3.store import S3Store
+from lakefs_fuse.store.s3.upload import BodyReader
 from tests.faults import Faults
 from tests.servers import Server, s3_client
 from tests.store.lakes import s3_config
@@ -167,7 +167,7 @@ def test_a_prefix_hides_what_lies_outside(moto: Server, bucket: str) -> None:
     ],
 )
 def test_what_obstore_can_express(key: str, fits: bool) -> None:
-    assert expressible(key) is fits
+    assert is_expressible(key) is fits
 
 
 def test_virtual_hosts_and_paths(seaweed: Server) -> None:
@@ -268,7 +268,7 @@ def test_body_reader_rewinds(tmp_path: Path) -> None:
     data = os.urandom(3 * MIB)
     path.write_bytes(data)
     with path.open("rb") as file:
-        reader = BodyReader(FileSlice(file.fileno(), 100, 2 * MIB), digest=True, pace=None)
+        reader = BodyReader(FileSlice(file.fileno(), 100, 2 * MIB), digest=True, limiter=None)
         assert (reader.seek(0, 2), reader.tell(), reader.seek(0)) == (2 * MIB, 2 * MIB, 0)
         first = reader.read() + reader.read(-1)
         digest = reader.hexdigest()

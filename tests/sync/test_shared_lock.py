@@ -8,18 +8,18 @@ import pytest
 import trio
 import trio.testing
 
-from lakefs_fuse.sync.shared_lock import Gate
+from lakefs_fuse.sync.shared_lock import SharedLock
 
 
 async def test_shared_holders_are_together() -> None:
-    gate = Gate()
+    gate = SharedLock()
     async with gate.shared(), gate.shared(), gate.shared():
         await trio.testing.wait_all_tasks_blocked()
 
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_never_both(autojump_clock: trio.testing.MockClock, seed: int) -> None:
-    gate, rng = Gate(), random.Random(seed)
+    gate, rng = SharedLock(), random.Random(seed)
     shared = exclusive = 0
     served = [0, 0]
 
@@ -56,7 +56,7 @@ async def test_never_both(autojump_clock: trio.testing.MockClock, seed: int) -> 
 
 
 async def test_a_stream_of_writers_does_not_starve_the_publisher(autojump_clock: trio.testing.MockClock) -> None:
-    gate, published = Gate(), trio.Event()
+    gate, published = SharedLock(), trio.Event()
 
     async def stream(offset: float) -> None:
         await trio.sleep(offset)
@@ -74,7 +74,7 @@ async def test_a_stream_of_writers_does_not_starve_the_publisher(autojump_clock:
 
 
 async def test_a_publisher_that_gives_up_lets_writers_in(autojump_clock: trio.testing.MockClock) -> None:
-    gate, written = Gate(), trio.Event()
+    gate, written = SharedLock(), trio.Event()
 
     async def late_writer() -> None:
         await trio.sleep(1)
@@ -94,7 +94,7 @@ async def test_a_publisher_that_gives_up_lets_writers_in(autojump_clock: trio.te
 
 
 async def test_errors_and_cancellation_leave_the_gate_open() -> None:
-    gate = Gate()
+    gate = SharedLock()
     with pytest.raises(ValueError, match="shared"):
         async with gate.shared():
             raise ValueError("shared")

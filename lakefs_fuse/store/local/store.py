@@ -20,20 +20,20 @@ from lakefs_fuse.store.local.listing import LocalListing
 from lakefs_fuse.store.local.tree import LocalTree, file_etag, translated
 from lakefs_fuse.store.local.uploads import LocalUploads, copy_bytes
 from lakefs_fuse.store.protocol import Body, Fetched, ListPage, ObjectMeta, PartRef, UploadRef
-from lakefs_fuse.store.rate_limit import Pace
+from lakefs_fuse.store.rate_limit import RateLimiter
 
 
 class LocalStore:
     """An `ObjectStore` on one directory of this machine."""
 
-    def __init__(self, root: str, rng: random.Random, clock: Clock, pace: Pace | None = None) -> None:
+    def __init__(self, root: str, rng: random.Random, clock: Clock, limiter: RateLimiter | None = None) -> None:
         """``rng`` makes names and upload ids, and is this store's alone. Raises NoSuchBucket, AccessDenied,
         ConfigError."""
         self._clock = clock
         self._tree = LocalTree(root, rng, clock)
         self._listing = LocalListing(self._tree)
         self._uploads = LocalUploads(self._tree)
-        self._pace = pace
+        self._limiter = limiter
 
     @property
     def name(self) -> str:
@@ -211,8 +211,8 @@ class LocalStore:
         os.ftruncate(fd, body.length)
 
     def _write_data(self, fd: int, body: Body) -> None:
-        if self._pace is not None:
-            pieces: Iterable[bytes] = self._pace.pieces(body)
+        if self._limiter is not None:
+            pieces: Iterable[bytes] = self._limiter.pieces(body)
         else:
             pieces = (body,) if isinstance(body, bytes) else body.pieces()
         for piece in pieces:

@@ -1,7 +1,7 @@
-"""The one table from what S3 servers and their client libraries say to the `StoreError` kinds.
+"""The table that translates errors of S3 servers, boto3 and obstore to the kinds of `StoreError`.
 
-Always true: a message built here names the operation, the key and the store's own code. It never holds a URL, a header
-or an answer's body, so no credential and no signature can get into it. Advice replaces what a server says about
+What always holds: a message built here names the operation, the key and the store's own code. It never holds a URL, a
+header or an answer's body, so no credential and no signature can get into it. Advice replaces what a server says about
 credentials.
 
 Pure functions, called from any thread.
@@ -34,15 +34,15 @@ REASON_CHARS_MAX = 200
 
 
 class WrongRegion(StoreError):
-    """The bucket lives in another region than the one asked; opening turns it into advice."""
+    """The bucket lives in another region than the one asked; `open_s3` turns it into advice."""
 
 
 class RangeNotSatisfiable(StoreError):
-    """The object ends before the range starts; `s3.S3Store.get` finds out why."""
+    """The object ends before the range starts; `S3Store.get` finds out why."""
 
 
 class SumRefused(Unavailable):
-    """What arrived has not the sum that was said of it: sending it again is the cure."""
+    """A body did not match its checksum when it arrived; sending it again is the cure."""
 
 
 _KINDS: Mapping[str, type[StoreError]] = {

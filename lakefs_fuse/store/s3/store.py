@@ -1,6 +1,6 @@
 """The S3 store: one bucket, or a prefix of one, of any S3-compatible server.
 
-Always true:
+What always holds:
 
 * `get` checks ETag and length of what came, whatever the server was asked and whatever it says, so a store that ignores
   preconditions or ranges is slower, not wrong;
@@ -12,18 +12,23 @@ Called from any worker thread; holds connections only. A crash leaves at most an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from functools import partial
+from typing import Any
 
 from botocore import exceptions as boto
 
+from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
     AccessDenied,
+    ConfigError,
     Conflict,
     KeyRefused,
     LakeError,
+    NoSuchBucket,
     NotFound,
     PreconditionFailed,
     StoreError,
@@ -31,6 +36,7 @@ from lakefs_fuse.errors import (
     Unsupported,
 )
 from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.protocol import (
     Body,
     Capabilities,
@@ -41,30 +47,31 @@ from lakefs_fuse.store.protocol import (
     PartRef,
     UploadRef,
 )
-from lakefs_fuse.store.rate_limit import Pace
-from lakefs_fuse.store.s3.body import length_of, md5_of_sent
-from lakefs_fuse.store.s3.client import S3Access
-from lakefs_fuse.store.s3.errors import RangeNotSatisfiable, from_boto
-from lakefs_fuse.store.s3.fast_path import S3Hot, expressible
+from lakefs_fuse.store.rate_limit import RateLimiter
+from lakefs_fuse.store.s3.access import S3Access, connect
+from lakefs_fuse.store.s3.errors import RangeNotSatisfiable, WrongRegion, from_boto
+from lakefs_fuse.store.s3.fast_path import S3FastPath, is_expressible
 from lakefs_fuse.store.s3.list_parser import S3Listing
-from lakefs_fuse.store.s3.ranges import range_from_answer
-from lakefs_fuse.store.s3.upload import Answer, S3Sender
+from lakefs_fuse.store.s3.upload import Answer, S3Sender, length_of, md5_of_sent
 
+SKIP_BYTES = 1 << 20
+"""Read at a time of what lies before a range."""
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _XML_ILLEGAL = frozenset(map(chr, range(32))) - {"\t", "\n"}
 
 
 class S3Store:
     """An `ObjectStore` over S3. Trusts nothing about the server until `adapt` was called."""
 
-    def __init__(self, access: S3Access, clock: Clock, pace: Pace | None = None) -> None:
+    def __init__(self, access: S3Access, clock: Clock, limiter: RateLimiter | None = None) -> None:
         self._access = access
-        self._clock, self._pace = clock, pace
+        self._clock, self._limiter = clock, limiter
         self._client = access.client
         self._bucket = access.bucket
         self._prefix = access.prefix
         self._listing = S3Listing(access)
-        self._hot = S3Hot(access, clock)
-        self.sender = S3Sender(self._call, pace, encrypted=access.encrypted)
+        self._fast = S3FastPath(access, clock)
+        self.sender = S3Sender(self._call, limiter, encrypted=access.encrypted)
         """Public for the probe, which tries what it can do."""
         self.capabilities = Capabilities(name="s3", partial_status=False, md5_etags=False)
         self.server = ""
@@ -88,8 +95,8 @@ class S3Store:
         """See `ObjectStore.get`. Raises Unavailable where the answer was not whole."""
         self._refuse_marker(key, NotFound)
         try:
-            if self.capabilities.partial_status and expressible(key):
-                fetched = self._hot.get(key, start, end, etag if self.capabilities.get_if_match else None)
+            if self.capabilities.partial_status and is_expressible(key):
+                fetched = self._fast.get(key, start, end, etag if self.capabilities.get_if_match else None)
             else:
                 fetched = self._get_with_boto(key, start, end, etag)
         except RangeNotSatisfiable:
@@ -127,18 +134,18 @@ class S3Store:
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
         self._refuse_marker(key, NotFound)
-        if expressible(key):
-            return self._hot.head(key)
+        if is_expressible(key):
+            return self._fast.head(key)
         answer = self._call("head_object", f"head {key!r}", key)
         return _meta(key, int(answer["ContentLength"]), answer)
 
     @property
     def is_guarded(self) -> bool:
-        """See `Unguarded`."""
+        """See `NetworkStore`."""
         return self._access.encrypted
 
     def has_md5_etag(self, key: str) -> bool:
-        """See `Unguarded.has_md5_etag`."""
+        """See `NetworkStore.has_md5_etag`."""
         answer = self._call("head_object", f"head {key!r}", key)
         return not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm"))
 
@@ -165,11 +172,11 @@ class S3Store:
         if if_absent and not self.capabilities.put_if_absent:
             self._refuse_existing(key)
             if_absent = False
-        if self.sender.spares(size) and self._hot.takes(size, metadata) and expressible(key):
+        if self.sender.allows_fast_path(size) and self._fast.can_put(size, metadata) and is_expressible(key):
             small = b"".join(body.pieces()) if isinstance(body, FileSlice) else body
-            if self._pace is not None:
-                self._pace.wait(size)
-            meta = self._hot.put(key, small, metadata, if_absent=if_absent)
+            if self._limiter is not None:
+                self._limiter.wait(size)
+            meta = self._fast.put(key, small, metadata, if_absent=if_absent)
             if self.sender.compares_md5 and md5_of_sent(small) != meta.etag:
                 raise Unavailable(f"{what}: what arrived is not what was sent")
             return meta if meta.etag else self.head(key)
@@ -181,23 +188,23 @@ class S3Store:
         return ObjectMeta(key, size, etag, self._clock.wall_ns(), dict(metadata or {})) if etag else self.head(key)
 
     def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta:
-        """See `Conditional`; small bodies."""
+        """See `ConditionalStore`; small bodies."""
         parameters: dict[str, object] = {"IfMatch": f'"{etag}"'}
         answer = self.sender.send("put_object", f"replace {key!r}", key, body, parameters, visible=True)
         return ObjectMeta(key, len(body), _etag(answer), self._clock.wall_ns(), {})
 
     def delete_if_match(self, key: str, etag: str) -> None:
-        """See `Conditional`."""
+        """See `ConditionalStore`."""
         self._call("delete_object", f"delete {key!r}", key, IfMatch=f'"{etag}"')
 
     def complete_if_match(self, key: str, upload_id: str, parts: Sequence[PartRef], etag: str) -> None:
-        """See `Conditional`."""
+        """See `ConditionalStore`."""
         listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
         about: dict[str, object] = {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
         self._call("complete_multipart_upload", f"complete {key!r}", key, IfMatch=f'"{etag}"', **about)
 
     def page_keys_max(self) -> int:
-        """See `Conditional`."""
+        """See `ConditionalStore`."""
         asked = 1000
         answer = self._call("list_objects_v2", "list", None, Prefix=f"{self._prefix}{RESERVED_PREFIX}", MaxKeys=asked)
         return min(asked, int(answer.get("MaxKeys") or asked))
@@ -445,3 +452,65 @@ def _meta(key: str, size: int, answer: Answer) -> ObjectMeta:
     modified = answer.get("LastModified")
     mtime_ns = int(modified.timestamp()) * 1_000_000_000 if modified is not None else 0
     return ObjectMeta(key, size, _etag(answer), mtime_ns, metadata)
+
+
+def range_from_answer(answer: Mapping[str, Any], start: int, end: int) -> tuple[bytes, int]:
+    """Bytes [start, end) cut at the object's end, and the object's size. ``answer`` is get_object's.
+
+    Raises Unavailable where the body is not what the headers say; reads, and keeps, no more than is needed.
+    """
+    with answer["Body"] as stream:
+        described = _CONTENT_RANGE.fullmatch(str(answer.get("ContentRange") or ""))
+        length = int(answer["ContentLength"])
+        if described is not None:
+            first, last, size = (int(group) for group in described.groups())
+            due = min(end, size) - start
+            if first != start or last + 1 - first != due or length != due:
+                raise Unavailable(f"bytes {first} to {last + 1} came where {start} to {min(end, size)} were due")
+            data: bytes = stream.read()
+        else:
+            # Without Content-Range it is the whole object, and we stop reading where our range ends.
+            size = length
+            due = max(0, min(end, size) - start)
+            _skip(stream, min(start, size))
+            data = stream.read(due) if due else b""
+    if len(data) != due:
+        raise Unavailable(f"{len(data)} bytes came where {due} were due")
+    return data, size
+
+
+def _skip(stream: Any, count: int) -> None:
+    while count > 0:
+        piece = stream.read(min(SKIP_BYTES, count))
+        if not piece:
+            return
+        count -= len(piece)
+
+
+def open_s3(config: StoreConfig, clock: Clock, limiter: RateLimiter | None) -> S3Store:
+    """Connect, and list one key: that needs the bucket, the credentials and the region to be right. Raises as
+    `lakefs_fuse.store.open.open_store`; the message says what to do."""
+    access = connect(config, clock)
+    store = S3Store(access, clock, limiter)
+    try:
+        retry_unavailable(lambda: store.list_page("", keys_max=1), clock)
+    except StoreError as error:
+        store.close()
+        raise _advice(config, access.base_url, error) from error
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _advice(config: StoreConfig, base_url: str, error: StoreError) -> Exception:
+    bucket = config.source.bucket
+    if isinstance(error, NoSuchBucket | NotFound):
+        return NoSuchBucket(f"bucket {bucket!r} does not exist at {base_url}: create it, or check --endpoint-url")
+    if isinstance(error, AccessDenied):
+        return AccessDenied(f"bucket {bucket!r} at {base_url}: access denied: {error}")
+    if isinstance(error, Unavailable):
+        return Unavailable(f"{base_url} cannot be reached: check --endpoint-url and the network: {error}")
+    if isinstance(error, WrongRegion):
+        return ConfigError(f"bucket {bucket!r}: {error}")
+    return type(error)(f"bucket {bucket!r} at {base_url}: {error}")

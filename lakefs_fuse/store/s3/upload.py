@@ -1,4 +1,4 @@
-"""Requests with a body, through boto3, and what guards the bytes on the way.
+"""Uploads through boto3: bodies are streamed, never held whole, and checksums guard them on the way.
 
 Over https TLS does. Over http a body says its CRC-32 (``x-amz-checksum-crc32``) and the store refuses what does not
 match, before anyone sees it: 0.3 ms per MiB. Only where the probe saw a server refuse a wrong one, for an object and
@@ -18,14 +18,110 @@ Called from any worker thread.
 from __future__ import annotations
 
 import base64
+import hashlib
+import os
+import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.store.protocol import Body, Capabilities
-from lakefs_fuse.store.rate_limit import Pace
-from lakefs_fuse.store.s3.body import crc32_of, md5_of, md5_of_sent, outgoing
+from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.errors import SumRefused
+
+PIECE_BYTES = 1 << 20
+"""Sent at a time: urllib3 asks for 16 KiB, which would be 64 turns for the GIL where one does."""
+
+
+class BodyReader:
+    """A rewindable reader of a body, with as much of a file object's interface as botocore and urllib3 use."""
+
+    def __init__(self, body: Body, *, digest: bool, limiter: RateLimiter | None) -> None:
+        self._body = body
+        self._length = length_of(body)
+        self._at = 0
+        self._limiter = limiter
+        self._piece_bytes = PIECE_BYTES if limiter is None else limiter.piece_bytes
+        self._want_digest = digest
+        self._md5 = hashlib.md5(usedforsecurity=False)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, size: int | None = -1) -> bytes:
+        """The next piece, when it may be sent: PIECE_BYTES, or what the rate limiter says, whatever was asked for."""
+        if size == 0:
+            return b""
+        want = min(self._piece_bytes, self._length - self._at)
+        if want <= 0:
+            return b""
+        if self._limiter is not None:
+            self._limiter.wait(want)
+        piece = self._read(want)
+        self._at += want
+        if self._want_digest:
+            self._md5.update(piece)
+        return piece
+
+    def _read(self, want: int) -> bytes:
+        body = self._body
+        if isinstance(body, bytes):
+            return body[self._at : self._at + want]
+        piece = os.pread(body.fd, want, body.offset + self._at)
+        return piece if len(piece) == want else piece + bytes(want - len(piece))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As io.IOBase.seek; going back to the start begins the digest anew."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        if self._at == 0:
+            self._md5 = hashlib.md5(usedforsecurity=False)
+        return self._at
+
+    def tell(self) -> int:
+        """Position in the body."""
+        return self._at
+
+    def hexdigest(self) -> str:
+        """MD5 of what was read since the start."""
+        return self._md5.hexdigest()
+
+
+Outgoing = bytes | BodyReader
+
+
+def outgoing(body: Body, *, digest: bool, limiter: RateLimiter | None = None) -> Outgoing:
+    """The body as botocore takes it."""
+    if isinstance(body, bytes) and (limiter is None or not body):
+        return body
+    return BodyReader(body, digest=digest, limiter=limiter)
+
+
+def md5_of_sent(body: Outgoing) -> str:
+    """MD5 in hex of a body that was sent once, whole."""
+    return body.hexdigest() if isinstance(body, BodyReader) else hashlib.md5(body, usedforsecurity=False).hexdigest()
+
+
+def md5_of(body: Body) -> bytes:
+    """MD5 of a body that is yet to be sent: one pass over the bytes."""
+    md5 = hashlib.md5(usedforsecurity=False)
+    for piece in (body,) if isinstance(body, bytes) else body.pieces(PIECE_BYTES):
+        md5.update(piece)
+    return md5.digest()
+
+
+def crc32_of(body: Body) -> int:
+    """CRC-32 of a body that is yet to be sent: one pass over the bytes, outside the GIL."""
+    crc = 0
+    for piece in (body,) if isinstance(body, bytes) else body.pieces(PIECE_BYTES):
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def length_of(body: Body) -> int:
+    """Length of a body in bytes."""
+    return len(body) if isinstance(body, bytes) else body.length
+
 
 Answer = Mapping[str, Any]
 
@@ -39,9 +135,9 @@ class Call(Protocol):
 class S3Sender:
     """Uploads to one bucket."""
 
-    def __init__(self, call: Call, pace: Pace | None, *, encrypted: bool) -> None:
+    def __init__(self, call: Call, limiter: RateLimiter | None, *, encrypted: bool) -> None:
         self._call = call
-        self._pace = pace
+        self._limiter = limiter
         self.encrypted = encrypted
         self._sends_sums = False
         self._md5_etags = False
@@ -64,10 +160,12 @@ class S3Sender:
         """Whether an ETag tells what arrived, and that is worth looking at."""
         return self._md5_etags and not self.encrypted
 
-    def spares(self, size: int) -> bool:
-        """Whether a body of ``size`` bytes need not come here: it is not to be cut for the pace, and its ETag tells as
-        much as a sum."""
-        return (self._pace is None or size <= self._pace.piece_bytes) and (self.compares_md5 or not self._sends_sums)
+    def allows_fast_path(self, size: int) -> bool:
+        """Whether the fast path may send a body of ``size`` bytes: it need not be cut for the rate limiter, and its
+        ETag proves as much as a checksum."""
+        return (self._limiter is None or size <= self._limiter.piece_bytes) and (
+            self.compares_md5 or not self._sends_sums
+        )
 
     def upload_parameters(self) -> dict[str, object]:
         """What an upload is begun with so that its parts may say their sums."""
@@ -92,7 +190,7 @@ class S3Sender:
         if not self.encrypted and (visible or not compares):
             announced = md5_of(body)
             parameters = {**parameters, "ContentMD5": base64.b64encode(announced).decode()}
-        sent = outgoing(body, digest=compares and announced is None, pace=self._pace)
+        sent = outgoing(body, digest=compares and announced is None, limiter=self._limiter)
         answer = self._call(operation, what, key, Body=sent, **parameters)
         # Encrypted with a key of the customer's or of KMS, an object's ETag is no MD5 on any store.
         if compares and not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm")):
@@ -115,5 +213,5 @@ class S3Sender:
         self, operation: str, what: str, key: str, body: Body, parameters: Mapping[str, object], crc32: int
     ) -> Answer:
         said = base64.b64encode(crc32.to_bytes(4, "big")).decode()
-        sent = outgoing(body, digest=False, pace=self._pace)
+        sent = outgoing(body, digest=False, limiter=self._limiter)
         return self._call(operation, what, key, Body=sent, ChecksumCRC32=said, **parameters)

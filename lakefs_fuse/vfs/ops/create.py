@@ -248,12 +248,12 @@ class NewFiles:
     def _close(self, file: OpenFile, told: Told) -> None:
         self._let_go(file)
         draft = file.draft
-        if draft is None or not self._writeback.may_acknowledge(file) or not draft.gate.try_exclusive():
+        if draft is None or not self._writeback.may_acknowledge(file) or not draft.gate.acquire_exclusive_nowait():
             self._services.nursery.start_soon(self._close_patiently, file, told)
             return
 
         def done(error: LakeError | None) -> None:
-            draft.gate.leave_exclusive()
+            draft.gate.release_exclusive()
             told(error)
 
         self._group_commit.submit(file, draft, done)

@@ -39,7 +39,7 @@ from lakefs_fuse.path_rules import Rules
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
-from lakefs_fuse.sync.wakeup import Bell
+from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.publish import visible_token
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -166,9 +166,9 @@ class WriteBack:
     ) -> None:
         self._journal, self._nursery, self._rules = Journal(database), nursery, rules
         self._metrics, self._deletions = metrics, deletions
-        self.progressed = Bell()
+        self.progressed = Wakeup()
         """Rings when a version has left the queue, or was refused: changes of names may follow."""
-        self.changed = Bell()
+        self.changed = Wakeup()
         """Rings when there may be more to publish."""
         self.sequence = 0
         """The newest number given to an acknowledged version."""
@@ -183,7 +183,7 @@ class WriteBack:
         self._standing_in: dict[int, AcknowledgedVersion] = {}
         """Those that superseded others."""
         self._drains: list[Drain] = []
-        self._room = Bell()
+        self._room = Wakeup()
         self._small_bytes = self._small_files = 0
 
     # -- what is on its way
@@ -222,7 +222,7 @@ class WriteBack:
         """Until one more file may be acknowledged. Raises StagingFull."""
         with trio.move_on_after(timeout_s):
             while len(self._versions) >= FILES_MAX:
-                self.changed.ring()
+                self.changed.wake_all()
                 await self._room.wait()
             return
         raise StagingFull(f"{len(self._versions)} files wait for the store: see `lakefs-fuse stats`")
@@ -256,7 +256,7 @@ class WriteBack:
         if not self.is_packable(item):
             if not is_unreconciled:
                 draft.start_uploads()
-            self.changed.ring()
+            self.changed.wake_all()
             return
         self._small_bytes += draft.size
         self._small_files += 1
@@ -265,7 +265,7 @@ class WriteBack:
         full = self._small_bytes >= PACK_BYTES_MAX or self._small_files >= PACK_FILES_MAX
         pressed = draft.uploader.staging.is_half_full
         if self._small_files == 1 or pressed or (full and not self.bursts.is_lasting(item.since_s)):
-            self.changed.ring()
+            self.changed.wake_all()
 
     def count_packable(self, files: int, size_bytes: int) -> None:
         """So many files wait for a pack, and the next are added to them."""
@@ -283,9 +283,9 @@ class WriteBack:
                 drain.sequences.discard(item.sequence)
                 if not drain.sequences:
                     drain.changed.set()
-        self._room.ring()
-        self.changed.ring()
-        self.progressed.ring()
+        self._room.wake_all()
+        self.changed.wake_all()
+        self.progressed.wake_all()
 
     # -- superseding
 
@@ -324,7 +324,7 @@ class WriteBack:
             self._save(item.draft)
             if not self.is_packable(item):
                 item.draft.start_uploads()
-        self.changed.ring()
+        self.changed.wake_all()
 
     def _end_superseded(self, file: OpenFile, draft: Draft) -> None:
         for earlier, item in self._behind(file):
@@ -432,7 +432,7 @@ class WriteBack:
             item.is_attempted = False
             if item.state is VersionState.PUBLISHING:
                 item.transition(VersionState.WAITING)
-        self.changed.ring()
+        self.changed.wake_all()
 
     def record_success(self) -> None:
         """The store answers: nothing has to wait."""
@@ -453,7 +453,7 @@ class WriteBack:
             log.error("%s is not in the store, its bytes are kept in staging: %s", item.file.key, error)
             if item.state in (VersionState.WAITING, VersionState.PUBLISHING):
                 item.transition(VersionState.REFUSED)
-            self.progressed.ring()
+            self.progressed.wake_all()
         for drain in self._drains:
             if item.attempt <= drain.since:  # try again at once, for the caller that came meanwhile
                 self.resume_s = 0.0
@@ -498,7 +498,7 @@ class WriteBack:
             item.draft.hurry()
         self._drains.append(drain)
         self.resume_s = 0.0
-        self.changed.ring()
+        self.changed.wake_all()
         try:
             while drain.sequences:
                 if drain.error is not None:

@@ -1,10 +1,10 @@
-"""The boto3 client of one bucket, and what else boto3 knows that the fast paths need: where requests go, credentials.
+"""Access to one bucket: its boto3 client, and the addresses, proxies and credentials that the fast path shares.
 
-Always true: one call is one attempt; a response that stalls longer than the read timeout is an error; credentials stay
-inside boto3 and obstore and are never formatted; every request goes where botocore reads from the environment
+What always holds: one call is one attempt; a response that stalls longer than the read timeout is an error; credentials
+stay inside boto3 and obstore and are never formatted; every request goes where botocore reads from the environment
 (``https_proxy``, ``http_proxy``, ``no_proxy``) that it should.
 
-Made once per store by `opening`; the client may be used from many threads.
+Made once for each store by `store.open_s3`; the client may be used from many threads.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
                 response_checksum_validation="when_required",
                 tcp_keepalive=True,
                 # Hashing a payload for the signature costs 12 ms for 16 MiB, and of the servers tried none compares
-                # it. `s3_body` says what guards the bytes instead.
+                # it. `upload` says what guards the bytes instead.
                 s3={"addressing_style": config.addressing_style, "payload_signing_enabled": False},
             ),
         )
