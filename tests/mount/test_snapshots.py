@@ -113,4 +113,4 @@ def test_names_of_snapshots(make_lake: LakeMaker) -> None:
     assert "there is no snapshot v3; there are: v1" in refused.stderr
     refused = lake.try_mount("--snapshot", "v1")
     assert refused.returncode == 2
-    assert "--snapshot goes with --immutable" in refused.stderr
+    assert "--snapshot needs --immutable" in refused.stderr
