@@ -35,7 +35,8 @@ from lakefs_fuse.kernel.reply import (
 from lakefs_fuse.meta.barrier import About
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.vfs.files.open_file import Handle
-from lakefs_fuse.vfs.filesystem import AttributeChange, Filesystem
+from lakefs_fuse.vfs.filesystem import Filesystem
+from lakefs_fuse.vfs.ops.attributes import AttributeChange
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import trio
 
 from lakefs_fuse.kernel.reply import DIRECTORY_BLKSIZE, FILE_BLKSIZE, Owned
 from lakefs_fuse.meta.tree import Tree
-from lakefs_fuse.vfs.filesystem import unasked_mode
+from lakefs_fuse.vfs.ops.attributes import unasked_mode
 
 ROWS_MIN, ROWS_MAX = 500, 8192
 """Rows that are read ahead: fewer are not worth a task; more than a request of 1 MiB holds are not used."""

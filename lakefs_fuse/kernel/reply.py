@@ -18,7 +18,7 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.barrier import About, Barrier
 from lakefs_fuse.meta.entry import UNSET, Entry
-from lakefs_fuse.vfs.filesystem import file_type_and_mode
+from lakefs_fuse.vfs.ops.attributes import file_type_and_mode
 
 DIRECTORY_BLKSIZE = 1 << 20
 """glibc reads directories in buffers of st_blksize, and newer kernels ask for as much at once."""

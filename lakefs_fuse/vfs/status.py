@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lakefs_fuse.blockcache.cache import BlockCache
-from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.meta.object_table import Objects
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.refused_ranges import Refusals
-from lakefs_fuse.staging.staging_area import StagingState
-from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.staging.staging_area import Staging, StagingState
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.vfs.files.drafts import Drafts
+from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.relocation.relocator import Relocator
 from lakefs_fuse.vfs.views import Unfinished
@@ -31,73 +31,37 @@ class Status:
     def __init__(
         self,
         metrics: Metrics,
-        capabilities: Capabilities,
-        cache: BlockCache,
-        reader: BlockReader,
-        namespace: Namespace,
-        drafts: Drafts,
+        sections: Mapping[str, Callable[[], Mapping[str, object]]],
+        files: FileTable,
         recovery: Recovery,
         committer: Committer,
-        deletions: Deletions,
-        relocator: Relocator,
         writeback: WriteBack,
-        *,
-        clock_ns: Callable[[], int],
+        clock: Clock,
     ) -> None:
-        self._metrics, self._capabilities = metrics, capabilities
-        self._cache, self._reader = cache, reader
-        self._ns, self._files, self._recovery = namespace, drafts.files, recovery
-        self._staging = drafts.services.staging
-        self._committer, self._deletions, self._relocator = committer, deletions, relocator
-        self._writeback = writeback
-        self._clock_ns = clock_ns
+        """``sections`` are counters of other parts, by their names."""
+        self.metrics, self._sections = metrics, sections
+        self._files, self._recovery, self._committer = files, recovery, committer
+        self._writeback, self._clock = writeback, clock
 
     def statistics(self) -> dict[str, object]:
         """Nested plain values; names are final once released."""
-        told = self._metrics.as_dict()
         drafts = self._drafts()
-        staging = self._staging
-        cache = self._cache.statistics()
-        told["cache"] = {
-            **dataclasses.asdict(self._metrics.cache),
-            **dataclasses.asdict(cache),
-            "bytes": cache.bytes_used,
-            "state": cache.state.name.lower(),
+        return {
+            **self.metrics.as_dict(),
+            **{name: section() for name, section in self._sections.items()},
+            "dirty": {
+                "files": len(drafts),
+                "bytes": sum(draft.size for draft in drafts),
+                "failed": sum(self._is_failed(draft) for draft in drafts),
+                "orphans": len(self._recovery.orphans),
+            },
+            "writeback": self._of_writeback(),
+            "files": {"in_use": len(self._files)},
         }
-        told["reader"] = dataclasses.asdict(self._reader.statistics())
-        told["namespace"] = {**dataclasses.asdict(self._metrics.namespace), **self._ns.statistics()}
-        told["dirty"] = {
-            "files": len(drafts),
-            "bytes": sum(draft.size for draft in drafts),
-            "failed": sum(self._is_failed(draft) for draft in drafts),
-            "orphans": len(self._recovery.orphans),
-        }
-        told["writeback"] = self._of_writeback()
-        objects = self._ns.tree.objects
-        told["commits"] = {
-            **dataclasses.asdict(self._metrics.commits),
-            "operations_waiting": self._committer.journal.operations,
-            "deletions_waiting": self._deletions.waiting,
-            "relocations_waiting": self._relocator.waiting,
-            "packs_known": objects.packs,
-            "pack_bytes": objects.bytes_packed,
-            "pack_bytes_live": objects.bytes_live,
-            "pack_bytes_dead": max(0, objects.bytes_packed - objects.bytes_live),
-        }
-        told["staging"] = {
-            "bytes": staging.bytes_used,
-            "bytes_max": staging.bytes_max,
-            "files_open": len(staging.descriptors),
-            "files_open_max": staging.descriptors.open_max,
-            "state": str(StagingState.FAILED if self._ns.is_disk_failing else staging.state),
-        }
-        told["files"] = {"in_use": len(self._files)}
-        told["capabilities"] = dataclasses.asdict(self._capabilities)
-        return told
 
     def unfinished(self) -> list[Unfinished]:
         """Files being written and orphans, oldest first."""
-        now = self._clock_ns()
+        now = self._clock.wall_ns()
         of_drafts = [self._of_draft(draft, now) for draft in self._drafts()]
         of_names = []
         if self._committer.journal.operations:
@@ -121,9 +85,9 @@ class Status:
 
     def _of_writeback(self) -> dict[str, object]:
         items = list(self._writeback.items)
-        now = self._clock_ns()
+        now = self._clock.wall_ns()
         return {
-            **dataclasses.asdict(self._metrics.writeback),
+            **dataclasses.asdict(self.metrics.writeback),
             "files": len(items),
             "bytes": sum(item.draft.size for item in items),
             "oldest_s": max(((now - item.draft.created_ns) / NS for item in items), default=0.0),
@@ -159,3 +123,38 @@ class Status:
             bytes_done=sum(part.length for part in record.parts),
             missing=refused.bytes_missing,
         )
+
+
+def cache_section(metrics: Metrics, cache: BlockCache) -> dict[str, object]:
+    found = cache.statistics()
+    return {
+        **dataclasses.asdict(metrics.cache),
+        **dataclasses.asdict(found),
+        "bytes": found.bytes_used,
+        "state": found.state.name.lower(),
+    }
+
+
+def commit_section(
+    metrics: Metrics, committer: Committer, deletions: Deletions, relocator: Relocator, objects: Objects
+) -> dict[str, object]:
+    return {
+        **dataclasses.asdict(metrics.commits),
+        "operations_waiting": committer.journal.operations,
+        "deletions_waiting": deletions.waiting,
+        "relocations_waiting": relocator.waiting,
+        "packs_known": objects.packs,
+        "pack_bytes": objects.bytes_packed,
+        "pack_bytes_live": objects.bytes_live,
+        "pack_bytes_dead": max(0, objects.bytes_packed - objects.bytes_live),
+    }
+
+
+def staging_section(staging: Staging, namespace: Namespace) -> dict[str, object]:
+    return {
+        "bytes": staging.bytes_used,
+        "bytes_max": staging.bytes_max,
+        "files_open": len(staging.descriptors),
+        "files_open_max": staging.descriptors.open_max,
+        "state": str(StagingState.FAILED if namespace.is_disk_failing else staging.state),
+    }

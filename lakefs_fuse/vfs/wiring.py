@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,23 +34,29 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.change_watcher import FilesWatcher
+from lakefs_fuse.vfs.durability import Durability
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.verification import verification
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.namespace.subtree import LookingBelow
-from lakefs_fuse.vfs.ops.changes import Changes
+from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.create import NewFiles
+from lakefs_fuse.vfs.ops.directory import Directories
+from lakefs_fuse.vfs.ops.handles import Handles
 from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
 from lakefs_fuse.vfs.ops.io import FileIO
+from lakefs_fuse.vfs.ops.name_changes import NameChanges
+from lakefs_fuse.vfs.ops.rename import Renames
+from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 from lakefs_fuse.vfs.ops.unlink import Unlinker
+from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
 from lakefs_fuse.vfs.pinning.checkpoint_units import Units
 from lakefs_fuse.vfs.pinning.pinner import Pinner
 from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies
 from lakefs_fuse.vfs.relocation.relocator import Relocator
-from lakefs_fuse.vfs.status import Status
+from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.orphans import Recovery
 from lakefs_fuse.vfs.writeback.packer import Packer
@@ -205,25 +212,52 @@ class Assembly:
             read_only=config.read_only, changed=events.announce_name, replayed=self.replay.records,
             in_use=lambda inode: files.hold(inode) is not None,
         )  # fmt: skip
-        incomplete = IncompleteFiles(database, namespace, files, services, self.recovery, commits.read_again)
-        io = FileIO(namespace, drafts, reader, publisher, incomplete, commits.poller.poll)
-        changes = Changes(
-            config, database, namespace, files, committer, ground.client.capabilities,
-            Unlinker(database, drafts, io, reader, committer, publisher, writeback),
-            LookingBelow(namespace, ground.client, commits.poller.poll), relocator, writeback, ground.node.clock,
-        )  # fmt: skip
-        new_files = NewFiles(config, database, namespace, drafts, io, changes, group_commit, ground.node.clock)
-        status = Status(
-            metrics, ground.client.capabilities, ground.cache, reader, namespace, drafts, self.recovery, committer,
-            deletions, relocator, writeback, clock_ns=ground.clock_ns,
-        )  # fmt: skip
-        self.filesystem = Filesystem(
-            config, metrics, ground.client, namespace, drafts, self.recovery, committer, deletions, writeback, status,
-            io, changes, new_files, ground.node.clock,
-        )  # fmt: skip
+        self._reader, self._group_commit = reader, group_commit
+        self.filesystem = self._filesystem(services, publisher)
         self._subscribe(events, copies)
         if not config.read_only:
             events.object_overridden.append(commits.foreign_objects(ground, namespace).add)
+
+    def _filesystem(self, services: Uploader, publisher: Publisher) -> Filesystem:
+        """The operations, over the parts that hold state."""
+        ground, config, clock, drafts = self._ground, self._ground.config, self._ground.node.clock, self.drafts
+        files, namespace, writeback, poll = self.files, self.namespace, self.writeback, self.poller.poll
+        incomplete = IncompleteFiles(
+            ground.database, namespace, files, services, self.recovery, self._commits.read_again
+        )
+        io = FileIO(namespace, drafts, self._reader, publisher, incomplete, poll)
+        names = NameChanges(namespace, self.committer, writeback, clock)
+        unlinker = Unlinker(ground.database, drafts, io, self._reader, self.committer, writeback, clock)
+        preparation = RenamePreparation(
+            namespace, files, ground.client, poll, publisher, writeback, config.staging_timeout_s
+        )
+        renames = Renames(namespace, files, names, self.committer, unlinker, self.relocator, writeback, preparation)
+        attributes = Attributes(config, ground.client, namespace, drafts, io, names, unlinker.inodes, clock)
+        new_files = NewFiles(config, ground.database, namespace, drafts, io, self._group_commit, clock)
+        return Filesystem(
+            config,
+            Status(ground.metrics, self._sections(), files, self.recovery, self.committer, writeback, clock),
+            namespace,
+            attributes,
+            ExtendedAttributes(config.store.source, namespace, files, names, writeback),
+            Directories(namespace, files, names, unlinker, renames, self.relocator, clock),
+            Handles(namespace, files, attributes, io, new_files, clock),
+            Durability(config, files, io, names, writeback, self.recovery, self.deletions),
+        )
+
+    def _sections(self) -> dict[str, Callable[[], Mapping[str, object]]]:
+        """Of `statistics`."""
+        ground, metrics, namespace = self._ground, self._ground.metrics, self.namespace
+        objects, reader = namespace.tree.objects, self._reader
+        return {
+            "cache": lambda: cache_section(metrics, ground.cache),
+            "reader": lambda: dataclasses.asdict(reader.statistics()),
+            "namespace": lambda: {**dataclasses.asdict(metrics.namespace), **namespace.statistics()},
+            "commits": lambda: commit_section(metrics, self.committer, self.deletions, self.relocator, objects),
+            "staging": lambda: staging_section(self.staging, namespace),
+            "kept": self.pinner.statistics,
+            "capabilities": lambda: dataclasses.asdict(ground.client.capabilities),
+        }
 
     def _packer(self) -> Packer:
         ground = self._ground
@@ -237,7 +271,6 @@ class Assembly:
         events.key_reservations.append(self.committer.journal.reserves)
         events.version_stored.append(self.pinner.published)
         events.path_renamed.append(self.pinner.renamed)
-        events.statistics_requested.append(lambda: {"kept": self.pinner.statistics()})
 
     @property
     def poller(self) -> Poller:

@@ -20,8 +20,9 @@ from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.protocol import Capabilities, ObjectStore
-from lakefs_fuse.vfs.filesystem import AttributeChange, Filesystem
+from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.open import assembled
+from lakefs_fuse.vfs.ops.attributes import AttributeChange
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lakefs_fuse.vfs.wiring import Assembly
 from tests.fakes import node_of, store_client

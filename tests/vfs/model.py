@@ -23,7 +23,7 @@ from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.store.protocol import ObjectStore
-from lakefs_fuse.vfs.filesystem import AttributeChange, file_type_and_mode
+from lakefs_fuse.vfs.ops.attributes import AttributeChange, file_type_and_mode
 from tests.fakes import local_store
 from tests.memory_store import MemoryStore
 from tests.tiers import examples

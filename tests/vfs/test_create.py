@@ -20,6 +20,7 @@ from lakefs_fuse.staging import segments, staged_file
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.create import Received
+from lakefs_fuse.vfs.ops.directory import Directories
 from lakefs_fuse.vfs.writeback import queue, scheduler
 from tests.memory_store import START_NS, MemoryStore
 from tests.vfs.lakes import Lake, lake
@@ -355,7 +356,7 @@ async def test_it_could_not_be_removed_while_its_close_waited(tmp_path: Path, mo
             with pytest.raises(CacheError):
                 await m.unlink("second")
 
-        monkeypatch.setattr(m.fs.changes, "_unlink_now", fails)
+        monkeypatch.setattr(Directories, "_unlink_now", fails)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(remove)
             await trio.testing.wait_all_tasks_blocked(0.05)

@@ -13,8 +13,8 @@ import trio
 
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.entry import ROOT_INODE
-from lakefs_fuse.vfs.filesystem import AttributeChange, file_type_and_mode
 from lakefs_fuse.vfs.namespace import attributes
+from lakefs_fuse.vfs.ops.attributes import AttributeChange, file_type_and_mode
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import NEVER_S, NS, TTL_S, Clock, Lake, entries_of, lake, two_lakes

@@ -16,7 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -40,6 +40,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
     NAME_BYTES_MAX,
     Hidden,
     checked_key,
+    checked_name,
     extent_of,
     is_reserved,
     key_of,
@@ -118,6 +119,39 @@ class Namespace:
             self._tell_of_long(prefix + component)
             raise
 
+    def checked_path(self, directory: int, name: bytes) -> str:
+        """The path, and key, of a new name. Raises FileError: ENAMETOOLONG for a store, prefix included; EILSEQ, EPERM
+        (reserved); EINVAL where this store would change a character of it, so that no file is written that cannot be
+        kept."""
+        component = checked_name(directory, name)
+        refused = self._client.capabilities.characters_refused
+        if any(character in component for character in refused):
+            raise FileError(errno.EINVAL, f"this store cannot hold names with any of {refused!r}")
+        return self.checked_key(self.prefix(directory), component)
+
+    @property
+    def takes_plain_names(self) -> bool:
+        """Printable ASCII but the backslash: every such name can be kept in this store."""
+        refused = self._client.capabilities.characters_refused
+        return not any(" " <= each <= "~" and each not in "\\/" for each in refused)
+
+    def check_paths(self, paths: Iterable[str]) -> None:
+        """Raises FileError(ENAMETOOLONG) for a path that no other node would read."""
+        for path in paths:
+            self.checked_key("", path)
+
+    def marker_keys(self, path: str) -> list[str]:
+        """Keys of objects that may mark the directory at a path: the one that this store lists last."""
+        lists_markers = self._client.capabilities.lists_markers
+        return [path + "/"] if lists_markers else [path + "/", f"{path}/{PLACEHOLDER}"]
+
+    async def check_empty(self, entry: Entry) -> None:
+        """Raises FileError(ENOTEMPTY); keys that cannot be shown count too, as they would bring the directory back."""
+        await self.ensure_listed(entry.inode, strictly=False)
+        listing = self.tree.listing(entry.inode)
+        if self.tree.has_children(entry.inode) or (listing is not None and listing.hides_keys):
+            raise FileError(errno.ENOTEMPTY)
+
     def check_length(self, directory: int, name: bytes) -> None:
         """Raises FileError(ENAMETOOLONG) for a name that cannot be in a directory, or have a key there."""
         if len(name) > NAME_BYTES_MAX:
@@ -156,8 +190,22 @@ class Namespace:
     def own_etag(self, path: str, parent: int | None = None) -> str:
         """ETag of the plain object that is known to lie at a path's own key, seen or hidden, or that may come there;
         empty for none. ``parent`` is the inode of its directory, where that is known."""
-        above, _, name = path.rpartition("/")
-        directory = self.directory(above) if parent is None else parent
+        directory = self.directory(path.rpartition("/")[0]) if parent is None else parent
+        return self._own_etag(path, directory)
+
+    def own_etags(self, paths: Iterable[str]) -> dict[str, str]:
+        """As `own_etag`, of many paths; each directory is resolved once."""
+        directories: dict[str, int | None] = {}
+        etags = {}
+        for path in paths:
+            above = path.rpartition("/")[0]
+            if above not in directories:
+                directories[above] = self.directory(above)
+            etags[path] = self._own_etag(path, directories[above])
+        return etags
+
+    def _own_etag(self, path: str, directory: int | None) -> str:
+        name = path.rpartition("/")[2]
         entry = None if directory is None else self.tree.named(directory, name.encode("utf-8", "surrogatepass"))
         if entry is not None and (etag := self.hidden_etag(entry)):
             return etag

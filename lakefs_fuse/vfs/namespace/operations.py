@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.record import OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.tree import Tree
+
+
+class ObjectRows(Protocol):
+    """Objects by their number."""
+
+    def get(self, number: int, /) -> ObjectRow | None: ...
+
+
+class Rows(Protocol):
+    """What operations are made from beside entries: a `Tree`, or a snapshot of one."""
+
+    @property
+    def objects(self) -> ObjectRows: ...
+
+    def target(self, inode: int) -> bytes: ...
+
+    def xattrs(self, inode: int) -> dict[str, bytes]: ...
 
 
 class ChangeBuilder:
     """Gathers operations and the objects they point into."""
 
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
         self._objects = [ObjectRef()]
         self._numbers: dict[ObjectRef, int] = {}
         self.operations: list[Operation] = []
@@ -31,15 +51,15 @@ class ChangeBuilder:
         return index
 
     def _place(self, entry: Entry) -> int:
-        row = self._tree.objects.get(entry.place) if entry.place else None
+        row = self._rows.objects.get(entry.place) if entry.place else None
         return OWN if row is None else self._index(ObjectRef(row.key, row.etag, row.size))
 
     def put(self, path: str, entry: Entry, *, key: str = "", hides: str = "") -> None:
         """A file, or symbolic link, is at ``path``; a plain object at ``key`` is its bytes (empty: at ``path``).
         ``hides`` is the ETag of the plain object at ``path`` where that is another."""
-        xattrs = self._tree.xattrs(entry.inode)
+        xattrs = self._rows.xattrs(entry.inode)
         if entry.is_symlink:
-            target = self._tree.target(entry.inode).decode()
+            target = self._rows.target(entry.inode).decode()
             self.operations.append(
                 Symlink(path, target, entry.uid, entry.gid, entry.mtime_ns, hides=hides, xattrs=xattrs)
             )
@@ -58,31 +78,20 @@ class ChangeBuilder:
         )  # fmt: skip
 
     def mkdir(self, path: str, entry: Entry) -> None:
-        xattrs = self._tree.xattrs(entry.inode)
+        xattrs = self._rows.xattrs(entry.inode)
         self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=xattrs))
 
     def remove(self, path: str, entry: Entry, hides: str = "") -> None:
         """The entry's name goes; what lies at its own key is hidden. ``hides`` is the ETag of something else there."""
         self.operations.append(Remove(path, directory=entry.is_dir, hides=hides or entry.etag))
 
-    def hide_object(self, key: str, etag: str) -> None:
-        """The plain object at ``key`` with this ETag is not the file of that name, and nobody sees it there."""
-        *above, name = [each.encode("utf-8", "surrogatepass") for each in key.split("/")]
-        directory = self._tree.resolve(above)
-        parent = ROOT_INODE if not above else 0 if directory is None or not directory.is_dir else directory.inode
-        there = self._tree.named(parent, name) if parent else None
-        if there is None or there.is_local:
-            self.operations.append(Remove(key, hides=etag))
-        elif there.place or there.is_symlink:
-            self.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
-
     def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
         """Attributes of an entry, whatever it is."""
-        kept = self._tree.xattrs(entry.inode) if xattrs is None else xattrs
+        kept = self._rows.xattrs(entry.inode) if xattrs is None else xattrs
         if entry.is_dir:
             self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=kept))
         elif entry.is_symlink:
-            target = self._tree.target(entry.inode).decode()
+            target = self._rows.target(entry.inode).decode()
             self.operations.append(
                 Symlink(path, target, entry.uid, entry.gid, entry.mtime_ns, hides=entry.etag, xattrs=kept)
             )
@@ -93,3 +102,15 @@ class ChangeBuilder:
                     entry.mtime_ns, xattrs=kept,
                 )
             )  # fmt: skip
+
+
+def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None:
+    """The plain object at ``key`` with this ETag is not the file of that name, and nobody sees it there."""
+    *above, name = [each.encode("utf-8", "surrogatepass") for each in key.split("/")]
+    directory = tree.resolve(above)
+    parent = ROOT_INODE if not above else 0 if directory is None or not directory.is_dir else directory.inode
+    there = tree.named(parent, name) if parent else None
+    if there is None or there.is_local:
+        builder.operations.append(Remove(key, hides=etag))
+    elif there.place or there.is_symlink:
+        builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)

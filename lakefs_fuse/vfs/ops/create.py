@@ -26,7 +26,6 @@ from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
 from lakefs_fuse.vfs.namespace.key_mapping import KEY_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.ops.changes import Changes
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 
@@ -64,23 +63,30 @@ class NewFiles:
         namespace: Namespace,
         drafts: Drafts,
         io: FileIO,
-        changes: Changes,
         group_commit: GroupCommit,
         clock: Clock,
     ) -> None:
         self._config, self._db, self._ns, self._files = config, database, namespace, drafts.files
         self._drafts, self._io, self._services = drafts, io, drafts.services
-        self._changes, self._group_commit, self._writeback = changes, group_commit, group_commit.queue
+        self._group_commit, self._writeback = group_commit, group_commit.queue
         self._clock_ns = clock.wall_ns
         self._journal = Journal(database)
         self._prefixes: dict[int, str] = {}
         """Of directories, while `_prefixes_of` is what the tree says."""
         self._prefixes_of = 0
 
+    async def wait_room(self, key: str) -> None:
+        """Until write-back may acknowledge one more file. Raises StagingFull."""
+        if self._writeback.is_for(key):
+            await self._writeback.wait_room(self._config.staging_timeout_s)
+
     def make(
-        self, parent: int, name: bytes, key: str, mode: int, uid: int, gid: int, *, if_absent: bool = False
+        self, parent: int, name: bytes, key: str, mode: int, uid: int, gid: int, *, exclusive: bool = False
     ) -> OpenFile:
         """A file that was not there, with its first handle. Raises CacheError; then there is nothing of it."""
+        if self._writeback.is_for(key) and self._ns.tree.listing(parent) is None:
+            self._ns.list_soon(parent)  # so that names can be made while the store is away
+        if_absent = exclusive and self._services.client.capabilities.put_if_absent
         now = self._clock_ns()
         batch = Batch()
         entry = self._insert(batch, parent, name, mode, uid, gid, now)
@@ -262,8 +268,7 @@ class NewFiles:
         """Where that takes waiting."""
         error: LakeError | None = LakeError("the mount is ending")
         try:
-            if self._writeback.is_for(file.key):
-                await self._writeback.wait_room(self._config.staging_timeout_s)
+            await self.wait_room(file.key)
             await self._services.staging.reserve(0)
             await self._io.close(file)
             self._files.forget_if_idle(file)
@@ -281,7 +286,7 @@ class NewFiles:
     def lendable_s(self, file: OpenFile) -> float:
         """For how many seconds names that the directory of this file lacks can be told absent, and created, without
         asking; 0 where that is not so, as in a setgid directory."""
-        if not self._writeback.is_for(file.key) or not self._changes.takes_plain_names:
+        if not self._writeback.is_for(file.key) or not self._ns.takes_plain_names:
             return 0.0
         above = self._ns.tree.entry(file.entry.parent)  # none for the root
         mode = self._config.dir_mode if above is None or above.mode == UNSET else above.mode

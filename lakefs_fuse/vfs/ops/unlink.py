@@ -19,6 +19,7 @@ import msgspec
 
 from lakefs_fuse.blockcache.reader import BlockReader
 from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
@@ -28,7 +29,6 @@ from lakefs_fuse.upload.publish import visible_token
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.io import FileIO
-from lakefs_fuse.vfs.writeback.publisher import Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 KEPT_BYTES_MAX = 256 << 20
@@ -69,13 +69,13 @@ class Unlinker:
         io: FileIO,
         reader: BlockReader,
         committer: Committer,
-        publisher: Publisher,
         writeback: WriteBack,
+        clock: Clock,
     ) -> None:
         self._db, self._files, self._drafts, self._io = database, drafts.files, drafts, io
-        self._reader, self._committer, self.publisher, self._writeback = reader, committer, publisher, writeback
+        self._reader, self._committer, self._writeback = reader, committer, writeback
         self._journal = Journal(database)
-        self.inodes = UnlinkedInodes()
+        self.inodes, self._clock = UnlinkedInodes(), clock
 
     async def unlink(self, file: OpenFile, delete: Callable[[Entry], Awaitable[None]]) -> None:
         """``delete`` takes the name away; handles stay. No publishing runs meanwhile, so none can bring the name
@@ -148,6 +148,14 @@ class Unlinker:
                 self._writeback.discard(draft)
         if file.draft in gone and not file.handles:
             file.draft = None
+
+    def forget_name(self, entry: Entry) -> None:
+        """The entry lost its last name, which is a change of the inode."""
+        file, now = self._files.get(entry.inode), self._clock.wall_ns()
+        if file is not None:
+            file.entry = msgspec.structs.replace(file.entry, ctime_ns=now)
+        last = entry if file is None else file.current
+        self.inodes.put(msgspec.structs.replace(last, ctime_ns=now))
 
     def journal_moved(self, batch: Batch, file: OpenFile | None, path: str) -> None:
         """All versions of a file that are not in the store are at ``path`` once the batch is committed."""

@@ -42,7 +42,7 @@ from lakefs_fuse.upload.publish import token_of
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
 from lakefs_fuse.vfs.pinning.pinner import Pinner
 from lakefs_fuse.vfs.relocation.pending_copies import PATIENCE_S, BegunCopies, BegunCopy
 from lakefs_fuse.vfs.writeback.reconciliation import is_copy
@@ -63,6 +63,7 @@ TASKS_MAX = 256
 """Objects dealt with at a time."""
 Moved = tuple[Version, Version]
 """An object, and the copy that has its place."""
+REPLACED_SLACK_NS = 30 * NS
 log = logging.getLogger(__name__)
 
 
@@ -113,6 +114,10 @@ class Relocator:
         for path in self.copies.paths():
             self._add(batch, self._clock.wall_ns(), Task(path, False))
         self._db.commit(batch)
+
+    def replaced_due_ns(self) -> int:
+        """When an object that a rename replaces may go: after the renamed one was copied over it (wall clock)."""
+        return self._clock.wall_ns() + self._after_ns + REPLACED_SLACK_NS if self._after_ns else 0
 
     def note(self, paths: Iterable[str]) -> None:
         """These names were renamed, and their bytes were not. Raises CacheError."""
@@ -193,7 +198,7 @@ class Relocator:
         found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
         builder = ChangeBuilder(self._ns.tree)
         builder.put(path, found, key=row.key, hides=entry.etag)
-        builder.hide_object(row.key, meta.etag)
+        hide_object(builder, self._ns.tree, row.key, meta.etag)
         self._committer.enqueue(builder.change())
         return token_of(meta)
 
@@ -352,7 +357,7 @@ class Relocator:
         entry, row = self._renamed(path)
         if entry is None or row is None or row.etag != etag:
             builder = ChangeBuilder(self._ns.tree)
-            builder.hide_object(path, copied.etag)
+            hide_object(builder, self._ns.tree, path, copied.etag)
             nobodys = Deletion(path, copied.etag)
             self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=[nobodys]))
             return None

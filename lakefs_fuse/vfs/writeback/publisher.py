@@ -43,7 +43,7 @@ from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
 from lakefs_fuse.vfs.relocation.relocator import Relocator
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.packer import Packer
@@ -211,7 +211,7 @@ class ObjectWriter:
         hides = self._ns.own_etag(path)
         builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
-            builder.hide_object(key, entry.etag)
+            hide_object(builder, self._ns.tree, key, entry.etag)
         goes = hides and key != path and not self._committer.journal.reserves(path)
         doomed = [Deletion(path, hides)] if goes else []
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))

@@ -1,0 +1,98 @@
+"""Makes what this node holds durable in the store: files, changes of names, orphans.
+
+What always holds: a call that returns has published everything that was there when it began; one that raises has tried
+all of it. Trio thread only; a crash leaves what the journal holds.
+"""
+
+from __future__ import annotations
+
+import errno
+
+from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.config import MountConfig
+from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.ops.io import FileIO
+from lakefs_fuse.vfs.ops.name_changes import NameChanges
+from lakefs_fuse.vfs.writeback.orphans import Recovery
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+from lakefs_fuse.vfs.writeback.reconciliation import path_of
+
+DELETION_S_MAX = 5.0
+"""Making a lake durable waits so long for one request that deletes objects which no name means any more."""
+
+
+class Durability:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        config: MountConfig,
+        files: FileTable,
+        io: FileIO,
+        names: NameChanges,
+        writeback: WriteBack,
+        recovery: Recovery,
+        deletions: Deletions,
+    ) -> None:
+        self._config, self._files, self._io, self._names = config, files, io, names
+        self._writeback, self._recovery, self._deletions = writeback, recovery, deletions
+        self.poll = io.poll
+
+    async def sync_directory(self, path: str | None) -> None:
+        """As `sync_names`, of a directory's files as well; ``path`` is None for one that was removed."""
+        if path is not None:
+            await self._writeback.drain(self._writeback.below(path))
+        await self.sync_names()
+
+    async def sync_names(self) -> None:
+        """Every change of a name made before is in the store when this returns. Raises LakeError."""
+        if not self._config.read_only:
+            await self._names.flush()
+
+    def request_names(self) -> None:
+        """Files that were received elsewhere are known here when this returns."""
+        for listener in self._files.events.names_requested:
+            listener()
+
+    async def make_durable(self, path: str = "") -> None:
+        """Publish every file at or below ``path`` (relative to the root) that is not durable. Raises LakeError for
+        the first that cannot be; the others are published all the same. Of the whole lake, objects whose names are gone
+        are deleted if that does not take long: they are hidden, and the next mount goes on with them."""
+        self.request_names()
+        failed: LakeError | None = None
+        below = path.strip("/")
+        try:
+            await self._writeback.drain(self._writeback.below(below))
+        except LakeError as error:
+            failed = error
+        for file in self._files.dirty():
+            ours = not below or file.key == below or file.key.startswith(below + "/")
+            if ours and not (failed is not None and file.draft is not None and file.draft.accepted):
+                if file.is_incomplete and not file.handles:
+                    await self._io.set_aside(file)
+                try:
+                    await self._io.publish(file)
+                except LakeError as error:
+                    failed = failed or error
+        for record in self._recovery.incomplete_below(below):
+            message = f"{path_of(record)} is an orphan of which writes failed: see `lakefs-fuse orphans`"
+            failed = failed or FileError(record.refused_errno, message)
+        if failed is None:
+            await self.sync_names()
+        if failed is None and not below and not self._config.read_only:
+            await self._deletions.hasten(DELETION_S_MAX)
+        if failed is not None:
+            raise failed
+
+    async def finish_orphan(self, orphan_id: str, *, incomplete: bool = False) -> None:
+        self._refuse_read_only()
+        await self._recovery.finish(orphan_id, incomplete=incomplete)
+
+    async def abort_orphan(self, orphan_id: str) -> None:
+        self._refuse_read_only()
+        await self._recovery.abort(orphan_id)
+
+    def _refuse_read_only(self) -> None:
+        if self._config.read_only:
+            raise FileError(errno.EROFS)

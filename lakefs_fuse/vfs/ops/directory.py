@@ -1,0 +1,159 @@
+"""Makes and removes names: directories, symbolic links, and the names of files.
+
+What always holds: the kernel serialises changes of one directory; everything learnt before an await is looked up again
+after it. A change is in effect on this node when the call returns, and journaled for the store (`NameChanges`); what is
+not in the store yet (a file just created) changes its name here only. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import msgspec
+
+from lakefs_fuse.commits.record import Mkdir, Remove, Symlink
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.errors import FileError
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.product import PLACEHOLDER
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.ops.name_changes import NameChanges
+from lakefs_fuse.vfs.ops.rename import Renames
+from lakefs_fuse.vfs.ops.unlink import Unlinker
+from lakefs_fuse.vfs.relocation.relocator import Relocator
+
+TARGET_BYTES_MAX = 4095
+"""Of a symbolic link: PATH_MAX without its NUL."""
+
+
+class Directories:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        files: FileTable,
+        names: NameChanges,
+        unlinker: Unlinker,
+        renames: Renames,
+        relocator: Relocator,
+        clock: Clock,
+    ) -> None:
+        self._ns, self._files, self._names, self._unlinker = namespace, files, names, unlinker
+        self.renames, self._relocator, self._clock = renames, relocator, clock
+
+    # -- directories
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, uid: int, gid: int) -> Entry:
+        path = self._ns.checked_path(parent, name)
+        self._ns.checked_key(path + "/", PLACEHOLDER)
+        if (await self._ns.lookup(parent, name))[0] is not None:
+            raise FileError(errno.EEXIST)
+        builder = ChangeBuilder(self._ns.tree)
+        builder.operations.append(Mkdir(path, mode & PERMISSIONS, uid, gid, self._clock.wall_ns()))
+        self._names.enqueue_all(builder)
+        entry = self._made(parent, name + b"/")
+        batch = Batch()
+        self._ns.made(batch, entry)
+        self._ns.database.commit(batch)
+        self._ns.touch(parent)
+        return entry
+
+    def _made(self, parent: int, sort_name: bytes) -> Entry:
+        entry = self._ns.tree.named(parent, sort_name)
+        if entry is None:
+            raise FileError(errno.EIO, f"{sort_name!r} was made, and is not there")
+        return entry
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        entry, _ = await self._ns.lookup(parent, name)
+        if entry is None:
+            raise FileError(errno.ENOENT)
+        if not entry.is_dir:
+            raise FileError(errno.ENOTDIR)
+        await self._ns.check_empty(entry)
+        path = self._names.path(entry)
+        builder = ChangeBuilder(self._ns.tree)
+        self._names.keep_parent(builder, entry)
+        builder.operations.append(Remove(path, directory=True))
+        # The marker even if it was not listed: some stores keep showing the prefix of what is gone.
+        self._names.enqueue_all(builder, [Deletion(key, "") for key in self._ns.marker_keys(path)])
+        self._unlinker.forget_name(entry)
+        self._ns.touch(parent)
+
+    # -- files and symbolic links
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        """Who has the file open keeps it."""
+        entry, _ = await self._ns.lookup(parent, name)
+        if entry is None:
+            raise FileError(errno.ENOENT)
+        if entry.is_dir:
+            raise FileError(errno.EISDIR)
+        file = self._files.hold(entry.inode)
+        if file is None:
+            await self._unlink(entry)
+        else:
+            await self._unlinker.unlink(file, self._unlink)
+        opened = self._files.get(entry.inode)
+        if opened is not None:  # meanwhile
+            opened.unlinked = True
+        self._unlinker.forget_name(entry)
+        self._ns.touch(parent)
+
+    async def _unlink(self, entry: Entry) -> None:
+        if self._relocator.copies.are_begun:
+            async with self._relocator.hold_copies(self._names.path(entry)):
+                self._unlink_now(entry)
+        else:
+            self._unlink_now(entry)
+
+    def _unlink_now(self, entry: Entry) -> None:
+        row = self._ns.tree.named(entry.parent, entry.name)
+        if row is None:
+            return
+        batch = Batch()
+        self._unlinker.journal_dropped(batch, self._files.get(entry.inode))
+        if row.is_local and entry.etag:  # of an attempt whose answer was lost
+            row = msgspec.structs.replace(row, etag=entry.etag)
+        if row.is_local and not row.etag and not row.stamp and not self._names.is_visible(self._names.path(row)):
+            self._ns.changing(row.parent, row.name)
+            self._ns.tree.remove(batch, row)
+            self._ns.database.commit(batch)
+            return
+        path = self._names.path(row)
+        builder = ChangeBuilder(self._ns.tree)
+        self._names.keep_parent(builder, row)
+        builder.remove(path, row, self._ns.own_etag(path))
+        self._names.enqueue_all(builder, self._names.orphaned(path, row), batch)
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, uid: int, gid: int) -> Entry:
+        path = self._ns.checked_path(parent, name)
+        if not 0 < len(target) <= TARGET_BYTES_MAX:
+            raise FileError(errno.ENAMETOOLONG if target else errno.ENOENT)
+        try:
+            text = target.decode()
+        except UnicodeDecodeError as error:
+            raise FileError(errno.EILSEQ, "targets of symbolic links are UTF-8") from error
+        if (await self._ns.lookup(parent, name))[0] is not None:
+            raise FileError(errno.EEXIST)
+        builder = ChangeBuilder(self._ns.tree)
+        hides = self._ns.own_etag(path)
+        builder.operations.append(Symlink(path, text, uid, gid, self._clock.wall_ns(), hides=hides))
+        self._names.enqueue_all(builder)
+        self._ns.touch(parent)
+        return self._made(parent, name)
+
+    def readlink(self, entry: Entry) -> bytes:
+        """Raises FileError: EINVAL for what is no symbolic link, ESTALE for one that was removed."""
+        if not entry.is_symlink:
+            raise FileError(errno.EINVAL)
+        target = self._ns.tree.target(entry.inode)
+        if not target:
+            raise FileError(errno.ESTALE)
+        return target

@@ -1,0 +1,148 @@
+"""Open file descriptions: what OPEN and CREATE give out, and READ to RELEASE come with.
+
+What always holds: a handle is pinned to the version that its name had when it was opened. Trio thread only; nothing of
+it survives a crash.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from lakefs_fuse.blockcache.readahead import Readahead
+from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.errors import FileError
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.open_file import READING, Handle, OpenFile
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.ops.attributes import Attributes
+from lakefs_fuse.vfs.ops.create import NewFiles
+from lakefs_fuse.vfs.ops.io import FileIO
+from lakefs_fuse.vfs.ops.open_leases import LENT, Lending, inode_of
+
+
+class Handles:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        files: FileTable,
+        attributes: Attributes,
+        io: FileIO,
+        new_files: NewFiles,
+        clock: Clock,
+    ) -> None:
+        self._ns, self.files, self._attributes, self._io, self._clock = namespace, files, attributes, io, clock
+        self.new_files, self.lending = new_files, Lending(files, namespace, io, attributes.entry)
+        self._handles: dict[int, Handle] = {}
+        self._handle_next = 1
+
+    def _new_handle(self, file: OpenFile, writable: bool, opener: int) -> int:
+        number, self._handle_next = self._handle_next, self._handle_next + 1
+        number |= 0 if writable else READING
+        self._handles[number] = Handle(file, writable, Readahead(), opener)
+        return number
+
+    def handle(self, number: int) -> Handle:
+        try:
+            return self._handles[number]
+        except KeyError:
+            raise FileError(errno.EBADF) from None
+
+    async def open(self, inode: int, flags: int, opener: int = 0, *, kills_privileges: bool = False) -> int:
+        """A handle, pinned to the version that the name has now. Raises FileError(ESTALE) where that is not this
+        inode any more; the kernel then looks the name up again."""
+        writable = flags & os.O_ACCMODE != os.O_RDONLY
+        if writable or flags & os.O_TRUNC:
+            self._attributes.refuse_read_only()
+        entry = self._attributes.entry(inode)
+        if entry.is_dir:
+            raise FileError(errno.EISDIR)
+        if self.files.get(inode) is None:
+            now, _ = await self._ns.lookup(entry.parent, entry.name)
+            if now is None or now.inode != inode:
+                raise FileError(errno.ESTALE)
+            entry = now
+        if writable or flags & os.O_TRUNC:
+            entry = await self._attributes.getattr(inode)  # the next version takes over what this one's metadata says
+        if kills_privileges:
+            entry = await self._attributes.kill_privileges(entry)
+        file = self.files.acquire(entry, writer=writable)
+        try:
+            if flags & os.O_TRUNC and file.current.size:
+                await self._io.truncate(file, 0)
+                file.written(self._clock.wall_ns())
+            elif not writable and file.draft is None:
+                await self._io.check_version(file.entry)
+        except BaseException:
+            await self._io.release(file, writer=writable)
+            raise
+        return self._new_handle(file, writable, opener)
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, flags: int, uid: int, gid: int, opener: int = 0, *,
+        kills_privileges: bool = False,
+    ) -> tuple[int, Entry]:  # fmt: skip
+        """Seen on this node at once, in the store when it is closed. A file that is there already may lose suid."""
+        self._attributes.refuse_read_only()
+        above = self._attributes.directory(parent)
+        gid = self._attributes.gid_of(above) if self._attributes.is_setgid(above) else gid
+        key = self._ns.checked_path(parent, name)
+        exclusive = bool(flags & os.O_EXCL)
+        await self.new_files.wait_room(key)
+        known, _ = await self._ns.lookup(parent, name, ask=exclusive)
+        if known is not None:
+            if exclusive:
+                raise FileError(errno.EEXIST)
+            number = await self.open(known.inode, flags, opener, kills_privileges=kills_privileges)
+            return number, self._attributes.entry(known.inode)
+        file = self.new_files.make(parent, name, key, mode, uid, gid, exclusive=exclusive)
+        return self._new_handle(file, True, opener), file.entry
+
+    def hold(self, file: OpenFile, number: int, opener: int, *, closed_by_opener: bool = False) -> None:
+        """A writer's handle that was given out elsewhere, and is counted already."""
+        self._handles[number] = Handle(file, True, Readahead(), opener, closed_by_opener)
+
+    def is_handle(self, number: int) -> bool:
+        return number in self._handles
+
+    async def read(self, number: int, offset: int, length: int) -> Buffer:
+        if number & LENT:
+            return await self.lending.read(number, offset, length)
+        handle = self.handle(number)
+        return await self._io.read(handle.file, offset, length, handle.readahead)
+
+    async def write(self, number: int, offset: int, data: Buffer, *, kills_privileges: bool = False) -> int:
+        file = self.handle(number).file
+        if kills_privileges:
+            await self._attributes.kill_privileges(file.current)
+        await self._io.write(file, offset, data)
+        file.written(self._clock.wall_ns())
+        return len(data)
+
+    async def flush(self, number: int) -> None:
+        """What close() waits for: afterwards the bytes are in the store, or under write-back on the local disk, or the
+        error is answered."""
+        handle = self.handle(number)
+        if handle.writable:
+            await self._io.close(handle.file)
+
+    async def fsync(self, number: int) -> None:
+        await (self._publish_leased(number) if number & LENT else self._io.publish(self.handle(number).file))
+
+    async def _publish_leased(self, number: int) -> None:
+        file = self.files.acquire(self._attributes.entry(inode_of(number)), writer=False)
+        try:
+            await self._io.publish(file)
+        finally:
+            await self._io.release(file, writer=False)
+
+    async def release(self, number: int) -> None:
+        if number & LENT:
+            await self.lending.release(number)
+        handle = self._handles.pop(number, None)
+        if handle is not None:
+            await self._io.release(handle.file, writer=handle.writable)

@@ -1,0 +1,148 @@
+"""What a rename changes, decided once from a snapshot of the facts: `plan_rename` and `plan_local_rename`.
+
+What always holds (*plans are pure*): nothing here reads a row, a clock or the store, or changes what it is given; the
+same facts give the same plan. `rename` reads the facts in the step in which the plan is carried out, so nothing can
+change between the two. A crash leaves what that step's one batch, or commit, had written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import msgspec
+
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.record import Remove
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.object_table import ObjectRow
+from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+
+
+class Route(Enum):
+    """How a rename gets into the store."""
+
+    LOCAL = "the file is stored under its new name later; what it replaces stays for others until then"
+    JOURNALED = "write-back commits it after what was acknowledged before it"
+    HELD = "it builds on changes that are not in the store: journaled, and committed with them before the answer"
+    COMMITTED = "it is in the store before the answer"
+
+
+def route_of(source: Entry, *, exchange: bool, is_writeback: bool, is_held: bool) -> Route:
+    """``is_writeback``: of both paths. ``is_held``: the committer holds changes that are not in the store."""
+    if source.is_local:
+        return Route.LOCAL
+    if is_writeback and not exchange:
+        return Route.JOURNALED
+    return Route.HELD if is_held else Route.COMMITTED
+
+
+@dataclass(frozen=True, slots=True)
+class RowSnapshot:
+    """The rows that operations are made from; see `operations.Rows`."""
+
+    objects: Mapping[int, ObjectRow] = field(default_factory=dict)
+    target_by_inode: Mapping[int, bytes] = field(default_factory=dict)
+    xattrs_by_inode: Mapping[int, dict[str, bytes]] = field(default_factory=dict)
+
+    def target(self, inode: int) -> bytes:
+        return self.target_by_inode.get(inode, b"")
+
+    def xattrs(self, inode: int) -> dict[str, bytes]:
+        return self.xattrs_by_inode.get(inode, {})
+
+
+@dataclass(frozen=True, slots=True)
+class MovedName:
+    """A name that moves. ``hides`` is the ETag of the plain object at the key of its next path, ``leaves`` of what its
+    removal hides; ``orphans`` are objects that only the name needs."""
+
+    before: str
+    after: str
+    entry: Entry
+    hides: str = ""
+    leaves: str = ""
+    orphans: tuple[Deletion, ...] = ()
+    is_end: bool = False
+    """It is what the caller named, not something below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenameFacts:
+    """``names`` has the source and all that is below it, then in an exchange the target and all that is below it.
+    ``replaced`` are objects that only the target needs; ``parent`` is the source's directory where that would not be
+    visible without the source, and its path."""
+
+    names: tuple[MovedName, ...]
+    rows: RowSnapshot = RowSnapshot()
+    replaced: tuple[Deletion, ...] = ()
+    parent: tuple[str, Entry] | None = None
+
+    @property
+    def moves(self) -> list[tuple[str, str]]:
+        return [(name.before, name.after) for name in self.names if name.is_end]
+
+
+def plan_rename(facts: RenameFacts) -> Change:
+    """The whole rename as one commit, of names that are in the store."""
+    builder = ChangeBuilder(facts.rows)
+    builder.moves += facts.moves
+    doomed = list(facts.replaced)
+    moving = [name for name in facts.names if name.is_end or not name.entry.is_local]
+    made = {(name.after, name.entry.is_dir) for name in moving}
+    for name in moving:
+        if name.entry.is_dir:
+            builder.mkdir(name.after, name.entry)
+        else:
+            builder.put(name.after, name.entry, key=name.before, hides=name.hides)
+    if facts.parent is not None:
+        builder.mkdir(*facts.parent)
+    for name in facts.names:  # what a file not stored yet covers stays behind, and must not come back
+        if name.entry.is_local and not name.is_end and (name.entry.etag or name.entry.stamp):
+            doomed += name.orphans
+            if (name.before, False) not in made:
+                builder.remove(name.before, name.entry)
+    for name in reversed(moving):
+        if (name.before, name.entry.is_dir) not in made:
+            builder.remove(name.before, name.entry, name.leaves)
+    return msgspec.structs.replace(builder.change(), doomed=doomed)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRenameFacts:
+    """Of a file not stored yet. ``is_visible``: others may see something under its name. ``there`` is what it replaces,
+    with that one's ``there_etag`` (of the plain object at the path) and ``there_row`` (the object of its bytes)."""
+
+    before: str
+    entry: Entry
+    is_visible: bool = False
+    orphans: tuple[Deletion, ...] = ()
+    there: Entry | None = None
+    there_etag: str = ""
+    there_row: ObjectRow | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRename:
+    """``removal`` hides what the file had replaced under its old name; ``row`` is the entry to attach; ``copied_from``
+    the key of the object that others see under the new name until the file is stored."""
+
+    removal: Change | None
+    row: Entry
+    copied_from: str = ""
+
+
+def plan_local_rename(facts: LocalRenameFacts) -> LocalRename:
+    entry, there, row = facts.entry, facts.there, facts.there_row
+    removal = None
+    if entry.etag or entry.stamp or facts.is_visible:
+        removal = Change(operations=[Remove(facts.before, hides=entry.etag)], doomed=list(facts.orphans))
+    moving = msgspec.structs.replace(entry, etag="", stamp=0, place=0, offset=0)
+    if there is None:
+        return LocalRename(removal, moving)
+    moving = msgspec.structs.replace(moving, etag=facts.there_etag, stamp=there.stamp)
+    if row is None or row.is_pack:
+        return LocalRename(removal, moving)
+    return LocalRename(removal, msgspec.structs.replace(moving, place=row.number), row.key)

@@ -1,0 +1,145 @@
+"""What has to be known, and to be in the store, before a rename is planned.
+
+Within the TTL a listing is believed, but files that other nodes put below a directory since must move along, or a
+directory of shards from several nodes would be published in part. One LIST of all keys below (1,000 a request) and one
+for commits show what is not known here; only directories where something is new are listed again.
+
+What always holds: nothing is renamed here, and everything here can be repeated. While the store is away it is tried
+again as long as a writer would wait for room (``patience_s``). Trio thread only; a crash leaves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import trio
+
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.product import PLACEHOLDER
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.writeback.publisher import Publisher
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+
+LISTINGS_AT_ONCE = 8
+log = logging.getLogger(__name__)
+
+
+class RenamePreparation:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        files: FileTable,
+        client: StoreClient,
+        poll: Callable[[], Awaitable[object]],
+        publisher: Publisher,
+        writeback: WriteBack,
+        patience_s: float,
+    ) -> None:
+        """``poll`` applies what others committed."""
+        self._ns, self._files, self._client, self._poll = namespace, files, client, poll
+        self._publisher, self._writeback, self._patience_s = publisher, writeback, patience_s
+
+    # -- what others put below a directory
+
+    async def list_below(self, path: str, directory: Entry) -> None:
+        """Every name below the directory is known when this returns. Raises LakeError."""
+        await self._writeback.retry_while_away(path, partial(self._list_below, directory), self._patience_s)
+
+    async def _list_below(self, directory: Entry) -> None:
+        await self._poll()
+        await self._list_unlisted(directory)
+        if await self._list_changed(directory):
+            await self._list_unlisted(directory)
+
+    async def _list_unlisted(self, directory: Entry) -> None:
+        queue = [directory.inode]
+        limiter = trio.CapacityLimiter(LISTINGS_AT_ONCE)
+
+        async def listed(inode: int) -> None:
+            async with limiter:
+                await self._ns.ensure_listed(inode)
+
+        while queue:
+            async with collecting() as nursery:
+                for inode in queue:
+                    nursery.start_soon(listed, inode)
+            queue = [child.inode for inode in queue for child in self._ns.tree.children(inode) if child.is_dir]
+
+    async def _list_changed(self, directory: Entry) -> bool:
+        """List directories again below which the store has a key that is not known here; whether there were any."""
+        prefix = self._ns.key(directory)
+        changed: set[int] = set()
+        token: str | None = None
+        while True:
+            page = await self._client.list_page(prefix, token=token)
+            for meta in page.objects:
+                if not self._is_known(meta):
+                    changed.add(self._nearest(meta.key.removesuffix("/")))
+            token = page.next_token
+            if token is None:
+                break
+        for inode in changed:
+            await self._ns.list_directory(inode)
+        return bool(changed)
+
+    def _is_known(self, meta: ObjectMeta) -> bool:
+        path = meta.key.removesuffix(PLACEHOLDER)
+        entry = self._ns.at(path.removesuffix("/"))
+        if path.endswith("/"):
+            return entry is not None and entry.is_dir
+        if entry is not None and not entry.is_dir:
+            return entry.is_local or entry.etag == meta.etag
+        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+        hidden = tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
+        return hidden or self._ns.tree.objects.used(meta.key) is not None
+
+    def _nearest(self, path: str) -> int:
+        """Inode of the nearest directory above a path that is known here."""
+        while path:
+            path = path.rpartition("/")[0]
+            inode = self._ns.directory(path)
+            if inode is not None:
+                return inode
+        raise AssertionError("the root is always known")
+
+    # -- what this node has not stored
+
+    async def publish_local(self, entries: Sequence[Entry]) -> None:
+        """An exchange is made in the store: files that are only here have to be there before. Raises LakeError."""
+        for entry in entries:
+            file = self._files.get(entry.inode) if entry.is_local else None
+            if file is not None:
+                await self._publisher.publish(file)
+
+    async def drain_older(self, source: Entry) -> None:
+        """An acknowledged version that is not the newest becomes visible under the name it had, or not at all. So does
+        one that came back at mount, which may be in the store under that name. Raises LakeError."""
+        file = self._files.get(source.inode)
+        if file is not None and (replayed := self._writeback.unreconciled(file)):
+            await self._writeback.retry_while_away(file.key, partial(self._writeback.drain, replayed), self._patience_s)
+        while file is not None and file.behind:
+            drafts = [each.draft for each in file.behind if each.draft is not None]
+            items = [item for draft in drafts if (item := self._writeback.item_of(draft)) is not None]
+            try:
+                await self._writeback.drain(items)
+            except LakeError as error:
+                log.info("only the newest version of %s is renamed and stored: %s", file.key, error)
+            self._writeback.supersede_all(file)
+
+    async def drain_below(self, path: str) -> None:
+        """What write-back acknowledged at or below a path is in the store before the path's new name is. Raises
+        LakeError."""
+        await self._writeback.retry_while_away(path, partial(self._drain_below, path), self._patience_s)
+
+    async def _drain_below(self, path: str) -> None:
+        if len(self._writeback):
+            await self._writeback.drain(self._writeback.below(path))

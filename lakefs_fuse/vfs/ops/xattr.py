@@ -1,0 +1,142 @@
+"""Extended attributes: those that programs set, and two that are answered and never listed.
+
+``user.lakefs.state`` and ``user.lakefs.location`` are not listed, so that no program copies them. What always holds: an
+attribute set while a version is being stored is not lost (`OpenFile.late_xattrs`). A crash leaves what the committer
+journaled; those of a file in no commit yet go with it when it is. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import msgspec
+
+from lakefs_fuse.commits.record import XATTR_PREFIX, XATTRS_BYTES_MAX
+from lakefs_fuse.config import Source
+from lakefs_fuse.errors import FileError
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.product import RESERVED_XATTR, XATTR_LOCATION, XATTR_STATE
+from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.upload.draft import Draft
+from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.open_file import FileState
+from lakefs_fuse.vfs.namespace.key_mapping import location_of
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.ops.name_changes import NameChanges
+from lakefs_fuse.vfs.writeback.queue import WriteBack
+
+
+class ExtendedAttributes:
+    """See the module's head."""
+
+    def __init__(
+        self, source: Source, namespace: Namespace, files: FileTable, names: NameChanges, writeback: WriteBack
+    ) -> None:
+        self._source, self._ns, self._files = source, namespace, files
+        self._names, self._writeback = names, writeback
+
+    def xattr(self, entry: Entry, name: str) -> bytes:
+        """Raises FileError(ENODATA)."""
+        if name.startswith(RESERVED_XATTR):
+            return self._reserved(entry, name)
+        value = self._xattrs(entry).get(name) if name.startswith(XATTR_PREFIX) else None
+        if value is None:
+            raise FileError(errno.ENODATA)
+        return value
+
+    def _reserved(self, entry: Entry, name: str) -> bytes:
+        """Names that are answered and never listed, so that nobody copies them."""
+        answer = None
+        if not entry.is_dir and not entry.is_symlink:
+            if name == XATTR_STATE:
+                answer = str(self._state(entry))
+            elif name == XATTR_LOCATION:
+                answer = self._location(entry)
+        if answer is None:
+            raise FileError(errno.ENODATA)
+        return answer.encode()
+
+    def _state(self, entry: Entry) -> FileState:
+        """Of the newest bytes of a file."""
+        file = self._files.get(entry.inode)
+        draft = file.draft if file is not None else None
+        if file is None or draft is None:
+            return FileState.DURABLE
+        item = self._writeback.item_of(draft)
+        if file.is_incomplete or (draft.state is DraftState.FAILED and (item is None or item.is_refused)):
+            return FileState.FAILED
+        begun = draft.accepted and (draft.upload_intent_ns or (item is not None and item.is_attempted))
+        on_its_way = begun or draft.uploading or draft.state is DraftState.PUBLISHING
+        return FileState.UPLOADING if on_its_way else FileState.DIRTY
+
+    def _location(self, entry: Entry) -> str:
+        """Where the newest bytes of a file are."""
+        file = self._files.get(entry.inode)
+        if file is not None and file.draft is not None:
+            return self._staged_location(file.draft)
+        extent = file.extent if file is not None else self._ns.extent(entry)
+        if extent is None:
+            raise FileError(errno.ENODATA)
+        return location_of(self._source, extent)
+
+    @staticmethod
+    def _staged_location(draft: Draft) -> str:
+        staging, spot = draft.uploader.staging, draft.file.spot
+        if draft.file.is_in_memory:
+            return "memory"
+        if spot is None:
+            return f"file://{staging.path(draft.id)}"
+        part = f" bytes {spot.offset}-{spot.offset + spot.length - 1}" if spot.length else ""
+        return f"file://{staging.directory / spot.segment}{part}"
+
+    def xattr_names(self, entry: Entry) -> list[str]:
+        return [name for name in self._xattrs(entry) if name.startswith(XATTR_PREFIX)]
+
+    def _xattrs(self, entry: Entry) -> dict[str, bytes]:
+        file = self._files.get(entry.inode)
+        if file is not None and file.late_xattrs is not None:
+            return dict(file.late_xattrs)
+        return self._ns.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
+
+    def set_xattr(self, entry: Entry, name: str, value: bytes | None) -> None:
+        """``value`` None removes it. Raises FileError: EOPNOTSUPP but for ``user.``, ENODATA, ENOSPC."""
+        if not name.startswith(XATTR_PREFIX):
+            raise FileError(errno.EOPNOTSUPP)
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise FileError(errno.EINVAL, "names of extended attributes are UTF-8")
+        if name.startswith(RESERVED_XATTR):
+            raise FileError(errno.EPERM, f"{RESERVED_XATTR}* is reserved")
+        if entry.inode == ROOT_INODE:
+            raise FileError(errno.EPERM, "the root's attributes are options of the mount")
+        xattrs = self._xattrs(entry)
+        if name not in xattrs and value is None:
+            raise FileError(errno.ENODATA)
+        xattrs.pop(name, None)
+        if value is not None:
+            xattrs[name] = value
+        if sum(len(key.encode()) + len(held) for key, held in xattrs.items()) > XATTRS_BYTES_MAX:
+            raise FileError(errno.ENOSPC, f"extended attributes of a file hold {XATTRS_BYTES_MAX} bytes")
+        file = self._files.get(entry.inode)
+        if file is not None and (file.publishing.locked() or file.late_xattrs is not None):
+            file.late_xattrs = xattrs
+        if file is not None and (file.unlinked or file.entry.is_local):
+            self._set_local_xattrs(entry.inode, xattrs)
+            return
+        row = self._ns.tree.entry(entry.inode)
+        if row is None:
+            raise FileError(errno.ESTALE)
+        self._names.set_attributes(row, xattrs)
+
+    def _set_local_xattrs(self, inode: int, xattrs: dict[str, bytes]) -> None:
+        """Of a file that is in no commit yet: they go with it when it is. The row may be that of an earlier version."""
+        held = Flag.XATTRS if xattrs else 0
+        batch = Batch()
+        self._ns.tree.set_xattrs(batch, inode, xattrs)
+        row, file = self._ns.tree.entry(inode), self._files.get(inode)
+        if row is not None:
+            self._ns.tree.update(batch, msgspec.structs.replace(row, flags=(row.flags & ~Flag.XATTRS) | held))
+        self._ns.database.commit(batch)
+        if file is not None:
+            entry = file.entry
+            file.entry = msgspec.structs.replace(entry, flags=(entry.flags & ~Flag.XATTRS) | held)
