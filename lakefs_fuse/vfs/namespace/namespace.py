@@ -138,7 +138,8 @@ class Namespace:
     def check_paths(self, paths: Iterable[str]) -> None:
         """Raises FileError(ENAMETOOLONG) for a path that no other node would read."""
         for path in paths:
-            self.checked_key("", path)
+            if self._source_prefix_bytes + len(path.encode("utf-8", "surrogatepass")) > KEY_BYTES_MAX:
+                self.checked_key("", path)
 
     def marker_keys(self, path: str) -> list[str]:
         """Keys of objects that may mark the directory at a path: the one that this store lists last."""
@@ -222,6 +223,10 @@ class Namespace:
             return entry.etag
         row = self.tree.objects.get(entry.place)
         return "" if row is None or row.is_pack or entry.offset or entry.size != row.size else row.etag
+
+    def hidden_etags(self, entries: Iterable[Entry]) -> list[str]:
+        """As `hidden_etag`, of each."""
+        return [entry.etag or self.hidden_etag(entry) for entry in entries]
 
     # -- freshness
 

@@ -213,18 +213,18 @@ class Renames:
             due_ns = self._relocator.replaced_due_ns()  # after the renamed object was copied over it
             orphaned = self._names.orphaned(new, target)
             replaced = [msgspec.structs.replace(doomed, due_ns=due_ns) for doomed in orphaned]
-        hides = self._ns.own_etags([after for _, after, entry in moving if not entry.is_dir])
+        entries = [entry for _, _, entry in moving]
+        hides = self._ns.own_etags([after for _, after, entry in moving if not entry.flags & Flag.DIRECTORY])
+        leaves = self._ns.hidden_etags(entries)
         ends = (source.inode, target.inode if target is not None else 0)
-        names = [
-            MovedName(
-                before, after, entry, hides.get(after, ""), self._ns.hidden_etag(entry),
-                tuple(self._names.orphaned(before, entry)) if entry.is_local else (), is_end=entry.inode in ends,
-            )
-            for before, after, entry in moving
-        ]  # fmt: skip
+        names = []
+        for (before, after, entry), left in zip(moving, leaves, strict=True):
+            orphans = tuple(self._names.orphaned(before, entry)) if entry.flags & Flag.LOCAL else ()
+            is_end = entry.inode in ends
+            names.append(MovedName(before, after, entry, hides.get(after, ""), left, orphans, is_end))
         above = self._names.hidden_parent(source)
-        entries = [entry for _, _, entry in moving] + ([above[1]] if above is not None else [])
-        return RenameFacts(tuple(names), self._snapshot(entries), tuple(replaced), above)
+        rows = self._snapshot([*entries, above[1]] if above is not None else entries)
+        return RenameFacts(tuple(names), rows, tuple(replaced), above)
 
     def _snapshot(self, entries: Iterable[Entry]) -> RowSnapshot:
         tree = self._ns.tree

@@ -15,7 +15,7 @@ import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.record import Remove
-from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
@@ -68,6 +68,15 @@ class MovedName:
     is_end: bool = False
     """It is what the caller named, not something below it."""
 
+    @property
+    def is_dir(self) -> bool:
+        return bool(self.entry.flags & Flag.DIRECTORY)
+
+    @property
+    def moves_here_only(self) -> bool:
+        """A file below the source that is not in the store yet: it is stored under its new name later."""
+        return not self.is_end and bool(self.entry.flags & Flag.LOCAL)
+
 
 @dataclass(frozen=True, slots=True)
 class RenameFacts:
@@ -90,22 +99,22 @@ def plan_rename(facts: RenameFacts) -> Change:
     builder = ChangeBuilder(facts.rows)
     builder.moves += facts.moves
     doomed = list(facts.replaced)
-    moving = [name for name in facts.names if name.is_end or not name.entry.is_local]
-    made = {(name.after, name.entry.is_dir) for name in moving}
+    moving = [name for name in facts.names if not name.moves_here_only]
+    made = {(name.after, name.is_dir) for name in moving}
     for name in moving:
-        if name.entry.is_dir:
+        if name.is_dir:
             builder.mkdir(name.after, name.entry)
         else:
             builder.put(name.after, name.entry, key=name.before, hides=name.hides)
     if facts.parent is not None:
         builder.mkdir(*facts.parent)
     for name in facts.names:  # what a file not stored yet covers stays behind, and must not come back
-        if name.entry.is_local and not name.is_end and (name.entry.etag or name.entry.stamp):
+        if name.moves_here_only and (name.entry.etag or name.entry.stamp):
             doomed += name.orphans
             if (name.before, False) not in made:
                 builder.remove(name.before, name.entry)
     for name in reversed(moving):
-        if (name.before, name.entry.is_dir) not in made:
+        if (name.before, name.is_dir) not in made:
             builder.remove(name.before, name.entry, name.leaves)
     return msgspec.structs.replace(builder.change(), doomed=doomed)
 

@@ -17,7 +17,7 @@ from functools import partial
 import trio
 
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -72,7 +72,12 @@ class RenamePreparation:
             async with collecting() as nursery:
                 for inode in queue:
                     nursery.start_soon(listed, inode)
-            queue = [child.inode for inode in queue for child in self._ns.tree.children(inode) if child.is_dir]
+            queue = [
+                child.inode
+                for inode in queue
+                for child in self._ns.tree.children(inode)
+                if child.flags & Flag.DIRECTORY
+            ]
 
     async def _list_changed(self, directory: Entry) -> bool:
         """List directories again below which the store has a key that is not known here; whether there were any."""
@@ -81,9 +86,7 @@ class RenamePreparation:
         token: str | None = None
         while True:
             page = await self._client.list_page(prefix, token=token)
-            for meta in page.objects:
-                if not self._is_known(meta):
-                    changed.add(self._nearest(meta.key.removesuffix("/")))
+            changed |= {self._nearest(meta.key.removesuffix("/")) for meta in self._unknown(page.objects)}
             token = page.next_token
             if token is None:
                 break
@@ -91,16 +94,30 @@ class RenamePreparation:
             await self._ns.list_directory(inode)
         return bool(changed)
 
-    def _is_known(self, meta: ObjectMeta) -> bool:
-        path = meta.key.removesuffix(PLACEHOLDER)
-        entry = self._ns.at(path.removesuffix("/"))
-        if path.endswith("/"):
-            return entry is not None and entry.is_dir
-        if entry is not None and not entry.is_dir:
-            return entry.is_local or entry.etag == meta.etag
-        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
-        hidden = tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
-        return hidden or self._ns.tree.objects.used(meta.key) is not None
+    def _unknown(self, objects: Sequence[ObjectMeta]) -> list[ObjectMeta]:
+        """Those of which neither a name, nor a tombstone, nor an object of another name is known here."""
+        tree = self._ns.tree
+        directories: dict[str, int | None] = {}
+        unknown = []
+        for meta in objects:
+            path = meta.key.removesuffix(PLACEHOLDER)
+            above, _, name = path.removesuffix("/").rpartition("/")
+            if above not in directories:
+                directories[above] = self._ns.directory(above)
+            parent = directories[above]
+            entry = None if parent is None else tree.child(parent, name.encode("utf-8", "surrogatepass"))
+            is_dir = entry is not None and bool(entry.flags & Flag.DIRECTORY)
+            if path.endswith("/"):
+                is_known = is_dir
+            elif entry is not None and not is_dir:
+                is_known = entry.etag == meta.etag or entry.is_local
+            else:
+                tombstone = tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+                hidden = tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
+                is_known = hidden or tree.objects.used(meta.key) is not None
+            if not is_known:
+                unknown.append(meta)
+        return unknown
 
     def _nearest(self, path: str) -> int:
         """Inode of the nearest directory above a path that is known here."""
