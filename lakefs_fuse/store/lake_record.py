@@ -1,16 +1,16 @@
-"""The lake record `.lakefs/lake`: what a lake is, and what its store can do. One small JSON object.
+"""The lake record `.lakefs/lake`: identity and features of a lake, and the capabilities of its stores; one JSON object.
 
 What always holds:
 
-* its id never changes, and features are only added, by `upgrade`; a mount that does not know one does not read, or does
-  not write, the lake;
-* nobody who may not write (``--read-only``, unknown features) writes it, or probes by writing;
-* a change is made to the version that was read: with ``If-Match`` where the store has it, else after another GET, so
-  that two changes within milliseconds may lose one. A finding that is lost is found again.
+* its id never changes, and features are only added, by `upgrade`; a mount that does not know a feature does not read,
+  or does not write, the lake;
+* a mount that may not write (``--read-only``, unknown features) neither writes the record nor probes by writing;
+* a change replaces the version that was read: with ``If-Match`` where the store has it, else after another GET, so that
+  of two changes within milliseconds one may be lost. A finding that was lost is made again.
 
-What a store can do counts for `KEPT_NS`, for one endpoint, one name that the server gives itself (``Server``) and one
-set of questions (`PROBE`); then the store is probed again. Blocking; called before anything is served. A crash leaves
-the record as it was, or as it was to be.
+A finding is valid for `KEPT_NS`, for one endpoint, one server name (header ``Server``) and one version of the probe
+(`PROBE`); then the store is probed again. Blocking; called before anything is served. A crash
+leaves the record unchanged or changed as a whole.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORMAT = 1
 FORMAT_2 = "commit-format-2"
 """Commits say that their format is 2, which programs refuse that do not look at the lake record."""
 FEATURES = frozenset({FORMAT_2})
-"""What this program knows."""
+"""Features that this program knows."""
 RECORD_BYTES_MAX = 256 << 10
 PROBE = 1
 """Number of the set of questions that `probe` asks: one more with each change of `Capabilities` or their meaning."""
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store was found to do. ``endpoint`` is empty for AWS and directories."""
+    """Result of a probe of one store. ``endpoint`` is empty for AWS and directories."""
 
     endpoint: str
     server: str
@@ -65,7 +65,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LakeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The object. ``features_to_write`` are to be known by who changes the lake, ``features_to_read`` by everybody."""
+    """Contents of the object. Programs that change the lake have to know ``features_to_write``, all programs
+    ``features_to_read``."""
 
     format: int = FORMAT
     id: str
@@ -81,7 +82,7 @@ class LakeRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def commit_format(self) -> int:
-        """In which commits are to be written."""
+        """The format in which commits are to be written."""
         return 2 if FORMAT_2 in self.features_to_read else 1
 
 
@@ -133,7 +134,9 @@ def open_record(
     except ConfigError:
         raise
     except LakeError as error:
-        log.warning("what the store can do could not be noted in %s, and will be found out again: %s", KEY, error)
+        log.warning(
+            "the capabilities of the store could not be written to %s, and will be found out again: %s", KEY, error
+        )
     return OpenedLake(record, finding)
 
 
@@ -165,7 +168,8 @@ def check_features(record: LakeRecord) -> tuple[str, ...]:
 
 
 def change_record(store: ObjectStore, clock: Clock, change: Callable[[LakeRecord | None], LakeRecord]) -> LakeRecord:
-    """Read it, change it, write it; again where somebody else did meanwhile. The store is adapted. Raises LakeError."""
+    """Read the record, change it, write it; again where another mount wrote it meanwhile. The store is adapted. Raises
+    LakeError."""
     failure: LakeError = LakeError("")
     for _ in range(TRIES_MAX):
         old, etag = read_record(store, clock)
@@ -189,7 +193,7 @@ def _write(store: ObjectStore, record: LakeRecord, etag: str, clock: Clock) -> N
         retry_unavailable(lambda: store.replace(KEY, body, etag), clock)
     else:
         if read_record(store, clock)[1] != etag:
-            raise PreconditionFailed(f"{KEY} was changed by somebody else")
+            raise PreconditionFailed(f"another mount changed {KEY}")
         retry_unavailable(lambda: store.put(KEY, body), clock)
 
 

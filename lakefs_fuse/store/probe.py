@@ -1,4 +1,4 @@
-"""What a store can do, found out by doing it.
+"""The probe: finds out what a store can do, by doing it.
 
 Everything is written under ``.lakefs/probe-<random>/`` and removed again, whether or not the probe succeeds: objects
 by the names that were used and by listing, uploads by aborting. A crash in mid-probe leaves a few small
@@ -78,7 +78,7 @@ def probe(
     *,
     read_only: bool = False,
 ) -> Capabilities:
-    """Find out, and let the store adapt itself.
+    """Find out the capabilities of a store, and adapt it to them.
 
     Raises ConfigError where the store cannot serve (it has no multipart uploads), AccessDenied where it may not be
     written to, Unavailable where it did not answer. ``read_only`` writes nothing and assumes the least.

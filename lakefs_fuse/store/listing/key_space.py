@@ -1,8 +1,8 @@
-"""Where a range of names may be cut in two, guessed from the names seen so far.
+"""A model of how names are spread, from the names seen so far: proposes where to cut a range of names in two.
 
-Nobody tells how the names of a bucket are spread. What is learned is, for each column of a name, which characters
-were seen there; a column with one digit may have all. A guess that is wrong costs a request and nothing else: no
-listing is right or wrong because of what is answered here. Pure computation, no memory but of the first columns.
+It records for each column of a name which characters were seen there; a column with one digit may have all digits. A
+wrong guess costs one request: no listing depends on it for being complete. Pure computation; memory is bounded by
+`COLUMNS_MAX` and `CHARACTERS_MAX`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from itertools import islice
 
 COLUMNS_MAX = 128
-"""Names are told apart by so many of their first characters."""
+"""Only so many first characters of a name are compared."""
 CHARACTERS_MAX = 256
-"""Remembered of one column."""
+"""Characters recorded of one column."""
 SAMPLE_STEP = 16
-"""Every so-many-th name is learned from."""
+"""One name in so many is recorded."""
 DIGITS_OF_GUESS = 6
 LAST = "\U0010ffff"
 """Sorts after every character; appended to a prefix, after every name that begins with it."""
@@ -38,14 +38,14 @@ def shared(one: str, other: str) -> int:
 
 
 class KeySpace:
-    """See the module's head."""
+    """Characters by column, and guesses that follow from them."""
 
     def __init__(self) -> None:
         self._seen: list[set[str]] = []
         self._alphabets: dict[int, list[str]] = {}
 
     def learn(self, names: Iterable[str]) -> None:
-        """Look at some of the names of a page."""
+        """Record some of the names of a page."""
         for name in islice(names, 0, None, SAMPLE_STEP):
             for column, character in enumerate(name[:COLUMNS_MAX]):
                 if column == len(self._seen):

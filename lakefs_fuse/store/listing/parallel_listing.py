@@ -1,15 +1,15 @@
-"""One LIST of many pages as several that run side by side, each from another place in the listing.
+"""A parallel LIST: several chains of pages, each from another place of one listing.
 
 A page says where the next one begins, so one LIST is a chain of requests, each of which waits for the one before. Here
 further chains begin behind names that are guessed from those seen (`key_space`), and each ends where it meets the
 first name of another.
 
-What always holds: every item is handed over at least once, whatever the order of the store's listing is, as long as
-it is one order: a chain ends only with the listing, or on a page that has the first item of another chain, which goes
-on from there; that the chains join up from the first page to the last is looked at in the end. Guesses are never
-trusted. Items may come more than once, pages in any order. A listing of one page is one request; of those beyond the
-pages themselves (a guess beyond the end, or within what is listed already) there are at most one, and one for every
-`PAGES_FOR_A_GUESS` pages; what two chains both bring where they meet comes on top.
+What always holds: every item is handed over at least once, whatever the order of the store's listing is, as long as it
+is one order: a chain ends only with the listing, or on a page that has the first item of another chain, which goes on
+from there; the end checks that the chains join up from the first page to the last. Guesses are never trusted. Items may
+come more than once, pages in any order. A listing of one page is one request; of those beyond the pages themselves (a
+guess beyond the end, or within what is listed already) there are at most one, and one for every `PAGES_FOR_A_GUESS`
+pages; what two chains both bring where they meet comes on top.
 
 Trio thread only. A crash leaves nothing behind.
 """
@@ -65,7 +65,7 @@ class SplitProgress:
 
 
 class SplitListing:
-    """One listing; `run` once. See the module's head."""
+    """One parallel listing; `run` is called once."""
 
     def __init__(
         self,
@@ -264,10 +264,10 @@ class SplitListing:
             if names:
                 ends += (names[0], names[-1])
                 self._space.learn(names)
-                self._look_at_order(names)
+                self._check_order(names)
         return (min(ends, key=self._order), max(ends, key=self._order)) if ends else None
 
-    def _look_at_order(self, names: list[str]) -> None:
+    def _check_order(self, names: list[str]) -> None:
         """A store that was taken for one without an order may have that of bytes; one without either is not guessed
         at."""
         if self._orderly and not _is_sorted(names, self._order):

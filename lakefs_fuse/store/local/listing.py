@@ -1,14 +1,14 @@
-"""Pages of a local store's keys in S3's order: by UTF-8 bytes of the whole key, a directory sorting as ``name/``.
+"""LIST of a local store, in S3's order: by UTF-8 bytes of the whole key, a directory sorting as ``name/``.
 
-Always true:
+What always holds:
 
 * sorting ``str`` is sorting UTF-8 bytes (that encoding keeps the order of code points);
 * every directory is at least one key: its marker, if it has one or has no entries; so a directory is a common prefix
-  without being looked into (but for one that is being removed, which is still a prefix, and no key);
-* memory per listing is bounded: a directory's names are taken `NAMES_MAX` at a time, and at most `OPEN_MAX` listings
-  wait for their next page. One that was forgotten is begun again after the last key answered.
+  without being read (but for one that is being removed, which is still a prefix, and no key);
+* memory per listing is bounded: names of a directory are read `NAMES_MAX` at a time, and at most `OPEN_MAX` listings
+  wait for their next page. A listing that was dropped begins again after the last key answered.
 
-A token names that last answer; it is good in any process. Called from any worker thread.
+A token is that last key; it is valid in any process. Called from any worker thread.
 """
 
 from __future__ import annotations

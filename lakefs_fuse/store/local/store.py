@@ -1,6 +1,6 @@
 """The `file:///dir` store: objects are plain files under a directory, where `ls` shows them.
 
-Always true: see `local_tree` (publication), `local_listing` (order), `local_uploads` (multipart). An object's ETag is
+What always holds: see `tree` (publication), `listing` (order), `uploads` (multipart). An object's ETag is
 its file's time stamp, size and inode number; `get` compares it before and after the read, so bytes of two versions are
 never mixed. Directories that hold something are not objects unless they were put as ``dir/``.
 
@@ -90,7 +90,7 @@ class LocalStore:
         return self._write(key, lambda fd: self._write_body(fd, body), metadata, if_absent=if_absent)
 
     def delete(self, key: str, *, etag: str | None = None) -> None:
-        """See `ObjectStore.delete`. The version is looked at right before."""
+        """See `ObjectStore.delete`. The version is checked right before."""
         try:
             if etag is not None and self.head(key).etag != etag:
                 raise PreconditionFailed(f"{key!r} is another version now")

@@ -1,14 +1,14 @@
 """The directory behind a `file:///dir` store: keys to paths, versions, extended attributes, atomic publication.
 
-Always true:
+What always holds:
 
 * a key's path never leaves the root, never passes through a symbolic link to a directory, never enters
   ``.lakefs/tmp`` or ``.lakefs/uploads``;
 * a name appears by one rename or link of a finished, synced temporary file, so a crash leaves nothing but a file in
-  ``.lakefs/tmp``, which nobody sees and which the next store that opens removes after a day;
+  ``.lakefs/tmp``, which is no key and which the next store that opens removes after a day;
 * a directory is removed only when empty (rmdir), so pruning can race with anything.
 
-Called by the other `local*` modules only, from any worker thread.
+Called by the other modules of `local` only, from any worker thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HIDDEN = frozenset({"tmp", "uploads"})
 
 METADATA_XATTR = f"{RESERVED_XATTR}metadata"
 """JSON ``{"version": "<mtime_ns>-<size>", "metadata": {…}}``: metadata of exactly that version of the file, so a file
-that another tool rewrote in place does not keep what was said about its former contents."""
+that another tool rewrote in place does not keep the metadata of its former contents."""
 MARKER_XATTR = f"{RESERVED_XATTR}marker"
 """JSON ``{"version": n, "metadata": {…}}`` on a directory: it is the object ``dir/`` and stays when emptied."""
 EMPTIED_XATTR = f"{RESERVED_XATTR}emptied"
@@ -67,13 +67,13 @@ _REFUSED = frozenset({errno.ENAMETOOLONG, errno.EISDIR, errno.EILSEQ, errno.EINV
 
 
 def file_etag(status: os.stat_result) -> str:
-    """Differs whenever the file was replaced or rewritten."""
+    """ETag of a file: differs whenever the file was replaced or rewritten."""
     return f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}"
 
 
 @contextlib.contextmanager
 def translated(what: str, key: str) -> Iterator[None]:
-    """OSError to StoreError, in one place."""
+    """Translate OSError to StoreError."""
     try:
         yield
     except OSError as error:
@@ -92,7 +92,7 @@ def translated(what: str, key: str) -> Iterator[None]:
 
 
 class LocalTree:
-    """One root directory. Holds no state but the last time stamp given out."""
+    """A root directory; its only state is the newest time stamp it made."""
 
     def __init__(self, root: str, rng: random.Random, clock: Clock) -> None:
         """Raises NoSuchBucket, AccessDenied, or ConfigError where the file system has no user extended attributes."""
@@ -115,7 +115,7 @@ class LocalTree:
         self._remove_old_temporaries()
 
     def unique_ns(self) -> int:
-        """The wall clock in ns, never the same twice: kernel time stamps move only every few milliseconds."""
+        """Time of day in ns, never the same twice: kernel time stamps move only every few milliseconds."""
         with self._lock:
             self._last_ns = max(self._last_ns + 1, self._clock.wall_ns())
             return self._last_ns
@@ -255,7 +255,7 @@ class LocalTree:
         return status
 
     def publish(self, temporary: str, key: str, *, if_absent: bool) -> None:
-        """The temporary file becomes ``key``, durably. Raises KeyRefused, PreconditionFailed."""
+        """Publish the temporary file as ``key``, durably. Raises KeyRefused, PreconditionFailed."""
         path = self.path_to_write(key)
         for _ in range(PUBLISH_TRIES_MAX):
             try:
@@ -268,7 +268,7 @@ class LocalTree:
                 sync_directory(os.path.dirname(path))
                 return
             except FileNotFoundError:
-                continue  # someone pruned the directory that we had just made sure of
+                continue  # another process pruned the directory meanwhile
             except FileExistsError as error:
                 if os.path.isdir(path):
                     raise KeyRefused(f"{key!r} cannot be stored: {key + '/'!r} has objects") from error
@@ -284,7 +284,7 @@ class LocalTree:
         while not os.path.lexists(at):
             missing.append(at)
             at = os.path.dirname(at)
-        # FileNotFoundError here: someone pruned it just now, and the caller begins again.
+        # FileNotFoundError here: another process pruned it just now, and the caller begins again.
         if not stat.S_ISDIR(os.lstat(at).st_mode) or os.path.realpath(at) != at:
             raise KeyRefused(f"{key!r} cannot be stored: a component of it is a file or a symbolic link")
         for directory in reversed(missing):
@@ -293,7 +293,7 @@ class LocalTree:
             sync_directory(os.path.dirname(directory))
 
     def put_marker(self, key: str, metadata: Mapping[str, str] | None, *, if_absent: bool) -> ObjectMeta:
-        """``dir/`` comes to be, or gets new metadata."""
+        """Create the object ``dir/``, or replace its metadata."""
         path = self.path_to_write(key)
         version = self.unique_ns()
         value = encode_metadata(version, metadata or {})
@@ -322,13 +322,13 @@ class LocalTree:
             if key.endswith("/"):
                 if not stat.S_ISDIR(mode):
                     return None
-                self._note_last(path)
+                self._mark_emptied(path)
                 with contextlib.suppress(OSError):
                     os.removexattr(path, MARKER_XATTR)
                 return path
             if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                 return None
-            self._note_last(parent)
+            self._mark_emptied(parent)
             os.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -339,20 +339,20 @@ class LocalTree:
         while path != self.root and _read_xattr(path, MARKER_XATTR) is None:
             above = os.path.dirname(path)
             try:
-                self._note_last(above)
+                self._mark_emptied(above)
                 os.rmdir(path)
             except FileNotFoundError:
                 pass
             except OSError:
-                self._forget_last(above)
+                self._unmark_emptied(above)
                 break
             path = above
-        self._forget_last(path)
+        self._unmark_emptied(path)
         with contextlib.suppress(OSError):
             sync_directory(path)
 
-    def _note_last(self, directory: str) -> None:
-        """The only entry of a directory is about to be removed, perhaps."""
+    def _mark_emptied(self, directory: str) -> None:
+        """Mark a directory whose only entry is about to be removed."""
         if directory == self.root:
             return
         with contextlib.suppress(OSError):
@@ -362,8 +362,8 @@ class LocalTree:
             os.setxattr(directory, EMPTIED_XATTR, b"")
 
     @staticmethod
-    def _forget_last(directory: str) -> None:
-        """It stays: whoever empties it makes it an object."""
+    def _unmark_emptied(directory: str) -> None:
+        """Remove the mark of a directory that stays: emptied by others, it is an object."""
         with contextlib.suppress(OSError):
             os.removexattr(directory, EMPTIED_XATTR)
 
@@ -377,12 +377,12 @@ class LocalTree:
 
 
 def empty_directory(key: str, status: os.stat_result) -> ObjectMeta:
-    """The object that an empty directory without a marker is."""
+    """The object of an empty directory without a marker."""
     return ObjectMeta(key, 0, f"{status.st_mtime_ns:x}-{status.st_ino:x}", status.st_mtime_ns, {})
 
 
 def was_emptied(path: str) -> bool:
-    """Its last object was removed here, and it is about to go."""
+    """Whether this store removed the last object of a directory and is about to remove the directory."""
     try:
         os.getxattr(path, EMPTIED_XATTR)
     except OSError:
@@ -391,7 +391,7 @@ def was_emptied(path: str) -> bool:
 
 
 def encode_metadata(version: int | str, metadata: Mapping[str, str]) -> bytes:
-    """Value of either attribute. Raises StoreError where it is larger than an object store would take."""
+    """Encode the value of either attribute. Raises StoreError where it is larger than an object store would take."""
     value = json.dumps({"version": version, "metadata": dict(metadata)}, separators=(",", ":")).encode()
     if len(value) > METADATA_BYTES_MAX + 64:
         raise StoreError(f"object metadata is larger than {METADATA_BYTES_MAX} bytes")
@@ -399,7 +399,7 @@ def encode_metadata(version: int | str, metadata: Mapping[str, str]) -> bytes:
 
 
 def sync_directory(path: str) -> None:
-    """Names in the directory become durable."""
+    """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,9 +1,9 @@
 """Multipart uploads of a local store: one directory under ``.lakefs/uploads`` each, one file a part.
 
-Always true: a part appears by rename when whole and synced; an upload is gone only after its object was published (or
-on abort), so a crash at any point leaves an upload that can be completed again or aborted.
+What always holds: a part appears by rename when whole and synced; an upload is removed only after its object was
+published (or on abort), so a crash at any point leaves an upload that can be completed again or aborted.
 
-Called by `local.LocalStore` only, from any worker thread.
+Called by `LocalStore` only, from any worker thread.
 """
 
 from __future__ import annotations
