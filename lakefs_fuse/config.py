@@ -1,6 +1,6 @@
-"""What one mount is asked to do, checked once and frozen. Every bound has a name, a unit and a default here.
+"""The configuration of a mount, checked once and frozen: every bound has a name, a unit and a default here.
 
-Nothing in this file is a secret: credentials only ever come from boto3's own chain.
+*No secrets*: credentials come from boto3's own chain only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TIB = 1024 * GIB
 
 PACK_MODES = ("auto", "always", "never")
 PACK_THRESHOLD_BYTES_MAX = 64 * MIB
-"""Size that packs aim at: a larger file gains nothing from being in one."""
+"""Size of a full pack: a larger file gains nothing from being in one."""
 REFRESH_S_MIN = 0.1
 DURABILITIES = ("close", "writeback")
 
@@ -54,7 +54,7 @@ class Source(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, url: str) -> Source:
-        """Raises ConfigError with the accepted forms where ``url`` is neither."""
+        """The source that ``url`` names. Raises ConfigError, with the accepted forms."""
         parts = urlsplit(url)
         if parts.query or parts.fragment or "@" in parts.netloc:
             raise ConfigError(f"source {parts.scheme}://…: only s3://bucket/prefix and file:///dir, nothing after it")
@@ -83,21 +83,21 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     ca_bundle: str | None = None
     connect_timeout_s: float = 5.0
     read_timeout_s: float = 20.0
-    """A response that stalls for so long counts as a lost connection."""
+    """Time after which a stalled response counts as a lost connection."""
     retry_timeout_s: float = 60.0
-    """How long one request is tried again before its error is answered."""
+    """Time for which a failing request is retried before its error is returned."""
     requests_max: int = 32
-    """Store requests in flight, uploads of parts not counted."""
+    """Concurrent store requests, besides uploads of parts."""
 
     @property
     def meant(self) -> tuple[str, str, str]:
-        """Which store's lake it is: source, endpoint and profile, the last two from the environment if not given."""
+        """The identity of a lake: source, endpoint and profile, the last two from the environment if not given."""
         endpoint = self.endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         return str(self.source), endpoint or "", self.profile or os.environ.get("AWS_PROFILE") or ""
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for paths that match ``path``, a glob of `lakefs_fuse.path_rules`; None leaves a setting as it was."""
+    """Settings for paths that match ``path``, a glob of `lakefs_fuse.path_rules`; None leaves a setting as it was."""
 
     path: str
     pack: str | None = None
@@ -114,7 +114,7 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str
     cache_bytes_max: int = 20 * GIB
     free_bytes_min: int = 1 * GIB
-    """The cache and staging leave so much of the disk free."""
+    """Disk space that cache and staging leave free."""
     staging_bytes_max: int = 10 * GIB
     metadata_ttl_s: float = 60.0
     read_only: bool = False
@@ -124,7 +124,7 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     file_mode: int = 0o644
     dir_mode: int = 0o755
     uploads_max: int = 8
-    """Parts (and whole small objects) uploaded at once."""
+    """Concurrent uploads of parts and of small objects."""
     log_file: str | None = None
     log_level: str = "INFO"
     foreground: bool = False
@@ -132,30 +132,30 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where mode, owner and mtime of objects not opened here yet come from: ``listing`` (defaults and LastModified) or
     ``objects`` (one HEAD for each, once, before it is shown)."""
     orphans: str = "keep"
-    """What to do with files a dead daemon left unfinished: ``keep`` (list them), ``finish`` or ``abort``."""
+    """What to do with files that a dead daemon left unfinished: ``keep`` (list them), ``finish`` or ``abort``."""
     pack: str = "auto"
     """Whether files up to ``pack_threshold_bytes`` share packs: ``auto`` (where several close together), ``always`` or
     ``never``. ``rules`` may say otherwise for some paths."""
     pack_threshold_bytes: int = 1 * MIB
     refresh_s: float = 5.0
-    """How often the store is asked for commits of others; at least REFRESH_S_MIN."""
+    """Interval at which the store is polled for commits of other nodes; at least REFRESH_S_MIN."""
     rules: tuple[Rule, ...] = ()
-    """In the order of their file, which the daemon does not read."""
+    """In the order of their file, which only the command line reads."""
     relocate_after_s: float = 60.0
-    """Plain objects that were renamed are copied to their new key by the store after so many seconds; 0 leaves them."""
+    """Time after which the store copies a renamed plain object to its new key; 0 never copies."""
     durability: str = "close"
     """What close() waits for: ``close``, the store; ``writeback``, the local disk. ``rules`` may say otherwise."""
     writeback_delay_s: float = 2.0
-    """Files accepted by write-back wait so long for others to share a pack with."""
+    """Time for which acknowledged files wait for others to share a pack with."""
     staging_timeout_s: float = 3600.0
-    """How long a writer waits for room in staging before its error (ENOSPC)."""
+    """Time for which a writer waits for room in staging before ENOSPC."""
     upload_bytes_s_max: int = 0
-    """All uploads together send no more in a second; 0 is no limit."""
+    """Maximum bytes per second of all uploads; 0 is no limit."""
     supervise: bool = True
-    """A daemon that dies is started again, and its mount replaced."""
+    """Restart a daemon that dies, and replace its mount."""
     immutable: bool = False
-    """Shows the lake as it was when it was mounted, or refreshed: nothing changes by itself, nothing can be written."""
+    """Show the lake as it was at mount or at the last refresh, read-only."""
     snapshot: str = ""
-    """With ``immutable``: the lake as this named snapshot has it."""
+    """With ``immutable``: show the state of this named snapshot."""
     mounting: str = ""
-    """Of an immutable mount: which `mount` command it is. A daemon that takes another's place shows what that did."""
+    """Of an immutable mount: the id of its `mount` command. A restarted daemon shows the same state."""

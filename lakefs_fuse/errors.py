@@ -1,8 +1,8 @@
-"""Every error this program raises on purpose, and the one table from each to an errno and an exit code.
+"""Errors of this program, and the one table from each kind to an errno and an exit code.
 
-A kind exists only where a caller acts differently on it. Foreign exceptions (botocore, obstore, OSError) are
-translated where they enter, with ``raise … from``. Messages are for the user: one line that says what to do.
-No message ever holds a credential or a signed URL.
+A kind exists only where a caller acts differently on it. Foreign exceptions (botocore, obstore, OSError) are translated
+where they enter, with ``raise … from``. A message is one line for the user: what failed, why, what to do. *No secrets*:
+no message holds a credential or a signed URL.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import errno
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_CRASHED = 70
-"""Of a daemon that failed while it served its mount; its supervisor starts it again. EX_SOFTWARE of sysexits.h."""
+"""Of a daemon that failed while it served; its supervisor restarts it. EX_SOFTWARE of sysexits.h."""
 
 
 class LakeError(Exception):
-    """Root of the tree. ``errno`` is what a system call answers, ``exit_code`` what a command ends with."""
+    """Root of the tree. ``errno`` is for system calls, ``exit_code`` for commands."""
 
     errno = errno.EIO
     exit_code = EXIT_FAILURE
@@ -38,7 +38,7 @@ class CacheError(LakeError):
 
 
 class StagingFull(LakeError):
-    """There is no room for bytes not yet durable, and none can be made."""
+    """Staging has no room, and none can be made."""
 
     errno = errno.ENOSPC
 
@@ -48,7 +48,7 @@ class DamagedCommit(LakeError):
 
 
 class FileError(LakeError):
-    """A POSIX answer to a file operation; the only kind whose errno differs from one instance to the next."""
+    """A POSIX error of a file operation, the only kind with an errno of its own in each instance."""
 
     def __init__(self, code: int, message: str = "") -> None:
         super().__init__(message or errno.errorcode.get(code, str(code)))
@@ -56,7 +56,7 @@ class FileError(LakeError):
 
 
 class StoreError(LakeError):
-    """An object store request failed, and trying it again will not help."""
+    """A store request failed, and a retry does not help."""
 
     errno = errno.EIO
 
@@ -74,7 +74,7 @@ class NoSuchBucket(StoreError):
 
 
 class PreconditionFailed(StoreError):
-    """The object is not at the version asked for: it was replaced, removed, or exists already."""
+    """The object is not at the required version: it was replaced or removed, or exists already."""
 
     errno = errno.ESTALE
 
@@ -92,7 +92,7 @@ class KeyRefused(StoreError):
 
 
 class Unsupported(StoreError):
-    """The store does not implement what was asked."""
+    """The store does not implement the request."""
 
     errno = errno.EOPNOTSUPP
 
@@ -104,9 +104,9 @@ class StoreFull(StoreError):
 
 
 class Unavailable(StoreError):
-    """The store did not answer, or said that it cannot now: the one kind that is worth trying again.
+    """The store did not answer, or cannot now: the only kind that is retried.
 
-    ``throttled`` is true where the store asked for fewer requests (503 SlowDown, 429).
+    ``throttled`` is true where the store limits the rate of requests (503 SlowDown, 429).
     """
 
     errno = errno.EIO
@@ -117,4 +117,4 @@ class Unavailable(StoreError):
 
 
 class Conflict(Unavailable):
-    """The store is at work on another request for the same key (409); perhaps on an earlier attempt of this one."""
+    """The store works on another request for the same key (409), perhaps on an earlier attempt of this one."""

@@ -1,8 +1,7 @@
-"""Counters of one daemon: every name that `stats` prints and tests assert with is in this file.
+"""Counters of one daemon, under the names that `stats` prints.
 
-Counts start at 0 with the daemon and only ever grow; gauges are read from their owners when asked for.
-Increments happen on the trio thread, or in a worker thread where a lost increment cannot happen under the GIL
-because the owner increments from one thread only; `StoreMetrics` is therefore only touched by the async client.
+Counts start at 0 with the daemon and only grow; gauges are read from their owners on demand. *One thread a counter*:
+each owner increments from one thread, so no increment is lost; `StoreMetrics` belongs to the async client.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ class StoreMetrics:
 
 @dataclass(slots=True)
 class CacheMetrics:
-    """The block cache. A hit or miss is one block asked for by a reader; ``fetched_whole`` counts objects that were
-    fetched to their end because readers jumped about in them; ``wrong_sums`` answers of the store whose bytes did not
-    have their sum; bytes is what lies on disk now (a gauge)."""
+    """The block cache. A hit or miss is one block that a reader needs; ``fetched_whole`` counts objects prefetched
+    because they are read in random order; ``wrong_sums`` counts responses whose bytes did not match their sum."""
 
     hits: int = 0
     misses: int = 0
@@ -67,7 +65,7 @@ class UploadMetrics:
 
 @dataclass(slots=True)
 class NamespaceMetrics:
-    """Listing: LISTs of whole directories and their pages, questions about single names, and what they changed."""
+    """Listings of directories and their pages, lookups of single names, and what these changed."""
 
     listings: int = 0
     listing_pages: int = 0
@@ -114,8 +112,8 @@ class CommitMetrics:
 
 @dataclass(slots=True)
 class WriteBackMetrics:
-    """Write-back. ``accepted`` files were closed and answered; each is published, ``superseded`` by a later version of
-    itself, or set aside beside somebody else's version (``conflicts``). ``replayed`` came back at mount."""
+    """Write-back. ``accepted`` counts acknowledged files; each is published, ``superseded`` by a newer version, or kept
+    beside the version of another node (``conflicts``). ``replayed`` counts files taken over at mount."""
 
     accepted: int = 0
     superseded: int = 0
@@ -137,7 +135,7 @@ class Metrics:
     writeback: WriteBackMetrics = field(default_factory=WriteBackMetrics)
 
     def as_dict(self) -> dict[str, object]:
-        """Nested plain values, the shape of ``stats --json`` before gauges are added."""
+        """Nested plain values: ``stats --json`` before gauges are added."""
         store = asdict(self.store)
         store["bytes"] = {"read": store.pop("bytes_read"), "written": store.pop("bytes_written")}
         return {

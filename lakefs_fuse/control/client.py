@@ -1,6 +1,6 @@
-"""The command line's end of the control socket: blocking calls, each with a bound on how long the daemon may be silent.
+"""The client of the control socket: blocking calls, with a bound on the time in which the daemon is silent.
 
-Used from one thread. A connection holds no state worth keeping; closing it in mid-request harms nothing.
+Called from one thread. A connection holds no state; closing it during a request harms nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lakefs_fuse.errors import LakeError
 
 CONNECT_S_MAX = 5.0
 SILENCE_S_MAX = 30.0
-"""The daemon says something four times a second while it works; so long without a word means that it hangs."""
+"""A working daemon sends four lines a second; one that is silent for this time hangs."""
 
 
 Expected = TypeVar("Expected")
@@ -46,7 +46,7 @@ class ControlClient:
         self._socket.close()
 
     def call(self, request: protocol.Request) -> protocol.Reply:
-        """The one reply to ``request``. Raises LakeError with the daemon's message if it failed."""
+        """Send ``request``, and return the reply. Raises LakeError with the message of the daemon if it failed."""
         self._send(request)
         reply = self._receive()
         if isinstance(reply, protocol.Failed):
@@ -54,7 +54,7 @@ class ControlClient:
         return reply
 
     def statistics(self) -> dict[str, object]:
-        """What ``stats --json`` prints."""
+        """The values of ``stats --json``."""
         return _expect(protocol.Statistics, self.call(protocol.Stats())).values
 
     def unfinished(self) -> protocol.UnfinishedFiles:
@@ -62,7 +62,7 @@ class ControlClient:
         return _expect(protocol.UnfinishedFiles, self.call(protocol.ListUnfinished()))
 
     def hello(self) -> protocol.Hello:
-        """Who answers."""
+        """The identity and stage of the daemon."""
         return _expect(protocol.Hello, self.call(protocol.Ping()))
 
     def store(self) -> protocol.StoreOf:
@@ -70,7 +70,7 @@ class ControlClient:
         return _expect(protocol.StoreOf, self.call(protocol.GetStore()))
 
     def follow(self, request: protocol.MakeDurable | protocol.WaitEnd | protocol.Refresh) -> Iterator[protocol.Reply]:
-        """`Progress` as it comes, then one other reply, which ends it. Sends before it returns."""
+        """Send a request before returning; `Progress` replies, then one other, which ends the iteration."""
         self._send(request)
         return self._replies()
 
@@ -84,7 +84,7 @@ class ControlClient:
     def _send(self, request: protocol.Request) -> None:
         line = protocol.encode(request)
         if len(line) > protocol.REQUEST_BYTES_MAX:
-            raise LakeError("the path is too long")
+            raise LakeError("the path is too long for a control request: use a shorter one")
         try:
             self._socket.sendall(line)
         except TimeoutError as error:
@@ -95,7 +95,9 @@ class ControlClient:
     def _receive(self) -> protocol.Reply:
         while (end := self._buffer.find(b"\n")) < 0:
             if len(self._buffer) > protocol.REPLY_BYTES_MAX:
-                raise LakeError(f"the daemon of {self._mountpoint} answers without end; is it of another version?")
+                raise LakeError(
+                    f"the daemon of {self._mountpoint} sends an endless line: is it of another version? Mount again"
+                )
             try:
                 received = self._socket.recv(1 << 16)
             except TimeoutError as error:
@@ -126,10 +128,9 @@ def _expect(kind: type[Expected], reply: protocol.Reply) -> Expected:
 
 
 def connect(mountpoint: str, *, owner: int | None = None, silence_s_max: float = SILENCE_S_MAX) -> ControlClient | None:
-    """A connection to the daemon of a real mountpoint, or None if there is none that answers.
+    """A connection to the daemon of a real mountpoint; None if none answers.
 
-    ``owner`` is the user whose daemon it is (this user's by default). Raises LakeError where a daemon is there but may
-    not be asked, or does not take connections.
+    ``owner`` is the user of the daemon (by default this one). Raises LakeError where a daemon accepts no connection.
     """
     uid = os.geteuid() if owner is None else owner
     for path in client_socket_paths(mountpoint, uid):
@@ -154,7 +155,7 @@ def _connect_one(path: Path, mountpoint: str) -> socket.socket | None:
     except TimeoutError as error:
         connection.close()
         raise LakeError(
-            f"the daemon of {mountpoint} takes no control connection: "
+            f"the daemon of {mountpoint} accepts no control connection: "
             f"`lakefs-fuse umount --lazy {mountpoint}` detaches the mount"
         ) from error
     except OSError as error:

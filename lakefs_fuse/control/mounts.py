@@ -1,7 +1,7 @@
-"""What is mounted where, and taking a mount out of the tree again.
+"""The mounts of this namespace, and how to detach one.
 
-Looked up in /proc/self/mountinfo: unlike stat(2) it never asks the filesystem itself. See proc_pid_mountinfo(5) for the
-fields. Only `is_dead` asks, and `detach` blocks for a bounded time; everything here may be called from any thread.
+Read from /proc/self/mountinfo (proc_pid_mountinfo(5)), because stat(2) would send a request to the filesystem; only
+`is_dead` sends one. `detach` blocks for a bounded time. Callable from any thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOUNTINFO = Path("/proc/self/mountinfo")
 CONNECTIONS = Path("/sys/fs/fuse/connections")
 """One directory for each FUSE mount, named by the minor number of its device; see fuse(4) and fusectl."""
 DETACH_S_MAX = 30.0
-"""How long umount(8) or fusermount3 may take."""
+"""Maximum time for umount(8) or fusermount3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def read_mounts(path: Path = MOUNTINFO) -> list[Mount]:
 
 
 def mount_at(mountpoint: str, path: Path = MOUNTINFO) -> Mount | None:
-    """What is mounted exactly at a real path; the topmost, if several are."""
+    """The topmost mount exactly at a real path; None if there is none."""
     return next((mount for mount in reversed(read_mounts(path)) if mount.mountpoint == mountpoint), None)
 
 
@@ -77,9 +77,9 @@ def mount_of(file: str, path: Path = MOUNTINFO) -> Mount | None:
 
 
 def is_dead(mountpoint: str) -> bool:
-    """Whether a FUSE mount's daemon is gone. Asks the mount, so a daemon that hangs makes this hang.
+    """Whether the daemon of a FUSE mount is dead. Sends a request, so a daemon that hangs makes this hang.
 
-    With statvfs(3), because the kernel answers stat(2) of a dead mount from its cache for a while.
+    Uses statvfs(3), because the kernel answers stat(2) of a dead mount from its cache for a while.
     """
     try:
         os.statvfs(mountpoint)
@@ -89,7 +89,7 @@ def is_dead(mountpoint: str) -> bool:
 
 
 def abort(mount: Mount) -> None:
-    """End every request that waits for a FUSE mount's daemon, and refuse new ones. Raises LakeError."""
+    """Fail all requests to the daemon of a FUSE mount, present and future. Raises LakeError."""
     try:
         (CONNECTIONS / mount.device.partition(":")[2] / "abort").write_text("1")
     except OSError as error:
@@ -100,7 +100,7 @@ def abort(mount: Mount) -> None:
 
 
 def detach(point: str, *, lazy: bool) -> None:
-    """Take the mount out of the tree. Raises LakeError, in particular where it is in use."""
+    """Unmount ``point``. Raises LakeError, for one where the mount is in use."""
     if os.geteuid() == 0 and shutil.which("umount"):
         command = ["umount", *(["-l"] if lazy else []), point]
     else:

@@ -1,8 +1,8 @@
-"""What is said over the control socket: one JSON object per line, each way.
+"""Messages of the control socket: one JSON object per line, in both directions.
 
-A connection carries requests one after another. `MakeDurable` and `WaitEnd` are answered by any number of `Progress`
-lines and then one `Done` or `Failed`; every other request by exactly one line. Both sides bound the length of a line.
-The two ends are always of one installation, so there is no version negotiation; `Hello` names the version for people.
+A connection carries requests one after another. `MakeDurable`, `Refresh` and `WaitEnd` are answered by any number of
+`Progress` lines and then one other; every other request by one line. *Bounded lines*: both sides bound their length.
+Both ends belong to one installation, so no version is negotiated; `Hello` has the version for users.
 """
 
 from __future__ import annotations
@@ -28,27 +28,26 @@ class ListUnfinished(msgspec.Struct, frozen=True, tag="unfinished"):
 
 
 class MakeDurable(msgspec.Struct, frozen=True, tag="make_durable"):
-    """Upload what ``path`` (relative to the mount's root; empty is everything) still needs; retries what failed."""
+    """Store everything below ``path`` (relative to the mount's root; empty is everything); retries failed uploads."""
 
     path: str = ""
 
 
 class FinishOrphan(msgspec.Struct, frozen=True, tag="finish_orphan"):
-    """Publish an orphan; with ``incomplete`` also one of which writes were refused."""
+    """Publish an orphan; with ``incomplete`` also one with failed writes."""
 
     id: str
     incomplete: bool = False
 
 
 class AbortOrphan(msgspec.Struct, frozen=True, tag="abort_orphan"):
-    """Drop an orphan, its bytes and its upload."""
+    """Delete an orphan, its bytes and its upload."""
 
     id: str
 
 
 class Refresh(msgspec.Struct, frozen=True, tag="refresh"):
-    """Move an immutable mount to the lake as it is now; `Progress` without numbers while that lasts, then `Statistics`
-    of the state that is shown then."""
+    """Move an immutable mount to the present state of its lake; `Progress` without numbers, then `Statistics`."""
 
 
 class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
@@ -56,7 +55,7 @@ class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
 
 
 class WaitEnd(msgspec.Struct, frozen=True, tag="wait_end"):
-    """Answered when the mount is gone and the daemon has drained, or has given up draining."""
+    """Answered when the mount has ended and the daemon has drained, or ended draining."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -84,7 +83,7 @@ class UnfinishedFile(msgspec.Struct, frozen=True, kw_only=True):
     parts_done: int
     bytes_done: int
     missing: int = 0
-    """Bytes whose writes were refused."""
+    """Bytes whose writes failed."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
@@ -96,14 +95,15 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     mountpoint: str
     log_file: str
     starting: bool = False
-    """It is about to replace the mount of a daemon that died: what is there now is not its own."""
+    """The daemon is about to replace a dead mount; the present mount is not its own."""
     draining: bool = False
-    """Its mount is gone, and it stores what is left."""
+    """The mount has ended, and the daemon stores what is left."""
 
 
 class StoreOf(msgspec.Struct, frozen=True, tag="store"):
-    """The lake that is mounted and how its store is reached, for work on it beside the mount. Nothing secret. With
-    ``find_root`` it is a place in a lake, whose root is there or above."""
+    """The mounted lake, and how its store is reached; nothing secret.
+
+    With ``find_root`` the source is a place in a lake, whose root is there or above."""
 
     store: StoreConfig
     find_root: bool = False
@@ -131,11 +131,11 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """It worked."""
+    """The request succeeded."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """It did not; ``files`` are those that are still not durable, where that is what failed."""
+    """The request failed; ``files`` are those that are not durable, if that was the request."""
 
     message: str
     exit_code: int = EXIT_FAILURE

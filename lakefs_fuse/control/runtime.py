@@ -1,11 +1,11 @@
-"""Where a mount's control socket lies, and that nobody but its owner can put one there.
+"""Paths of control sockets, in directories that only the owner of a mount can write to.
 
-The name is derived from the real path of the mountpoint, so every command finds it without a registry. Root's are in
-/run/lakefs-fuse. A user's are in the first of /run/user/UID, $XDG_RUNTIME_DIR and /tmp that will do; what does not
-depend on the environment comes first, because a shell and a cron job of one user need not agree on it. Clients try all.
+The name derives from the real path of the mountpoint, so every command finds it without a registry. Sockets of root are
+in /run/lakefs-fuse, those of a user in the first usable of /run/user/UID, $XDG_RUNTIME_DIR and /tmp. Directories that
+do not depend on the environment come first, because it may differ between a shell and a cron job; clients try all.
 
-A directory that is a symlink, belongs to someone else or is open to others is never used. A crash leaves the socket
-file behind; the next server sees that nobody answers on it and removes it.
+*Private directories*: a directory that is a symlink, belongs to another user or is open to others is never used. A
+crash leaves the socket file; the next server finds that no process answers on it, and removes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT_DIRECTORY = Path("/run") / PROGRAM
 
 
 def real_mountpoint(mountpoint: str) -> str:
-    """The mountpoint's path with symlinks resolved; never asks the mount itself, which may be dead or hang."""
+    """The path of a mountpoint with symlinks resolved, without a request to the mount, which may be dead or hang."""
     absolute = os.path.abspath(mountpoint)
     if os.path.islink(absolute):
         return os.path.realpath(absolute)
@@ -35,7 +35,7 @@ def real_mountpoint(mountpoint: str) -> str:
 
 
 def socket_name(mountpoint: str) -> str:
-    """``mountpoint`` must be real already."""
+    """The file name of the control socket of a real mountpoint."""
     return hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:16] + ".sock"
 
 
@@ -53,7 +53,7 @@ def candidate_directories(uid: int) -> list[Path]:
 
 
 def is_private(directory: Path, uid: int) -> bool:
-    """A real directory of ``uid`` that nobody else can enter."""
+    """Whether a path is a real directory of ``uid`` that no other user can enter."""
     try:
         found = directory.lstat()
     except OSError:
@@ -62,7 +62,7 @@ def is_private(directory: Path, uid: int) -> bool:
 
 
 def server_socket_path(mountpoint: str) -> Path:
-    """Where this process may listen for a mount; makes the directory. Raises MountError if there is no safe place."""
+    """The path on which this process may listen; makes its directory. Raises MountError if none is private."""
     uid = os.geteuid()
     name = socket_name(mountpoint)
     for directory in candidate_directories(uid):
@@ -80,6 +80,6 @@ def server_socket_path(mountpoint: str) -> Path:
 
 
 def client_socket_paths(mountpoint: str, owner: int) -> list[Path]:
-    """Where the daemon of ``owner`` may listen for a mount; only directories that ``owner`` alone controls."""
+    """Paths on which a daemon of ``owner`` may listen, in directories that ``owner`` alone controls."""
     name = socket_name(mountpoint)
     return [directory / name for directory in candidate_directories(owner) if is_private(directory, owner)]

@@ -1,9 +1,9 @@
-"""The daemon's end of the control socket.
+"""The server of the control socket, and the statistics that it sends.
 
-Always true: only the daemon's owner and root are answered; a client that is slow, rude or gone costs at most one of
-CLIENTS_MAX places for a bounded time and never reaches the filesystem; an error while answering ends that connection
-and nothing else. Runs on the trio thread. The socket file is removed when the server ends; a crash leaves it, and the
-next server removes it after seeing that nobody answers.
+What always holds: only the owner of the daemon and root are answered (*private control*); a slow or broken client takes
+one of CLIENTS_MAX places for a bounded time (*bounded clients*); an error while answering ends that connection alone.
+Tasks of the trio thread. The socket file is removed when the server ends; a crash leaves it, and the next server
+removes it after it finds that no process answers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from lakefs_fuse.errors import LakeError, MountError
 
 CLIENTS_MAX = 16
 IDLE_S_MAX = 60.0
-"""How long a connection may be silent between requests."""
+"""Maximum time between two requests of a connection."""
 SEND_S_MAX = 10.0
-"""How long a client may take to read one line."""
+"""Maximum time for a client to read one line."""
 PROGRESS_INTERVAL_S = 0.25
-LOOKING_SHARE = 20
-"""Looking at many files takes a while: so many times that passes before it is done again."""
+PAUSE_SHARE = 20
+"""Measuring the progress of many files takes time; the pause before the next one is this many times longer."""
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class UnfinishedView(Protocol):
 
 
 class FilesystemView(Protocol):
-    """What the control socket may see and ask of a filesystem."""
+    """What the control socket reads and requests from a filesystem."""
 
     def statistics(self) -> dict[str, object]: ...
     def unfinished(self) -> Sequence[UnfinishedView]: ...
@@ -128,7 +128,7 @@ def assemble(
 
 
 class ProgressMeter:
-    """Bytes done and wanted, over files that come and go; a file that left the list is counted as done."""
+    """Bytes stored and to be stored, over a changing list of files; a file that left the list counts as stored."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
@@ -148,7 +148,7 @@ def below(path: str, root: str) -> bool:
 
 
 def not_durable(fs: FilesystemView, path: str = "") -> list[UnfinishedView]:
-    """Files that still need uploading, and orphans of which writes were refused; others wait for a decision."""
+    """Files to be uploaded, and orphans with failed writes; other orphans wait for a decision of the user."""
     return [file for file in fs.unfinished() if (file.state != "orphan" or file.missing) and below(file.path, path)]
 
 
@@ -180,7 +180,7 @@ class ControlServer:
         self._over = trio.Event()
         self._ending: protocol.Done | protocol.Failed = protocol.Done()
         self.waiting = 0
-        """Clients that wait for the end now."""
+        """Clients that wait for the end."""
         self._nobody_waits = trio.Event()
 
     def begin_serving(self) -> None:
@@ -192,7 +192,7 @@ class ControlServer:
         self._is_starting, self._is_draining = False, True
 
     async def handle(self, stream: trio.SocketStream) -> None:
-        """One connection. Never raises for what a client does."""
+        """Serve one connection. Raises nothing that a client causes."""
         if self._clients >= CLIENTS_MAX:
             await self._refuse(stream, f"{CLIENTS_MAX} control connections are open already: try again later")
             return
@@ -276,7 +276,7 @@ class ControlServer:
         return protocol.Done()
 
     def statistics(self) -> dict[str, object]:
-        """What ``stats --json`` prints."""
+        """The values of ``stats --json``."""
         return assemble(
             self._fs.statistics(),
             self._fs.unfinished(),
@@ -287,7 +287,7 @@ class ControlServer:
         )
 
     async def _refresh(self, stream: trio.SocketStream) -> None:
-        """A client that goes away ends it: the mount shows what it showed."""
+        """Refresh an immutable mount; a client that disconnects cancels it, and the mount keeps its state."""
         finished = trio.Event()
         reply: protocol.Reply = protocol.Failed(message="the mount is ending")
 
@@ -311,7 +311,7 @@ class ControlServer:
         await self._send(stream, reply)
 
     async def _make_durable(self, stream: trio.SocketStream, path: str) -> None:
-        """A client that goes away cancels the wait, not the uploads: those are the filesystem's own."""
+        """Wait until files are durable; a client that disconnects cancels the wait, not the uploads."""
         finished = trio.Event()
         failure: list[str] = []
 
@@ -339,7 +339,7 @@ class ControlServer:
         while not finished.is_set():
             began_s = self._clock()
             progress = meter.update(not_durable(self._fs, path))
-            interval_s = max(PROGRESS_INTERVAL_S, LOOKING_SHARE * (self._clock() - began_s))
+            interval_s = max(PROGRESS_INTERVAL_S, PAUSE_SHARE * (self._clock() - began_s))
             await self._send(stream, progress)
             with trio.move_on_after(interval_s):
                 await finished.wait()
@@ -355,7 +355,7 @@ class ControlServer:
                 self._nobody_waits.set()
 
     async def end(self, error: str = "") -> None:
-        """Tell those who wait for the end how the drain went; returns when they know, or after SEND_S_MAX. Once."""
+        """Send the result of draining to the clients that wait for it, for at most SEND_S_MAX. Called once."""
         if error:
             self._ending = protocol.Failed(message=error, files=wire_files(not_durable(self._fs)))
         self._nobody_waits = trio.Event()
@@ -395,7 +395,7 @@ class LineReader:
 
 
 def peer_uid(connection: trio.socket.SocketType) -> int:
-    """The user on the other end of a unix socket, as the kernel saw it connect."""
+    """The user on the other end of a Unix socket, as the kernel recorded it at connect."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return int(uid)
@@ -432,7 +432,7 @@ def listen(path: Path) -> socket.socket:
 
 @asynccontextmanager
 async def serve_control(server: ControlServer, path: Path) -> AsyncIterator[None]:
-    """Answer on ``path`` while the body runs; connections that are still open at its end are cut."""
+    """Serve on ``path`` while the body runs; connections that are open at its end are closed."""
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(listen(path)))
     inode = path.stat().st_ino
     try:

@@ -1,8 +1,8 @@
-"""Which process supervises a mount or holds a cache directory, and what a daemon says to whoever started it.
+"""The supervisor of a mount, the holder of a cache directory, and the answer of a daemon to its starter.
 
-A supervisor holds a POSIX record lock on a file beside the mount's control socket. Whoever asks is told its pid by the
-kernel (F_GETLK), so the answer is never stale and there is no protocol: SIGTERM ends it. A crash leaves the file, which
-means nothing, and no lock. POSIX locks are per process: only one `Claim` of a mountpoint in each.
+A supervisor holds a POSIX record lock on a file beside the control socket. The kernel tells its pid (F_GETLK), so the
+answer is *never stale*, and there is no protocol: SIGTERM ends it. A crash leaves the file, which means nothing, and no
+lock. POSIX locks are per process: a process has one `Claim` of a mountpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lakefs_fuse.errors import EXIT_FAILURE, MountError
 ANSWER_BYTES_MAX = 64 * 1024
 
 CLAIM_S_MAX = 2.0
-"""A claim waits so long for a supervisor that is about to end."""
+"""Time to wait for a supervisor that is about to end."""
 CLAIM_CHECK_S = 0.05
 LOCKS = Path("/proc/locks")
 
@@ -33,12 +33,12 @@ _WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a daemon says once: an empty ``error`` is readiness."""
+    """The one answer of a daemon; an empty ``error`` means that it is ready."""
 
     error: str = ""
     exit_code: int = EXIT_FAILURE
     detached: bool = False
-    """With an error: the dead mount that it was to replace is gone, and there is no new one."""
+    """With an error: the dead mount to be replaced is detached, and there is no new one."""
 
 
 class Claim:
@@ -49,7 +49,7 @@ class Claim:
         self._path = _lock_path(server_socket_path(mountpoint))
         deadline_s = time.monotonic() + CLAIM_S_MAX
         try:
-            while (holder := self._take()) is not None:
+            while (holder := self._lock()) is not None:
                 if holder and time.monotonic() > deadline_s:
                     raise MountError(
                         f"mountpoint {mountpoint} has a supervisor (pid {holder}) that is about to mount there again: "
@@ -60,8 +60,8 @@ class Claim:
         except OSError as error:
             raise MountError(f"lock file {self._path}: {error.strerror}") from error
 
-    def _take(self) -> int | None:
-        """None where it is ours now; else the pid that has it, or 0 if the file was removed before it was locked."""
+    def _lock(self) -> int | None:
+        """Lock the file; None on success, else the pid of the holder, or 0 if the file was removed meanwhile."""
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -77,26 +77,26 @@ class Claim:
         return 0
 
     def release(self) -> None:
-        """Another may have it now."""
+        """Give the claim up."""
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 class Supervisor:
-    """A process that supervises a mount, by a pidfd, which cannot come to mean another process."""
+    """A process that supervises a mount, known by a pidfd, which never refers to another process."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
         self.pid, self._pidfd = pid, pidfd
 
     def stop(self) -> None:
-        """Ask it to end its daemon and itself. It may have ended."""
+        """Send SIGTERM, which ends its daemon and itself; no error if it has ended."""
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
         except ProcessLookupError:
             pass
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within ``timeout_s``."""
+        """Wait for its end; whether it ended within ``timeout_s``."""
         return bool(select.select([self._pidfd], [], [], max(0.0, timeout_s))[0])
 
     def close(self) -> None:
@@ -112,10 +112,10 @@ def supervisor_of(mountpoint: str, owner: int) -> Supervisor | None:
             continue
         try:
             pid = _holder(descriptor)
-            if pid <= 0:  # nobody, or somebody whose pid means nothing in this namespace
+            if pid <= 0:  # no holder, or one in another PID namespace
                 continue
             pidfd = os.pidfd_open(pid)
-            # It was the holder before and after: the pid was not another's in between.
+            # The same holder before and after, so the pidfd is of the holder.
             if _holder(descriptor) == pid:
                 return Supervisor(pid, pidfd)
             os.close(pidfd)
@@ -127,9 +127,9 @@ def supervisor_of(mountpoint: str, owner: int) -> Supervisor | None:
 
 
 def cache_lock_holder(directory: Path, locks: Path = LOCKS) -> tuple[int, str] | None:
-    """The pid of the daemon that holds a cache directory, and its mountpoint (empty where the lock does not tell).
+    """The pid of the daemon that holds a cache directory, and its mountpoint, empty if unknown.
 
-    The kernel's list is read, because trying the lock would hold it for a moment. It leaves out other PID namespaces.
+    Reads /proc/locks, because trying the lock would hold it for a moment; that leaves out other PID namespaces.
     """
     path = directory / "lock"
     try:

@@ -1,18 +1,18 @@
-"""The process behind commands that need no mount: `python -m lakefs_fuse.daemon.admin_worker`, run by `cli.worker`.
+"""The process of a command beside the mounts: `python -m lakefs_fuse.daemon.admin_worker`, run by `cli.worker`.
 
 It is a process of its own so that `lakefs-fuse --help` does not load what only this needs. It reads one
-`offline_protocol.Request` from the descriptor that ``--request-fd`` names, opens the store, runs one command of
+`worker_protocol.Request` from the descriptor that ``--request-fd`` names, opens the store, runs one command of
 `COMMANDS`, and says on standard output, in JSON lines, how far it is and how it ended. Standard input is the command's
 own (a tar stream, say); standard error is the terminal's.
 
 A command is an async function ``(Context, its arguments) -> Finished``; whatever goes wrong for good it raises as a
 LakeError, which becomes the last line. It calls ``context.report`` as often as it likes (lines are limited in rate) and
-``context.note`` for what the user should see at once. To add one: a struct for its arguments in `offline_protocol`, an
-entry in `COMMANDS` whose function imports the engine (in `catalog`) when it is called, and a module in `cli` that calls
-`cli.offline.run_offline`, which draws the bar, prints the end and answers the exit code.
+``context.note`` for what the user should see at once. To add one: a struct for its arguments in `worker_protocol`, an
+entry in `COMMANDS` whose function imports the engine (in `admin`) when it is called, and a command in
+`cli.lake_commands`, which calls `run_offline`: that shows progress, prints the result and returns the exit code.
 
-SIGINT and SIGTERM cancel the command; it has time to clean up, and a second one ends it at once. What a crash leaves
-behind is said by each engine.
+SIGINT and SIGTERM cancel the command, which cleans up; a second one ends it at once. Each engine documents what a crash
+leaves.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ Args = TypeVar("Args", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a command is given. Everything in it is for the trio thread."""
+    """What a command works with, on the trio thread."""
 
     client: StoreClient
     store: StoreConfig
-    """The lake's root, whatever the request named."""
+    """Of the root of the lake."""
     path: str
-    """What the command is about, in the lake; empty is all of it."""
+    """The path in the lake that the command works on; empty for all of it."""
     report: Callable[[protocol.Progress], None]
     note: Callable[[str], None]
     node: Node
@@ -69,7 +69,7 @@ class Context:
 
 
 class Runnable(Protocol):
-    """What the registry holds."""
+    """A command in the registry, whatever its arguments."""
 
     @property
     def probes(self) -> bool: ...
@@ -203,24 +203,24 @@ COMMANDS: dict[str, Runnable] = {
 
 
 class Answers:
-    """JSON lines to whoever started this; `Progress` at most every REPORT_INTERVAL_S, the last of them always."""
+    """Writes answers, JSON lines; `Progress` at most every REPORT_INTERVAL_S, and the last one always."""
 
     def __init__(self, descriptor: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._descriptor = descriptor
         self._clock = clock
-        self._said_s = -REPORT_INTERVAL_S
+        self._sent_s = -REPORT_INTERVAL_S
         self._held: protocol.Progress | None = None
 
     def report(self, progress: protocol.Progress) -> None:
         now = self._clock()
-        if now - self._said_s < REPORT_INTERVAL_S:
+        if now - self._sent_s < REPORT_INTERVAL_S:
             self._held = progress
             return
-        self._said_s, self._held = now, None
+        self._sent_s, self._held = now, None
         self._write(progress)
 
-    def say(self, answer: protocol.Answer) -> None:
-        """Raises BrokenPipeError where nobody listens any more."""
+    def send(self, answer: protocol.Answer) -> None:
+        """Write an answer, after any held progress. Raises BrokenPipeError where the reader has ended."""
         if self._held is not None:
             self._write(self._held)
             self._held = None
@@ -233,13 +233,13 @@ class Answers:
 
 
 async def run_command(request: protocol.Request, answers: Answers, node: Node) -> protocol.Finished:
-    """Open the store, run, close. Raises LakeError, or a group of them."""
+    """Open the store, run a command, close the store. Raises LakeError, or a group of them."""
     command = COMMANDS[request.command]
     config, path = request.store, request.path
     if request.find_root:
         config, path = await trio.to_thread.run_sync(find_lake, config, node)
         if path:
-            answers.say(protocol.Note(f"{path} is in the lake {config.source}"))
+            answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
     store = await trio.to_thread.run_sync(open_store, config, node)
     try:
         client = await _connect(store, request, config, node, command)
@@ -248,7 +248,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
             store=config,
             path=path,
             report=answers.report,
-            note=lambda text: answers.say(protocol.Note(text)),
+            note=lambda text: answers.send(protocol.Note(text)),
             node=node,
             change_record=partial(change_record, store, node.clock),
             uploads_max=request.uploads_max,
@@ -265,7 +265,9 @@ async def _connect(
     opened = await trio.to_thread.run_sync(open_it)
     if opened.unknown and command.changes(request.args):
         named = ", ".join(opened.unknown)
-        raise ConfigError(f"this lake has {named}, which lakefs-fuse {__version__} cannot write: install a newer one")
+        raise ConfigError(
+            f"this lake has {named}, which lakefs-fuse {__version__} cannot write: install a newer version"
+        )
     return StoreClient(
         store,
         opened.capabilities,
@@ -279,7 +281,7 @@ async def _connect(
 
 
 async def serve(request: protocol.Request, answers: Answers, node: Node) -> protocol.Finished | protocol.Failed:
-    """The last line; a signal cancels what runs."""
+    """Run a command until it ends or a signal cancels it; the last answer."""
     finished: protocol.Finished | None = None
 
     async def watch_signals(task_status: trio.TaskStatus[None]) -> None:
@@ -304,7 +306,7 @@ async def serve(request: protocol.Request, answers: Answers, node: Node) -> prot
 
 
 def first_error(error: BaseException) -> BaseException:
-    """What went wrong, out of the groups that nurseries wrap it in; an error of ours before any other."""
+    """The error inside the groups of nurseries; a LakeError before any other."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [first_error(each) for each in error.exceptions]
@@ -312,7 +314,7 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def run(argv: Sequence[str], descriptor: int) -> int:
-    """The exit code, which is also in the last line on ``descriptor``."""
+    """Run one request, and return the exit code, which is also in the last answer on ``descriptor``."""
     parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon.admin_worker")
     parser.add_argument("--request-fd", type=int, required=True)
     with open(parser.parse_args(argv).request_fd, "rb") as source:
@@ -331,14 +333,14 @@ def run(argv: Sequence[str], descriptor: int) -> int:
             traceback.print_exception(error)
             last = protocol.Failed(message=f"internal error ({type(error).__name__})")
     try:
-        answers.say(last)
+        answers.send(last)
     except BrokenPipeError:
-        pass  # Whoever asked is gone.
+        pass  # The command line has ended.
     return last.exit_code
 
 
 def main() -> None:
-    """What a library prints must not get between the lines: from here on standard output is standard error."""
+    """Send answers to standard output alone: what libraries print goes to standard error."""
     descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.exit(run(sys.argv[1:], descriptor))

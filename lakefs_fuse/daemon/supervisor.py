@@ -39,28 +39,28 @@ from lakefs_fuse.environment import failpoints
 from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
 
 SHORT_LIFE_S = 60.0
-"""A daemon that ends sooner is one of a row; a longer life ends the row."""
+"""A shorter life counts as one of a row of failures; a longer one ends the row."""
 PROMPT_RESTARTS = 5
-"""So many in a row are started again at once …"""
+"""Restarts without a delay in one row."""
 DELAY_S_MAX = 30.0
-"""… and later ones after 1, 2, 4, … seconds, never more than this."""
+"""Maximum delay; later restarts wait 1, 2, 4, … seconds."""
 STARTUP_S_MAX = 600.0
-"""On top of the time that store requests are tried again: how long a later life may take until it serves."""
+"""Time for a restarted daemon to serve, in addition to --retry-timeout."""
 STOP_S_MAX = 5.0
-"""A daemon that does not serve yet is killed if it does not end within this, which costs nothing."""
+"""Time for a daemon that does not serve yet to end after SIGTERM; then it is killed, which loses nothing."""
 DEATH_CHECK_S = 5.0
-"""How often to look whether the daemon is dying. One that is not gone by the next look is held by the kernel."""
+"""Interval of checks for a dying daemon. One that is still dying at the next check is held by the kernel."""
 CONFIG_BYTES_MAX = 1 << 20
 
 DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.mount_daemon")
-"""-P: the directory in which a user happens to be is not where modules come from."""
+"""-P: the working directory of the user is no place to import modules from."""
 
 log = logging.getLogger("lakefs_fuse.daemon.supervisor")
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """How one daemon went. ``code`` is its exit code, or minus the signal that killed it."""
+    """The life of one daemon. ``code`` is its exit code, or minus the signal that killed it."""
 
     served: bool
     code: int
@@ -76,7 +76,7 @@ class Life:
 
     @property
     def may_not_have_detached(self) -> bool:
-        """If the mount is gone, somebody else took it away: it served, or says that it did not do it."""
+        """If the mount is gone, another process detached it: this daemon served, or reported that it did not."""
         return self.served or (self.answer is not None and not self.answer.detached)
 
     @property
@@ -86,21 +86,21 @@ class Life:
 
 
 class Pace:
-    """When to start again; never in a spin."""
+    """Delays between restarts, so that restarts never spin."""
 
     def __init__(self) -> None:
         self._short = 0
 
     def delay_s(self, life: Life) -> float:
-        """How long to wait after ``life``, which is counted."""
+        """Count ``life``, and return the delay before the next one."""
         self._short = 0 if life.served and life.lasted_s >= SHORT_LIFE_S else self._short + 1
-        # What did not even start is not helped by a prompt attempt: the store is away, or the disk full.
+        # A prompt attempt does not help a daemon that did not start: the store is away, or the disk full.
         late = self._short - (PROMPT_RESTARTS if life.served else 0)
         return 0.0 if late <= 0 else min(DELAY_S_MAX, 2.0 ** min(late - 1, 30))
 
 
 class Signals:
-    """SIGTERM, SIGINT and SIGHUP as a descriptor to wait on; whatever was ignored stays ignored."""
+    """SIGTERM, SIGINT and SIGHUP as a descriptor to wait on; an ignored SIGHUP stays ignored."""
 
     def __init__(self) -> None:
         self.receiving, self._sending = socket.socketpair()
@@ -111,12 +111,12 @@ class Signals:
                 signal.signal(number, lambda number, frame: None)
 
     def read(self) -> list[str]:
-        """Names of those that came; call when `receiving` is readable."""
+        """The names of received signals; call when `receiving` is readable."""
         return [_signal_name(number) for number in self.receiving.recv(64)]
 
 
 class Supervisor:
-    """All lives of one mount's daemon, one after another."""
+    """Runs the daemon of one mount, and restarts it when it dies."""
 
     def __init__(
         self,
@@ -138,16 +138,16 @@ class Supervisor:
         self._stopping = False
 
     def run(self) -> int:
-        """The exit code: the last daemon's, or EXIT_FAILURE if it was killed."""
+        """Run daemons until one ends on purpose; its exit code, or EXIT_FAILURE if it was killed."""
         pace, restarts, device = Pace(), 0, ""
         while True:
             life = self._live(restarts, device)
             device = life.device or device
-            gone = bool(device) and not self._is_mounted(device)  # asked once: it may go at any moment
+            gone = bool(device) and not self._is_mounted(device)  # read once, because it may change at any moment
             if self._is_last(life, restarts, device, gone=gone):
                 break
             if gone:
-                # Taken away by the daemon that failed, or died, before it could make the new one.
+                # The daemon that failed or died had detached it, and not made the new one.
                 device = ""
             delay_s = pace.delay_s(life)
             log.error("the daemon died (%s); starting it again in %g s", life, delay_s)
@@ -170,12 +170,12 @@ class Supervisor:
                 self._clear(device)
             return True
         if self._stopping:
-            log.error("the daemon died while it was to stop (%s)", life)
+            log.error("the daemon died while it was stopping (%s): mount again to store what is left", life)
             self._clear(device)
             return True
         if gone and life.may_not_have_detached:
             log.error(
-                "the daemon died after its mount was gone (%s); what is not in the store stays in %s",
+                "the daemon died after its mount had ended (%s); bytes not in the store stay in %s: mount again",
                 life,
                 self._config.cache_dir,
             )
@@ -183,7 +183,7 @@ class Supervisor:
         return False
 
     def _live(self, restarts: int, device: str) -> Life:
-        """One daemon, from start to end. ``device`` is that of the dead mount it replaces, or empty."""
+        """Run one daemon to its end. ``device`` is that of the dead mount that it replaces, or empty."""
         began_s = self._clock()
         reading, writing = os.pipe()
         os.set_inheritable(writing, True)
@@ -216,10 +216,10 @@ class Supervisor:
             os.close(reading)
 
     def _follow(self, pid: int, pidfd: int, reading: int, began_s: float, *, is_first: bool) -> Life:
-        """Wait for a daemon's end; pass on signals to it, and the first one's answer to whoever waits."""
+        """Wait for the end of a daemon; forward signals to it, and the answer of the first one to the command."""
         answer: Answer | None = None
         waiting_for: list[int | socket.socket] = [pidfd, self._signals.receiving, reading]
-        # The first life's time is kept by the one who waits for it.
+        # The command that waits for the first daemon keeps its time.
         deadline_s = float("inf") if is_first else began_s + STARTUP_S_MAX + self._config.store.retry_timeout_s
         device = ""
         was_dying = False
@@ -254,14 +254,14 @@ class Supervisor:
         return Life(bool(device), code, self._clock() - began_s, answer, device)
 
     def _read_answer(self, reading: int, *, pass_on: bool) -> Answer | None:
-        """None where the daemon closed the pipe without a word, as one that dies does."""
+        """The answer of a daemon; None where it closed the pipe without one, as a dying daemon does."""
         # One write of less than PIPE_BUF, or the first piece of a long message, which is good enough for the log.
         line = os.read(reading, ANSWER_BYTES_MAX)
         if pass_on and self._ready_fd is not None:
             try:
                 os.write(self._ready_fd, line)
             except BrokenPipeError:
-                pass  # Whoever waited has given up.
+                pass  # The command that waited has given up.
             os.close(self._ready_fd)
             self._ready_fd = None
         if not line:
@@ -277,7 +277,7 @@ class Supervisor:
         notify.notify(notify.READY, f"STATUS=Serving {self._config.store.source} (daemon pid {pid})")
 
     def _stop(self, pidfd: int) -> None:
-        """Pass on what came: the daemon unmounts and drains, and a second one makes it give up draining."""
+        """Forward received signals: the daemon unmounts and drains; a second signal ends draining."""
         for name in self._signals.read():
             log.info("signal %s, passed on", name)
             try:
@@ -289,30 +289,30 @@ class Supervisor:
         self._stopping = True
 
     def _pause(self, delay_s: float) -> bool:
-        """Whether it was told to stop meanwhile."""
+        """Wait; whether a signal came meanwhile."""
         if not select.select([self._signals.receiving], [], [], delay_s)[0]:
             return False
         log.info("signal %s while no daemon runs: ending", ", ".join(self._signals.read()))
         return True
 
     def _cut_off(self, pid: int) -> None:
-        """The daemon is dead but for what the kernel holds of it, in a request that waits for the daemon itself."""
+        """Abort the connection of a killed daemon that the kernel holds in a request to the daemon itself."""
         mounted = mount_at(self._config.mountpoint)
         if mounted is None or not mounted.is_fuse:
             return
-        log.error("the daemon (pid %d) was killed and cannot end: aborting what waits for it", pid)
+        log.error("the daemon (pid %d) was killed and cannot end: aborting the requests that wait for it", pid)
         try:
             abort(mounted)
         except (LakeError, subprocess.TimeoutExpired) as error:
             log.error("%s", error)
 
     def _is_mounted(self, device: str) -> bool:
-        """The mount of the dead daemon is what one comes to at the mountpoint."""
+        """Whether the mount with this device is the topmost one at the mountpoint."""
         mounted = mount_at(self._config.mountpoint)
         return mounted is not None and mounted.is_fuse and mounted.device == device
 
     def _clear(self, device: str) -> None:
-        """Take away the dead mount, if it is there."""
+        """Detach the dead mount, if it exists."""
         if not self._is_mounted(device):
             return
         try:
@@ -322,7 +322,7 @@ class Supervisor:
 
 
 def _is_dying(pid: int) -> bool:
-    """The process was killed, or its first thread has ended, and it is not gone yet: proc_pid_status(5)."""
+    """Whether a process was killed, or its first thread ended, and it still exists: proc_pid_status(5)."""
     try:
         with open(f"/proc/{pid}/status") as status:
             fields = dict(line.partition(":")[::2] for line in status)
@@ -333,7 +333,7 @@ def _is_dying(pid: int) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """What daemons are started with, from "/": the same as ours, with nothing in it that depends on where we are."""
+    """The environment of daemons: that of this process, without anything that depends on its directory."""
     environment = {**os.environ}
     # This process is the service; the daemon is a part of it.
     environment.pop(notify.VARIABLE, None)
@@ -350,7 +350,7 @@ def _signal_name(number: int) -> str:
 
 
 def run(argv: Sequence[str], command: Sequence[str] = DAEMON) -> int:
-    """The exit code; a failure before the first daemon runs is told to whoever waits for readiness, and printed."""
+    """Run the supervisor, and return the exit code. A failure before the first daemon is answered and printed."""
     parser = argparse.ArgumentParser(prog="lakefs_fuse.daemon.supervisor")
     parser.add_argument("--ready-fd", type=int)
     ready_fd: int | None = parser.parse_args(argv).ready_fd

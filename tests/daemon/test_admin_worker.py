@@ -104,7 +104,7 @@ def test_progress_is_limited_in_rate_and_the_last_is_never_lost() -> None:
     for number in range(100):
         answers.report(protocol.Progress(files_done=number))
         now[0] += 0.05
-    answers.say(protocol.Note("end"))
+    answers.send(protocol.Note("end"))
     os.close(writing)
     with open(reading, "rb") as output:
         said = answers_of(output.read())
