@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from lakefs_fuse.blockcache.cache_directory import CacheFiles
+from lakefs_fuse.blockcache.cache_directory import CacheDirectory
 from lakefs_fuse.blockcache.cache_file import ALIGN_BYTES, CacheFile, block_hash
 from lakefs_fuse.blockcache.health import CacheHealth, CacheState
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
@@ -73,7 +73,7 @@ class BlockCache:
         """Raises CacheError where the directory cannot be made or written."""
         self._health = CacheHealth(clock)
         try:
-            self.files = CacheFiles(
+            self.files = CacheDirectory(
                 os.path.abspath(directory),
                 bytes_max=bytes_max,
                 free_bytes_min=free_bytes_min,
@@ -201,7 +201,7 @@ class BlockCache:
                         if expected:
                             data = answer[place] = self._read_block(file, first + place, expected)
                             if parts_to_come and data is not None:
-                                file.note_pieces(first + place, data)
+                                file.write_piece_hashes(first + place, data)
             self._health.read_worked()
         except OSError as error:
             self._health.failed(error)

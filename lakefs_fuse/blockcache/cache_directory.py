@@ -34,7 +34,7 @@ import msgspec
 from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache_file import CacheFile, DamagedFile, name_digest, relabel, seal
 from lakefs_fuse.blockcache.object_version import Version
-from lakefs_fuse.blockcache.presence_filter import Presence
+from lakefs_fuse.blockcache.presence_filter import PresenceFilter
 from lakefs_fuse.environment import local_disk
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
@@ -71,7 +71,7 @@ def _locked_nowait(lock: threading.Lock) -> Iterator[None]:
         lock.release()
 
 
-class CacheFiles:
+class CacheDirectory:
     """See the module's head."""
 
     def __init__(
@@ -97,7 +97,7 @@ class CacheFiles:
         self._lock = threading.Lock()
         self._open: OrderedDict[bytes, CacheFile] = OrderedDict()
         self._pins: dict[bytes, int] = {}
-        self._presence = Presence()
+        self._presence = PresenceFilter()
         self._presence_known = False
         self._bytes_used = 0
         self._bytes_reserved = 0

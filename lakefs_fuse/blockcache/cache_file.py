@@ -15,7 +15,7 @@ What always holds:
 
 All calls block and are for worker threads, but for what `BlockCache` reads "now". Reading and writing blocks at once
 from several threads is safe: two writers of one block write the same bytes. ``users``, ``dead`` and
-``accounted_bytes`` belong to `cache_files.CacheFiles` and its lock.
+``accounted_bytes`` belong to `cache_files.CacheDirectory` and its lock.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class CacheFile:
                 raise
             return cls(fd, layout, version, digest, new_s=now_s)
 
-    # -- the books of `CacheFiles`, which calls these under its lock
+    # -- the books of `CacheDirectory`, which calls these under its lock
 
     @property
     def is_idle(self) -> bool:
@@ -344,7 +344,7 @@ class CacheFile:
         whole = len(expected) == (stop - first) * _HASH_BYTES and len(data) >= end - begin
         return data[start - begin : end - begin] if whole and piece_hashes(data) == expected else None
 
-    def note_pieces(self, index: int, data: Buffer) -> None:
+    def write_piece_hashes(self, index: int, data: Buffer) -> None:
         """The block was read, and is what it should be: next time a part of it will do."""
         if not self.layout.has_pieces:
             return

@@ -1,9 +1,10 @@
-"""Whether the cache disk answers so quickly that handing it to a thread, and taking the answer back, takes longer.
+"""The recent latency of the cache disk, which decides whether a call is worth a worker thread.
 
-That takes about a millisecond of CPU, because each of the two threads has to be woken and to get hold of the
-interpreter. So small reads are made on the trio thread while they take no more than twice that on the average, which is
-what RocksDB has of the same disk as well; a disk that was slow is left to the threads for a while. The same goes for
-syncs of what is small, which may take somewhat longer. Trio thread only.
+Handing a call to a thread and getting the answer back takes about a millisecond of CPU, because each of the two
+threads has to be woken and to get hold of the interpreter. So small reads are made on the trio thread while they take
+no more than twice that on the average, which is what RocksDB has of the same disk as well; a disk that was slow is
+left to threads for a while. The same goes for syncs of what is small, which may take somewhat longer. Trio thread
+only.
 """
 
 from __future__ import annotations

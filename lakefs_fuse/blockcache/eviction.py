@@ -1,11 +1,11 @@
-"""Which cache files go first: approximate LRU without a list of what there is.
+"""Choice of the cache files to evict: approximate LRU without a list of the files.
 
 The cache's directory has up to 4,096 directories of files (no more: each takes up a block of the disk, and making one
 costs as much as making a file), each file's mtime is when it was last used. A sample is the files of some adjacent
 directories, from a random one on; its oldest quarter goes. With few files the sample is all of them, and the choice
 exact. Memory: one sample, whatever the cache holds.
 
-Blocking, for worker threads; `cache_files.CacheFiles` calls it with its files lock held. Directories that vanish
+Blocking, for worker threads; `cache_files.CacheDirectory` calls it with its files lock held. Directories that vanish
 meanwhile are no error.
 """
 

@@ -1,4 +1,4 @@
-"""Blocks on their way into memory: who waits for them, and what they were told.
+"""Blocks on their way into memory, and the readers that wait for them.
 
 A load is a run of adjacent blocks of one version that one task brings. Trio thread only; nothing survives a crash.
 """

@@ -1,4 +1,4 @@
-"""Whether the disk of the block cache is worth asking. Its troubles slow reads down; they never fail one.
+"""Health of the cache disk: its failures slow reads down, and never fail one.
 
     state     from → to                                     what the cache does in it
     OK        a write finds no room → FULL; an error → FAILED    everything

@@ -1,8 +1,10 @@
-"""The blocks read last, in memory: they serve the many small reads that the kernel makes of one block. And of which
-others parts were read from the disk lately.
+"""The blocks read last, in memory, and how much of other blocks was read in parts lately.
 
-Always true: the buffers that entries refer to take at most ``bytes_max``. A GET of several blocks is one buffer that
-lives until its last block is dropped, so buffers count, not blocks. Trio thread only; nothing survives a crash.
+The kernel makes many small reads of one block: memory serves them.
+
+What always holds (*bounded memory*): the buffers that entries refer to take at most ``bytes_max``. A GET of several
+blocks is one buffer that lives until its last block is dropped, so buffers count, not blocks. Trio thread only;
+nothing survives a crash.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Objects that are read here and there are fetched whole, in the background, into room that is free.
+"""Background prefetch of whole objects that are read at random, into free room of the cache.
 
 Who draws samples at random from a pack, or from a large file, comes back for nearly all of it; block by block each
 costs a round trip, while the rest of the object costs a few large GETs. So an object of which readers that jump missed
@@ -33,7 +33,7 @@ COUNTED_MAX = 4096
 _log = logging.getLogger(__name__)
 
 
-class WholeObjects:
+class ObjectPrefetch:
     """See the module's head. ``fill(version, first, stop)`` brings those of blocks [first, stop) into the cache that
     are not there, and raises LakeError; ``blocks_max`` are as many as it takes at once."""
 

@@ -1,9 +1,8 @@
-"""Which versions have no file in the block cache, told without asking the disk: a first read of a file asks the store
-at once, and no thread looks for what is not there.
+"""A filter in memory of the versions that have a file in the block cache, so that a miss costs no disk access.
 
-What always holds: of a version whose file is there it is never said that it has none. Of others it may be said that
-they have one, the more often the more files were made since the whole directory was last read: 1 in 16 after a million.
-Memory is the same whatever the cache holds.
+What always holds (*no false negatives*): a version with a file is never reported absent. One without may be reported
+present, more often the more files were made since the directory was last scanned: 1 in 16 after a million.
+The filter has a fixed size.
 
 Names of files are hashes already, so their own bits tell them apart. `add` is called under a lock, `may_have` from any
 thread.
@@ -19,7 +18,7 @@ BITS = 1 << 24
 _BYTES = BITS // 8
 
 
-class Presence:
+class PresenceFilter:
     """A set of files that may be there; empty to begin with."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from lakefs_fuse.blockcache.cache import CacheState
 from lakefs_fuse.blockcache.fetches import Load, PendingBlock, runs
 from lakefs_fuse.blockcache.memory_cache import RecentBlocks, RecentParts
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
-from lakefs_fuse.blockcache.prefetch import WholeObjects
+from lakefs_fuse.blockcache.prefetch import ObjectPrefetch
 from lakefs_fuse.blockcache.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
 from lakefs_fuse.blockcache.verified_get import Getter, Spans, VerifiedGet
 from lakefs_fuse.errors import FileError, LakeError, NotFound, PreconditionFailed, StoreError
@@ -84,7 +84,7 @@ class BlockReader:
         self._parts = RecentParts()
         self._budget = ByteBudget(inflight_bytes_max)
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
-        self._whole = WholeObjects(self._cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
+        self._whole = ObjectPrefetch(self._cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
 
     def statistics(self) -> ReaderStatistics:
         """Gauges of this moment."""

@@ -8,27 +8,25 @@ import msgspec
 
 
 class DraftState(StrEnum):
-    """Life of a draft. Left to right, but `FAILED` goes back: to `PUBLISHING` with every retry, to
-    `WRITING` with every change. A draft that was accepted has a sequence number and is never written to again: who
-    writes to its file begins another.
+    """Life of a draft, with `TRANSITIONS` as its table. An acknowledged draft has a sequence number and is never
+    written to again: a later write to its file begins another draft.
 
-    ========== =========================== ==================================================================
-    state      leaves to                   a crash here leaves behind
-    ========== =========================== ==================================================================
-    writing    accepted, publishing,       staged bytes, perhaps an unfinished upload; the store shows nothing;
-               discarded                   listed as orphan
-    accepted   publishing, discarded       the same, synced and promised: the next mount goes on with it
-    publishing published, failed           the same, or the published object (its metadata names the draft)
-    failed     publishing, writing,        staged bytes whose writer was told that they are not durable, or (accepted)
-               discarded                   which the next mount tries again
-    published  –                           the object; the record goes with the row that names its version, then the
-                                           staging file, marked before as one that nobody needs
-    discarded  –                           at most a staging file and an unfinished upload, listed as orphan
-    ========== =========================== ==================================================================
+    ============ ==============================================================================================
+    state        a crash here leaves
+    ============ ==============================================================================================
+    writing      staged bytes, perhaps an unfinished upload, nothing visible in the store; listed as an orphan
+    acknowledged the same, synced and promised to the writer: the next mount goes on with it
+    publishing   the same, or the published object, whose metadata names the draft
+    failed       staged bytes, of which the writer knows that they are not durable, or (acknowledged) which the next
+                 mount tries again
+    published    the object; the record goes with the row that names its version, then the staging file, which was
+                 marked as ended before
+    discarded    at most a staging file and an unfinished upload; listed as an orphan
+    ============ ==============================================================================================
     """
 
     WRITING = "writing"
-    ACCEPTED = "accepted"
+    ACKNOWLEDGED = "accepted"
     PUBLISHING = "publishing"
     FAILED = "failed"
     PUBLISHED = "published"
@@ -36,10 +34,10 @@ class DraftState(StrEnum):
 
 
 TRANSITIONS = {
-    DraftState.WRITING: {DraftState.ACCEPTED, DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},
-    DraftState.ACCEPTED: {DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},
+    DraftState.WRITING: {DraftState.ACKNOWLEDGED, DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},
+    DraftState.ACKNOWLEDGED: {DraftState.PUBLISHING, DraftState.FAILED, DraftState.DISCARDED},
     # To itself: the daemon died, and the next one goes on.
-    DraftState.PUBLISHING: {*DraftState} - {DraftState.WRITING, DraftState.ACCEPTED},
+    DraftState.PUBLISHING: {*DraftState} - {DraftState.WRITING, DraftState.ACKNOWLEDGED},
     # To itself: what became of the attempt before could not be asked.
     DraftState.FAILED: {*DraftState} - {DraftState.PUBLISHED},
     DraftState.PUBLISHED: set[DraftState](),
@@ -107,22 +105,22 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     token: str = ""
     """What the object's metadata says once the bytes, as they are now, were published."""
     unlinked: bool = False
-    """The name was deleted while the file was open: nobody wants these bytes once it is closed."""
+    """The name was deleted while the file was open: its bytes are discarded once it is closed."""
     metadata: dict[str, str] = {}
     metadata_multipart: dict[str, str] = {}
     """Attributes as of now, as a single request tells them and as an upload does."""
     accepted: int = 0
-    """Its place in the order of what write-back accepted; 0 where nobody was told that it is safe."""
+    """Its place in the order of what write-back acknowledged; 0 where its writer was not told that it is safe."""
     began: int = 0
-    """The newest number given out when it began: so much was accepted before it."""
+    """The newest number given out when it began: all up to it were acknowledged before."""
     stands_for: int = 0
-    """Its place among what others wait for: that of the oldest version that it superseded; 0 where that is its own."""
+    """The place of the oldest version that it superseded, for which others wait; 0 where it superseded none."""
     commit: str = ""
     """Key of the newest commit that was to be sent with these bytes."""
     segment: str = ""
     segment_offset: int = 0
     segment_bytes: int = 0
-    """Where an accepted file's staged bytes are, if not in a file of their own."""
+    """Where an acknowledged file's staged bytes are, if not in a file of their own."""
     parts: list[UploadedPart] = []
     pages: dict[int, bytes] = {}
     error: str = ""

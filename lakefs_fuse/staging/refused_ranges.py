@@ -1,6 +1,6 @@
 """Byte ranges of a file whose writes were refused. As long as there are any, no version with them is published.
 
-What always holds (`failed-write-unpublished`): a range stays until it is written again or cut off. There are
+What always holds (*refused writes unpublished*): a range stays until it is written again or cut off. There are
 `RANGES_MAX` of them at most; beyond that the two nearest become one, which then has to be written again as a whole.
 Values of the trio thread; the journal record carries them over a crash.
 """
@@ -18,7 +18,7 @@ RANGES_SHOWN_MAX = 4
 UNKNOWN = "the disk was too full to journal which bytes"
 
 
-class Refusals:
+class RefusedRanges:
     """Sorted, disjoint ranges [start, end), the errno that the first write got, and its message."""
 
     __slots__ = ("errno", "ranges", "why")
@@ -61,12 +61,12 @@ class Refusals:
         """The file was truncated to ``size`` bytes."""
         self.ranges = [(start, min(end, size)) for start, end in self.ranges if start < size]
 
-    def move_to(self, other: Refusals) -> None:
+    def move_to(self, other: RefusedRanges) -> None:
         """``other`` has these, too; here there are none any more."""
         other._absorb(self)
         self.ranges = []
 
-    def _absorb(self, other: Refusals) -> None:
+    def _absorb(self, other: RefusedRanges) -> None:
         if other.ranges and not self.ranges:
             self.errno, self.why = other.errno, other.why
         for start, end in other.ranges:

@@ -1,10 +1,10 @@
-"""Many small accepted files in one local file, so that accepting a group of them takes one write and one sync.
+"""Many small acknowledged files in one local file: a group of them costs one write and one sync.
 
-What always holds: an entry is its head (`HEAD`), the file's bytes and then its journal record, so that a segment can be
-read even where the journal is lost; bytes are synced before anybody is told that they are safe; a segment is deleted
-when nothing in it is wanted any more. The journal says what is: after a crash, what no record names goes. One group is
-written at a time. The segment that is written to and those read last are open, `OPEN_MAX` in all. Trio thread only, but
-for `Group.write`.
+What always holds: an entry is its head (`HEAD`), the file's bytes and then its journal record, so that a segment can
+be read even where the journal is lost; bytes are synced before a writer is told that they are safe; a segment is
+deleted with its last reference. The journal has the references: after a crash, segments that no record names are
+deleted. One group is written at a time. The segment that is written to and those read last are open, `OPEN_MAX` in
+all. Trio thread only, but for `Group.write`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPEN_MAX = 16
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """Where an accepted file's bytes are."""
+    """Where an acknowledged file's bytes are."""
 
     segment: str
     offset: int
@@ -44,7 +44,7 @@ class Segments:
     def __init__(self, directory: Path, disk: Disk) -> None:
         self._directory, self._disk = directory, disk
         self._descriptors: OrderedDict[str, int] = OrderedDict()
-        self._wanted: Counter[str] = Counter()
+        self._references: Counter[str] = Counter()
         self._current = ""
         self._size = 0
 
@@ -56,7 +56,7 @@ class Segments:
 
     def _begin(self) -> None:
         full, self._current = self._current, ""
-        if full and not self._wanted[full]:
+        if full and not self._references[full]:
             self._delete(full)
         name = self._disk.temporary_name(PREFIX)
         path = self._directory / name
@@ -65,7 +65,7 @@ class Segments:
         self._close_idle()
 
     def _descriptor(self, name: str) -> int:
-        """Of a segment that is wanted, opened now where it was closed. Raises OSError."""
+        """Of a segment that is referenced, opened now where it was closed. Raises OSError."""
         if name not in self._descriptors:
             self._descriptors[name] = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC)
         self._descriptors.move_to_end(name)
@@ -73,7 +73,7 @@ class Segments:
         return self._descriptors[name]
 
     def _close_idle(self) -> None:
-        """Nobody but the writer of the current one keeps a descriptor from one call to the next."""
+        """Only the writer of the current one keeps a descriptor from one call to the next."""
         while len(self._descriptors) > OPEN_MAX:
             oldest = next(name for name in self._descriptors if name != self._current)
             os.close(self._descriptors.pop(oldest))
@@ -83,14 +83,14 @@ class Segments:
         self._disk.sync_data(descriptor)
 
     def keep(self, segment: str, size: int, count: int) -> None:
-        """A group was written: so many entries are wanted, until `release` of each."""
+        """A group was written: so many entries are referenced, until `release` of each."""
         self._size = size
-        self._wanted[segment] += count
+        self._references[segment] += count
 
     def restore(self, spot: Spot) -> None:
-        """The journal wants this. Raises OSError."""
+        """The journal references this. Raises OSError."""
         self._descriptor(spot.segment)
-        self._wanted[spot.segment] += 1
+        self._references[spot.segment] += 1
 
     def read(self, spot: Spot, offset: int, length: int) -> bytes:
         """Bytes [offset, offset + length) of the file, cut at its end. Raises OSError."""
@@ -98,33 +98,33 @@ class Segments:
         return os.pread(self._descriptor(spot.segment), length, spot.offset + offset) if length > 0 else b""
 
     def release(self, spot: Spot) -> None:
-        """This is wanted no more."""
-        self._wanted[spot.segment] -= 1
-        if not self._wanted[spot.segment] and spot.segment != self._current:
+        """The journal does not reference this any more."""
+        self._references[spot.segment] -= 1
+        if not self._references[spot.segment] and spot.segment != self._current:
             self._delete(spot.segment)
 
     def _delete(self, segment: str) -> None:
         with suppress(OSError):
-            self._descriptor(segment)  # whoever closes a removed file decides when the disk is kept busy
-        del self._wanted[segment]
+            self._descriptor(segment)  # the last close of a removed file decides when the disk is busy
+        del self._references[segment]
         (self._directory / segment).unlink(missing_ok=True)
         descriptor = self._descriptors.pop(segment, None)
         if descriptor is not None:
             self._disk.close_removed(descriptor)
 
     def close(self) -> None:
-        """What nobody wants goes; the rest is for the next mount."""
-        unwanted, self._current = [name for name in self._known() if not self._wanted[name]], ""
-        for segment in unwanted:
+        """Delete unreferenced segments; the others are for the next mount."""
+        unreferenced, self._current = [name for name in self._known() if not self._references[name]], ""
+        for segment in unreferenced:
             self._delete(segment)
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
     def _known(self) -> set[str]:
-        return {*self._wanted, *([self._current] if self._current else [])}
+        return {*self._references, *([self._current] if self._current else [])}
 
-    def unwanted(self) -> list[Path]:
-        """Segments that nothing brought back refers to."""
+    def unreferenced(self) -> list[Path]:
+        """Segments that no restored draft references."""
         known = self._known()
         with os.scandir(self._directory) as entries:
             return [Path(entry.path) for entry in entries if entry.name.startswith(PREFIX) and entry.name not in known]
@@ -156,7 +156,7 @@ class Group:
             self._segments.sync(self._descriptor)
 
     def keep(self) -> None:
-        """It was written, and its entries are wanted."""
+        """It was written, and its entries are referenced."""
         self._segments.keep(self._segment, self._end, self._count)
 
 

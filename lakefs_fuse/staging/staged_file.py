@@ -1,10 +1,10 @@
 """The bytes of one draft on this node: in memory while it is small, then a staging file, or a place in a segment.
 
 What was never written reads as zeros. A draft that `begins_small` has no file of its own until it outgrows
-`MEMORY_BYTES_MAX` or somebody needs a descriptor; once accepted its bytes are in a segment (see `segments`), where they
-are read from. The descriptor stays open until the last `held` block has ended, for its number would be another file's
-after. Outside of such blocks it is closed (parked) when other files need descriptors (`DescriptorPool`), and opened
-again by its next use. Used from trio tasks; calls that may block long go to worker threads.
+`MEMORY_BYTES_MAX` or its descriptor is needed; once acknowledged its bytes are in a segment (see `segments`), where
+they are read from. The descriptor stays open until the last `held` block has ended, for its number would be another
+file's after. Outside of such blocks it is closed (parked) when other files need descriptors (`DescriptorPool`), and
+opened again by its next use. Used from trio tasks; calls that may block long go to worker threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.protocol import Buffer
 
 MEMORY_BYTES_MAX = 256 << 10
-"""What is written to a file that is kept in memory until it is accepted; those open at a time are few."""
+"""What is written to a file that is kept in memory until it is acknowledged; few are open at a time."""
 THREAD_BYTES_MIN = 64 << 10
 """Reads and writes from this size on are worth a worker thread."""
 READS_MAX = 4
@@ -126,15 +126,15 @@ class StagedFile:
         self._fd, self._memory, self._has_file = fd, None, True
 
     def keep_on_disk(self) -> None:
-        """What is in memory gets a staging file, for whoever looks after this daemon has ended. Raises StagingFull or
+        """Bytes in memory get a staging file, which outlives this daemon. Raises StagingFull or
         CacheError."""
         if self._memory:
             self._make_file()
 
-    def ending(self) -> None:
-        """Nobody needs the bytes from here: the caller takes the journal record away, then closes with ``unlink``."""
+    def mark_ended(self) -> None:
+        """The bytes are not needed from here: the caller deletes the journal record, then closes with ``unlink``."""
         if self._has_file:
-            self._staging.note_ended(self._draft_id)
+            self._staging.mark_ended(self._draft_id)
 
     def keep_in(self, spot: Spot) -> None:
         """The bytes are safe in a segment now."""
@@ -168,7 +168,7 @@ class StagedFile:
             self._staging.descriptors.remove(self)
 
     def _remove(self) -> None:
-        """A parked file is opened once more: whoever closes a removed one decides when the disk is kept busy."""
+        """A parked file is opened once more: the last close of a removed one decides when the disk is busy."""
         path, self._removed = self._staging.path(self._draft_id), True
         if self._parked:
             with suppress(OSError):

@@ -1,9 +1,10 @@
 """Room on the local disk for bytes that are not in the store yet.
 
-Always true: writers never stage more than ``bytes_max``, and the disk keeps ``free_bytes_min`` free; a writer that
-finds no room waits for uploads to make some, and gets `StagingFull` only where nothing is under way that could.
-Files lie in one directory under their draft's id; small ones that were accepted share segments. Extended attributes on
-a file name the key its bytes are meant for, so that it can be told what it is even where the journal is lost.
+What always holds (*bounded staging*): writers never stage more than ``bytes_max``, and the disk keeps
+``free_bytes_min`` free; a writer that finds no room waits for uploads to make some, and gets `StagingFull` only where
+nothing is under way that could. Files lie in one directory under their draft's id; small ones that were acknowledged
+share segments. Extended attributes on a file name the key its bytes are meant for, so that it can be told what it is
+even where the journal is lost.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ IN_FLIGHT_BYTES = 16 << 20
 KEY_XATTR = f"{RESERVED_XATTR}key"
 UPLOAD_XATTR = f"{RESERVED_XATTR}upload"
 ENDED_XATTR = f"{RESERVED_XATTR}ended"
-"""On a staging file that nobody needs any more, set before its journal record goes: a daemon that dies between that and
-the file's removal leaves no orphan behind."""
+"""On a staging file that is not needed any more, set before its journal record is deleted: a daemon that dies before
+the file is deleted too leaves no orphan."""
 STAGED_MODE = 0o600
 INCOMPLETE_MODE = stat.S_ISVTX
 WAIT_S_MAX = 1.0
@@ -170,27 +171,27 @@ class Staging:
         except OSError as error:
             raise self.translate(error) from error
 
-    def note_ended(self, draft_id: str) -> None:
+    def mark_ended(self, draft_id: str) -> None:
         """The record of a staging file is about to go, because its bytes are in the store, or in a newer version."""
         try:
             os.setxattr(self.path(draft_id), ENDED_XATTR, b"1")
         except OSError:
             pass  # a crash now leaves an orphan, which says that it is one
 
-    def note_incomplete(self, draft_id: str, incomplete: bool) -> None:
+    def mark_incomplete(self, draft_id: str, incomplete: bool) -> None:
         """Writes to a staging file were refused and could not be journaled, or are complete again: a mode bit, which
         needs no room on the disk."""
         with suppress(OSError):
             os.chmod(self.path(draft_id), STAGED_MODE | (INCOMPLETE_MODE if incomplete else 0))
 
     def is_incomplete(self, draft_id: str) -> bool:
-        """`note_incomplete` said so."""
+        """`mark_incomplete` said so."""
         try:
             return bool(os.stat(self.path(draft_id)).st_mode & INCOMPLETE_MODE)
         except OSError:
             return False
 
-    def note_upload(self, fd: int, upload_id: str) -> None:
+    def record_upload(self, fd: int, upload_id: str) -> None:
         """Name the file's multipart upload on the file too, so that it can be aborted even without the journal."""
         try:
             os.setxattr(fd, UPLOAD_XATTR, upload_id.encode())
@@ -209,7 +210,7 @@ class Staging:
 
     @property
     def is_half_full(self) -> bool:
-        """Uploads that were put off had better begin."""
+        """Deferred uploads are to begin."""
         return self.bytes_used > self.bytes_max // 2
 
     def register(self, stager: Stager) -> None:
@@ -261,7 +262,7 @@ class Staging:
         self.bytes_used += count
         self.state = StagingState.OK
 
-    def take(self, count: int) -> None:
+    def reserve_now(self, count: int) -> None:
         """Room for bytes that cannot wait, because what they are needed for makes room when it is done. Little by
         little, by few tasks at once: the bound may be exceeded by what they hold."""
         if not self._fits(count):

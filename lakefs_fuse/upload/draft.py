@@ -1,20 +1,23 @@
 """A file being written: staged pages over the version it was opened on, uploaded in parts while it grows.
 
-Always true:
+What always holds:
 
-* nothing of a draft can be seen in the store until `publish` completes it in one request;
-* a page is read from staging where it is local, from the base version below ``base_limit``, else it is zeros;
-* a part is uploaded as soon as every page of it is local, again if it is written to after that, and at `publish` if it
-  was not yet; two uploads of one part number never run at once;
-* a part whose bytes were let go to make room can still be completed, but neither read nor changed;
-* a write that was refused is remembered (see `refusals`), and nothing is published until its bytes were written again
-  or cut off;
-* an accepted draft is not changed any more; its bytes, and its record, survive a crash of the machine;
-* while the store is away, parts wait and are tried again for ever (see `_upload_patiently`).
+* (*one visible step*) nothing of a draft is visible in the store until `publish` completes it in one request;
+* (*page origin*) a page comes from staging where it is local, else from its spilled object, else from the base version
+  below ``base_limit``, else it is zeros;
+* (*one upload a part*) a part is uploaded once every page of it is local, again if it is written to after that, and at
+  `publish` if it was not yet; two uploads of one part number never run at the same time;
+* (*dropped parts*) a part whose staged bytes were dropped to make room can be completed, but neither read nor changed;
+* (*refused writes unpublished*) a refused write is kept in ``refused``, and nothing is published until its bytes were
+  written again or cut off;
+* (*acknowledged drafts*) an acknowledged draft is not changed any more; its bytes and its record survive a crash of the
+  machine;
+* (*states*) only `transition` changes ``state``, by the table of `draft_record.TRANSITIONS`.
 
-Writers share the gate, `publish` and `truncate` hold it alone. All methods run on trio tasks; file calls that may
-block long go to worker threads. After a crash the journal record says what is staged (see `record`): bytes written
-since it was last saved are in the staging file and count for a new file, which has no base to mix them with.
+Writers share the gate; `publish` and `truncate` hold it alone. All methods run on trio tasks; file calls that may
+block long go to worker threads. While the store is away, parts are tried again for ever (`_upload_patiently`). After a
+crash the journal record says what is staged (`record`): bytes written since it was last saved are in the staging file
+and count for a new file, which has no base to mix them with.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.staging.block_hashes import BlockHasher, hash_blocks
 from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart
 from lakefs_fuse.staging.page_map import PAGE_BYTES, PageMap
-from lakefs_fuse.staging.refused_ranges import Refusals
+from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staged_file import StagedFile
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
@@ -102,7 +105,7 @@ class Draft:
         self.size = self.base_limit
         self.state = DraftState.WRITING
         self.error: LakeError | None = None
-        self.refused = Refusals()
+        self.refused = RefusedRanges()
         self._undo_expected = False
         """The last write was refused beyond the end. If it was a direct one, the kernel now truncates the file to the
         size that it has: nobody asked for that, and it takes no refusal back."""
@@ -125,7 +128,7 @@ class Draft:
         self.unlinked = False
         self.accepted = self.began = self.stands_for = self.saves = 0
         self.deferred = deferred
-        """Parts are sent when the draft is accepted, or staging is half full, and not before."""
+        """Parts are sent once the draft is acknowledged or staging is half full, and not before."""
         self.delayed: Unavailable | None = None
         """Why parts wait to be sent again."""
         self._hurry = Wakeup()
@@ -144,11 +147,11 @@ class Draft:
 
     @property
     def making_room(self) -> bool:
-        waits = self.accepted > 0 and self.state in (DraftState.ACCEPTED, DraftState.FAILED)
+        waits = self.accepted > 0 and self.state in (DraftState.ACKNOWLEDGED, DraftState.FAILED)
         return self.uploading > 0 or self.state is DraftState.PUBLISHING or waits
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
-        """The journal is told before the bytes go, or a crash would take the holes for them."""
+        """The journal has it before the bytes go, or the next daemon would take the holes for bytes."""
         if not self.uploader.client.capabilities.parts_replaceable:
             return 0  # all of it may have to be sent again
         if self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
@@ -221,7 +224,7 @@ class Draft:
         return freed
 
     def let_go(self, index: int) -> int:
-        """Staged bytes of a part go, which the journal knows; answers how many."""
+        """Punch the staged bytes of a part out, which the journal has as dropped; answers how many."""
         gone = self._punch(index)
         self._unstage(gone)
         return gone
@@ -335,7 +338,7 @@ class Draft:
             self._begin_change()
             self.save(sync=True)
         except LakeError as unsaved:
-            self.uploader.staging.note_incomplete(self.id, True)
+            self.uploader.staging.mark_incomplete(self.id, True)
             if is_first:
                 log.error("refused bytes of %s could not be journaled: %s", self.target.key, unsaved)
 
@@ -349,7 +352,7 @@ class Draft:
         except LakeError as unsaved:
             log.warning("that %s is complete again could not be journaled: %s", self.target.key, unsaved)
         else:
-            self.uploader.staging.note_incomplete(self.id, False)
+            self.uploader.staging.mark_incomplete(self.id, False)
 
     async def _write(self, offset: int, end: int, data: Buffer) -> None:
         if end > self.uploader.layout.file_bytes_max:
@@ -380,7 +383,7 @@ class Draft:
             return
         self.file.begin_with(data)
         taken = self.pages.mark(0, len(data)) * PAGE_BYTES
-        self.uploader.staging.take(taken)
+        self.uploader.staging.reserve_now(taken)
         self._staged_bytes = taken
         self.size = len(data)
         self._touch(0, self.size)
@@ -413,8 +416,8 @@ class Draft:
             raise DraftEnded
 
     def _begin_change(self) -> None:
-        """Bytes change. What the failed attempt to publish may have made visible are not these, and the journal has
-        to know before a crash can ask."""
+        """Bytes change. A failed attempt to publish may have made older ones visible, so the journal gets a new token
+        first."""
         self._check_alive()
         if self.state is DraftState.FAILED:
             self.transition(DraftState.WRITING)
@@ -450,7 +453,7 @@ class Draft:
         await self._write_staged(start, data)
         added = self.pages.mark(start, start + len(data)) * PAGE_BYTES
         self._staged_bytes += added
-        self.uploader.staging.take(added)
+        self.uploader.staging.reserve_now(added)
 
     def _refuse_dropped(self, start: int, end: int) -> None:
         layout = self.uploader.layout
@@ -557,7 +560,7 @@ class Draft:
             if not self.uploading:
                 self._idle.wake_all()
             self.uploader.staging.notify()
-        if self.state in (DraftState.WRITING, DraftState.ACCEPTED):
+        if self.state in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
             self.start_if_complete(index)
 
     def _fail_upload(self, error: LakeError) -> None:
@@ -577,7 +580,7 @@ class Draft:
                 self.delayed = error
             with trio.move_on_after(backoff.next_s()):
                 await self._hurry.wait()
-            if self.state not in (DraftState.WRITING, DraftState.ACCEPTED):
+            if self.state not in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
                 return
             self.uploader.slots.ready()
 
@@ -587,15 +590,15 @@ class Draft:
 
     # -- write-back
 
-    def accept(self, sequence: int) -> None:
+    def acknowledge(self, sequence: int) -> None:
         """From here on nothing changes. The caller holds the draft alone, has synced it, and saves the record."""
-        self.transition(DraftState.ACCEPTED)
+        self.transition(DraftState.ACKNOWLEDGED)
         self.accepted = sequence
 
     @property
     def is_unknown_to_store(self) -> bool:
-        """Nothing of an accepted draft was ever sent."""
-        return self.state is DraftState.ACCEPTED and not (self.upload_intent_ns or self.uploading or self.recheck)
+        """Nothing of an acknowledged draft was ever sent."""
+        return self.state is DraftState.ACKNOWLEDGED and not (self.upload_intent_ns or self.uploading or self.recheck)
 
     def count_staged(self) -> None:
         """Of a draft that was brought back: its bytes take room. Once."""
@@ -675,7 +678,7 @@ class Draft:
                 self.upload_id = await self.uploader.client.create_multipart(
                     self.target.key, metadata=self.upload_metadata
                 )
-                self.uploader.staging.note_upload(self.fd, self.upload_id)
+                self.uploader.staging.record_upload(self.fd, self.upload_id)
                 self.save(sync=True)
             return self.upload_id
 
@@ -790,7 +793,7 @@ class Draft:
         return DraftRecord(
             id=self.id,
             key=target.key,
-            state=DraftState.ACCEPTED if accepted else self.state,
+            state=DraftState.ACKNOWLEDGED if accepted else self.state,
             created_ns=self.created_ns,
             size=self.size,
             base=base,
@@ -847,7 +850,7 @@ class Draft:
         self.token, self.changes, self.recheck = record.token, record.changes, True
         self.accepted, self.began, self.commit = record.accepted, record.began, record.commit
         self.stands_for = record.stands_for
-        self.refused = Refusals(record.refused, record.refused_errno, record.refused_why)
+        self.refused = RefusedRanges(record.refused, record.refused_errno, record.refused_why)
         self.pages.load(record.pages)
         self.spills.load(record.spills, record.spilled)
         writing, layout = record.state is DraftState.WRITING, self.uploader.layout
@@ -865,8 +868,8 @@ class Draft:
     # -- the end
 
     async def discard(self) -> None:
-        """Nobody wants these bytes: abort the upload, delete the staging file. The journal record is the caller's, who
-        keeps it where ``error`` says that an upload is left."""
+        """Abort the upload and delete the staging file. The caller deletes the journal record, unless ``error`` says
+        that an upload is left."""
         self.transition(DraftState.DISCARDED)
         self.hurry()
         await self.wait_idle()
@@ -879,7 +882,7 @@ class Draft:
         self.close(unlink=True)
 
     async def delete_spills(self) -> None:
-        """Hidden objects go: its bytes are in the store, or nobody wants them. Raises LakeError."""
+        """Delete the spilled parts: the draft is published or discarded. Raises LakeError."""
         if self.spills.used:
             await self.uploader.delete_spills(self.id)
             self.spills = Spills(self.uploader.layout)

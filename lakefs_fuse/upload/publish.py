@@ -6,9 +6,8 @@ begins; the caller says later changes elsewhere.
 
 `publish` may be called again after it failed; what the store has already is not sent twice. A conflict (409) on the
 completing request polls the object and completes the same upload again; only where the upload is gone (NoSuchUpload)
-is it sent anew. A crash before the
-completing request leaves the old version visible, after it the new one; which of both is told by the draft's id in the
-object's metadata.
+is it sent anew. A crash before the completing request leaves the old version visible, after it the new one; the draft's
+id in the object's metadata tells which.
 """
 
 from __future__ import annotations
@@ -127,7 +126,7 @@ async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
     if meta is not None:
         return meta
     if isinstance(error, PreconditionFailed):
-        raise FileError(errno.EEXIST, f"{draft.target.key}: created by somebody else meanwhile") from error
+        raise FileError(errno.EEXIST, f"{draft.target.key} was created by another client meanwhile") from error
     raise error
 
 

@@ -12,7 +12,7 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.meta.object_table import Objects
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
-from lakefs_fuse.staging.refused_ranges import Refusals
+from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.staging_area import Staging, StagingState
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.file_table import FileTable
@@ -102,7 +102,7 @@ class Status:
             id=draft.id,
             path=draft.target.path or draft.target.key,
             bytes=draft.size,
-            state=str(DraftState.ACCEPTED if self._only_waits(draft) else state),
+            state=str(DraftState.ACKNOWLEDGED if self._only_waits(draft) else state),
             age_s=(now - draft.created_ns) / NS,
             error=draft.refused.describe() if draft.refused else str(draft.error or draft.delayed or ""),
             parts_done=len(done),
@@ -111,7 +111,7 @@ class Status:
         )
 
     def _of_orphan(self, record: DraftRecord, now: int) -> Unfinished:
-        refused = Refusals(record.refused, record.refused_errno, record.refused_why)
+        refused = RefusedRanges(record.refused, record.refused_errno, record.refused_why)
         return Unfinished(
             id=record.id,
             path=record.path or record.key,

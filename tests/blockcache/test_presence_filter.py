@@ -16,7 +16,7 @@ from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version
 from lakefs_fuse.blockcache.cache_directory import SCAN_DIRECTORIES
 from lakefs_fuse.blockcache.cache_file import name_digest
-from lakefs_fuse.blockcache.presence_filter import BITS, Presence
+from lakefs_fuse.blockcache.presence_filter import BITS, PresenceFilter
 from tests.blockcache.reading import MIB, cache_files, content, make_cache
 
 
@@ -35,10 +35,10 @@ def keep(cache: BlockCache, number: int) -> None:
 def test_all_that_was_added_may_be_there_and_nearly_nothing_else(tmp_path: Path) -> None:
     rng = random.Random(1)
     here, elsewhere = [[rng.randbytes(16) for _ in range(20_000)] for _ in range(2)]
-    presence = Presence()
+    presence = PresenceFilter()
     for digest in here:
         presence.add(digest)
-    again = Presence()
+    again = PresenceFilter()
     saved = presence.save(str(tmp_path / "presence"))
     assert again.load(str(tmp_path / "presence"), saved)
     for each in (presence, again):
@@ -60,11 +60,11 @@ def test_all_that_was_added_may_be_there_and_nearly_nothing_else(tmp_path: Path)
 )
 def test_what_is_not_as_it_was_saved_is_not_believed(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "presence"
-    saved = Presence()
+    saved = PresenceFilter()
     saved.add(bytes(16))
     answer = saved.save(str(path))
     path.write_bytes(damage(path.read_bytes()))
-    presence = Presence()
+    presence = PresenceFilter()
     assert not presence.load(str(path), answer)
     assert not presence.may_have(bytes(16))
     assert not path.exists()

@@ -77,7 +77,7 @@ async def test_segments_many_wanted_keep_few_open(tmp_path: Path, monkeypatch: p
     spots = [kept(segments, bytes([index]) * 10) for index in range(9)]
     assert len({spot.segment for spot in spots}) == 9
     assert descriptors() == before + 3
-    assert segments.unwanted() == []
+    assert segments.unreferenced() == []
     assert [segments.read(spot, 0, 10) for spot in spots] == [bytes([index]) * 10 for index in range(9)]
     for spot in spots[:7]:
         segments.release(spot)

@@ -13,7 +13,7 @@ import pytest
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.staging import staged_file
 from lakefs_fuse.staging.draft_record import DraftState, decode, encode
-from lakefs_fuse.staging.refused_ranges import RANGES_MAX, Refusals
+from lakefs_fuse.staging.refused_ranges import RANGES_MAX, RefusedRanges
 from tests.upload.drafting import PART, bench, noise
 
 PAGE = 4096
@@ -31,7 +31,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, code: int = errno.ENOSPC) -> Ca
 
 
 def test_refusals_random_changes_match_a_set_of_bytes() -> None:
-    rng, refused, expected = random.Random(4), Refusals(), set[int]()
+    rng, refused, expected = random.Random(4), RefusedRanges(), set[int]()
     for _ in range(2000):
         start = rng.randrange(200)
         end = start + rng.randrange(1, 30)
@@ -52,7 +52,7 @@ def test_refusals_random_changes_match_a_set_of_bytes() -> None:
 
 
 def test_refusals_too_many_ranges_join_the_nearest() -> None:
-    refused = Refusals()
+    refused = RefusedRanges()
     for index in range(RANGES_MAX):
         refused.add(index * 100, index * 100 + 10, StagingFull("full"))
     refused.add(55, 60, StagingFull("full"))
@@ -63,7 +63,7 @@ def test_refusals_too_many_ranges_join_the_nearest() -> None:
 
 
 def test_refusals_moved_keep_the_first_error() -> None:
-    one, other = Refusals(), Refusals()
+    one, other = RefusedRanges(), RefusedRanges()
     one.add(0, 10, FileError(errno.EACCES, "no"))
     one.add(20, 30, StagingFull("full"))
     one.move_to(other)

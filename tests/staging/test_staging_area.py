@@ -155,7 +155,7 @@ async def test_a_full_disk_is_refused(tmp_path: Path) -> None:
 async def test_files_tell_what_they_are(tmp_path: Path) -> None:
     staging = make(tmp_path)
     fd = staging.create("id", "dir/é")
-    staging.note_upload(fd, "upload-1")
+    staging.record_upload(fd, "upload-1")
     os.close(fd)
     assert os.getxattr(tmp_path / "id", KEY_XATTR).decode() == "dir/é"
     assert os.getxattr(tmp_path / "id", UPLOAD_XATTR) == b"upload-1"

@@ -15,7 +15,7 @@ import trio
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.staging.refused_ranges import Refusals
+from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace import attributes
 
@@ -51,7 +51,7 @@ class OpenFile:
     if_absent: bool = False
     behind: list[OpenFile] = field(default_factory=list)
     """Versions that write-back accepted before ``draft`` began, oldest first, as they were then, with the same lock."""
-    refused: Refusals = field(default_factory=Refusals)
+    refused: RefusedRanges = field(default_factory=RefusedRanges)
     """Writes that were refused before the version that they were for could begin."""
     late_xattrs: dict[str, bytes] | None = None
     """Set while a version was being stored, which may not tell them."""

@@ -232,7 +232,7 @@ class GroupCommit:
         self._journal.put(batch, closing.draft.id, closing.raw)
         for older in superseded:
             if older.is_unknown_to_store:
-                older.file.ending()
+                older.file.mark_ended()
                 self._journal.delete(batch, older.id)
             else:  # what the store has of it has to go, or is recognised as ours, even if this daemon dies
                 gone = msgspec.structs.replace(older.record(), unlinked=True)
@@ -242,7 +242,7 @@ class GroupCommit:
         draft = closing.draft
         if closing.spot is not None:
             draft.file.keep_in(closing.spot)
-        draft.accept(closing.sequence)
+        draft.acknowledge(closing.sequence)
         if draft.saves != closing.saves:  # it was renamed meanwhile, or its attributes changed
             try:
                 draft.save(sync=True)

@@ -23,7 +23,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
-from lakefs_fuse.staging.refused_ranges import UNKNOWN, Refusals
+from lakefs_fuse.staging.refused_ranges import UNKNOWN, RefusedRanges
 from lakefs_fuse.staging.segments import PREFIX, entries
 from lakefs_fuse.staging.staging_area import ENDED_XATTR, KEY_XATTR, UPLOAD_XATTR, Staging
 from lakefs_fuse.upload.restore import restore_draft
@@ -180,7 +180,7 @@ class Recovery:
     def _unpack_segments(self) -> None:
         """Segments that no record names hold what is in the store, unless the records were lost."""
         named = {record.segment for record in self.orphans.values()}
-        for path in self._services.staging.segments.unwanted():
+        for path in self._services.staging.segments.unreferenced():
             if path.name in named or self._read_only:
                 continue
             if self._db.lost_rows:
@@ -254,7 +254,7 @@ class Recovery:
         its key has another version now; both are kept then."""
         record = self._orphan(orphan_id)
         if record.refused and not incomplete:
-            why = Refusals(record.refused, why=record.refused_why).describe()
+            why = RefusedRanges(record.refused, why=record.refused_why).describe()
             raise FileError(
                 errno.EINVAL,
                 f"{path_of(record)}: {why}: give --incomplete to store it without them, or abort orphan {orphan_id}",

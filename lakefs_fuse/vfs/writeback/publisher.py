@@ -448,7 +448,7 @@ class Publisher:
         for each in passed:
             each.unlink()
             if each.is_unknown_to_store:
-                each.file.ending()
+                each.file.mark_ended()
                 self._journal.delete(batch, each.id)
             else:
                 self._journal.put(batch, each.id, encode(each.record()))
@@ -511,7 +511,7 @@ class Publisher:
         elif row is None:  # somebody else's version has the name on this node, and ours replaced it: look again
             self._ns.tree.forget_listing(batch, entry.parent)
         self._files.holes.note_stored(entry, draft)
-        draft.file.ending()
+        draft.file.mark_ended()
         self._journal.delete(batch, draft.id)
 
     def _to_cache(self, draft: Draft, stored: StoredVersion) -> None:

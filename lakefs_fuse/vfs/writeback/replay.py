@@ -197,7 +197,7 @@ class Replay:
             if self._is_gone(item):
                 return False
             tell()
-            draft.file.ending()
+            draft.file.mark_ended()
             self._files.forget_record(draft.id)  # before anybody renames the file: it would come back under this name
             owner = file.owner_of(draft)
             if owner is file:
