@@ -105,7 +105,7 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     """The bench; its store's hook is reset when the block ends, so that no thread is left waiting."""
     store, metrics = MemoryStore(capabilities), UploadMetrics()
-    client = store_client(store, store.capabilities, retry_timeout_s=retry_timeout_s, uploads_max=slots)
+    client = store_client(store, store.capabilities, retry_timeout_s=retry_timeout_s, uploads_max=slots, seed=7)
     staging_dir = directory / "staging"
     staging_dir.mkdir(exist_ok=True)
     staging = Staging(
