@@ -160,7 +160,7 @@ def test_the_commands_about_a_dataset_that_stays(terminal: Terminal) -> None:
         next(said[command] for command in said if part in command) for part in (".immutable", "refresh", "--list")
     )
     assert '"path": "datasets/images"' in state
-    assert moved.endswith("0 names are others now\n")
+    assert moved.endswith("0 names changed\n")
     assert listed.startswith("v1 ")
 
 

@@ -144,7 +144,7 @@ async def check(clock: Clock, pack: str, dead: Path, store: MemoryStore, outcome
         assert not (lines := differences(found, await look(other), xattrs=True)), f"{dead.name}, elsewhere: {lines}"
 
 
-@pytest.mark.parametrize("pack", ["never", "always"])
+@pytest.mark.parametrize("pack", ["never", pytest.param("always", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", OPERATIONS)
 async def test_it_is_done_or_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, pack: str) -> None:
     store, clock, cache = MemoryStore(), Clock(), tmp_path / "cache"
