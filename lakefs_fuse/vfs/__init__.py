@@ -2,6 +2,6 @@
 
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.open import open_filesystem
-from lakefs_fuse.vfs.views import Unfinished
+from lakefs_fuse.vfs.status import Unfinished
 
 __all__ = ["Filesystem", "Unfinished", "open_filesystem"]

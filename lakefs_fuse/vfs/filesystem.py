@@ -22,8 +22,7 @@ from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.directory import Directories
 from lakefs_fuse.vfs.ops.handles import Handles
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
-from lakefs_fuse.vfs.status import Status
-from lakefs_fuse.vfs.views import Unfinished
+from lakefs_fuse.vfs.status import Status, Unfinished
 
 
 class Filesystem:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+import msgspec
+
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import Deletions
@@ -18,11 +20,26 @@ from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.relocation.relocator import Relocator
-from lakefs_fuse.vfs.views import Unfinished
 from lakefs_fuse.vfs.writeback.orphans import Recovery
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 NS = 1_000_000_000
+
+
+class Unfinished(msgspec.Struct, frozen=True):
+    """A file whose newest bytes are not in the store. ``state`` is a `DraftState` or ``orphan`` (left by a daemon that
+    died); sizes in bytes; ``bytes_done`` of them are uploaded; ``error`` is why the last attempt failed."""
+
+    id: str
+    path: str
+    bytes: int
+    state: str
+    age_s: float
+    error: str
+    parts_done: int
+    bytes_done: int
+    missing: int = 0
+    """Bytes whose writes were refused: it is not published as long as there are any."""
 
 
 class Status:

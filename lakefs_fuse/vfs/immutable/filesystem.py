@@ -44,7 +44,7 @@ from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.open import begin_counting, identity, opened_cache
-from lakefs_fuse.vfs.views import Unfinished
+from lakefs_fuse.vfs.status import Unfinished
 
 NS = 1_000_000_000
 READINGS_MAX = 1024
