@@ -52,8 +52,7 @@ from lakefs_fuse.vfs.ops.rename import Renames
 from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
-from lakefs_fuse.vfs.pinning.checkpoint_units import Units
-from lakefs_fuse.vfs.pinning.pinner import Pinner
+from lakefs_fuse.vfs.pinning.pinner import Pinner, Units
 from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies
 from lakefs_fuse.vfs.relocation.relocator import Relocator
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
@@ -186,7 +185,7 @@ class Assembly:
             database, namespace, ground.cache, Units(config.rules), threads,
             is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
         )  # fmt: skip
-        self.relocator = relocator = Relocator(
+        self.relocator = Relocator(
             database, namespace, files, committer, deletions, ground.client, metrics.commits, copies, self.pinner,
             after_s=config.relocate_after_s, clock=ground.node.clock,
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
@@ -195,7 +194,7 @@ class Assembly:
         self.staging = services.staging
         self.writeback = writeback = commits.writeback
         self.drafts = drafts = Drafts(files, services, writeback, ground.draft_ids())
-        writer = ObjectWriter(namespace, committer, deletions, relocator, self._packer(), shown=ground.shown)
+        writer = self._object_writer()
         evidence = Evidence(namespace, ground.client, copies)
         self.replay = Replay(
             database, namespace, drafts, writeback, evidence, writer, metrics.writeback,
@@ -259,11 +258,15 @@ class Assembly:
             "capabilities": lambda: dataclasses.asdict(ground.client.capabilities),
         }
 
-    def _packer(self) -> Packer:
+    def _object_writer(self) -> ObjectWriter:
         ground = self._ground
-        return Packer(
+        packer = Packer(
             ground.database, self.committer, self.namespace, ground.cache, ground.metrics.commits, ground.nursery,
-            ground.node.threads, policy=Rules.of(ground.config).pack_for, being_written=self.files.being_written,
+            ground.node.threads, self.files.being_written,
+        )  # fmt: skip
+        return ObjectWriter(
+            self.namespace, self.committer, self.deletions, self.relocator, packer, self.files,
+            Rules.of(ground.config), ground.shown,
         )  # fmt: skip
 
     def _subscribe(self, events: ChangeEvents, copies: BegunCopies) -> None:

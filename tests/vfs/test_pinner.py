@@ -8,8 +8,7 @@ import pytest
 import trio
 
 from lakefs_fuse.config import KIB, MIB, Rule
-from lakefs_fuse.vfs.pinning.checkpoint_units import Unit, Units
-from lakefs_fuse.vfs.pinning.pinner import Pinner
+from lakefs_fuse.vfs.pinning.pinner import Pinner, Unit, Units
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes

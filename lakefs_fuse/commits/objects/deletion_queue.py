@@ -64,14 +64,18 @@ class Deletions:
         self.add(batch, doomed)
         self._db.commit(batch)
 
+    async def wait_deleted(self, key: str) -> None:
+        """Until no deletion of the key is under way."""
+        while key in self._under_way:
+            await self._under_way[key].wait()
+
     @asynccontextmanager
     async def keeping(self, key: str) -> AsyncIterator[None]:
         """The key gets new bytes inside: no deletion noted before hits them, and none is made meanwhile. Where they do
         not come, what was to be deleted still is. Raises CacheError."""
         self._kept[key] += 1
         try:
-            while key in self._under_way:
-                await self._under_way[key].wait()
+            await self.wait_deleted(key)
             taken = self._journal.waive_deletions(key)
             noted = self._rows.get(key) if self.waiting else None
             if noted is not None:

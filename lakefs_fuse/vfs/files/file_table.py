@@ -19,7 +19,6 @@ import msgspec
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent
-from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -33,6 +32,7 @@ from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.key_mapping import extent_of, key_of
+from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 
 KNOWN_MAX = 1000
 """A listing looks at all of them."""
@@ -225,12 +225,15 @@ class FileTable:
     def aim(self, file: OpenFile, draft_id: str, target: DraftTarget) -> None:
         """Choose the key of a draft whose upload has not begun: the file's own, unless other bytes are, or will be,
         there that belong to another name."""
-        taken = (
-            self._tree.objects.used(file.key) is not None
-            or any(is_reserved(file.key) for is_reserved in self.events.key_reservations)
-            or file.key in self.strays()
+        target.key, target.path = choose_key(file.key, draft_id, is_taken=self.is_key_taken(file.key))
+
+    def is_key_taken(self, key: str) -> bool:
+        """Bytes that belong to another name are, or will be, at the key, or other nodes still look for them there."""
+        return (
+            self._tree.objects.used(key) is not None
+            or any(is_reserved(key) for is_reserved in self.events.key_reservations)
+            or key in self.strays()
         )
-        target.key, target.path = (OBJECTS + draft_id, file.key) if taken else (file.key, "")
 
     def strays(self) -> set[str]:
         """Keys where files are, or will be, stored that were renamed after their upload began."""

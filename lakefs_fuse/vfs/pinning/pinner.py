@@ -19,7 +19,8 @@ crash may lose the newest of them, and then an older checkpoint stays in place o
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -29,14 +30,15 @@ import trio
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.checkpoints.names import MARKERS, looks_temporary
+from lakefs_fuse.config import Rule
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import PathRows
+from lakefs_fuse.path_rules import translate
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.pinning.checkpoint_units import Unit, Units
 
 FILES_MAX = 1 << 16
 """Files of kept checkpoints, about 500 bytes of memory each."""
@@ -55,6 +57,50 @@ class Row(msgspec.Struct, frozen=True):
 
     sequence: int
     whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A checkpoint: all at and below ``path``. Of those with one ``group`` the ``keep`` newest stay."""
+
+    group: str
+    path: str
+    keep: int
+
+
+class Units:
+    """Rules that say ``keep-newest``, compiled. Raises ConfigError for a glob that is none.
+
+    A glob that ends in ``**`` keeps directories: with ``ckpt/**`` every name in ``ckpt`` is one checkpoint, a file or a
+    directory with all below it; with ``runs/*/ckpt/**`` those of each run are a group of their own, of which the newest
+    are kept. Any other glob keeps single files: with ``ckpt/*.pt`` each file, of those in one directory the newest. As
+    for every setting, the last rule that matches a path and says something about it wins; 0 keeps nothing.
+    """
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        self._rules = [
+            (rule.path, _compile(rule.path), rule.keep_newest) for rule in rules if rule.keep_newest is not None
+        ]
+        self.any = any(keep for _, _, keep in self._rules)
+
+    def of(self, path: str) -> Unit | None:
+        """The checkpoint that the file or directory at ``path`` is, or is in; None where nothing is to be kept."""
+        if not self.any:
+            return None
+        for glob, pattern, keep in reversed(self._rules):
+            match = pattern.fullmatch(path)
+            if match is not None:
+                unit = match["unit"] if "unit" in pattern.groupindex else path
+                return Unit(f"{glob}\n{unit.rpartition('/')[0]}", unit, keep) if keep else None
+        return None
+
+
+def _compile(glob: str) -> re.Pattern[str]:
+    if glob == "**":
+        return re.compile(r"(?P<unit>[^/]+)(?:/.+)?", re.DOTALL)
+    if glob.endswith("/**"):
+        return re.compile(rf"(?P<unit>{translate(glob[:-3])}/[^/]+)(?:/.+)?", re.DOTALL)
+    return re.compile(translate(glob), re.DOTALL)
 
 
 @dataclass(slots=True)

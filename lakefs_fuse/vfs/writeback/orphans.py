@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 
-from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.environment.local_disk import allocated_bytes
 from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
@@ -29,6 +28,7 @@ from lakefs_fuse.staging.staging_area import ENDED_XATTR, KEY_XATTR, UPLOAD_XATT
 from lakefs_fuse.upload.restore import restore_draft
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 from lakefs_fuse.vfs.writeback.reconciliation import Evidence, path_of
@@ -295,7 +295,7 @@ class Recovery:
         try:
             async with draft.exclusive():
                 if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:
-                    draft.target.key, draft.target.path = OBJECTS + record.id, path_of(record)
+                    draft.target.key, draft.target.path = choose_key(path_of(record), record.id, is_taken=True)
                 await self._writer.finish(draft, path_of(record))
         except BaseException:
             self.orphans[record.id] = msgspec.structs.replace(draft.record(), refused=record.refused)

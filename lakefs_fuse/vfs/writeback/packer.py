@@ -29,10 +29,10 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.metrics import CommitMetrics
-from lakefs_fuse.path_rules import PackPolicy
 from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.writeback.publish_plan import superseded_at
 
 if TYPE_CHECKING:
     from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -75,15 +75,13 @@ class Packer:
         metrics: CommitMetrics,
         nursery: trio.Nursery,
         threads: Threads,
-        *,
-        policy: Callable[[str], PackPolicy],
         being_written: Callable[[int], int],
     ) -> None:
         """``being_written(bytes_max)`` counts files no larger that are open and written to, and do not close yet."""
         self._db, self._journal = database, Journal(database)
         self._committer, self._ns, self._cache, self._metrics = committer, namespace, cache, metrics
         self._nursery, self._threads = nursery, threads
-        self._policy, self._being_written = policy, being_written
+        self._being_written = being_written
         self._waiting: list[Waiting] = []
         self._arrived = trio.Event()
         self._working = False
@@ -92,29 +90,28 @@ class Packer:
         self._at_once = 0
         self._idle = 0
 
-    async def submit(self, file: OpenFile, draft: Draft) -> bool:
-        """True: the file's bytes are in a commit. False: it is to be stored as a plain object (`storing_plain`).
+    def are_others_closing(self, threshold_bytes: int) -> bool:
+        """Other small files close now, or are being written: one that closes can share a commit with them."""
+        return bool(self._others) or self._others_write(threshold_bytes)
+
+    @property
+    def _others(self) -> int:
+        return len(self._waiting) + self._in_flight + self._alone
+
+    async def submit(self, file: OpenFile, draft: Draft, threshold_bytes: int, *, alone_is_plain: bool) -> bool:
+        """Commit a small file with others; False where none joined and it is to be a plain object (`storing_plain`).
 
         The caller holds ``draft.exclusive()``. Raises LakeError.
         """
-        policy = self._policy(file.key)
-        if policy.mode == "never" or draft.size > policy.threshold_bytes:
-            return False
-        await draft.wait_idle()
-        if draft.upload_intent_ns:  # a part was complete already
-            return False
-        plain = policy.mode == "auto" and draft.target.key == file.key
-        others = len(self._waiting) + self._in_flight + self._alone
-        if plain and not others and not self._others_write(policy.threshold_bytes):
-            return False
+        others = self._others
         await draft.fill(0, draft.size)
-        waiting = Waiting(file, draft, await draft.file.read(0, draft.size), plain)
+        waiting = Waiting(file, draft, await draft.file.read(0, draft.size), alone_is_plain)
         self._waiting.append(waiting)
         self._at_once = max(self._at_once, others + 1)
         self._arrived.set()
         if not self._working:
             self._working = True
-            self._nursery.start_soon(self._work, policy.threshold_bytes)
+            self._nursery.start_soon(self._work, threshold_bytes)
         await waiting.done.wait()
         if waiting.error is not None:
             raise waiting.error
@@ -269,6 +266,5 @@ class Packer:
                     hides=hides, xattrs=xattrs,
                 )
             )  # fmt: skip
-            if hides and not self._committer.journal.reserves(file.key):
-                doomed.append(Deletion(file.key, hides))
+            doomed += superseded_at(file.key, hides, is_reserved=self._committer.journal.reserves(file.key))
         return Change(operations=operations, doomed=doomed)

@@ -32,14 +32,16 @@ from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import UNSET, Entry, Flag
+from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion, Journal
+from lakefs_fuse.path_rules import PackPolicy, Rules
 from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
 from lakefs_fuse.upload.publish import Published, publish
 from lakefs_fuse.vfs.files.drafts import Drafts
+from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -47,6 +49,15 @@ from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
 from lakefs_fuse.vfs.relocation.relocator import Relocator
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.packer import Packer
+from lakefs_fuse.vfs.writeback.publish_plan import (
+    Form,
+    PublishPlan,
+    VersionFacts,
+    is_packable,
+    needs_commit,
+    plan_publish,
+    superseded_at,
+)
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, VersionState, WriteBack
 
 COPY_BYTES_MAX = 64 << 20
@@ -90,12 +101,14 @@ class ObjectWriter:
         deletions: Deletions,
         relocator: Relocator,
         packer: Packer,
-        *,
+        files: FileTable,
+        rules: Rules,
         shown: tuple[int, int, int],
     ) -> None:
         """``shown`` are the mode, uid and gid that a listing's files have here."""
         self._ns, self._committer, self._deletions = namespace, committer, deletions
-        self._relocator, self._packer, self._shown = relocator, packer, shown
+        self._relocator, self._packer, self._files = relocator, packer, files
+        self._rules, self._shown = rules, shown
 
     @property
     def are_names_held(self) -> bool:
@@ -111,12 +124,42 @@ class ObjectWriter:
         await self._committer.settle()  # or these bytes may hit what a rename that seemed to fail has taken away
         async with self._relocator.copies.kept_off(file.key, draft.target.key):
             before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
-            if not alone and await self._packer.submit(file, draft):
-                stored = self._packed(file, draft)
-            else:
-                stored = await self._plain(file, draft)
-            self._retire(before, stored.entry)
-        return stored
+            policy = self._rules.pack_for(file.key)
+            plan = await self._plan(file, draft, policy, alone=alone)
+            if plan.form is not Form.PLAIN:
+                plain = plan.form is Form.PACK_WITH_OTHERS
+                if await self._packer.submit(file, draft, policy.threshold_bytes, alone_is_plain=plain):
+                    return self._retire(before, self._packed(file, draft))
+                plan = await self._plan(file, draft, policy, alone=True)
+            return self._retire(before, await self._plain(file, draft, plan))
+
+    async def _plan(self, file: OpenFile, draft: Draft, policy: PackPolicy, *, alone: bool) -> PublishPlan:
+        """Plan the version with the facts of one moment, and give its draft the key."""
+        if draft.size <= policy.threshold_bytes and not alone:
+            await draft.wait_idle()
+        await self._deletions.wait_deleted(draft.target.key)
+        key, path = draft.target.key, file.key
+        packable = is_packable(policy, draft.size, has_upload=bool(draft.upload_intent_ns))
+        used = self._ns.tree.objects.used(key) if draft.upload_intent_ns else None
+        plan = plan_publish(
+            VersionFacts(
+                path,
+                draft.id,
+                draft.size,
+                policy,
+                upload_key=key if draft.upload_intent_ns else "",
+                is_key_taken=not draft.upload_intent_ns and self._files.is_key_taken(path),
+                is_alone=alone,
+                are_others_closing=packable and not alone and self._packer.are_others_closing(policy.threshold_bytes),
+                if_absent=draft.target.if_absent,
+                own_etag=self._ns.own_etag(path, file.entry.parent),
+                place=file.entry.place,
+                place_at_key=0 if used is None else used.number,
+                is_key_journaled=self._committer.mentions(key),
+            )
+        )
+        draft.target.key, draft.target.path, draft.target.if_absent = plan.key, plan.path, plan.if_absent
+        return plan
 
     async def store_pack(
         self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
@@ -130,9 +173,7 @@ class ObjectWriter:
             await self._packer.commit_pack(files, passed)
 
         def stored(file: OpenFile, draft: Draft) -> StoredVersion:
-            now = self._packed(file, draft)
-            self._retire(before[draft.id], now.entry)
-            return now
+            return self._retire(before[draft.id], self._packed(file, draft))
 
         return stored
 
@@ -152,14 +193,13 @@ class ObjectWriter:
 
     # -- as a plain object
 
-    async def _plain(self, file: OpenFile, draft: Draft) -> StoredVersion:
-        key = draft.target.key
-        if self._ns.own_etag(file.key, file.entry.parent):
-            draft.target.if_absent = False  # what may still lie there counts as removed
+    async def _plain(self, file: OpenFile, draft: Draft, plan: PublishPlan) -> StoredVersion:
+        key = plan.key
         with self._packer.storing_plain():
             async with self._deletions.keeping(key):
-                await self._free(draft, file.entry.place)
-                if self._committer.mentions(key):  # or a commit would name bytes that are there no more
+                if plan.frees_key:
+                    await self._relocator.free(key)
+                if plan.commits_first:
                     await self._committer.flush()
                 published = await publish(draft)
         row = self._ns.tree.entry(file.entry.inode)
@@ -174,27 +214,14 @@ class ObjectWriter:
             offset=0,
         )
         extent = Extent.whole(Version(key, published.meta.etag, published.meta.size))
-        if key != file.key or self._is_committed(owner):
+        is_named = bool(row is not None and row.stamp) or self._has_tombstone(file.key)
+        if needs_commit(owner.entry, self._shown, key=key, path=file.key, is_named_by_commit=is_named):
             entry = await self._commit_location(file, entry, key)
         return StoredVersion(entry, extent, published.described, published)
 
-    async def _free(self, draft: Draft, place: int) -> None:
-        """An upload began at its key before another node renamed away what lies there. ``place`` is the file's own."""
-        used = self._ns.tree.objects.used(draft.target.key) if draft.upload_intent_ns else None
-        if used is not None and place != used.number:
-            await self._relocator.free(draft.target.key)
-
-    def _is_committed(self, file: OpenFile) -> bool:
-        row = self._ns.tree.entry(file.entry.inode)
-        entry = file.entry
-        if entry.flags & (Flag.XATTRS | Flag.MTIME_KEPT) or (row is not None and row.stamp):
-            return True
-        return self._is_special(entry) or self._ns.tree.tombstones.get(file.key.encode()) is not None
-
-    def _is_special(self, entry: Entry) -> bool:
-        """It has a mode or an owner that no listing would tell."""
-        held = (entry.mode, entry.uid, entry.gid)
-        return any(each not in (UNSET, shown) for each, shown in zip(held, self._shown, strict=True))
+    def _has_tombstone(self, path: str) -> bool:
+        """A commit removed, or hid, the plain object at a path."""
+        return self._ns.tree.tombstones.get(path.encode()) is not None
 
     async def _commit_location(self, file: OpenFile, entry: Entry, key: str) -> Entry:
         """A commit that the name is the object at ``key``; journaled, so it will be made even if this fails."""
@@ -212,8 +239,9 @@ class ObjectWriter:
         builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
             hide_object(builder, self._ns.tree, key, entry.etag)
-        goes = hides and key != path and not self._committer.journal.reserves(path)
-        doomed = [Deletion(path, hides)] if goes else []
+        doomed: list[Deletion] = []
+        if key != path:
+            doomed = superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
         if key != path:
             self._relocator.note([path])
@@ -226,7 +254,9 @@ class ObjectWriter:
         key = draft.target.key
         there = self._ns.at(path)
         async with self._relocator.copies.kept_off(path, key), self._deletions.keeping(key):
-            await self._free(draft, there.place if there is not None else 0)
+            used = self._ns.tree.objects.used(key) if draft.upload_intent_ns else None
+            if used is not None and (there is None or there.place != used.number):
+                await self._relocator.free(key)
             published = await publish(draft)
         self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe(False)))
         await self._committer.flush()
@@ -234,21 +264,24 @@ class ObjectWriter:
     def announce_object(self, path: str, meta: ObjectMeta) -> None:
         """The name is this object, with the attributes that its metadata tells. Raises CacheError."""
         there = self._ns.at(path)
-        tombstone = self._ns.tree.tombstones.get(path.encode())
         inode = there.inode if there is not None else 0  # whose extended attributes it keeps
         entry = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
         entry = attributes.learn(entry, meta.metadata or {})
-        shown = not self._is_special(entry) and entry.mtime_ns == meta.mtime_ns
-        if shown and meta.key == path and tombstone is None and (there is None or not there.stamp):
+        is_named = self._has_tombstone(path) or bool(there is not None and there.stamp)
+        flags = entry.flags & ~(Flag.XATTRS | Flag.MTIME_KEPT)
+        bare = msgspec.structs.replace(entry, flags=flags)
+        commits = needs_commit(bare, self._shown, key=meta.key, path=path, is_named_by_commit=is_named)
+        if not commits and entry.mtime_ns == meta.mtime_ns:
             return  # as every listing shows
         self._enqueue_location(path, entry, meta.key)
 
     # -- what is left behind
 
-    def _retire(self, before: ObjectRow | None, now: Entry) -> None:
-        """The object of the version before is wanted by nobody, unless it was replaced in place."""
-        if before is not None and not before.is_pack and before.number != now.place:
+    def _retire(self, before: ObjectRow | None, stored: StoredVersion) -> StoredVersion:
+        """The object of the version before is superseded, unless it was replaced in place."""
+        if before is not None and not before.is_pack and before.number != stored.entry.place:
             self._committer.retire(Deletion(before.key, before.etag))
+        return stored
 
     def set_attributes(self, late_attributes: Iterable[LateAttributes], batch: Batch | None = None) -> None:
         """Attributes that were set after the store had been told of the files'; journaled with ``batch``. Raises
@@ -338,8 +371,6 @@ class Publisher:
                 item.begin_publishing()
             async with draft.exclusive():
                 draft.refused.check(owner.key)
-                if not draft.upload_intent_ns:
-                    self._files.aim(owner, draft.id, draft.target)
                 reached("publish.begun")
                 stored = await self._writer.store(owner, draft, alone=item is not None)
                 reached("publish.sent")

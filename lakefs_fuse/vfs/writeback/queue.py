@@ -44,6 +44,7 @@ from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.publish import visible_token
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.packer import PACK_BYTES_MAX, PACK_FILES_MAX
+from lakefs_fuse.vfs.writeback.publish_plan import is_packable
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 1.0, 30.0
 """Between attempts while the store is away."""
@@ -402,9 +403,7 @@ class WriteBack:
         """Small enough for a pack, by the rules of its path, and no part was sent."""
         draft = item.draft
         policy = self._rules.pack_for(item.file.key)
-        if draft.upload_intent_ns or draft.uploading:
-            return False
-        return policy.mode != "never" and draft.size <= policy.threshold_bytes
+        return is_packable(policy, draft.size, has_upload=bool(draft.upload_intent_ns or draft.uploading))
 
     def may_stay_plain(self, item: AcknowledgedVersion) -> bool:
         """Alone, it is stored as a plain object."""

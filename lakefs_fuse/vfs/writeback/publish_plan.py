@@ -1,0 +1,121 @@
+"""Decides how a version gets into the store: its key, pack or plain object, what comes first, and what a commit adds.
+
+What always holds (*plans are pure*): the functions here read the facts that they are given and nothing else, so the
+same facts give the same plan. `ObjectWriter` gathers the facts between two awaits, and carries the plan out. Callable
+from any thread; nothing here survives a crash.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lakefs_fuse.commits.record import OBJECTS
+from lakefs_fuse.meta.entry import UNSET, Entry, Flag
+from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.path_rules import PackPolicy
+
+
+class Form(StrEnum):
+    """What holds the bytes of a version."""
+
+    PLAIN = "plain"
+    """An object of its own."""
+    PACK = "pack"
+    """A commit, with others or alone."""
+    PACK_WITH_OTHERS = "pack-with-others"
+    """A commit, if others join while it gathers; else the version is planned again, as a plain object."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionFacts:
+    """A version that is about to be published, and what this node knows of its name and of the keys it may get."""
+
+    path: str
+    draft_id: str
+    size: int
+    policy: PackPolicy
+    upload_key: str = ""
+    """Of the upload that began already; empty where none did."""
+    is_key_taken: bool = False
+    """Bytes that belong to another name are, or will be, at the file's own key, or others still look for them there."""
+    is_alone: bool = False
+    """No other file is waited for."""
+    are_others_closing: bool = False
+    """Other small files close now, or are being written."""
+    if_absent: bool = False
+    """The name was created: nothing may be there."""
+    own_etag: str = ""
+    """Of the plain object that is known to lie at the file's own key, seen or hidden."""
+    place: int = 0
+    """Number of the object that the file's row names; 0 where that is its own key."""
+    place_at_key: int = 0
+    """Number of the object at the upload's key that names elsewhere mean; 0 for none."""
+    is_key_journaled: bool = False
+    """A change that is journaled, and may be sent, names the object at the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishPlan:
+    """What is to be done, in the order of the fields."""
+
+    key: str
+    path: str
+    """Of the file, where ``key`` is another; else empty."""
+    form: Form
+    frees_key: bool = False
+    """Another name's bytes are copied away from the key first."""
+    commits_first: bool = False
+    """What is journaled is committed first, or a commit would name bytes that are there no more."""
+    if_absent: bool = False
+
+
+def choose_key(path: str, draft_id: str, *, is_taken: bool) -> tuple[str, str]:
+    """Key of an object, and the path of its file where that is another: a hidden key where the file's own is taken."""
+    return (OBJECTS + draft_id, path) if is_taken else (path, "")
+
+
+def is_packable(policy: PackPolicy, size: int, *, has_upload: bool) -> bool:
+    """Small enough for a pack by the rules of its path, and no part of it was sent."""
+    return policy.mode != "never" and size <= policy.threshold_bytes and not has_upload
+
+
+def plan_publish(facts: VersionFacts) -> PublishPlan:
+    """How to store a version."""
+    if facts.upload_key:
+        key, path = facts.upload_key, facts.path if facts.upload_key != facts.path else ""
+    else:
+        key, path = choose_key(facts.path, facts.draft_id, is_taken=facts.is_key_taken)
+    form = _choose_form(facts, key)
+    return PublishPlan(
+        key,
+        path,
+        form,
+        frees_key=bool(facts.upload_key and facts.place_at_key and facts.place_at_key != facts.place),
+        commits_first=form is Form.PLAIN and facts.is_key_journaled,
+        if_absent=facts.if_absent and not facts.own_etag,  # what may still lie there counts as removed
+    )
+
+
+def _choose_form(facts: VersionFacts, key: str) -> Form:
+    if facts.is_alone or not is_packable(facts.policy, facts.size, has_upload=bool(facts.upload_key)):
+        return Form.PLAIN
+    if facts.policy.mode != "auto" or key != facts.path:
+        return Form.PACK
+    return Form.PACK_WITH_OTHERS if facts.are_others_closing else Form.PLAIN
+
+
+def needs_commit(entry: Entry, shown: tuple[int, int, int], *, key: str, path: str, is_named_by_commit: bool) -> bool:
+    """A listing alone would not show this file: it is elsewhere, commits named it before, or attributes differ.
+
+    ``shown`` are the mode, uid and gid of files that name none.
+    """
+    if key != path or is_named_by_commit or entry.flags & (Flag.XATTRS | Flag.MTIME_KEPT):
+        return True
+    held = (entry.mode, entry.uid, entry.gid)
+    return any(each not in (UNSET, default) for each, default in zip(held, shown, strict=True))
+
+
+def superseded_at(path: str, own_etag: str, *, is_reserved: bool) -> list[Deletion]:
+    """The plain object at a name's own key goes when the name is elsewhere, unless other nodes still need the key."""
+    return [Deletion(path, own_etag)] if own_etag and not is_reserved else []

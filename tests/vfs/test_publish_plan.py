@@ -1,0 +1,114 @@
+"""The table of how a version gets into the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lakefs_fuse.commits.record import OBJECTS
+from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.path_rules import PackPolicy
+from lakefs_fuse.vfs.writeback.publish_plan import (
+    Form,
+    PublishPlan,
+    VersionFacts,
+    choose_key,
+    is_packable,
+    needs_commit,
+    plan_publish,
+    superseded_at,
+)
+
+AUTO, ALWAYS, NEVER = (PackPolicy(mode, 1000) for mode in ("auto", "always", "never"))
+HIDDEN = OBJECTS + "id"
+SHOWN = (0o644, 1000, 1000)
+
+CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
+    ("alone", {}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("others close", {"are_others_closing": True}, PublishPlan("p/f", "", Form.PACK_WITH_OTHERS)),
+    ("others, too large", {"are_others_closing": True, "size": 1001}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("others, just small", {"are_others_closing": True, "size": 1000}, PublishPlan("p/f", "", Form.PACK_WITH_OTHERS)),
+    ("others, not waited for", {"are_others_closing": True, "is_alone": True}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("never", {"policy": NEVER, "are_others_closing": True}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("always", {"policy": ALWAYS}, PublishPlan("p/f", "", Form.PACK)),
+    ("always, too large", {"policy": ALWAYS, "size": 1001}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("always, not waited for", {"policy": ALWAYS, "is_alone": True}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("key taken", {"is_key_taken": True}, PublishPlan(HIDDEN, "p/f", Form.PACK)),
+    ("key taken, large", {"is_key_taken": True, "size": 1001}, PublishPlan(HIDDEN, "p/f", Form.PLAIN)),
+    ("key taken, never", {"is_key_taken": True, "policy": NEVER}, PublishPlan(HIDDEN, "p/f", Form.PLAIN)),
+    ("upload began", {"upload_key": "p/f", "policy": ALWAYS}, PublishPlan("p/f", "", Form.PLAIN)),
+    (
+        "upload began, then the key was taken",
+        {"upload_key": "p/f", "is_key_taken": True, "place_at_key": 7},
+        PublishPlan("p/f", "", Form.PLAIN, frees_key=True),
+    ),
+    (
+        "upload began over the file's own object",
+        {"upload_key": "p/f", "place": 7, "place_at_key": 7},
+        PublishPlan("p/f", "", Form.PLAIN),
+    ),
+    ("upload began, then renamed", {"upload_key": "p/old"}, PublishPlan("p/old", "p/f", Form.PLAIN)),
+    ("created", {"if_absent": True}, PublishPlan("p/f", "", Form.PLAIN, if_absent=True)),
+    ("created over what was removed", {"if_absent": True, "own_etag": "e"}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("journaled", {"is_key_journaled": True}, PublishPlan("p/f", "", Form.PLAIN, commits_first=True)),
+    (
+        "journaled, in a pack",
+        {"is_key_journaled": True, "policy": ALWAYS},
+        PublishPlan("p/f", "", Form.PACK),
+    ),
+]
+
+
+@pytest.mark.parametrize(("facts", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_plan_publish_of_each_case_is_the_same_twice(facts: dict[str, Any], expected: PublishPlan) -> None:
+    version = VersionFacts(**{"path": "p/f", "draft_id": "id", "size": 10, "policy": AUTO, **facts})
+    assert plan_publish(version) == expected
+    assert plan_publish(version) == expected
+
+
+def test_choose_key_of_a_taken_key_is_hidden() -> None:
+    assert choose_key("p/f", "id", is_taken=False) == ("p/f", "")
+    assert choose_key("p/f", "id", is_taken=True) == (HIDDEN, "p/f")
+
+
+@pytest.mark.parametrize(
+    ("policy", "size", "has_upload", "expected"),
+    [
+        (AUTO, 1000, False, True),
+        (AUTO, 1001, False, False),
+        (AUTO, 10, True, False),
+        (NEVER, 0, False, False),
+        (ALWAYS, 0, False, True),
+    ],
+)
+def test_is_packable_by_policy_size_and_upload(policy: PackPolicy, size: int, has_upload: bool, expected: bool) -> None:
+    assert is_packable(policy, size, has_upload=has_upload) is expected
+
+
+@pytest.mark.parametrize(
+    ("attributes", "where", "expected"),
+    [
+        ({}, {}, False),
+        ({"mode": 0o644, "uid": 1000, "gid": 1000}, {}, False),
+        ({"mode": 0o600}, {}, True),
+        ({"uid": 0}, {}, True),
+        ({"gid": 0}, {}, True),
+        ({"flags": Flag.XATTRS}, {}, True),
+        ({"flags": Flag.MTIME_KEPT}, {}, True),
+        ({}, {"key": HIDDEN}, True),
+        ({}, {"is_named_by_commit": True}, True),
+    ],
+)
+def test_needs_commit_where_a_listing_would_lack_something(
+    attributes: dict[str, Any], where: dict[str, Any], expected: bool
+) -> None:
+    entry = Entry(1, 2, b"f", 3, **attributes)
+    assert needs_commit(entry, SHOWN, **{"key": "p/f", "path": "p/f", "is_named_by_commit": False, **where}) is expected
+
+
+def test_superseded_at_a_reserved_key_is_nothing() -> None:
+    assert superseded_at("p/f", "e", is_reserved=False) == [Deletion("p/f", "e")]
+    assert superseded_at("p/f", "e", is_reserved=True) == []
+    assert superseded_at("p/f", "", is_reserved=False) == []
