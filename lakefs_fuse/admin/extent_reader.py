@@ -1,7 +1,7 @@
-"""Bytes of many files, read with few requests and little memory: neighbours in one object come with one GET.
+"""Reads the bytes of many files with few requests: one GET for neighbours in an object.
 
-What could not be read because its version is gone, or because its bytes are not those that the pack's directory gives a
-CRC-32 for, is None; such a file is left where it is. Tasks of one trio loop.
+What always holds (*verified bytes*): bytes from a pack match the CRC-32 in its directory. A file whose version is gone,
+or whose bytes do not match, is None. Tasks of one trio loop.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lakefs_fuse.sync.nursery import collecting
 
 GETS_AT_ONCE = 16
 CHUNK_BYTES = 16 * MIB
-"""What is in memory at a time, unless one file is larger."""
+"""Bytes in memory at a time, unless one file is larger."""
 CHUNK_FILES = 1024
 RANGE_BYTES_MAX = 8 * MIB
 GAP_BYTES_MAX = 64 * KIB
-"""Bytes that nobody wants are read rather than another request made."""
+"""A smaller gap between two files is read, to save a request."""
 DIRECTORIES_MAX = 64
 """Directories of packs in memory, about 100 bytes a member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """A file whose bytes are to be somewhere else. ``entry`` has the attributes that go with them."""
+    """A file whose bytes are to be moved; ``entry`` has its attributes."""
 
     path: str
     entry: Entry
@@ -44,7 +44,7 @@ class Moving:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Of one file. ``metadata`` is that of the object where one GET read all of it and the store told, else None."""
+    """The bytes of one file; ``metadata`` is that of the object, if one GET read all of it and had it."""
 
     data: bytes
     metadata: Mapping[str, str] | None = None
@@ -59,7 +59,7 @@ class _Range:
 
 
 class ExtentReader:
-    """See the module's head."""
+    """Reads extents; keeps the directories of recent packs."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client

@@ -63,12 +63,12 @@ class LakeView:
 
     @property
     def refused(self) -> int:
-        """Commits that cannot be read, lie in the future, or are known to be missing: nobody knows what they say."""
+        """Number of commits with unknown changes: unreadable, in the future, or known to be missing."""
         noted = len(CommitRows(self.fs.database).refused()) + bool(missing_before(self.fs.database))
         return max(noted, self.metrics.commits.damaged + self.metrics.commits.future)
 
     async def refresh(self) -> None:
-        """Apply what was committed since. Raises LakeError."""
+        """Apply new commits. Raises LakeError."""
         await self.fs.look_again()
 
     async def take_time(self) -> int:

@@ -1,9 +1,9 @@
 """Moves the bytes of files into new packs: one commit a pack, with a `Relocate` for each file.
 
-Always true: a file keeps its name, inode, attributes and commit time; the commit changes nothing of a file that is not
-at the version that was read, and never names a plain object that was replaced before the commit's time (the objects are
-listed again after the time was taken, so whatever replaces one later is dated later, and wins). What a commit makes
-superfluous is somebody else's to delete, after it.
+What always holds (*same version*): a file keeps its name, inode, attributes and commit time; the commit changes nothing
+of a file that is not at the version that was read, and never names a plain object that was replaced before the commit's
+time (the objects are listed again after the time was taken, so whatever replaces one later is dated later, and wins).
+Callers delete what a commit supersedes, after it.
 
 A crash before a PUT leaves nothing; after it, a commit that is in effect. A commit that took long to store is named by
 another, small one, because mounts look for new commits among those of the last two minutes. Tasks of one trio loop.
@@ -36,7 +36,7 @@ SLOW_S = 60.0
 
 @dataclass(slots=True)
 class Moved:
-    """What was done. ``left`` are files that changed, vanished or were found damaged meanwhile."""
+    """Result of a relocation. ``left`` counts files that changed, were removed, or are damaged."""
 
     files: int = 0
     bytes: int = 0
@@ -48,7 +48,7 @@ class Moved:
 
 @dataclass(slots=True)
 class RelocationBuilder:
-    """Operations of one commit, and the objects they point into."""
+    """Builds the operations of one commit, and the objects that they refer to."""
 
     objects: list[ObjectRef] = field(default_factory=lambda: [ObjectRef()])
     operations: list[Relocate] = field(default_factory=list)
@@ -91,12 +91,12 @@ class _Pack:
     file: BinaryIO
     builder: ArchiveBuilder
     moved: list[tuple[Moving, int]] = field(default_factory=list)
-    """With the offset in the new pack."""
+    """Files, with their offsets in the new pack."""
     places: dict[Extent, int] = field(default_factory=dict)
 
 
 class Relocator:
-    """Takes files, one after the other, and commits a pack whenever one is full. `finish` sends the last."""
+    """Gathers files, and commits a pack whenever one is full; `finish` commits the last."""
 
     def __init__(self, lake: LakeView, *, report: Callable[[Moved], None]) -> None:
         self._lake, self._report = lake, report
@@ -155,14 +155,14 @@ class Relocator:
         pack.moved += [(file, pack.places[file.source]) for file in learned if file.source in pack.places]
 
     async def _learn(self, file: Moving, metadata: Mapping[str, str] | None) -> Moving:
-        """With the attributes that a plain object has of its own, as a mount would show them."""
+        """The file with the attributes in the metadata of its plain object, as a mount shows them."""
         if file.entry.flags & Flag.ATTRIBUTES_KNOWN or file.source.version.key.startswith(COMMITS):
             return file
         if metadata is None or not file.source.size:
             try:
                 meta = await self._lake.client.head(file.source.version.key)
             except NotFound:
-                return file  # it is missed again before the commit
+                return file  # the check before the commit drops it
             metadata = meta.metadata if meta.etag == file.source.version.etag else None
         return file if metadata is None else replace(file, entry=learn(file.entry, metadata))
 
@@ -193,7 +193,7 @@ class Relocator:
         await self._lake.log.put_record(record)
 
     async def _unchanged(self, moved: list[tuple[Moving, int]]) -> list[tuple[Moving, int]]:
-        """Those whose plain object is still the version that was read: one LIST of each directory."""
+        """The files whose plain object is still at the version that was read; one LIST for each directory."""
         wanted: dict[str, dict[str, str]] = {}
         for file, _ in moved:
             if not file.entry.place:

@@ -1,16 +1,16 @@
-"""`pack` and `unpack`: small plain objects into packs, and files of packs back into plain objects, in place.
+"""`pack` and `unpack`: move small plain objects into packs, and files of packs into plain objects.
 
-Both leave names, inodes, attributes and open handles as they are: mounts that read go on reading.
+What always holds (*same files*): names, inodes, attributes and open handles stay as they are, and mounts continue to
+read.
 
-Pack: objects are read at one ETag, put into packs with a commit each (see `relocating`), and deleted afterwards, when
-mounts have had a grace period to see the commits (see `leftovers`). Killed before a commit: nothing happened. Between a
-commit and the deletions: leftovers that every mount hides; a second run deletes them. Killed at any time, a second run
-does what is left.
+Pack: objects are read at one ETag, stored in packs with a commit each (`relocation`), and deleted after a grace period
+in which mounts apply the commits (`superseded_objects`). Killed before a commit: nothing happened. Between a commit and
+the deletions: objects that every mount hides, which a second run deletes. A second run completes the work.
 
-Unpack: each file is put as a plain object at its own key, if there is none; then one commit says so for many of them.
-Killed between the two: the objects count as put by somebody else just now, and have the same bytes and attributes. A
-file that others change in these seconds is looked at again before the commit: our object is taken away again where the
-name is something else by then. What remains is a change that we do not see within the time of two requests.
+Unpack: each file is put as a plain object at its own key, if there is none; then one commit relocates many of them.
+Killed in between: the objects count as new objects of another program, with the same bytes and attributes. Files are
+checked again before the commit, and the object of a changed file is deleted. A change within the last two requests is
+not seen.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from lakefs_fuse.vfs.namespace.attributes import describe
 
 THRESHOLD_BYTES = 1 * MIB
 GRACE_S = 30.0
-"""A few refresh periods of a mount."""
+"""A few refresh intervals of a mount."""
 CLOCK_S = 0.1
-"""Two clocks that measure one period differ by less."""
+"""Maximum difference of two clocks over one grace period."""
 PUTS_AT_ONCE = 8
 BATCH_FILES = 1000
 ELSEWHERE_MAX = 100_000
-"""Objects of renamed files that are remembered to be deleted; `gc` finds the others."""
+"""Objects of renamed files that one run deletes; `gc` finds the others."""
 
 Report = Callable[[str, int, int], None]
-"""What is being done, files and bytes done."""
+"""Reports the current step, with files and bytes done."""
 Note = Callable[[str], None]
 NOTES_MAX = 20
 
 
 @dataclass(slots=True)
 class Packed:
-    """What `pack` did, or would do."""
+    """Result of `pack`, or of a dry run."""
 
     moved: Moved = field(default_factory=Moved)
     swept: Swept = field(default_factory=Swept)
 
     def summary(self) -> dict[str, object]:
-        """For scripts; the names are final."""
+        """The result for scripts; names are final."""
         return {
             "files": self.moved.files,
             "bytes": self.moved.bytes,
@@ -69,11 +69,11 @@ class Packed:
         }
 
     def describe(self, *, dry_run: bool) -> str:
-        """For people."""
+        """The result as text for users."""
         if dry_run:
             return (
                 f"{self.moved.files:,} files of {self.moved.bytes:,} bytes would be packed; "
-                f"{self.swept.objects:,} leftover objects would be deleted"
+                f"{self.swept.objects:,} superseded objects would be deleted"
             )
         text = f"{self.moved.files:,} files of {self.moved.bytes:,} bytes are in {self.moved.packs:,} packs now; "
         text += f"{self.swept.objects:,} plain objects deleted"
@@ -96,10 +96,10 @@ async def pack(
     packed = Packed()
     elsewhere: list[ObjectMeta] = []
 
-    def tell(moved: Moved) -> None:
+    def report_moved(moved: Moved) -> None:
         report("packing", moved.files, moved.bytes)
 
-    relocator = Relocator(lake, report=tell)
+    relocator = Relocator(lake, report=report_moved)
     async with aclosing(lake.listed_files(path)) as files:
         async for name, entry in files:
             if not _is_small_plain(lake, entry, threshold_bytes):
@@ -121,7 +121,7 @@ async def pack(
         return packed
     packed.moved = await relocator.finish()
     if packed.moved.packs and grace_s:
-        report("waiting for mounts to see it", packed.moved.files, packed.moved.bytes)
+        report("waiting for the grace period", packed.moved.files, packed.moved.bytes)
         await sleep(grace_s)
     packed.swept = await sweep(lake, prefix, grace_s=grace_s, removed=False, only=only)
     if packed.swept.young:
@@ -145,7 +145,7 @@ def _add(swept: Swept, more: Swept) -> None:
 
 
 async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept: Swept) -> None:
-    """Objects at keys that are not the names of their files, where no name has bytes in them any more."""
+    """Delete the old objects of renamed files, if they are unreferenced now."""
     doomed: list[ObjectMeta] = []
     for meta in objects:
         row = lake.tree.objects.find(meta.key, meta.etag)
@@ -167,18 +167,18 @@ async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept
 
 @dataclass(slots=True)
 class Unpacked:
-    """What `unpack` did, or would do. ``left`` stay in their packs, for reasons that were noted."""
+    """Result of `unpack`, or of a dry run. ``left`` counts files that stay in packs; notes say why."""
 
     files: int = 0
     bytes: int = 0
     left: int = 0
 
     def summary(self) -> dict[str, object]:
-        """For scripts; the names are final."""
+        """The result for scripts; names are final."""
         return {"files": self.files, "bytes": self.bytes, "left": self.left}
 
     def describe(self, *, dry_run: bool) -> str:
-        """For people."""
+        """The result as text for users."""
         verb = "would be" if dry_run else "are"
         text = f"{self.files:,} files of {self.bytes:,} bytes {verb} plain objects{'' if dry_run else ' now'}"
         return text + (f"; {self.left:,} stay in packs" if self.left else "")
@@ -210,7 +210,7 @@ async def unpack(lake: LakeView, path: str, *, dry_run: bool = False, report: Re
 
 
 class _Unpack:
-    """The part that writes."""
+    """Writes plain objects, and commits the relocations."""
 
     def __init__(self, lake: LakeView, report: Report, note: Note) -> None:
         self._lake, self._report, self._note = lake, report, note
@@ -266,7 +266,7 @@ class _Unpack:
         return None
 
     async def _adopted(self, file: Moving, raw: bytes) -> ObjectMeta | None:
-        """Somebody's object is there; it is ours where a PUT was answered late, or a run ended before its commit."""
+        """The object at the key, if its bytes are those of the file: a late PUT, or one of an earlier run."""
         try:
             fetched = await self._lake.client.get(file.path, 0, max(1, len(raw) + 1))
             if fetched.meta.size == len(raw) and bytes(fetched.data) == raw:
@@ -286,10 +286,10 @@ class _Unpack:
                 self.done.bytes += file.entry.size
             else:
                 self._leave(file.path, "it was changed meanwhile")
-                await self._take_away(meta)
+                await self._delete_own(meta)
         await builder.commit(self._lake)
 
-    async def _take_away(self, meta: ObjectMeta) -> None:
+    async def _delete_own(self, meta: ObjectMeta) -> None:
         now = self._lake.entry_at(meta.key)
         if now is not None and now.is_plain and now.etag == meta.etag:
             return

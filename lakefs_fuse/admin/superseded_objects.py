@@ -1,9 +1,9 @@
-"""Plain objects that a commit hides, and that lie there still: found in listings, deleted as the versions found there.
+"""Superseded plain objects, which commits hide: found in listings, and deleted at the versions found.
 
-An object is a leftover where what the commits say of its key names its very ETag as hidden, no name has its bytes in
-it, and all that has held for longer than a grace period. Each is deleted by a request that names its ETag. Where the
-store ignores that condition, a HEAD comes right before the DELETE, and an object that somebody puts between the two is
-gone with the old one. A mount does not, unless it had been without the commit for the whole grace period.
+An object is superseded if the commits on its key hide its very ETag, no name has bytes in it, and both have held for a
+grace period. *Deleted by version*: each DELETE has the ETag as a precondition. Where the store ignores that, a HEAD
+precedes the DELETE, and an object that another program puts between the two is deleted as well; a mount puts none,
+unless it has missed the commit for the whole grace period.
 
 A crash leaves some of the objects. Tasks of one trio loop.
 """
@@ -35,8 +35,7 @@ class Swept:
 
 
 def hidden_since(lake: LakeView, meta: ObjectMeta, *, removed: bool) -> int | None:
-    """Time from which on a plain object is a leftover; None for one that is not. ``removed``: count those, too, whose
-    name is gone."""
+    """Time since which a plain object is superseded; None if it is not. ``removed`` includes removed names."""
     key, tree = meta.key, lake.tree
     used = tree.objects.find(key, meta.etag)
     if used is not None and used.entries > 0:
@@ -65,8 +64,9 @@ def _hidden_by_entry(lake: LakeView, entry: Entry, meta: ObjectMeta) -> int | No
 async def sweep(
     lake: LakeView, prefix: str, *, grace_s: float, removed: bool, dry_run: bool = False, only: str = ""
 ) -> Swept:
-    """Delete the leftovers whose keys begin with ``prefix`` (``only``: the one with that key); none while there are
-    commits that cannot be read, as those may refer to them. Raises LakeError."""
+    """Delete superseded objects whose keys begin with ``prefix`` (``only``: the one with that key).
+
+    Deletes none while a commit cannot be read, because it may refer to them. Raises LakeError."""
     swept = Swept()
     if not await _refresh(lake):
         return swept
@@ -94,13 +94,14 @@ async def sweep(
 
 
 async def _refresh(lake: LakeView) -> bool:
-    """Apply what was committed since; whether every commit could be read."""
+    """Apply new commits; whether every commit could be read."""
     await lake.refresh()
     return not lake.refused
 
 
 async def delete(lake: LakeView, doomed: Sequence[ObjectMeta], swept: Swept, *, dry_run: bool) -> None:
-    """Plain objects as the versions that were found; below ``.lakefs/``, where no key is used twice, many in a request.
+    """Delete plain objects at their versions, and objects below ``.lakefs/``, whose keys are unique, many a request.
+
     Raises LakeError."""
     failed: dict[str, str] = {}
     if not dry_run:
