@@ -19,10 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lakefs_fuse.commits.archive import commit_key
-from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.hybrid_clock import WINDOW_NS, HybridClock
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import Manifest, find, manifests, remove_old, write_index
-from lakefs_fuse.commits.window import WINDOW_NS
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import LakeError, NotFound, Unsupported
 from lakefs_fuse.meta import sorted_tables as tables

@@ -31,9 +31,9 @@ from lakefs_fuse.commits.change import Change, Committed, Sending, Told, Unsure,
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import Redated, Redater
+from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import Deletions
 from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr
-from lakefs_fuse.commits.window import WINDOW_NS
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound

@@ -23,8 +23,11 @@ from lakefs_fuse.environment.clock import Clock
 NS = 1_000_000_000
 COMMIT_AHEAD_MAX_S = 60
 """How far ahead of the store's time a commit is believed, and written. Half of the window in which polls look for
-commits (`window`): a clock that followed one from farther ahead would hide others' commits from whoever polls."""
+commits (WINDOW_NS): a clock that followed one from farther ahead would hide others' commits from whoever polls."""
 AHEAD_NS_MAX = COMMIT_AHEAD_MAX_S * NS
+WINDOW_NS = 120_000_000_000
+"""Polls look for commits whose time is no more than this behind the newest one seen. Half of it is for clocks that
+differ after correction; a writer whose PUT took the other half says everything again under a new time."""
 DIFFERENCE_NS_MAX = 2 * NS
 """A difference from the store's clock that is left alone, as the store tells it to the second. A wall clock that moves
 by more beside the time since boot has jumped."""

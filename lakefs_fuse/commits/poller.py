@@ -24,9 +24,8 @@ from lakefs_fuse.commits.apply_record import Doubt
 from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, parse_commit_key
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
-from lakefs_fuse.commits.hybrid_clock import CONFIRM_S
+from lakefs_fuse.commits.hybrid_clock import CONFIRM_S, WINDOW_NS
 from lakefs_fuse.commits.record import ObjectRef, Record
-from lakefs_fuse.commits.window import WINDOW_NS
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta

@@ -6,8 +6,7 @@ import random
 import zipfile
 from io import BytesIO
 
-from lakefs_fuse.commits.archive import Member, build
-from lakefs_fuse.commits.member_sums import WRONG_MAX, wrong_members
+from lakefs_fuse.commits.archive import WRONG_MAX, Member, build, wrong_members
 from tests.commits.archives import fixed, member
 
 RNG = random.Random(7)

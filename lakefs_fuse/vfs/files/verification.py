@@ -6,7 +6,7 @@ Over https TLS has done so already, for less CPU and for every byte; a local dir
 from __future__ import annotations
 
 from lakefs_fuse.blockcache.verified_get import VerifiedGet
-from lakefs_fuse.commits.member_sums import wrong_members
+from lakefs_fuse.commits.archive import wrong_members
 from lakefs_fuse.meta.object_table import is_pack_key
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
