@@ -32,7 +32,7 @@ from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import Redated, Redater
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
-from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
@@ -84,7 +84,7 @@ class Committer:
         self,
         log: CommitLog,
         applier: Applier,
-        deletions: Deletions,
+        deletions: DeletionQueue,
         journal: ChangeJournal,
         metrics: CommitMetrics,
         threads: Threads,
@@ -118,13 +118,13 @@ class Committer:
         if self.journal.changes:
             self._acknowledged.progressed.wake_all()
 
-    async def settle_journal(self) -> None:
+    async def reconcile_journal(self) -> None:
         """Ask the store whether it has the commit that the last daemon was sending when it ended. Where it has, the
         changes in it leave the journal, and their rows get its time instead of the pending stamp that is newer than any
         commit; what else it says is applied. To be called after `load` and before the first poll: the poll would
         otherwise hold what it says for older than these rows, or apply it over what came after. Raises LakeError."""
         async with self._lock:
-            await self._settle_sending()
+            await self._reconcile_sending()
 
     async def redate_before(self) -> bool:
         """Commit again what the last daemon of this cache directory dated too far ahead; answers whether it did.
@@ -200,7 +200,7 @@ class Committer:
         if change.ahead:
             sendable = self._sendable()
             passed = [each for each in self.journal.changes if each not in sendable]
-            self._outdate(batch, paths_of(change.operations), passed)
+            self._supersede(batch, paths_of(change.operations), passed)
         sequence = self.journal.append(change, batch)
         self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         self._acknowledged.progressed.wake_all()
@@ -210,9 +210,9 @@ class Committer:
         if self.journal.changes:
             self.enqueue(Change(doomed=[doomed]))
         else:
-            self._deletions.doom(doomed)
+            self._deletions.schedule(doomed)
 
-    def _outdate(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
+    def _supersede(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
         """Others are sent ahead of these changes, which shall not say later where the same files were. With ``time``,
         rows that they were in effect on are older than that."""
         for sequence in passed:
@@ -249,9 +249,9 @@ class Committer:
             self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves, after=after))
         self._db.commit(batch)
 
-    def _let_pass(self, sending: Sending) -> None:
+    def _record_passed(self, sending: Sending) -> None:
         batch = Batch()
-        self._outdate(batch, set(sending.paths), sending.passed, sending.time - 1)
+        self._supersede(batch, set(sending.paths), sending.passed, sending.time - 1)
         self._db.commit(batch)
 
     @asynccontextmanager
@@ -280,7 +280,7 @@ class Committer:
 
     async def flush(self) -> None:
         """Everything journaled before the call, and not held, is in the store when this returns. Raises LakeError."""
-        await self.settle()
+        await self.reconcile()
         wanted = self.journal.newest
         while next(iter(self._sendable()), wanted + 1) <= wanted:
             await self._commit(None, ())
@@ -309,8 +309,8 @@ class Committer:
         async with self._lock:
             try:
                 await self._redate_if_behind()
-                await self._settle_sending()
-                await self._settle_unsure()
+                await self._reconcile_sending()
+                await self._reconcile_unsure()
                 committed = await self._send(change() if callable(change) else change, members, sending)
                 self.error = None
                 return committed
@@ -354,9 +354,9 @@ class Committer:
         reached("commit.sent")
         self._metrics.note_written(len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
-        self._settle(sending, journaled, doomed, records[0], this)
+        self._record_commit(sending, journaled, doomed, records[0], this)
         if self._clock.wall_ns() - time > LATE_NS:
-            await self._say_again(records[0], this)
+            await self._repeat_commit(records[0], this)
         return Committed(this, body, places)
 
     async def _put(self, time: int, body: bytes, unsure: Unsure) -> ObjectMeta:
@@ -380,14 +380,14 @@ class Committer:
             self._metrics.failures += 1
             raise
 
-    async def settle(self) -> None:
+    async def reconcile(self) -> None:
         """No commit that failed is in the store without being in effect here. Raises LakeError."""
         if self._unsure is not None:
             async with self._lock:
-                await self._settle_sending()
-                await self._settle_unsure()
+                await self._reconcile_sending()
+                await self._reconcile_unsure()
 
-    async def _settle_unsure(self) -> None:
+    async def _reconcile_unsure(self) -> None:
         """An earlier commit failed, and the store did not say whether it has it: what comes next builds on that."""
         if self._unsure is None:
             return
@@ -400,10 +400,10 @@ class Committer:
         if not self._applier.commits.is_applied(record.time, self.writer):
             self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size))
         for doomed in self._unsure.doomed:
-            self._deletions.doom(doomed)
+            self._deletions.schedule(doomed)
         self._unsure = None
 
-    async def _say_again(self, record: Record, this: ObjectRef) -> None:
+    async def _repeat_commit(self, record: Record, this: ObjectRef) -> None:
         """The PUT took so long that others may not look for this commit's time any more: they are told by another."""
         logger.warning("commit %s took long to store: what it says is said again", this.key)
         objects = [*record.objects, this]
@@ -418,13 +418,13 @@ class Committer:
         again = replace(record, time=time, objects=objects, operations=operations)
         self._applier.apply(again, await self._log.put_record(again), own=True)
 
-    def _settle(
+    def _record_commit(
         self, sending: Sending, journaled: dict[int, Change], doomed: list[Deletion], record: Record, this: ObjectRef
     ) -> None:
         """The commit is in the store: note that here. What cannot be noted is applied by the next poll."""
         try:
             self._drop(journaled, record.time)
-            self._let_pass(sending)
+            self._record_passed(sending)
             self._applier.apply(_own_part(record, sending), this, own=True, whole=False)
             self.journal.end_sending()
             if doomed:
@@ -460,7 +460,7 @@ class Committer:
             self._db.commit(batch)
             self.journal.forget(sequence)
 
-    async def _settle_sending(self) -> None:
+    async def _reconcile_sending(self) -> None:
         """An earlier commit with journaled changes was sent, and its answer is not known."""
         sending = self.journal.sending
         if sending is None:
@@ -481,7 +481,7 @@ class Committer:
             if sequence in self.journal.changes
         }
         self._drop(done, sending.time)
-        self._let_pass(sending)
+        self._record_passed(sending)
         if not self._applier.commits.is_applied(record.time, record.writer):
             self._clock.seen(record.time)
             this = ObjectRef(meta.key, meta.etag, meta.size)

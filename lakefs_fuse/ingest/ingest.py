@@ -98,7 +98,7 @@ class Ingest:
             self._packer.close()
             with trio.CancelScope(shield=True):
                 await self._threads.run(self._source.close)
-        self._tell_refused_sum()
+        self._report_refused_sum()
         return self.done
 
     async def _count(self, scope: trio.CancelScope) -> None:
@@ -127,7 +127,7 @@ class Ingest:
     async def _work(self, nursery: trio.Nursery) -> None:
         while True:
             step = await self._blocking(self._packer.fill)
-            self._tell_refused()
+            self._report_refused()
             match step:
                 case Full(end):
                     pack = self._packer.take()
@@ -136,9 +136,9 @@ class Ingest:
                     if end:
                         return
                 case LargeFile():
-                    await self._take_large(step)
+                    await self._upload_large(step)
                 case CopyOf():
-                    await self._take_copy(step)
+                    await self._copy_linked(step)
                 case NeedsStored():
                     while self._in_flight:
                         self._landed = trio.Event()
@@ -187,7 +187,7 @@ class Ingest:
 
     # -- plain objects
 
-    async def _take_large(self, step: LargeFile) -> None:
+    async def _upload_large(self, step: LargeFile) -> None:
         """Upload it while the source waits. What only this file suffers from is told, and the rest goes on."""
         try:
             meta = await self._upload(step)
@@ -202,7 +202,7 @@ class Ingest:
             self._count_object()
         finally:
             step.content.close()
-        self._tell_refused()
+        self._report_refused()
 
     async def _upload(self, step: LargeFile) -> ObjectMeta:
         client, key, size = self._client, step.path, step.content.size
@@ -262,12 +262,12 @@ class Ingest:
                 return
         raise KeyRefused(f"the store changed its name ({key!r})")
 
-    async def _take_copy(self, step: CopyOf) -> None:
+    async def _copy_linked(self, step: CopyOf) -> None:
         try:
             meta = await self._copy(step)
         except (Unsupported, KeyRefused, NotFound) as error:
             self._packer.refused.append(Refused(step.path, f"a hard link to {step.source}: {error}"))
-            self._tell_refused()
+            self._report_refused()
             return
         self._packer.add_object(step, meta.etag, step.size)
         self._count_object()
@@ -298,7 +298,7 @@ class Ingest:
 
     # -- telling
 
-    def _tell_refused(self) -> None:
+    def _report_refused(self) -> None:
         refused, self._packer.refused = self._packer.refused, []
         for each in refused:
             if each.special:
@@ -308,7 +308,7 @@ class Ingest:
             if self.done.refused <= NOTES_MAX:
                 self._note(f"left out: {printable(each.name)}: {each.why}")
 
-    def _tell_refused_sum(self) -> None:
+    def _report_refused_sum(self) -> None:
         if self.done.refused > NOTES_MAX:
             self._note(f"left out: {self.done.refused - NOTES_MAX} more")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 
-from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.vfs.files.file_table import FileTable
@@ -33,7 +33,7 @@ class Durability:
         names: NameChanges,
         writeback: WriteBack,
         recovery: Recovery,
-        deletions: Deletions,
+        deletions: DeletionQueue,
     ) -> None:
         self._config, self._files, self._io, self._names = config, files, io, names
         self._writeback, self._recovery, self._deletions = writeback, recovery, deletions

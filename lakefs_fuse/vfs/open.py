@@ -19,7 +19,7 @@ import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX
-from lakefs_fuse.commits.index.index import bring_in
+from lakefs_fuse.commits.index.index import load_newest_index
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.local_disk import free_bytes
@@ -169,7 +169,7 @@ async def assembled(
             async with trio.open_nursery() as nursery:
                 # Before anything reads the database: what counts rows does so once.
                 await _drop_names_from_the_future(database, client, node.clock)
-                await bring_in(database, client, node.threads, directory / "index")
+                await load_newest_index(database, client, node.threads, directory / "index")
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans))
                 await parts.begin()
                 await _deal_with_orphans(config, parts.filesystem, parts.recovery)

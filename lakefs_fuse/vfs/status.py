@@ -9,7 +9,7 @@ import msgspec
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.meta.object_table import Objects
 from lakefs_fuse.metrics import Metrics
@@ -153,7 +153,7 @@ def cache_section(metrics: Metrics, cache: BlockCache) -> dict[str, object]:
 
 
 def commit_section(
-    metrics: Metrics, committer: Committer, deletions: Deletions, relocator: Relocator, objects: Objects
+    metrics: Metrics, committer: Committer, deletions: DeletionQueue, relocator: Relocator, objects: Objects
 ) -> dict[str, object]:
     return {
         **dataclasses.asdict(metrics.commits),

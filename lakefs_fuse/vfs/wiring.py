@@ -18,7 +18,7 @@ from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
-from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.node import Node
@@ -130,7 +130,7 @@ class Commits:
         log = CommitLog(client, self.clock, node.threads, writer=f"{node.random.stream('writer').getrandbits(32):08x}")
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
         journal = ChangeJournal(database)
-        self.deletions = Deletions(database, client, namespace.tree, journal, metrics, clock_ns=ground.clock_ns)
+        self.deletions = DeletionQueue(database, client, namespace.tree, journal, metrics, clock_ns=ground.clock_ns)
         self.writeback = WriteBack(
             database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback, self.deletions
         )
@@ -153,7 +153,7 @@ class Commits:
     async def begin(self) -> None:
         """Settle what was loaded with the store, and apply what others did since. Raises LakeError."""
         await self.poller.correct_clock()
-        await self.committer.settle_journal()
+        await self.committer.reconcile_journal()
         self.clock.seen(self.applier.commits.newest())
         await self.poller.poll()
         if not self._is_read_only and await self.committer.redate_before():

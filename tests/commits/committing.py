@@ -14,7 +14,7 @@ from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
-from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.commits.record import COMMITS, Operation
 from lakefs_fuse.environment.threads import WorkerThreads
@@ -72,7 +72,7 @@ class Daemon(Node):
         self.client = store_client(store, store.capabilities, retry_timeout_s=0)
         self.log = CommitLog(self.client, self.clock, WorkerThreads(), writer=writer)
         journal = ChangeJournal(self.database)
-        self.deletions = Deletions(self.database, self.client, self.tree, journal, self.metrics, clock_ns=clock)
+        self.deletions = DeletionQueue(self.database, self.client, self.tree, journal, self.metrics, clock_ns=clock)
         self.acknowledged = Acknowledged()
         self.committer = Committer(
             self.log,

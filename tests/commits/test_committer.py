@@ -233,7 +233,7 @@ async def test_a_commit_that_is_damaged_when_it_is_found_is_sent_again(tmp_path:
     site.store.give(damaged, b"\0" * 1000)
     site.clock.seconds += 5
     with site.daemon("dead") as next_one:
-        await next_one.committer.settle_journal()
+        await next_one.committer.reconcile_journal()
         assert next_one.committer.journal.operations == 1
         await next_one.committer.flush()
         assert (len(site.commits()), next_one.committer.journal.operations) == (2, 0)

@@ -29,7 +29,7 @@ def give(site: Site, *keys: str) -> list[Deletion]:
 
 def doom(daemon: Daemon, *doomed: Deletion) -> None:
     for each in doomed:
-        daemon.deletions.doom(each)
+        daemon.deletions.schedule(each)
 
 
 async def test_they_go_and_are_forgotten(tmp_path: Path) -> None:

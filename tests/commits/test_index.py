@@ -16,8 +16,8 @@ from lakefs_fuse.commits.index.index import (
     INDEX,
     IndexFile,
     Manifest,
-    bring_in,
     decode,
+    load_newest_index,
     manifests,
     remove_old,
     write_index,
@@ -126,7 +126,7 @@ async def test_a_fresh_database_gets_all_rows_and_marks(opener: Opener, tmp_path
     assert len(manifest.files) == 3
     assert (manifest.names, manifest.directories) == (NAMES + 2, 1)
     before = len(store.requests)
-    assert await bring_in(target, client_of(store), WorkerThreads(), tmp_path / "in") == manifest
+    assert await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in") == manifest
     assert len(store.requests) - before == 2 + len(manifest.files)
     assert rows_of(target) == rows_of(source)
     assert target.get(b"Gplain") is None
@@ -146,7 +146,7 @@ async def test_rows_that_came_with_an_index_can_be_changed(opener: Opener, tmp_p
     fill(source)
     used = {entry.inode for entry in Tree(source).children(ROOT_INODE)}
     await write(store, source, START_NS, tmp_path / "out")
-    await bring_in(target, client_of(store), WorkerThreads(), tmp_path / "in")
+    await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in")
     tree = Tree(target)
     data, link = tree.named(ROOT_INODE, b"data/"), tree.named(ROOT_INODE, b"link")
     assert data is not None and link is not None
@@ -175,12 +175,12 @@ async def test_a_database_that_knows_enough_stays_as_it_is(opener: Opener, tmp_p
     kept = rows_of(node)
     first = await write(store, source, START_NS + 1, tmp_path / "out", horizon=START_NS - 10 * NS + 1)
     before = len(store.requests)
-    assert await bring_in(node, client_of(store), WorkerThreads(), tmp_path / "in") is None
+    assert await load_newest_index(node, client_of(store), WorkerThreads(), tmp_path / "in") is None
     assert len(store.requests) - before == 2
     assert rows_of(node) == kept
     second = await write(store, source, START_NS + 2, tmp_path / "out", horizon=START_NS - 10 * NS + 2)
     marks = tables.marks_of(node)
-    assert await bring_in(node, client_of(store), WorkerThreads(), tmp_path / "in") == second
+    assert await load_newest_index(node, client_of(store), WorkerThreads(), tmp_path / "in") == second
     assert (first.horizon, second.horizon) == (START_NS - 10 * NS + 1, START_NS - 10 * NS + 2)
     assert rows_of(node) == rows_of(source)
     assert tables.marks_of(node).inode == max(marks.inode, tables.marks_of(source).inode)
@@ -197,9 +197,9 @@ async def test_names_of_listings_alone_are_not_replaced(opener: Opener, tmp_path
     fill(source)
     fill(node, names=3, newest=0)
     await write(store, source, START_NS + 1, tmp_path / "out")
-    assert await bring_in(node, client_of(store), WorkerThreads(), tmp_path / "in") is None
+    assert await load_newest_index(node, client_of(store), WorkerThreads(), tmp_path / "in") is None
     await write(store, source, START_NS + 2, tmp_path / "out", horizon=2)
-    assert await bring_in(node, client_of(store), WorkerThreads(), tmp_path / "in") is not None
+    assert await load_newest_index(node, client_of(store), WorkerThreads(), tmp_path / "in") is not None
 
 
 def flip(data: bytes) -> bytes:
@@ -229,13 +229,13 @@ async def test_a_damaged_index_is_not_used(
     key = new.prefix + which
     damaged = DAMAGES[damage](store.data(key))
     store.take(key) if damaged is None else corrupt(store, key, damaged)
-    assert await bring_in(target, client_of(store), WorkerThreads(), tmp_path / "in") == old
+    assert await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in") == old
     if (which, damage) != ("manifest", "missing"):
         assert f"the index {new.time:016x} is not used" in caplog.text
     assert rows_of(target) == rows_of(source)
     for meta in [key for key in store.objects if key.startswith(old.prefix)]:
         store.take(meta)
-    assert await bring_in(alone, client_of(store), WorkerThreads(), tmp_path / "in") is None
+    assert await load_newest_index(alone, client_of(store), WorkerThreads(), tmp_path / "in") is None
     assert rows_of(alone) == {}
     fill(alone, names=5)
     assert not (tmp_path / "in").exists()
@@ -265,7 +265,7 @@ async def test_a_file_with_rows_that_are_not_of_names_is_refused(
             store, manifest.prefix + "manifest",
             msgspec.msgpack.encode(msgspec.structs.replace(manifest, files=[bad])),
         )  # fmt: skip
-        assert await bring_in(target, client_of(store), WorkerThreads(), tmp_path / "in") is None
+        assert await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in") is None
     assert caplog.text.count("is not used") == 2
     assert rows_of(target) == {}
 
@@ -285,7 +285,7 @@ async def test_a_file_that_is_no_table_is_refused(
     )
     corrupt(store, manifest.prefix + bad.files[0].name, path.read_bytes())
     corrupt(store, manifest.prefix + "manifest", msgspec.msgpack.encode(bad))
-    assert await bring_in(target, client_of(store), WorkerThreads(), tmp_path / "in") is None
+    assert await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in") is None
     assert "does not open" in caplog.text
     assert rows_of(target) == {}
 
@@ -346,15 +346,15 @@ async def test_loss_is_noted_until_an_index_makes_it_good(
     whole = store.data(new.prefix + "0000.sst")
     corrupt(store, new.prefix + "0000.sst", flip(whole))
     kept = rows_of(late)
-    assert await bring_in(late, client_of(store), WorkerThreads(), tmp_path / "in") is None
+    assert await load_newest_index(late, client_of(store), WorkerThreads(), tmp_path / "in") is None
     assert rows_of(late) == kept, "names that lack something are better than older names that lack more"
-    assert await bring_in(node, client_of(store), WorkerThreads(), tmp_path / "in") == old
+    assert await load_newest_index(node, client_of(store), WorkerThreads(), tmp_path / "in") == old
     for database in (late, node):
         assert tables.missing_before(database) == START_NS + 5
     assert sum(record.levelno == logging.ERROR for record in caplog.records) == 2
     corrupt(store, new.prefix + "0000.sst", whole)
     for database in (late, node):
-        assert await bring_in(database, client_of(store), WorkerThreads(), tmp_path / "in") == new
+        assert await load_newest_index(database, client_of(store), WorkerThreads(), tmp_path / "in") == new
         assert tables.missing_before(database) == 0
         assert rows_of(database) == rows_of(source)
 
@@ -377,7 +377,7 @@ async def test_an_index_that_is_removed_while_it_is_read(opener: Opener, tmp_pat
                 store.take(key)
 
     store.hook = replace
-    taken = await bring_in(target, client_of(store), WorkerThreads(), tmp_path / "in")
+    taken = await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in")
     assert taken is not None
     assert taken.time == old.time + 1
     assert rows_of(target) == rows_of(source)
@@ -390,9 +390,9 @@ async def test_a_store_that_does_not_answer_is_no_damage(opener: Opener, tmp_pat
     manifest = await write(store, source, START_NS, tmp_path / "out")
     store.hook = Failures(lambda request: request.key.endswith("0001.sst"), Unavailable("down"))
     with pytest.raises(Unavailable):
-        await bring_in(target, client_of(store), WorkerThreads(), tmp_path / "in")
+        await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in")
     assert rows_of(target) == {}
-    assert await bring_in(target, client_of(store), WorkerThreads(), tmp_path / "in") == manifest
+    assert await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in") == manifest
 
 
 async def test_an_index_that_was_not_finished_does_not_exist(opener: Opener, tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ async def test_an_index_that_was_not_finished_does_not_exist(opener: Opener, tmp
         with pytest.raises(StoreError):
             await write(store, source, START_NS, tmp_path / "out")
         assert await manifests(client_of(store)) == []
-    assert await bring_in(target, client_of(store), WorkerThreads(), tmp_path / "in") is None
+    assert await load_newest_index(target, client_of(store), WorkerThreads(), tmp_path / "in") is None
     await remove_old(client_of(store), START_NS + index.UNFINISHED_NS - 1)
     assert [key for key in store.objects if key.startswith(INDEX)] != []
     await remove_old(client_of(store), START_NS + index.UNFINISHED_NS)

@@ -12,7 +12,7 @@ Commits older than an index's ``horizon`` may be gone from the store. Names that
 the mount was away for long, are dropped and come from the index; where that cannot be read, the names may lack what the
 commits said that are gone, which is noted (`tables.missing_before`) until an index could be taken in.
 
-`bring_in` is called before anything reads the database; writing may be done by anybody at any time. A crash while an
+`load_newest_index` is called before anything reads the database; writing may be done by anybody at any time. A crash while an
 index is taken in leaves a directory of files, which the next mount removes; while one is written, files without a
 manifest, which `remove_old` removes after `UNFINISHED_NS`.
 """
@@ -230,7 +230,9 @@ async def _fetch_file(client: StoreClient, threads: Threads, key: str, file: Ind
         raise DamagedCommit(f"{key}: {error}") from error
 
 
-async def bring_in(database: Database, client: StoreClient, threads: Threads, directory: Path) -> Manifest | None:
+async def load_newest_index(
+    database: Database, client: StoreClient, threads: Threads, directory: Path
+) -> Manifest | None:
     """Take the newest index into a database without names, or with names that are too old to be brought up to date by
     polling; answers which, None where there was no need or none. ``directory`` is for files on their way.
 

@@ -31,7 +31,7 @@ GATHER_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Deletions:
+class DeletionQueue:
     """See the module's head. Trio thread only."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Deletions:
         if self.waiting >= DELETE_KEYS_MAX:
             self._full.set()
 
-    def doom(self, doomed: Deletion) -> None:
+    def schedule(self, doomed: Deletion) -> None:
         """Note an object by itself. Raises CacheError."""
         batch = Batch()
         self.add(batch, doomed)
@@ -85,7 +85,7 @@ class Deletions:
                 yield
             except BaseException:
                 for doomed in taken:
-                    self.doom(doomed)
+                    self.schedule(doomed)
                 raise
         finally:
             self._kept[key] -= 1

@@ -25,7 +25,7 @@ from msgspec import structs
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.commits.index.index import bring_in, manifests
+from lakefs_fuse.commits.index.index import load_newest_index, manifests
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.node import Node
@@ -210,7 +210,7 @@ class States:
         _note_row(database).set(None)
         at_ns = lake.node.clock.wall_ns()
         if changed is None:
-            await bring_in(database, lake.client, lake.node.threads, self._directory / "index")
+            await load_newest_index(database, lake.client, lake.node.threads, self._directory / "index")
         else:
             await self._check_nothing_collected(database)
         config = structs.replace(

@@ -24,7 +24,7 @@ import trio
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.path_tree import files_below
 from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate
 from lakefs_fuse.environment.clock import Clock
@@ -86,7 +86,7 @@ class Relocator:
         namespace: Namespace,
         files: FileTable,
         committer: Committer,
-        deletions: Deletions,
+        deletions: DeletionQueue,
         client: StoreClient,
         metrics: CommitMetrics,
         copies: BegunCopies,

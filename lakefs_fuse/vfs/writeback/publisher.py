@@ -26,7 +26,7 @@ import trio
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
@@ -98,7 +98,7 @@ class ObjectWriter:
         self,
         namespace: Namespace,
         committer: Committer,
-        deletions: Deletions,
+        deletions: DeletionQueue,
         relocator: Relocator,
         packer: Packer,
         files: FileTable,
@@ -121,7 +121,7 @@ class ObjectWriter:
 
         Raises LakeError; then nothing is lost, and it can be tried again.
         """
-        await self._committer.settle()  # or these bytes may hit what a rename that seemed to fail has taken away
+        await self._committer.reconcile()  # or these bytes may hit what a rename that seemed to fail has taken away
         async with self._relocator.copies.kept_off(file.key, draft.target.key):
             before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
             policy = self._rules.pack_for(file.key)
@@ -166,7 +166,7 @@ class ObjectWriter:
     ) -> Callable[[OpenFile, Draft], StoredVersion]:
         """As `store`, of small files, in one pack; what is returned answers for each what became of it. ``passed`` are
         earlier versions of some, which stay out of it."""
-        await self._committer.settle()
+        await self._committer.reconcile()
         objects = self._ns.tree.objects
         async with self._relocator.copies.kept_off(*(file.key for file, _ in files)):
             before = {draft.id: objects.get(file.entry.place) if file.entry.place else None for file, draft in files}

@@ -21,7 +21,7 @@ from enum import StrEnum
 
 import trio
 
-from lakefs_fuse.commits.objects.deletion_queue import Deletions
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -163,7 +163,12 @@ class WriteBack:
     """The queue; see the module's head."""
 
     def __init__(
-        self, database: Database, nursery: trio.Nursery, rules: Rules, metrics: WriteBackMetrics, deletions: Deletions
+        self,
+        database: Database,
+        nursery: trio.Nursery,
+        rules: Rules,
+        metrics: WriteBackMetrics,
+        deletions: DeletionQueue,
     ) -> None:
         self._journal, self._nursery, self._rules = Journal(database), nursery, rules
         self._metrics, self._deletions = metrics, deletions
@@ -397,7 +402,7 @@ class WriteBack:
 
     def delete_object(self, meta: ObjectMeta) -> None:
         """An object that was stored for a version that no name means goes. Raises CacheError."""
-        self._deletions.doom(Deletion(meta.key, meta.etag))
+        self._deletions.schedule(Deletion(meta.key, meta.etag))
 
     def is_packable(self, item: AcknowledgedVersion) -> bool:
         """Small enough for a pack, by the rules of its path, and no part was sent."""
