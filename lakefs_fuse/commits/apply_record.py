@@ -1,7 +1,8 @@
-"""One record on its way into the tree: what each operation means for the rows. Made by `apply.Applier` for one call.
+"""The application of one record to the tree: what each operation changes in the rows. `Applier` makes one for each.
 
-An operation reads what those before it did: each is a batch of its own, but for files one after the other, which share
-one as long as no name comes twice. Who is newer is decided here, by `_is_older` alone. Trio thread only.
+What always holds (*one judge*): `_is_older` alone decides which of two versions is newer. An operation reads what those
+before it did: each is a batch of its own, but for files one after the other, which share one until a name comes twice.
+Trio thread only. A crash leaves the operations of whole batches; the record is applied again then.
 """
 
 from __future__ import annotations
@@ -166,9 +167,9 @@ class Application:
         batch, together = self._batch, self._together
         self._batch, self._together = Batch(), {}
         self._db.commit(batch)
-        for entry, is_told in together.values():
+        for entry, is_announced in together.values():
             self._watcher.updated(entry)
-            if is_told:
+            if is_announced:
                 self._paths.notify(entry.parent, entry.name)
 
     # -- where bytes are
@@ -299,8 +300,8 @@ class Application:
             self._tree.set_target(batch, entry.inode, target)
         if xattrs or (current is not None and current.flags & Flag.XATTRS):
             self._tree.set_xattrs(batch, entry.inode, xattrs)
-        is_told = current is None or current.inode != entry.inode or _shown(current) != _shown(entry)
-        self._together[path] = entry, is_told
+        is_announced = current is None or current.inode != entry.inode or _shown(current) != _shown(entry)
+        self._together[path] = entry, is_announced
 
     def _insert(self, batch: Batch, entry: Entry) -> Entry:
         return self._tree.insert(

@@ -1,4 +1,4 @@
-"""What a commit is made of before it is one: changes of names, and the note of a commit on its way.
+"""Changes of names before they are commits, and the record of a commit on its way.
 
 Values only, which the journal keeps as they are: a field is added with a default, and none is taken away.
 """
@@ -12,8 +12,8 @@ import msgspec
 from lakefs_fuse.commits.record import OWN, THIS, Mkdir, ObjectRef, Operation, Put, Record, Relocate, Remove, SetAttr
 from lakefs_fuse.meta.rows import Deletion
 
-Told = Callable[[str], Awaitable[None]]
-"""Told of a commit's key before anything of it is sent."""
+BeforeSending = Callable[[str], Awaitable[None]]
+"""Called with a commit's key before anything of it is sent."""
 OPERATIONS_AT_ONCE = 1536
 """As many files as one commit packs: it is applied at one go, here and on every other node, and all wait for that. One
 of more operations is applied in steps (`Applier.apply_in_steps`)."""

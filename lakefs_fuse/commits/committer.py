@@ -1,18 +1,19 @@
-"""Changes made here, on their way into the store: journaled, gathered, one PUT a batch.
+"""Changes of names made here, on their way into the store: journaled, gathered, one PUT for each batch.
 
 What always holds:
 
-* one commit is written at a time, and takes along everything journaled before it, in order, but for what is held:
-  a change that came after files that write-back accepted is not sent before they are in the store, nor is what was
-  journaled behind it, unless it belongs to one of those files (`Change.ahead`);
-* a change that is journaled (`enqueue`) is in effect here at once and survives a crash of the daemon; it is in the
-  store at most ``delay_s`` after, or when `flush` returns; a change that is committed (`commit`) is in effect here and
+* *one at a time*: one commit is written at a time, and includes every change journaled before it, in order, but for
+  what is held: a change that came after files which write-back acknowledged waits until they are in the store, and so
+  does what was journaled behind it, unless it belongs to one of those files (`Change.ahead`);
+* *in effect*: a journaled change (`enqueue`) is in effect here at once, survives a crash of the daemon, and is in the
+  store at most ``delay_s`` later, or when `flush` returns; a committed change (`commit`) is in effect here and
   everywhere when the call returns, or nowhere;
-* a PUT whose answer was lost is asked for before anything is sent again, so a change is never made twice;
-* names go first, then the plain objects that they leave behind (see `deletions`).
+* *never twice*: after a PUT whose answer was lost, the store is asked for the commit before anything is sent again;
+* *names first*: a commit removes names before the deletion queue deletes their objects.
 
-A crash before the PUT leaves the journal, which the next mount sends; a crash after it leaves a commit, and a journal
-whose part in it is known by a note made before the PUT: the next mount applies the rest.
+Trio thread only. A crash before the PUT leaves the journal, which the next mount sends. A crash after it leaves a
+commit and the journal, with a row from before the PUT that says which changes the commit has: the next mount applies
+the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from msgspec.structs import replace
 
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.archive import Member
-from lakefs_fuse.commits.change import Change, Committed, Sending, Told, Unsure, is_of_directory, merged, paths_of
+from lakefs_fuse.commits.change import (
+    BeforeSending,
+    Change,
+    Committed,
+    Sending,
+    Unsure,
+    is_of_directory,
+    merged,
+    paths_of,
+)
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import Redated, Redater
@@ -48,7 +58,7 @@ from lakefs_fuse.sync.wakeup import Wakeup
 
 NS = 1_000_000_000
 ASK_S_MAX = 5.0
-"""So long the store is asked about a commit that it did not answer."""
+"""HEAD of a commit whose PUT failed may take so long, before the error is raised."""
 LATE_NS = WINDOW_NS // 2
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
 logger = logging.getLogger(__name__)
@@ -104,7 +114,7 @@ class Committer:
         """Why the last attempt to send what is journaled failed."""
 
     def load(self) -> None:
-        """What a daemon that ended left in the journal; called once."""
+        """Put in effect what the last daemon left in the journal; called once."""
         self._writer_before = tables.writer_of(self._db)
         self.journal.load()
         if tables.reapply_wanted(self._db):
@@ -292,7 +302,7 @@ class Committer:
         change: Change | Callable[[], Change],
         members: Sequence[Member] = (),
         *,
-        sending: Told | None = None,
+        sending: BeforeSending | None = None,
     ) -> Committed:
         """Make a change everywhere, with the bytes of ``members`` in the same object. A function is called when its
         turn has come, and what it raises is raised; ``sending`` is told the commit's key before anything is sent.
@@ -304,7 +314,7 @@ class Committer:
         self,
         change: Change | Callable[[], Change] | None,
         members: Sequence[Member],
-        sending: Told | None = None,
+        sending: BeforeSending | None = None,
     ) -> Committed:
         async with self._lock:
             try:
@@ -318,7 +328,7 @@ class Committer:
                 self.error = error
                 raise
 
-    async def _send(self, change: Change | None, members: Sequence[Member], told: Told | None) -> Committed:
+    async def _send(self, change: Change | None, members: Sequence[Member], told: BeforeSending | None) -> Committed:
         journaled = self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
         if not any(each.operations for each in changes):
@@ -404,8 +414,8 @@ class Committer:
         self._unsure = None
 
     async def _repeat_commit(self, record: Record, this: ObjectRef) -> None:
-        """The PUT took so long that others may not look for this commit's time any more: they are told by another."""
-        logger.warning("commit %s took long to store: what it says is said again", this.key)
+        """The PUT took so long that polls may be past the commit's time: another one repeats its operations."""
+        logger.warning("commit %s took long to store: another commit repeats its changes", this.key)
         objects = [*record.objects, this]
         last = len(record.objects)
         operations = [
@@ -421,7 +431,7 @@ class Committer:
     def _record_commit(
         self, sending: Sending, journaled: dict[int, Change], doomed: list[Deletion], record: Record, this: ObjectRef
     ) -> None:
-        """The commit is in the store: note that here. What cannot be noted is applied by the next poll."""
+        """Record that a commit is in the store. What cannot be recorded here is applied by the next poll."""
         try:
             self._drop(journaled, record.time)
             self._record_passed(sending)

@@ -1,12 +1,12 @@
-"""Commits that are dated too far ahead, committed again under right dates.
+"""Commits that are dated too far ahead, committed again with right dates.
 
-A daemon whose clock was wrong, and whose store told no better, dates commits farther ahead than any mount follows. What
-they say is committed again: links into the same objects, in the same order. When such a commit was really made is what
-its LastModified says, or (where that is wrong as well) that of the writer's next.
+A daemon whose clock was wrong, and whose store told no better, dates commits farther ahead than any mount follows.
+Their operations are committed again as links into the same objects, in the same order. Such a commit was made at its
+LastModified, or (where that is wrong as well) at that of the writer's next one.
 
-What always holds: an operation whose path got another version since then, from a commit with a right date or from a
-plain object, is left out. So doing it again changes nothing: after a crash in between, or by two nodes, what was
-committed again once is newer. The objects stay; names have bytes in them (see `fsck --repair`).
+What always holds (*repeatable*): an operation is left out where its path got another version since, from a commit with
+a right date or from a plain object. So a second run changes nothing, after a crash or on another node: what was
+committed again is newer. The objects stay, as names have bytes in them (see `fsck --repair`).
 
 Memory: the paths of the commits made since the first of them. Tasks of one trio loop.
 """

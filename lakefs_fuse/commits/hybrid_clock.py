@@ -47,8 +47,8 @@ class HybridClock:
         self._base_ns = clock.wall_ns() - clock.boot_ns()
         self._last = 0
         self._has_store_time = False
-        self._told: tuple[int, int] | None = None
-        """A difference that the store told and that is not followed yet, and when (steady)."""
+        self._unconfirmed: tuple[int, int] | None = None
+        """A difference from the store's clock that a second answer has to confirm, and when it was measured."""
         self.offset_ns = 0
         """The store's time less this machine's wall clock; 0 where they agree."""
         self.jumps = 0
@@ -75,8 +75,8 @@ class HybridClock:
 
     @property
     def is_settled(self) -> bool:
-        """The store tells no other time than what is followed."""
-        return self._told is None
+        """No difference from the store's clock waits for confirmation."""
+        return self._unconfirmed is None
 
     def correct(self, store_time_ns: int, round_trip_ns: int = 0) -> bool:
         """The store just said what time it is, in an answer to a question ``round_trip_ns`` ago. Followed where the two
@@ -88,15 +88,15 @@ class HybridClock:
         tolerated = DIFFERENCE_NS_MAX + round_trip_ns // 2
         is_first, self._has_store_time = not self._has_store_time, True
         if abs(difference - self.offset_ns) <= tolerated:
-            self._told = None
+            self._unconfirmed = None
             return False
         if not is_first:
-            if self._told is None or abs(difference - self._told[0]) > tolerated:
-                self._told = difference, steady_ns
+            if self._unconfirmed is None or abs(difference - self._unconfirmed[0]) > tolerated:
+                self._unconfirmed = difference, steady_ns
                 return False
-            if steady_ns - self._told[1] < CONFIRM_S * NS:
+            if steady_ns - self._unconfirmed[1] < CONFIRM_S * NS:
                 return False
-        self._told = None
+        self._unconfirmed = None
         before_ns = self.offset_ns
         self.offset_ns = difference if abs(difference) > DIFFERENCE_NS_MAX else 0
         log.warning(
@@ -134,8 +134,8 @@ class HybridClock:
         self.jumps += 1
         self._base_ns += jump_ns
         self.offset_ns -= jump_ns
-        if self._told is not None:
-            self._told = self._told[0] - jump_ns, self._told[1]
+        if self._unconfirmed is not None:
+            self._unconfirmed = self._unconfirmed[0] - jump_ns, self._unconfirmed[1]
         if abs(self.offset_ns) <= DIFFERENCE_NS_MAX:
             self._base_ns, self.offset_ns = self._base_ns + self.offset_ns, 0
         log.warning("this machine's clock jumped by %+.0f s: commits go on being dated without it", jump_ns / NS)

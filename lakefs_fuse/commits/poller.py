@@ -1,14 +1,17 @@
 """Commits of other nodes: found with one LIST a poll, applied in the order of their times.
 
-A poll asks for names after the newest commit time seen less `WINDOW_NS`, and applies what was not applied yet. So a
-commit is found as long as its time is no more than that window behind the newest one when it becomes visible. Times
-come from clocks that are corrected by the store's, and a request takes at most a minute; two nodes' clocks may differ
-by the rest. What cannot be read is told, counted, and left out; it is never half applied. What is dated farther ahead
-of the store's time than COMMIT_AHEAD_MAX_S is told, counted, and left out until its time has come.
+A poll lists names after the newest commit time seen less `WINDOW_NS`, and applies what is new. So a commit is found if
+its time is no more than that window behind the newest one when it becomes visible. Times come from clocks that are
+corrected by the store's, and a request takes a minute at most; two nodes' clocks may differ by the rest.
 
-A commit that names a path where a plain object lies which its writer did not know, put in the same second, waits up to
-`DOUBT_S_MAX`, and so do those behind it: if somebody who knew that object has replaced or removed it, that commit is
-older, and about to be found. Applied the other way round, the newer of the two would be left out for good.
+What always holds (*whole or left out*): a commit that cannot be read is left out, logged and counted, never applied in
+part. One that is dated farther ahead of the store's time than COMMIT_AHEAD_MAX_S is left out until its time has come.
+
+A commit may name a path where a plain object of the same second lies that its writer did not know. It waits up to
+`DOUBT_S_MAX`, with those behind it: if a writer who knew that object has replaced or removed it, that commit is older
+and about to be found. Applied the other way round, the newer of the two would be left out for good.
+
+Trio thread only. A crash leaves commits that are not recorded as applied; the next mount applies them again.
 """
 
 from __future__ import annotations

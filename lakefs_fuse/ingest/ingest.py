@@ -1,17 +1,19 @@
 """Loads a tree or a tar stream into a lake, past any mount: small files into packs, large ones as plain objects.
 
-Always true: every pack is a commit of its own, seen by mounts once it is stored; no partial file is ever seen; at most
-``uploads_max`` packs are being uploaded while one more is filled, and memory does not grow with the source. A later
-item wins over an earlier one of the same path, as in tar.
+What always holds:
 
-What a crash or an interruption leaves: the commits stored so far, which stay and are whole; perhaps an unfinished
-multipart upload, which `gc` aborts, or a plain object whose attributes no commit tells yet. Running the same again does
-all of it again, with the same result.
+* *whole packs*: every pack is a commit of its own, visible to mounts once it is stored; no partial file is visible;
+* *bounded memory*: at most ``uploads_max`` packs are uploaded while one more is filled, whatever the source holds;
+* *last one wins*: a later item replaces an earlier one of the same path, as in tar.
 
-A mount asks for commits of the last two minutes before the newest it knows. A pack that takes longer than SLOW_S to
-upload is named by another, small commit of the present time, so that none is missed.
+A crash or an interruption leaves the commits stored so far, which are whole; perhaps an unfinished multipart upload,
+which `gc` aborts, or a plain object whose attributes no commit has yet. A second run does all of it again, with the
+same result.
 
-For tasks of one trio loop; what blocks is in `ingest_pack` and runs in threads.
+A mount lists commits of the last two minutes before the newest it knows. A pack whose upload takes longer than SLOW_S
+is named by another, small commit of the present time, so that no mount misses it.
+
+For tasks of one trio loop; what blocks is in `pack_filler` and the sources, and runs in threads.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ COPY_BYTES_MAX = 5 * GIB
 COPY_PART_BYTES = 1 * GIB
 SLOW_S = 60.0
 NOTES_MAX = 20
-"""Refused names that are told one by one."""
+"""Refused names that get a line each; the others are counted."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_./=-]+")
 """Keys that no store was ever seen to change."""
 
@@ -117,7 +119,7 @@ class Ingest:
             self._source.interrupt()
 
     async def _blocking(self, call: Callable[..., T], *args: object) -> T:
-        """In a thread; what an interrupted source says there is not what went wrong."""
+        """Run in a thread; an error of a source that was interrupted becomes the cancellation that interrupted it."""
         try:
             return await self._threads.run(call, *args)
         except SourceError:
@@ -147,7 +149,7 @@ class Ingest:
     # -- packs
 
     async def _send(self, pack: Pack, nursery: trio.Nursery) -> None:
-        """Seal it and start its upload, when there is a place for one more."""
+        """Seal a pack and start its upload, when fewer than ``uploads_max`` are under way."""
         if not pack.operations:
             pack.file.close()
             return
@@ -188,7 +190,7 @@ class Ingest:
     # -- plain objects
 
     async def _upload_large(self, step: LargeFile) -> None:
-        """Upload it while the source waits. What only this file suffers from is told, and the rest goes on."""
+        """Upload a file while the source waits. An error of this file alone is reported, and the rest goes on."""
         try:
             meta = await self._upload(step)
         except Changed as error:
@@ -296,7 +298,7 @@ class Ingest:
         self.done.objects += 1
         self._report(self.done, self._total)
 
-    # -- telling
+    # -- reports
 
     def _report_refused(self) -> None:
         refused, self._packer.refused = self._packer.refused, []

@@ -1,4 +1,4 @@
-"""The half of `ingest` that blocks: takes items from a source and puts them into a pack, until a pack is full.
+"""The blocking half of `ingest`: puts the items of a source into a pack, until the pack is full.
 
 `Packer.fill` and `Packer.seal` are called from worker threads, never two at a time; the rest of a `Pack` is for the
 trio thread. A pack is a temporary file without a name, so a crash leaves nothing behind.

@@ -1,7 +1,7 @@
-"""A tar stream as a source of `ingest`: compressed in whatever way Python's tarfile reads, never sought in.
+"""A tar stream as a source of `ingest`: in any compression that Python's tarfile reads, never sought in.
 
-A stream that is cut short is an error, also where it is cut between two members: tarfile itself takes that for the end.
-Members that are read here stay within memory: one file of up to INLINE_BYTES_MAX, or a part of a larger one.
+What always holds (*no silent end*): a stream that is cut short is an error, also between two members, which tarfile
+itself takes for the end. Memory holds one file of up to `pack_filler.PACK_BYTES`, or a part of a larger one.
 """
 
 from __future__ import annotations

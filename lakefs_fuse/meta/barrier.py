@@ -1,9 +1,9 @@
-"""The barrier before names that a large commit is being applied to: a request about one waits until it is whole.
+"""The barrier before names that a large commit is being applied to: requests about them wait until it is whole.
 
-Always true: while the barrier is up, no request of the kernel reads one of its names or lists a directory that has one,
-so none sees half of the commit; all other requests go on between the steps. Renames wait whatever they are about: one
-further up would change the paths that the commit names. Trio thread only. Nothing survives a crash: a commit that was
-applied in part is not noted as applied, and a mount applies it again before it serves.
+What always holds (*whole commits*): while the barrier is up, no request of the kernel reads one of its names or lists a
+directory that has one; all other requests go on between the steps. Every rename waits: one further up would change the
+paths that the commit names. Trio thread only. A crash leaves nothing: a commit that was applied in part is not recorded
+as applied, and a mount applies it again before it serves.
 """
 
 from __future__ import annotations

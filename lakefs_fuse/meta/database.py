@@ -41,12 +41,12 @@ REOPEN_PAUSE_S = 1.0
 PROBE_BYTES = 64 << 10
 """Opening the database anew writes less."""
 ROWS_KEPT = 4096
-"""Rows, and keys without one, that were read lately: whoever opens a file asks five times for its directory, and again
-for what LOOKUP just told. RocksDB takes some 10 µs to say it once more."""
+"""Rows, and keys without one, that were read lately: OPEN reads its directory five times, and again what LOOKUP just
+read; RocksDB takes some 10 µs for each."""
 ROW_BYTES_MAX = 1024
 """Longer ones are not kept."""
 DAMAGED_MAX = 10_000
-"""Keys of damaged rows that are remembered, so that each is counted once; no more are counted."""
+"""Keys of damaged rows in memory, so that each is counted once; no more are counted."""
 INODES_RESERVED = 1 << 20
 """Inode numbers set aside at once, so that handing one out is not a write."""
 
@@ -227,8 +227,8 @@ class Database:
         return self._failed_at is not None
 
     def sync(self) -> None:
-        """Everything committed before survives a crash of the machine. For a worker thread: others go on reading and
-        writing. Raises CacheError."""
+        """Everything committed before survives a crash of the machine. For a worker thread, beside readers and writers.
+        Raises CacheError."""
         try:
             self._raw.flush_wal(True)
         except Exception as error:

@@ -1,8 +1,9 @@
 """The object table: packs, and plain objects that are not at the key of the name they have.
 
-Entries name an object by number, so that a row stays small. A row counts the entries that have bytes in it and how many
-bytes those are; both are kept by `Batch.share` in the batch that writes the entry. The row of a plain object goes with
-its last entry; the row of a pack stays, because its dead bytes matter to whoever collects garbage.
+Entries name an object by number, so that a row stays small. What always holds (*counted shares*): a row counts the
+entries that have bytes in its object, and those bytes; `Batch.share` changes both in the batch that writes the entry.
+The row of a plain object goes with its last entry. The row of a pack stays, as its dead bytes decide on its repacking.
+Trio thread only; a crash leaves rows and counts of whole batches.
 """
 
 from __future__ import annotations

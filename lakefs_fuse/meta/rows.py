@@ -145,7 +145,7 @@ class Deletion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeletionRows:
-    """DeletionQueue by key, one for each, with an index by time."""
+    """Deletions by key, one for each, with an index by time."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

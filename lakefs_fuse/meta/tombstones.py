@@ -1,7 +1,7 @@
-"""Names that commits removed, and what they hide: a plain object may still lie at the key for a while.
+"""Names that commits removed, and the version of a plain object that each of them hides.
 
-Kept by path, because a directory that is gone has no inode. A tombstone says when its name was removed (the commit's
-time) and which version of the plain object at that key counted as removed.
+Rows go by path, because a removed directory has no inode. A tombstone has the time of the commit that removed its name,
+and the ETag of the plain object that counts as removed at that key, where it may lie for a while. Trio thread only.
 """
 
 from __future__ import annotations

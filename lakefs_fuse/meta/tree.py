@@ -1,10 +1,13 @@
 """Names and inodes of a lake as this node knows them.
 
-A row that cannot be decoded (indexes come from the store) is left out and counted (`Database.note_damaged`).
+What always holds:
 
-Always true: an inode number is never given to a second file; a cookie stays with its name; at most one file and one
-directory of the same name exist, and then the directory is what `child` answers; a directory that is not in the tree
-has no rows below it (`remove` takes them away). Nothing is held in memory but the sums of hidden keys.
+* *unique inodes*: an inode number is never given to a second file, and a cookie stays with its name;
+* *directory first*: at most one file and one directory have the same name, and `child` answers the directory;
+* *no orphaned rows*: a directory that is not in the tree has no rows below it (`remove` deletes them).
+
+A row that cannot be decoded (indexes come from the store) is left out and counted (`Database.note_damaged`). Memory
+holds the sums of hidden keys only. Trio thread only; a crash leaves the rows of whole batches.
 """
 
 from __future__ import annotations
@@ -123,7 +126,7 @@ class Tree:
         return self._at(*_PAIR.unpack(key[1:]))
 
     def path_of_row(self, key: bytes) -> list[bytes] | None:
-        """Of what a row, perhaps a damaged one, is about; None where that cannot be told."""
+        """The path that a row, perhaps a damaged one, belongs to; None where it is unknown."""
         kind, rest = key[:1], key[1:]
         if kind == schema.TOMBSTONE:
             return rest.rstrip(b"/").split(b"/")

@@ -1,20 +1,22 @@
-"""The index: the names of a whole lake, folded, as files of sorted rows that a fresh mount takes in at once.
+"""The index: the names of a whole lake, folded into files of sorted rows that a fresh mount ingests.
 
-Under `.lakefs/index/<time>/` lie the files (`meta.tables`) and, written last, the manifest that names them: an index
-without a manifest does not exist. The two newest are kept. `docs/format.md` has every byte.
+Under `.lakefs/index/<time>/` lie the files (`meta.sorted_tables`) and, written last, the manifest that names them: an
+index without a manifest does not exist. The two newest are kept. `docs/format.md` has every byte.
 
-What always holds: a mount whose names come from an index is in the state of whoever wrote it at that moment, and polls
-for what is newer, as it would after a restart. What does not fit, in the manifest or in a file, makes the index
-unusable as a whole, which is told, and nothing of it is taken in. Beyond that rows are believed: whoever writes an
-index says what the lake looks like, as whoever writes commits does.
+What always holds:
 
-Commits older than an index's ``horizon`` may be gone from the store. Names that are known only from before it, because
-the mount was away for long, are dropped and come from the index; where that cannot be read, the names may lack what the
-commits said that are gone, which is noted (`tables.missing_before`) until an index could be taken in.
+* *state of its writer*: a mount whose names come from an index is in the state of the writer at that moment, and polls
+  for newer commits as it would after a restart;
+* *all or nothing*: where the manifest or a file does not fit, the whole index is left out, with a log line. Rows that
+  fit are believed, as those of commits are.
 
-`load_newest_index` is called before anything reads the database; writing may be done by anybody at any time. A crash while an
-index is taken in leaves a directory of files, which the next mount removes; while one is written, files without a
-manifest, which `remove_old` removes after `UNFINISHED_NS`.
+Commits older than an index's ``horizon`` may be gone from the store. Names that are older than that, because the mount
+was away for long, are dropped and come from the index. Where that cannot be read, the names may lack what those
+commits changed; `sorted_tables.missing_before` says so until an index is ingested.
+
+`load_newest_index` runs before anything reads the database; any node may write an index at any time. A crash while one
+is ingested leaves a directory of files, which the next mount removes; a crash while one is written leaves files without
+a manifest, which `remove_old` removes after `UNFINISHED_NS`.
 """
 
 from __future__ import annotations
@@ -240,18 +242,18 @@ async def load_newest_index(
     answer.
     """
     for last in (False, True):  # an index may be removed while it is read; then there are two newer ones
-        taking = _Taking(database, client, threads, directory)
+        search = _IndexSearch(database, client, threads, directory)
         for time in (await find(client))[:CANDIDATES_MAX]:
-            if await taking.consider(time):
-                return taking.taken
-        if last or not taking.vanished:
+            if await search.try_index(time):
+                return search.taken
+        if last or not search.vanished:
             break
-    taking.give_up()
+    search.give_up()
     return None
 
 
-class _Taking:
-    """One look at all indexes of a lake."""
+class _IndexSearch:
+    """One search of a lake's indexes for the newest that can be used."""
 
     def __init__(self, database: Database, client: StoreClient, threads: Threads, directory: Path) -> None:
         self._db, self._client, self._threads, self._directory = database, client, threads, directory
@@ -267,8 +269,8 @@ class _Taking:
         horizon, and the newest of them may be the newest of all."""
         return newest + 1 < self._needed
 
-    async def consider(self, time: int) -> bool:
-        """Look at one index, newest first; True where no other has to be looked at."""
+    async def try_index(self, time: int) -> bool:
+        """Try one index, newest first; True ends the search."""
         try:
             manifest = await fetch_manifest(self._client, time)
         except NotFound:  # it is being written, or never was to its end

@@ -1,9 +1,13 @@
-"""Plain objects that are to go from the store because a commit took their names away.
+"""Plain objects to be deleted from the store because a commit removed their names.
 
-A key is noted (journaled) in the batch that records the commit, and deleted after it, as the version that was removed:
-one that was put there since stays. What another name refers to is left. A key that gets new bytes from here is taken
-off the list first (`keeping`). After a crash the list goes on with the next mount; an object that stays is hidden by
-its tombstone until then.
+What always holds:
+
+* *versions only*: a key is queued in the batch that records the commit, and deleted after it, as the version that was
+  removed: one that was put there since stays, and so does what another name refers to;
+* *no deletion under a write*: a key that gets new bytes from this node leaves the queue first (`keeping`).
+
+Trio thread only. After a crash the next mount goes on with the queue; until then a tombstone hides an object that is
+still there.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from lakefs_fuse.sync.backoff import Backoff
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
 GATHER_S = 1.0
-"""So long, or until there are a thousand, they wait for more; nobody sees them meanwhile."""
+"""Deletions wait so long for others of the same request, unless it is full; their names are hidden meanwhile."""
 log = logging.getLogger(__name__)
 
 
@@ -59,7 +63,7 @@ class DeletionQueue:
             self._full.set()
 
     def schedule(self, doomed: Deletion) -> None:
-        """Note an object by itself. Raises CacheError."""
+        """Queue one deletion, in a batch of its own. Raises CacheError."""
         batch = Batch()
         self.add(batch, doomed)
         self._db.commit(batch)
@@ -71,8 +75,8 @@ class DeletionQueue:
 
     @asynccontextmanager
     async def keeping(self, key: str) -> AsyncIterator[None]:
-        """The key gets new bytes inside: no deletion noted before hits them, and none is made meanwhile. Where they do
-        not come, what was to be deleted still is. Raises CacheError."""
+        """Inside, the key gets new bytes, which no deletion queued before hits; no deletion of it is sent meanwhile. An
+        exception of the block queues the deletions again. Raises CacheError."""
         self._kept[key] += 1
         try:
             await self.wait_deleted(key)
