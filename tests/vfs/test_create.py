@@ -203,7 +203,7 @@ async def test_the_journal_cannot_be_written(tmp_path: Path, monkeypatch: pytest
             raise CacheError("no room")
 
         failing: list[tuple[object, str]] = [(m.fs.database, "commit"), (m.fs.namespace, "touch")]
-        failing.append((m.parts.staging, "take"))  # which may have to note that others made room
+        failing.append((m.parts.staging, "reserve_now"))  # which may have to note that others made room
         for where, what in failing:
             with monkeypatch.context() as patch:
                 patch.setattr(where, what, fails)
