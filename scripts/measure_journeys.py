@@ -5,8 +5,8 @@
 Counts the modules that run, and the *switches*: calls from a function of one module to one of another, whatever lies
 between them that is not ours. A coroutine counts when it begins, not when it goes on; background tasks that run before
 the answer count too. The store is in memory, small files are plain objects: `close` of a file of 50 KB, and `rename` of
-a directory with 8 such files. Clocks and threads of a node are modules like all others. The numbers are for comparing two
-states of the source, not two machines.
+a directory with 8 such files. Clocks and threads of a node are modules like all others. The numbers are for comparing
+two states of the source, not two machines.
 """
 
 from __future__ import annotations
