@@ -12,7 +12,7 @@ CLOSE = 48, 155
 RENAME = 46, 1430
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
-PARAMETERS = 12
+PARAMETERS = 8
 
 
 async def test_requests_cross_no_more_modules_than_before(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Tree:
     """See the module's head."""
 
     def __init__(self, database: Database, events: TreeEvents | None = None) -> None:
-        self._db, self._events = database, events or TreeEvents()
+        self.database, self._events = database, events or TreeEvents()
         self.objects = Objects(database)
         self.tombstones = Tombstones(database)
         self.hidden = [0, 0, 0, 0]
@@ -95,13 +95,13 @@ class Tree:
     def entry(self, inode: int) -> Entry | None:
         """The entry an inode is reached by; None for the root and for inodes that no name leads to any more."""
         key = number_key(schema.INODE, inode)
-        place = self._db.get(key)
+        place = self.database.get(key)
         if place is None:
             return None
         try:
             parent, cookie = _PAIR.unpack(place)
         except struct.error as error:
-            self._db.note_damaged(key, error)
+            self.database.note_damaged(key, error)
             return None
         return self._at(parent, cookie)
 
@@ -111,14 +111,14 @@ class Tree:
 
     def _at(self, parent: int, cookie: int) -> Entry | None:
         key = schema.ENTRY + _PAIR.pack(parent, cookie)
-        row = self._db.get(key)
+        row = self.database.get(key)
         return None if row is None else self._read(parent, cookie, key, row)
 
     def _read(self, parent: int, cookie: int, key: bytes, row: bytes) -> Entry | None:
         try:
             return unpack(parent, cookie, row)
         except (struct.error, ValueError) as error:
-            self._db.note_damaged(key, error)
+            self.database.note_damaged(key, error)
             return None
 
     def entry_of_row(self, key: bytes) -> Entry | None:
@@ -138,7 +138,7 @@ class Tree:
             return above
         if kind == schema.NAME:
             return [*above, rest[8:].rstrip(b"/")]
-        for name, cookie in self._db.scan(number_key(schema.NAME, inode), number_key(schema.NAME, inode + 1)):
+        for name, cookie in self.database.scan(number_key(schema.NAME, inode), number_key(schema.NAME, inode + 1)):
             if cookie == rest[8:]:
                 return [*above, name[9:].rstrip(b"/")]
         return above
@@ -149,17 +149,17 @@ class Tree:
 
     def named(self, parent: int, sort_name: bytes) -> Entry | None:
         key = number_key(schema.NAME, parent) + sort_name
-        cookie = self._db.get(key)
+        cookie = self.database.get(key)
         if cookie is None:
             return None
         if len(cookie) != COOKIE_BYTES:
-            self._db.note_damaged(key, ValueError(f"a cookie of {len(cookie)} bytes"))
+            self.database.note_damaged(key, ValueError(f"a cookie of {len(cookie)} bytes"))
             return None
         return self._at(parent, int.from_bytes(cookie, "big"))
 
     def children(self, parent: int, after: int = 0, until: int = COOKIE_MAX) -> Iterator[Entry]:
         """Entries of a directory with a cookie greater than ``after`` and less than ``until``, in cookie order."""
-        scan = self._db.scan(
+        scan = self.database.scan(
             schema.ENTRY + _PAIR.pack(parent, max(0, after + 1)), schema.ENTRY + _PAIR.pack(parent, until)
         )
         for key, row in scan:
@@ -170,12 +170,12 @@ class Tree:
     def rows(self, parent: int, after: int = 0) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
         """As `children`, not unpacked: what the keys of the directory's rows begin with, and rows from the first on
         that is wanted, beyond the directory's end as well. To be let go before the database is closed."""
-        return number_key(schema.ENTRY, parent), self._db.frozen(schema.ENTRY + _PAIR.pack(parent, after + 1))
+        return number_key(schema.ENTRY, parent), self.database.frozen(schema.ENTRY + _PAIR.pack(parent, after + 1))
 
     @property
     def changes(self) -> int:
         """Two times the same number: `rows` has not changed in between."""
-        return self._db.changes
+        return self.database.changes
 
     def needing_object(self, parent: int, before: int) -> Iterator[list[int]]:
         """Cookies below ``before`` of all that a LIST might show (plain objects, files not stored yet, directories),
@@ -217,7 +217,7 @@ class Tree:
     ) -> Entry:  # fmt: skip
         """A new name; the caller knows that there is none of that sort name. ``cookie`` is that of a name which the
         same batch removed, ``inode`` one that was set aside for it."""
-        inode = inode or self._db.new_inode()
+        inode = inode or self.database.new_inode()
         entry = Entry(parent, cookie or inode, name, inode, flags, **attributes)  # type: ignore[arg-type]
         self._attach(batch, entry)
         if entry.place:
@@ -232,7 +232,7 @@ class Tree:
 
         ``here``, `HERE_BYTES` of zeros in the beginning, has a bit for each name that the directory has; names that it
         cannot tell from those are looked up. Without it all are."""
-        get, put, new_inode, pack = self._db.get, batch.put, self._db.new_inode, HEAD.pack
+        get, put, new_inode, pack = self.database.get, batch.put, self.database.new_inode, HEAD.pack
         self.drop_mirror(parent)
         number = parent.to_bytes(8, "big")
         names, rows = schema.NAME + number, schema.ENTRY + number
@@ -305,7 +305,7 @@ class Tree:
         """Somebody else put another version under the name: it gets an inode of its own, and handles keep the old.
         ``inode`` is one that was set aside for it."""
         self._drop_inode(entry.inode)
-        renewed = msgspec.structs.replace(entry, inode=inode or self._db.new_inode())
+        renewed = msgspec.structs.replace(entry, inode=inode or self.database.new_inode())
         batch.delete(number_key(schema.INODE, entry.inode))
         self._forget_rows(batch, entry)
         batch.put(number_key(schema.INODE, renewed.inode), _PAIR.pack(entry.parent, entry.cookie))
@@ -319,7 +319,7 @@ class Tree:
     def attach(self, batch: Batch, entry: Entry, parent: int, name: bytes, *, before: Entry | None = None) -> Entry:
         """Put a detached entry into a directory that has no such name; it keeps its inode. ``before`` is what was
         detached, where its bytes are not in the same object."""
-        moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=self._db.new_inode())
+        moved = msgspec.structs.replace(entry, parent=parent, name=name, cookie=self.database.new_inode())
         self._attach(batch, moved)
         if before is not None:
             self._share(batch, before, moved)
@@ -357,18 +357,18 @@ class Tree:
 
     def target(self, inode: int) -> bytes:
         """Of a symbolic link; empty where there is none."""
-        return self._db.get(number_key(schema.SYMLINK, inode)) or b""
+        return self.database.get(number_key(schema.SYMLINK, inode)) or b""
 
     def set_target(self, batch: Batch, inode: int, target: bytes) -> None:
         batch.put(number_key(schema.SYMLINK, inode), target)
 
     def xattrs(self, inode: int) -> dict[str, bytes]:
         key = number_key(schema.XATTRS, inode)
-        raw = self._db.get(key)
+        raw = self.database.get(key)
         try:
             return {} if raw is None else unpack_xattrs(raw)
         except ValueError as error:
-            self._db.note_damaged(key, error)
+            self.database.note_damaged(key, error)
             return {}
 
     def set_xattrs(self, batch: Batch, inode: int, xattrs: dict[str, bytes]) -> None:
@@ -382,14 +382,14 @@ class Tree:
 
     def listing(self, directory: int) -> Listing | None:
         key = number_key(schema.LISTING, directory)
-        row = self._db.get(key)
+        row = self.database.get(key)
         return None if row is None else self._read_listing(key, row)
 
     def _read_listing(self, key: bytes, row: bytes) -> Listing | None:
         try:
             return unpack_listing(row)
         except struct.error as error:
-            self._db.note_damaged(key, error)
+            self.database.note_damaged(key, error)
             return None
 
     def set_listing(self, batch: Batch, directory: int, listing: Listing) -> None:
@@ -410,11 +410,11 @@ class Tree:
             self.drop_mirror(directory)
         batch = Batch()
         batch.delete_range(schema.LISTING, schema.end_of(schema.LISTING))
-        self._db.commit(batch)
+        self.database.commit(batch)
         self.hidden = [0, 0, 0, 0]
 
     def listings(self) -> Iterator[Listing]:
-        for key, row in self._db.scan(schema.LISTING, schema.end_of(schema.LISTING)):
+        for key, row in self.database.scan(schema.LISTING, schema.end_of(schema.LISTING)):
             listing = self._read_listing(key, row)
             if listing is not None:
                 yield listing

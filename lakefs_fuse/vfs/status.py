@@ -159,7 +159,7 @@ def commit_section(
         **dataclasses.asdict(metrics.commits),
         "operations_waiting": committer.journal.operations,
         "deletions_waiting": deletions.waiting,
-        "relocations_waiting": relocator.waiting,
+        "relocations_waiting": relocator.tasks.waiting,
         "packs_known": objects.packs,
         "pack_bytes": objects.bytes_packed,
         "pack_bytes_live": objects.bytes_live,

@@ -54,7 +54,7 @@ from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
 from lakefs_fuse.vfs.pinning.pinner import Pinner, Units
 from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies
-from lakefs_fuse.vfs.relocation.relocator import Relocator
+from lakefs_fuse.vfs.relocation.relocator import RelocationTasks, Relocator
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.orphans import Recovery
@@ -185,11 +185,11 @@ class Assembly:
             database, namespace, ground.cache, Units(config.rules), threads,
             is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
         )  # fmt: skip
-        self.relocator = Relocator(
-            database, namespace, files, committer, deletions, ground.client, metrics.commits, copies, self.pinner,
-            after_s=config.relocate_after_s, clock=ground.node.clock,
+        tasks = RelocationTasks(
+            database, metrics.commits, ground.node.clock, after_s=config.relocate_after_s,
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
         )  # fmt: skip
+        self.relocator = Relocator(tasks, copies, namespace, files, committer, deletions, ground.client, self.pinner)
         services = ground.services(reader, files.save)
         self.staging = services.staging
         self.writeback = writeback = commits.writeback
@@ -207,8 +207,7 @@ class Assembly:
             delay_s=config.writeback_delay_s,
         )  # fmt: skip
         self.recovery = Recovery(
-            database, namespace, services, writer, writeback, evidence,
-            read_only=config.read_only, changed=events.announce_name, replayed=self.replay.records,
+            database, namespace, services, writer, writeback, self.replay, read_only=config.read_only,
             in_use=lambda inode: files.hold(inode) is not None,
         )  # fmt: skip
         self._reader, self._group_commit = reader, group_commit
@@ -308,5 +307,5 @@ class Assembly:
             nursery.start_soon(self._scheduler.run)
             nursery.start_soon(self._commits.committer.run)
             nursery.start_soon(self._commits.deletions.run)
-            self.relocator.load()
+            self.relocator.tasks.load(self.relocator.copies.paths())
             nursery.start_soon(self.relocator.run)

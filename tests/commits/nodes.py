@@ -103,7 +103,7 @@ class Node:
         """A LIST of a directory shows these objects and prefixes; answers its ghosts."""
         inode = self.inode(directory)
         prefix = f"{directory}/" if directory else ""
-        merge = DirectoryMerge(self.database, self.tree, NamespaceMetrics(), inode, prefix=prefix, now_ns=at(seconds))
+        merge = DirectoryMerge(self.tree, NamespaceMetrics(), inode, prefix=prefix, now_ns=at(seconds))
         page: PageNames = read_page(ListPage(list(metas), list(prefixes), None), inode, prefix)
         merge.apply(page)
         for _ in merge.remove_missing():

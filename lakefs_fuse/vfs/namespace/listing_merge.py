@@ -24,7 +24,7 @@ import msgspec
 import trio
 import xxhash
 
-from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.meta.tree import HERE_BYTES, Listing, Tree
@@ -93,7 +93,6 @@ class DirectoryMerge:
 
     def __init__(
         self,
-        database: Database,
         tree: Tree,
         metrics: NamespaceMetrics,
         directory: int,
@@ -103,21 +102,21 @@ class DirectoryMerge:
         touched: Collection[bytes] = (),
         keep: Callable[[Entry], bool] = lambda _: False,
         events: ChangeEvents | None = None,
-        strays: Collection[str] = (),
     ) -> None:
-        """``prefix`` is the directory's. ``strays`` are keys below it where files of other names come to lie, or copies
-        of which nothing is said yet."""
-        self._db, self._tree, self._metrics = database, tree, metrics
+        """``prefix`` is the directory's."""
+        self._db, self._tree, self._metrics = tree.database, tree, metrics
         self._directory = directory
         self._now_ns = now_ns
         self._touched = touched
         self._keep = keep
-        self._events, self._strays = events or ChangeEvents(), strays
+        self._events = events or ChangeEvents()
+        self._strays = [key for keys in self._events.keys_unlisted for key in keys() if key.startswith(prefix)]
+        """Keys where files of other names come to lie, and copies of which no commit tells yet."""
         self._prefix = prefix.encode("utf-8", "surrogatepass")
         self._outsiders: list[Entry] = []
         self.ghosts: list[bytes] = []
         self._was_listed = tree.listing(directory) is not None
-        self.first_cookie = database.inode_next
+        self.first_cookie = tree.database.inode_next
         """Names that this LIST brings have cookies from here on."""
         self._seen = array("Q")
         self.names = 0

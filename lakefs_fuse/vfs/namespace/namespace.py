@@ -504,18 +504,15 @@ class Namespace:
         return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
 
     def _merge(self, directory: int, flight: Flight) -> DirectoryMerge:
-        prefix = self.prefix(directory)
         return DirectoryMerge(
-            self._db,
             self.tree,
             self._metrics,
             directory,
-            prefix=prefix,
+            prefix=self.prefix(directory),
             now_ns=flight.began_ns,
             touched=flight.touched,
             keep=self._keep,
             events=self.events,
-            strays=[key for keys in self.events.keys_unlisted for key in keys() if key.startswith(prefix)],
         )
 
     # -- changing

@@ -142,7 +142,7 @@ class Renames:
             for listener in self._ns.events.path_renamed:
                 listener(old, new)
             if renamed:
-                self._relocator.note(renamed)
+                self._relocator.tasks.schedule(renamed)
         return is_held
 
     @asynccontextmanager
@@ -210,7 +210,7 @@ class Renames:
         if exchange and target is not None:
             moving += self._below(new, old, target)
         elif target is not None and not target.is_dir:
-            due_ns = self._relocator.replaced_due_ns()  # after the renamed object was copied over it
+            due_ns = self._relocator.tasks.replaced_due_ns()  # after the renamed object was copied over it
             orphaned = self._names.orphaned(new, target)
             replaced = [msgspec.structs.replace(doomed, due_ns=due_ns) for doomed in orphaned]
         entries = [entry for _, _, entry in moving]

@@ -13,7 +13,7 @@ told of is told of, or goes. Trio thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -77,49 +77,28 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     token: str = ""
 
 
-class Relocator:
-    """See the module's head."""
+class RelocationTasks:
+    """What there is to do about renamed objects, in the order of the times at which it is due; journaled."""
 
     def __init__(
-        self,
-        database: Database,
-        namespace: Namespace,
-        files: FileTable,
-        committer: Committer,
-        deletions: DeletionQueue,
-        client: StoreClient,
-        metrics: CommitMetrics,
-        copies: BegunCopies,
-        pinner: Pinner,
-        *,
-        after_s: float,
-        check_s: float,
-        clock: Clock,
+        self, database: Database, metrics: CommitMetrics, clock: Clock, *, after_s: float, check_s: float
     ) -> None:
-        """``check_s`` after a rename every node has heard of it."""
-        self._db, self._ns, self._files = database, namespace, files
-        self._committer, self._deletions, self._client, self._metrics = committer, deletions, client, metrics
-        self._after_ns, self._check_ns, self._clock = int(after_s * NS), max(1, int(check_s * NS)), clock
-        self.copies, self.pinner = copies, pinner
-        self._quiet_until_ns, self._has_told = 0, False
-        self._missed: set[str] = set()
-        """Copies that were begun, and that were looked for once."""
+        """Objects are copied ``after_s`` after a rename (0: never); ``check_s`` after it every node has heard of it."""
+        self._db, self._metrics, self._clock = database, metrics, clock
+        self._after_ns, self._check_ns = int(after_s * NS), max(1, int(check_s * NS))
         self._rows = TimedRows(database, schema.RELOCATION, Task)
+        self._quiet_until_ns = 0
         self.waiting = self._rows.count()
-        """Renamed objects still to be looked at or copied."""
+        """Renamed objects still to be checked or copied."""
 
-    def load(self) -> None:
-        """Copies that a daemon which died had begun are looked at. Raises CacheError."""
+    def load(self, paths: Iterable[str]) -> None:
+        """Copies that a daemon which died had begun are due now. Raises CacheError."""
         batch = Batch()
-        for path in self.copies.paths():
+        for path in paths:
             self._add(batch, self._clock.wall_ns(), Task(path, False))
         self._db.commit(batch)
 
-    def replaced_due_ns(self) -> int:
-        """When an object that a rename replaces may go: after the renamed one was copied over it (wall clock)."""
-        return self._clock.wall_ns() + self._after_ns + REPLACED_SLACK_NS if self._after_ns else 0
-
-    def note(self, paths: Iterable[str]) -> None:
+    def schedule(self, paths: Iterable[str]) -> None:
         """These names were renamed, and their bytes were not. Raises CacheError."""
         now = self._clock.wall_ns()
         batch = Batch()
@@ -132,6 +111,64 @@ class Relocator:
         """In the order of their times, so that what waits for its own costs nothing."""
         self.waiting += not self._rows.has(due_ns, task.path)
         self._rows.put(batch, due_ns, task.path, task)
+
+    def finish(self, due_ns: int, task: Task, following: Task | None) -> None:
+        """The task is done; ``following`` is due at its ``copy_ns``, or in LATER_NS if that is 0. Raises CacheError."""
+        batch = Batch()
+        if following is not None:
+            self._add(batch, task.copy_ns or self._clock.wall_ns() + LATER_NS, following)
+        self._rows.delete(batch, due_ns, task.path)
+        self._db.commit(batch)
+        self.waiting -= 1
+
+    def take_due(self, *, is_rename_held: bool) -> Iterator[list[tuple[int, Task]]]:
+        """Batches of tasks with the times at which they were due, until none is left. None is due for ``check_s`` after
+        a rename ``is_rename_held`` back, because other nodes have not heard of it."""
+        now_ns = self._clock.wall_ns()
+        if is_rename_held:
+            self._quiet_until_ns = now_ns + self._check_ns
+        if now_ns < self._quiet_until_ns:
+            return
+        while due := list(islice(self._rows.due(now_ns), TASKS_MAX)):
+            yield [(due_ns, task) for due_ns, _, task in due]
+
+    def replaced_due_ns(self) -> int:
+        """When an object that a rename replaces may go: after the renamed one was copied over it (wall clock)."""
+        return self._clock.wall_ns() + self._after_ns + REPLACED_SLACK_NS if self._after_ns else 0
+
+    def original_due_ns(self) -> int:
+        """When the object that was copied just now may go (wall clock)."""
+        return self._clock.wall_ns() + KEPT_NS
+
+    @property
+    def relocated(self) -> int:
+        """Objects copied since the daemon began."""
+        return self._metrics.relocated
+
+    def count_relocated(self) -> None:
+        self._metrics.relocated += 1
+
+
+class Relocator:
+    """Carries out the tasks: checks old keys, has the store copy objects, and commits where the bytes are."""
+
+    def __init__(
+        self,
+        tasks: RelocationTasks,
+        copies: BegunCopies,
+        namespace: Namespace,
+        files: FileTable,
+        committer: Committer,
+        deletions: DeletionQueue,
+        client: StoreClient,
+        pinner: Pinner,
+    ) -> None:
+        self.tasks, self.copies, self.pinner = tasks, copies, pinner
+        self._ns, self._files, self._client = namespace, files, client
+        self._committer, self._deletions = committer, deletions
+        self._has_told = False
+        self._missed: set[str] = set()
+        """Copies that were begun, and that were looked for once."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -146,33 +183,26 @@ class Relocator:
 
     async def relocate_due(self) -> int:
         """Deal with everything whose time has come; answers how many objects were copied. Raises LakeError."""
-        if self._committer.held_until:  # a rename that others have not heard of
-            self._quiet_until_ns = self._clock.wall_ns() + self._check_ns
-        if self._clock.wall_ns() < self._quiet_until_ns:
-            return 0
-        before, self._has_told = self._metrics.relocated, False
-        now_ns = self._clock.wall_ns()
-        while due := list(islice(self._rows.due(now_ns), TASKS_MAX)):
+        before, self._has_told = self.tasks.relocated, False
+        for due in self.tasks.take_due(is_rename_held=bool(self._committer.held_until)):
             few = trio.CapacityLimiter(AT_ONCE)
             async with collecting() as nursery:
-                for due_ns, _, task in due:
+                for due_ns, task in due:
                     nursery.start_soon(self._one, due_ns, task, few)
         if self._has_told:
             await self._committer.flush()
-        return self._metrics.relocated - before
+        return self.tasks.relocated - before
 
     async def _one(self, due_ns: int, task: Task, few: trio.CapacityLimiter) -> None:
         async with few:
-            batch = Batch()
+            following = None
             if task.is_check:
                 token = await self._check(task.path)
                 if task.copy_ns:
-                    self._add(batch, task.copy_ns, Task(task.path, False, 0, token))
+                    following = Task(task.path, False, 0, token)
             elif not await self._relocate(task.path, task.token):
-                self._add(batch, self._clock.wall_ns() + LATER_NS, task)
-            self._rows.delete(batch, due_ns, task.path)
-            self._db.commit(batch)
-            self.waiting -= 1
+                following = task
+            self.tasks.finish(due_ns, task, following)
 
     async def _check(self, path: str) -> str:
         """Another node may have put new bytes at the old key in place, before it heard of the rename. Then the rename
@@ -364,10 +394,10 @@ class Relocator:
         moved = Relocate(
             path, 1, 0, "", OWN, 0, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns, hides=copied.etag
         )
-        old = Deletion(row.key, row.etag, due_ns=self._clock.wall_ns() + KEPT_NS)
+        old = Deletion(row.key, row.etag, due_ns=self.tasks.original_due_ns())
         objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size)]
         self._committer.enqueue(Change(operations=[moved], objects=objects, doomed=[old]))
-        self._metrics.relocated += 1
+        self.tasks.count_relocated()
         return Version(row.key, row.etag, row.size), Version(path, copied.etag, row.size)
 
     async def _keep(self, moved: Moved | None) -> None:

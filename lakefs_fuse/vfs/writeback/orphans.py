@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,8 @@ from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import WriteBack
-from lakefs_fuse.vfs.writeback.reconciliation import Evidence, path_of
+from lakefs_fuse.vfs.writeback.reconciliation import path_of
+from lakefs_fuse.vfs.writeback.replay import Replay
 
 UNKNOWN_PREFIX = "unrecorded "
 log = logging.getLogger(__name__)
@@ -47,20 +48,16 @@ class Recovery:
         services: Uploader,
         writer: ObjectWriter,
         queue: WriteBack,
-        evidence: Evidence,
+        replay: Replay,
         *,
         read_only: bool,
-        changed: Callable[[int, bytes], None],
-        replayed: Container[str],
         in_use: Callable[[int], bool],
     ) -> None:
-        """``replayed`` are the records that write-back goes on with: they are none of its business, and nor are the
-        names of files ``in_use``."""
-        self._evidence, self._replayed, self._in_use = evidence, replayed, in_use
+        """The records that ``replay`` restored belong to write-back; names of files ``in_use`` are not dropped."""
+        self._evidence, self._replayed, self._in_use = replay.evidence, replay.records, in_use
         self._db, self._ns, self._services = database, namespace, services
         self._writer, self._queue, self._read_only = writer, queue, read_only
         self._journal = Journal(database)
-        self._changed = changed
         self.orphans: dict[str, DraftRecord] = {}
         self._room: dict[str, int] = {}
         self._busy: set[str] = set()
@@ -229,7 +226,7 @@ class Recovery:
             self._ns.tree.forget_listing(batch, inode)
             self._db.commit(batch)
             self._ns.changing(inode, name)
-            self._changed(inode, name)
+            self._ns.events.announce_name(inode, name)
 
     def _orphan(self, orphan_id: str) -> DraftRecord:
         record = self.orphans.get(orphan_id)

@@ -244,7 +244,7 @@ class ObjectWriter:
             doomed = superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
         if key != path:
-            self._relocator.note([path])
+            self._relocator.tasks.schedule([path])
 
     async def finish(self, draft: Draft, path: str) -> None:
         """Make what a daemon that died left of a file its newest version. The caller holds ``draft.exclusive()``.
