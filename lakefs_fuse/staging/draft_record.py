@@ -40,7 +40,8 @@ TRANSITIONS = {
     DraftState.PUBLISHING: {*DraftState} - {DraftState.WRITING, DraftState.ACKNOWLEDGED},
     # To itself: what became of the attempt before could not be asked.
     DraftState.FAILED: {*DraftState} - {DraftState.PUBLISHED},
-    DraftState.PUBLISHED: set[DraftState](),
+    # The daemon died before it deleted the record, and the next one deletes what is left on the node.
+    DraftState.PUBLISHED: {DraftState.DISCARDED},
     # To itself: the store could not be asked to abort its upload, and is asked again.
     DraftState.DISCARDED: {DraftState.DISCARDED},
 }

@@ -265,7 +265,7 @@ def test_unmounting_between_two_lives(supervised: Lake, how: str) -> None:
                 come_back()
             done = supervised.cli("umount", str(supervised.path), *OPTIONS[how])
             # Without a daemon nobody can say that everything is stored.
-            assert (done.returncode, "next mount" in done.stderr) == {
+            assert (done.returncode, "mount again" in done.stderr) == {
                 "umount": (1, True), "lazy": (0, True), "waits": (0, False),
             }[how]  # fmt: skip
         eventually(lambda: not is_running(supervisor), "the supervisor ends")

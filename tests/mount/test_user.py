@@ -83,7 +83,7 @@ def test_a_mountpoint_of_somebody_else_is_refused(theirs: Lake, user: User) -> N
     theirs.path.chmod(0o555)
     refused = theirs.try_mount()
     assert refused.returncode == 1
-    assert "not writable for you, as fusermount3 demands" in refused.stderr
+    assert "not writable for you, which fusermount3 requires" in refused.stderr
     assert refused.stderr.count("\n") == 1
 
 
