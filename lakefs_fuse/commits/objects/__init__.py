@@ -1,1 +1,1 @@
-"""Objects that commits made unreferenced: the queue that deletes them, the keys that stay reserved."""
+"""Objects that commits made unreferenced: the queue that deletes them."""
