@@ -14,8 +14,7 @@ import trio
 
 from lakefs_fuse.environment.clock import Clock, SystemClock
 from lakefs_fuse.environment.disk import LocalDisk
-from lakefs_fuse.environment.node import Node
-from lakefs_fuse.environment.random_streams import RandomStreams
+from lakefs_fuse.environment.node import Node, RandomStreams
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import StoreMetrics

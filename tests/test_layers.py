@@ -83,7 +83,7 @@ ONLY_IN = {
 
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "base", "misc"}
 
-MODULE_LINES_MAX = 900
+MODULE_LINES_MAX = 1000
 FUNCTION_LINES_MAX = 60
 
 

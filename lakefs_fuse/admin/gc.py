@@ -315,9 +315,8 @@ class Collector:
             return
         now = self._lake.clock.wall_ns()
         doomed: list[ObjectMeta] = []
-        for (
-            meta
-        ) in await self._find_dead():  # again, because other nodes may have committed while this run folded or waited
+        # Found again, because other nodes may have committed while this run folded or waited.
+        for meta in await self._find_dead():
             since = gc_record.dead.get(meta.key)
             if since is None or (now - since) / NS < self._options.grace_s or _time_of(meta.key) >= gc_record.horizon:
                 self.done.commits_later += 1

@@ -16,7 +16,7 @@ import trio
 from msgspec import structs
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.environment import descriptor_limit as file_limit
+from lakefs_fuse.environment import descriptor_limit
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient, ThreadTransport
@@ -60,8 +60,8 @@ async def open_lake(
             metrics.store,
             transport=ThreadTransport(
                 node.threads,
-                requests_max=file_limit.requests_max(config.store.requests_max),
-                uploads_max=file_limit.requests_max(config.uploads_max),
+                requests_max=descriptor_limit.requests_max(config.store.requests_max),
+                uploads_max=descriptor_limit.requests_max(config.uploads_max),
             ),
             clock=node.clock,
             rng=node.random.stream("backoff"),

@@ -27,7 +27,7 @@ from rocksdict import (
     WriteOptions,
 )
 
-from lakefs_fuse.environment import descriptor_limit as file_limit
+from lakefs_fuse.environment import descriptor_limit
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.errors import CacheError
@@ -100,7 +100,7 @@ def options() -> Options:
     made.create_if_missing(True)
     made.set_write_buffer_size(WRITE_BUFFER_BYTES)
     made.set_max_write_buffer_number(WRITE_BUFFERS)
-    made.set_max_open_files(min(OPEN_FILES_MAX, file_limit.share()))
+    made.set_max_open_files(min(OPEN_FILES_MAX, descriptor_limit.share()))
     made.set_keep_log_file_num(3)
     made.set_max_total_wal_size(64 << 20)
     made.set_compression_type(DBCompressionType.lz4())

@@ -19,10 +19,12 @@ from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.path_tree import Watcher
 from lakefs_fuse.commits.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.path_rules import Rules
@@ -33,7 +35,6 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.change_events import ChangeEvents
-from lakefs_fuse.vfs.change_watcher import FilesWatcher
 from lakefs_fuse.vfs.durability import Durability
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
@@ -69,6 +70,42 @@ HEARD_S_MAX = 60.0
 """Nodes are expected to look for commits at least so often."""
 COMMIT_S_MAX = 1.5
 """From a change of a name to its commit."""
+
+
+class FilesWatcher(Watcher):
+    """Passes what the applier of commits changes on to listings under way, files in use and the kernel."""
+
+    def __init__(self, namespace: Namespace, files: FileTable) -> None:
+        self._namespace, self._files = namespace, files
+
+    def keeps(self, entry: Entry) -> bool:
+        return self._files.is_dirty(entry)
+
+    def redated(self, entry: Entry) -> bool:
+        file = self._files.hold(entry.inode)
+        if file is None:
+            return False
+        file.is_redated = True
+        return True
+
+    def ctime_ns(self, entry: Entry) -> int:
+        file = self._files.get(entry.inode)
+        return entry.ctime_ns if file is None else file.entry.ctime_ns
+
+    def changing(self, parent: int, name: bytes) -> None:
+        self._namespace.changing(parent, name)
+
+    def changed(self, parent: int, name: bytes) -> None:
+        self._namespace.announce_name(parent, name)
+
+    def updated(self, entry: Entry) -> None:
+        self._files.updated(entry)
+
+    def relocated(self, entry: Entry) -> None:
+        self._files.relocated(entry)
+
+    def moved(self) -> None:
+        self._files.moved()
 
 
 @dataclass(frozen=True)
