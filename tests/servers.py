@@ -122,6 +122,9 @@ def seaweedfs(directory: Path) -> Iterator[Server]:
         yield server
 
 
+VOLUMES_MAX = 100_000
+"""The default is what the disk has room for if all volumes were full. Each bucket of a long run reserves two volumes of
+64 MiB, so that after some hundred buckets no volume was left to grow, and every PUT was answered with 500."""
 QUICK = ("-master.electionTimeout=1s", "-volume.preStopSeconds=0")
 """The only master of one that starts again need not wait for others, nor a volume server that stops."""
 
@@ -205,7 +208,7 @@ def _seaweedfs(directory: Path, ports: list[int], *options: str) -> Iterator[tup
         "-master.telemetry=false",
         "-master.volumeSizeLimitMB=64",
         f"-volume.port={volume_port}",
-        "-volume.max=0",
+        f"-volume.max={VOLUMES_MAX}",
         "-filer",
         f"-filer.port={filer_port}",
         f"-filer.localSocket={directory}/filer.sock",
