@@ -165,6 +165,6 @@ def test_the_commands_about_a_dataset_that_stays(terminal: Terminal) -> None:
 
 
 def test_every_point_at_which_a_crash_is_tested_is_told() -> None:
-    _, _, told = (DOCS / "architecture.md").read_text().partition("### Where a crash can come in write-back\n")
+    _, _, told = (DOCS / "architecture.md").read_text().partition("### Crash points under write-back\n")
     told, _, _ = told.partition("\n## ")
     assert [name for name in NAMES if f"`{name}`" not in told] == []
