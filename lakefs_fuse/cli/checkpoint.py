@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar
 
 import click
 import msgspec
@@ -25,7 +25,7 @@ from lakefs_fuse.cli.daemons import locate, open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
 from lakefs_fuse.cli.store_options import (
-    StoreOptions,
+    Options,
     any_given,
     dry_run_option,
     json_option,
@@ -77,7 +77,7 @@ def checkpoint() -> None:
 @lake_option
 @store_options
 def list_checkpoints(path: str, marker: str | None, match: str | None, lake: str | None, as_json: bool,
-                     **options: Unpack[StoreOptions]) -> int:  # fmt: skip
+                     **options: Any) -> int:  # fmt: skip
     """List checkpoints, newest first, and why one is incomplete.
 
     A checkpoint is incomplete if its name is temporary (.tmp, .partial or .incomplete at the end; a dot, tmp or _tmp at
@@ -101,7 +101,7 @@ def list_checkpoints(path: str, marker: str | None, match: str | None, lake: str
 @lake_option
 @store_options
 def latest(path: str, marker: str | None, match: str | None, lake: str | None, as_json: bool,
-           **options: Unpack[StoreOptions]) -> int:  # fmt: skip
+           **options: Any) -> int:  # fmt: skip
     """Print the path of the newest complete checkpoint.
 
     Exit code 1 if there is none. The newest has the highest step, if all names that are not temporary have a number
@@ -132,7 +132,7 @@ def latest(path: str, marker: str | None, match: str | None, lake: str | None, a
 @lake_option
 @store_options
 def verify(path: str, names: tuple[str, ...], marker: str | None, match: str | None, lake: str | None, as_json: bool,
-           **options: Unpack[StoreOptions]) -> int:  # fmt: skip
+           **options: Any) -> int:  # fmt: skip
     """Check the bytes of checkpoints in the object store.
 
     Every byte is read from the store, bypassing all caches. Checked, as far as a file has them: the size; the ETag, if
@@ -217,9 +217,9 @@ def _delete_all(directory: str, chosen: list[Checkpoint]) -> dict[str, str]:
     return failed
 
 
-def _list(path: str, marker: str | None, match: str | None, lake: str | None, options: object) -> Listing:
+def _list(path: str, marker: str | None, match: str | None, lake: str | None, options: Options) -> Listing:
     """The checkpoints that a mount shows. Raises LakeError where ``path`` is no directory in one."""
-    named = (lake and "--lake") or any_given(options if isinstance(options, dict) else {})
+    named = (lake and "--lake") or any_given(options)
     if named:
         raise ConfigError(f"{named} goes with a source URL, and {path} is a path: leave {named} out")
     locate(path)

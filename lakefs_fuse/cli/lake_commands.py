@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Unpack
+from typing import Any
 
 import click
 
@@ -18,7 +18,6 @@ from lakefs_fuse.cli.progress import is_watched
 from lakefs_fuse.cli.store_options import (
     PATH_HELP,
     SOURCE_HELP,
-    StoreOptions,
     absolute,
     dry_run_option,
     json_option,
@@ -45,7 +44,7 @@ from lakefs_fuse.errors import ConfigError, LakeError
 @json_option
 @lake_option
 @store_options
-def ingest(src: str, path: str, lake: str | None, uploads: int, as_json: bool, **options: Unpack[StoreOptions]) -> int:
+def ingest(src: str, path: str, lake: str | None, uploads: int, as_json: bool, **options: Any) -> int:
     """Load a local tree or a tar archive into a lake.
 
     Files of up to 64 MiB are stored in packs, larger ones as plain objects. Modes, owners, times, symbolic links and
@@ -98,7 +97,7 @@ def pack(
     grace: float,
     dry_run: bool,
     as_json: bool,
-    **options: Unpack[StoreOptions],
+    **options: Any,
 ) -> int:
     """Move small plain objects into packs.
 
@@ -115,7 +114,7 @@ def pack(
 @json_option
 @lake_option
 @store_options
-def unpack(path: str, lake: str | None, dry_run: bool, as_json: bool, **options: Unpack[StoreOptions]) -> int:
+def unpack(path: str, lake: str | None, dry_run: bool, as_json: bool, **options: Any) -> int:
     """Move files out of packs into plain objects, which every S3 tool can read.
 
     Names, attributes and open files stay as they are. Do not write to the files meanwhile. `lakefs-fuse gc` reclaims
@@ -142,7 +141,7 @@ def snapshot(
     list_all: bool,
     delete: str,
     as_json: bool,
-    **options: Unpack[StoreOptions],
+    **options: Any,
 ) -> int:
     """Write an index of all names, from which new mounts start.
 
@@ -179,7 +178,7 @@ def gc(
     uploads_older_than: float,
     dry_run: bool,
     as_json: bool,
-    **options: Unpack[StoreOptions],
+    **options: Any,
 ) -> int:
     """Reclaim space of removed and replaced files.
 
@@ -208,9 +207,7 @@ def gc(
         "that is not mounted. Set it to name the files of packs that are missing.")  # fmt: skip
 @json_option
 @store_options
-def fsck(
-    source: str, quick: bool, repair: bool, cache_dir: str | None, as_json: bool, **options: Unpack[StoreOptions]
-) -> int:
+def fsck(source: str, quick: bool, repair: bool, cache_dir: str | None, as_json: bool, **options: Any) -> int:
     """Check every commit, reference and checksum of a lake.
 
     Prints each damaged object with the files that it affects. Exit code 0 if nothing is damaged, else 1.
@@ -223,7 +220,7 @@ def fsck(
 @argument("source", SOURCE_HELP)
 @json_option
 @store_options
-def upgrade(source: str, as_json: bool, **options: Unpack[StoreOptions]) -> int:
+def upgrade(source: str, as_json: bool, **options: Any) -> int:
     """Enable the newest format features for a lake.
 
     Older programs cannot use the lake afterwards, and there is no way back. Refused if a program that is too old has

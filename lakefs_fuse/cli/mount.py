@@ -7,8 +7,9 @@ import os
 import re
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Unpack, cast
+from typing import Any
 
 import click
 import platformdirs
@@ -17,10 +18,10 @@ from msgspec import structs
 from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE, default_text
+from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
-from lakefs_fuse.cli.store_options import StoreOptions, absolute, build_store, given, store_options
+from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
 from lakefs_fuse.cli.worker import find_place, place_below
 from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
 from lakefs_fuse.control.runtime import real_mountpoint
@@ -28,46 +29,7 @@ from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.path_rules import check_pack_threshold, read_rules
 from lakefs_fuse.product import PROGRAM
 
-_DEFAULTS: dict[str, object] = {field.name: field.default for field in structs.fields(MountConfig)}
-
-
-def _default(name: str) -> str:
-    return default_text(name, _DEFAULTS[name])
-
-
-class Options(StoreOptions):
-    """The options of `mount` as click passes them; None where the default of config.py applies."""
-
-    cache_dir: str | None
-    cache_size: int | None
-    staging_size: int | None
-    free_space: int | None
-    metadata_ttl: float | None
-    refresh: float | None
-    read_only: bool
-    immutable: bool
-    snapshot: str | None
-    allow_other: bool
-    uid: int | None
-    gid: int | None
-    file_mode: int | None
-    dir_mode: int | None
-    uploads: int | None
-    pack: str | None
-    pack_threshold: int | None
-    rules: str | None
-    relocate_after: float | None
-    durability: str | None
-    writeback_delay: float | None
-    staging_timeout: float | None
-    upload_limit: int | None
-    supervise: bool
-    attributes: str | None
-    orphans: str | None
-    log_file: str | None
-    log_level: str | None
-    foreground: bool
-    print_systemd_unit: bool
+_setting = partial(setting, MountConfig)
 
 
 class MountCommand(GroupedCommand):
@@ -95,86 +57,81 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
           "in a mount.")  # fmt: skip
 @argument("mountpoint", type=click.Path(), required=False, help="The directory to mount at. With --immutable it may "
           "be left out where SOURCE is a directory, which the mount then covers.")  # fmt: skip
-@option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, "
-        "allow_other, and every long option here, with - or _.")  # fmt: skip
+@option("-o", "mount_o", metavar="K=V,…", expose_value=False, help="Options as mount(8) passes them: ro, allow_other, "
+        "and every long option here, with - or _.")  # fmt: skip
 @store_options
 @option("--read-only/--read-write", group=SOURCE_GROUP, help="Refuse every change. Use it with credentials that may "
         "only read.")  # fmt: skip
-@option("--immutable", is_flag=True, group=SOURCE_GROUP, help="Show SOURCE as it is at mount time, read-only, and "
-        "let the kernel cache all of it. Use it for a dataset that does not change while a job runs; `lakefs-fuse "
+@option("--immutable", is_flag=True, group=SOURCE_GROUP, help="Show SOURCE as it is at mount time, read-only, and let "
+        "the kernel cache all of it. Use it for a dataset that does not change while a job runs; `lakefs-fuse "
         "refresh` moves the mount to a newer state.")  # fmt: skip
 @option("--snapshot", metavar="NAME", group=SOURCE_GROUP, help="With --immutable: show the state that `lakefs-fuse "
         "snapshot --name NAME` kept.  [default: the state at mount time]")  # fmt: skip
-@option("--attributes", type=click.Choice(["listing", "objects"]), group=SOURCE_GROUP, help="Origin of mode, owner "
-        "and mtime of an object that was not opened here yet: the listing (--uid, --file-mode, LastModified) or the "
-        "object (one HEAD request, once). Use objects where they matter before the first open.  "
-        f"{_default('attributes')}")  # fmt: skip
+@_setting("--attributes", "attributes", type=click.Choice(["listing", "objects"]), group=SOURCE_GROUP,
+        help="Origin of mode, owner and mtime of an object that was not opened here yet: the listing (--uid, "
+        "--file-mode, LastModified) or the object (one HEAD request, once). Use objects where they matter before the "
+        "first open.")  # fmt: skip
 @option("--cache-dir", type=click.Path(), metavar="DIR", group=CACHE, help="Local directory of cached blocks, "
         "metadata and bytes not yet in the store; one mount each. Choose a fast disk, such as NVMe.  [default: one "
         "per source in the user's cache directory]")  # fmt: skip
-@option("--cache-size", type=SIZE, group=CACHE, help="Maximum size of the block cache. Set it to the size of the "
-        f"data that is read repeatedly.  {_default('cache_bytes_max')}")  # fmt: skip
-@option("--free-space", type=SIZE, group=CACHE, help="Disk space that cache and staging leave free. Raise it on a "
-        f"disk that other programs fill.  {_default('free_bytes_min')}")  # fmt: skip
-@option("--metadata-ttl", type=DURATION, group=CACHE, help="Time after which a cached listing is fetched again. "
-        "Lower it to see objects of other tools sooner, raise it to send fewer LIST requests. Changes of other "
-        f"mounts arrive within --refresh.  {_default('metadata_ttl_s')}")  # fmt: skip
-@option("--durability", type=click.Choice(DURABILITIES), group=DURABILITY, help="What close() waits for: the store "
-        "(close), or the local disk, with uploads in the background (writeback). Use writeback to keep uploads out "
-        f"of the training step.  {_default('durability')}")  # fmt: skip
-@option("--writeback-delay", type=DURATION, group=DURABILITY, help="Time for which small files under write-back "
-        "wait for others to share a pack with. Raise it for fewer, larger packs; 0 stores at once.  "
-        f"{_default('writeback_delay_s')}")  # fmt: skip
-@option("--staging-size", type=SIZE, group=DURABILITY, help="Maximum size of staging, the bytes not yet in the "
-        "store. Set it to what is written during the longest outage to survive.  "
-        f"{_default('staging_bytes_max')}")  # fmt: skip
-@option("--staging-timeout", type=DURATION, group=DURABILITY, help="Maximum time for which a writer waits for room "
-        "in staging before it gets ENOSPC. Lower it for jobs that should fail early.  "
-        f"{_default('staging_timeout_s')}")  # fmt: skip
-@option("--uploads", type=click.IntRange(1, 64), metavar="N", group=DURABILITY, help="Maximum number of parts "
-        f"uploaded concurrently. Raise it for a fast network.  {_default('uploads_max')}")  # fmt: skip
-@option("--upload-limit", type=RATE, group=DURABILITY, help="Maximum bytes per second of all uploads, such as "
-        "2GiB/s. Set it to leave bandwidth to other programs; 0 is no limit.  "
-        f"{_default('upload_bytes_s_max')}")  # fmt: skip
-@option("--pack", type=click.Choice(PACK_MODES), group=DURABILITY, help="Which small files are stored together in "
-        "packs: those closed at about the same time (auto), all, or none. Use never where other S3 tools read every "
-        f"file by its key.  {_default('pack')}")  # fmt: skip
-@option("--pack-threshold", type=SIZE, group=DURABILITY, help="Maximum size of a file in a pack, at most 64MiB. "
-        f"Raise it for datasets of larger small files.  {_default('pack_threshold_bytes')}")  # fmt: skip
+@_setting("--cache-size", "cache_bytes_max", type=SIZE, group=CACHE, help="Maximum size of the block cache. Set it to "
+        "the size of the data that is read repeatedly.")  # fmt: skip
+@_setting("--free-space", "free_bytes_min", type=SIZE, group=CACHE, help="Disk space that cache and staging leave "
+        "free. Raise it on a disk that other programs fill.")  # fmt: skip
+@_setting("--metadata-ttl", "metadata_ttl_s", type=DURATION, group=CACHE, help="Time after which a cached listing is "
+        "fetched again. Lower it to see objects of other tools sooner, raise it to send fewer LIST requests. Changes "
+        "of other mounts arrive within --refresh.")  # fmt: skip
+@_setting("--durability", "durability", type=click.Choice(DURABILITIES), group=DURABILITY, help="What close() waits "
+        "for: the store (close), or the local disk, with uploads in the background (writeback). Use writeback to keep "
+        "uploads out of the training step.")  # fmt: skip
+@_setting("--writeback-delay", "writeback_delay_s", type=DURATION, group=DURABILITY, help="Time for which small files "
+        "under write-back wait for others to share a pack with. Raise it for fewer, larger packs; 0 stores at "
+        "once.")  # fmt: skip
+@_setting("--staging-size", "staging_bytes_max", type=SIZE, group=DURABILITY, help="Maximum size of staging, the "
+        "bytes not yet in the store. Set it to what is written during the longest outage to survive.")  # fmt: skip
+@_setting("--staging-timeout", "staging_timeout_s", type=DURATION, group=DURABILITY, help="Maximum time for which a "
+        "writer waits for room in staging before it gets ENOSPC. Lower it for jobs that should fail "
+        "early.")  # fmt: skip
+@_setting("--uploads", "uploads_max", type=click.IntRange(1, 64), metavar="N", group=DURABILITY,
+        help="Maximum number of parts uploaded concurrently. Raise it for a fast network.")  # fmt: skip
+@_setting("--upload-limit", "upload_bytes_s_max", type=RATE, group=DURABILITY, help="Maximum bytes per second of all "
+        "uploads, such as 2GiB/s. Set it to leave bandwidth to other programs; 0 is no limit.")  # fmt: skip
+@_setting("--pack", "pack", type=click.Choice(PACK_MODES), group=DURABILITY, help="Which small files are stored "
+        "together in packs: those closed at about the same time (auto), all, or none. Use never where other S3 tools "
+        "read every file by its key.")  # fmt: skip
+@_setting("--pack-threshold", "pack_threshold_bytes", type=SIZE, group=DURABILITY, help="Maximum size of a file in a "
+        "pack, at most 64MiB. Raise it for datasets of larger small files.")  # fmt: skip
 @option("--rules", type=click.Path(), metavar="FILE", group=DURABILITY, help="TOML file that sets pack, "
         "pack-threshold, durability and keep-newest by path (docs/operations.md). Use it where paths need different "
         "settings.")  # fmt: skip
-@option("--orphans", type=click.Choice(["keep", "finish", "abort"]), group=DURABILITY, help="What to do at mount "
-        "with files that a dead daemon left unfinished: keep them for `lakefs-fuse orphans`, finish (store) or "
-        f"abort (delete) them.  {_default('orphans')}")  # fmt: skip
+@_setting("--orphans", "orphans", type=click.Choice(["keep", "finish", "abort"]), group=DURABILITY,
+        help="What to do at mount with files that a dead daemon left unfinished: keep them for `lakefs-fuse orphans`, "
+        "finish (store) or abort (delete) them.")  # fmt: skip
 @option("--supervise/--no-supervise", default=True, group=DURABILITY, help="Restart a daemon that dies, and mount "
         "again. Turn it off where another program restarts it.")  # fmt: skip
-@option("--refresh", type=DURATION, group=SHARING, help="Interval at which the store is polled for commits of other "
-        "mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each.  "
-        f"{_default('refresh_s')}")  # fmt: skip
-@option("--relocate-after", type=DURATION, group=SHARING, help="Time after which the store copies a renamed plain "
-        "object to its new key, where other S3 tools find it; 0 never copies.  "
-        f"{_default('relocate_after_s')}")  # fmt: skip
-@option("--allow-other", is_flag=True, group=SHARING, help="Let other users access the mount. An ordinary user "
-        "needs user_allow_other in /etc/fuse.conf.")  # fmt: skip
-@option("--uid", type=click.IntRange(0, 2**32 - 2), metavar="ID", group=SHARING, help="Owner of files whose objects "
+@_setting("--refresh", "refresh_s", type=DURATION, group=SHARING, help="Interval at which the store is polled for "
+        "commits of other mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each.")  # fmt: skip
+@_setting("--relocate-after", "relocate_after_s", type=DURATION, group=SHARING, help="Time after which the store "
+        "copies a renamed plain object to its new key, where other S3 tools find it; 0 never copies.")  # fmt: skip
+@option("--allow-other", is_flag=True, group=SHARING, help="Let other users access the mount. An ordinary user needs "
+        "user_allow_other in /etc/fuse.conf.")  # fmt: skip
+@option("--uid", type=click.IntRange(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Owner of files whose objects "
         "store none.  [default: yours]")  # fmt: skip
-@option("--gid", type=click.IntRange(0, 2**32 - 2), metavar="ID", group=SHARING, help="Group of files whose objects "
+@option("--gid", type=click.IntRange(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Group of files whose objects "
         "store none.  [default: yours]")  # fmt: skip
-@option("--file-mode", type=OCTAL_MODE, group=SHARING, help="Mode, in octal, of files whose objects store none.  "
-        f"{_default('file_mode')}")  # fmt: skip
-@option("--dir-mode", type=OCTAL_MODE, group=SHARING, help="Mode, in octal, of directories that store none.  "
-        f"{_default('dir_mode')}")  # fmt: skip
+@_setting("--file-mode", "file_mode", type=OCTAL_MODE, group=SHARING, help="Mode, in octal, of files whose objects "
+        "store none.")  # fmt: skip
+@_setting("--dir-mode", "dir_mode", type=OCTAL_MODE, group=SHARING, help="Mode, in octal, of directories that store "
+        "none.")  # fmt: skip
 @option("--log-file", type=click.Path(), metavar="FILE", group=DIAGNOSTICS, help="Log of the daemon, rotated at 10 "
         "MiB.  [default: one per mountpoint in the user's state directory]")  # fmt: skip
-@option("--log-level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
-        group=DIAGNOSTICS, help="Lowest severity that is logged. Use DEBUG to report a problem.  "
-        f"{_default('log_level')}")  # fmt: skip
-@option("--foreground", is_flag=True, group=DIAGNOSTICS, help="Stay in the foreground and log to standard error. "
-        "Use it in a container or a service.")  # fmt: skip
-@option("--print-systemd-unit", is_flag=True, group=DIAGNOSTICS, help="Print a systemd service that makes this "
-        "mount, and mount nothing.")  # fmt: skip
-def mount(source: str, mountpoint: str | None, **options: Unpack[Options]) -> None:
+@_setting("--log-level", "log_level", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"], case_sensitive=False),
+        group=DIAGNOSTICS, help="Lowest severity that is logged. Use DEBUG to report a problem.")  # fmt: skip
+@option("--foreground", is_flag=True, group=DIAGNOSTICS, help="Stay in the foreground and log to standard error. Use "
+        "it in a container or a service.")  # fmt: skip
+@option("--print-systemd-unit", is_flag=True, group=DIAGNOSTICS, help="Print a systemd service that makes this mount, "
+        "and mount nothing.")  # fmt: skip
+def mount(source: str, mountpoint: str | None, **options: Any) -> None:
     """Mount a lake as a directory.
 
     \b
@@ -210,7 +167,7 @@ def config_of(args: Sequence[str]) -> MountConfig:
     """The configuration that a command line asks for, with nothing mounted. Raises ConfigError and click.UsageError."""
     context = mount.make_context("mount", list(args))
     source, mountpoint = str(context.params.pop("source")), context.params.pop("mountpoint")
-    return build_config(source, mountpoint, cast("Options", context.params))
+    return build_config(source, mountpoint, context.params)
 
 
 def build_config(source: str, mountpoint: str | None, options: Options) -> MountConfig:
@@ -229,61 +186,30 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
         mountpoint = source
     _check_bounds(options)
     point = real_mountpoint(mountpoint)
-    foreground = options["foreground"]
-    config = MountConfig(
-        store=store,
-        mountpoint=point,
-        cache_dir=absolute(options["cache_dir"]) or default_cache_dir(store, state_of(options)),
-        log_file=absolute(options["log_file"]) or (None if foreground else default_log_file(point)),
-        read_only=options["read_only"] or options["immutable"],
-        immutable=options["immutable"],
-        allow_other=options["allow_other"],
-        foreground=foreground,
-        supervise=options["supervise"],
-    )
-    return structs.replace(
-        config,
-        **given(
-            cache_bytes_max=options["cache_size"],
-            staging_bytes_max=options["staging_size"],
-            free_bytes_min=options["free_space"],
-            metadata_ttl_s=options["metadata_ttl"],
-            refresh_s=options["refresh"],
-            snapshot=options["snapshot"],
-            uid=options["uid"],
-            gid=options["gid"],
-            file_mode=options["file_mode"],
-            dir_mode=options["dir_mode"],
-            uploads_max=options["uploads"],
-            pack=options["pack"],
-            pack_threshold_bytes=options["pack_threshold"],
-            rules=None if options["rules"] is None else read_rules(os.path.expanduser(options["rules"])),
-            relocate_after_s=options["relocate_after"],
-            durability=options["durability"],
-            writeback_delay_s=options["writeback_delay"],
-            staging_timeout_s=options["staging_timeout"],
-            upload_bytes_s_max=options["upload_limit"],
-            log_level=options["log_level"],
-            attributes=options["attributes"],
-            orphans=options["orphans"],
-        ),
-    )
+    values = given(options, MountConfig.__struct_fields__)
+    if "rules" in values:
+        values["rules"] = read_rules(os.path.expanduser(values["rules"]))
+    values |= {
+        "cache_dir": absolute(options["cache_dir"]) or default_cache_dir(store, state_of(options)),
+        "log_file": absolute(options["log_file"]) or (None if options["foreground"] else default_log_file(point)),
+        "read_only": options["read_only"] or options["immutable"],
+    }
+    return MountConfig(store=store, mountpoint=point, **values)
 
 
 _OF_WRITING = (
-    "staging_size", "uploads", "pack", "pack_threshold", "rules", "relocate_after", "durability", "writeback_delay",
-    "staging_timeout", "upload_limit", "orphans",
+    "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "rules", "relocate_after_s", "durability",
+    "writeback_delay_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
 )  # fmt: skip
-_OF_CHANGES = ("metadata_ttl", "refresh")
+_OF_CHANGES = ("metadata_ttl_s", "refresh_s")
 
 
 def _check_immutable(options: Options) -> None:
     """Raises ConfigError for options without a meaning for an immutable mount."""
-    given_options = cast("dict[str, object]", options)
+    flags = {param.name: param.opts[0] for param in mount.params}
     for names, why in ((_OF_WRITING, "writes nothing"), (_OF_CHANGES, "changes only at `lakefs-fuse refresh`")):
-        for name in names:
-            if given_options[name] is not None:
-                raise ConfigError(f"--{name.replace('_', '-')}: an --immutable mount {why}: leave one of the two out")
+        for name in given(options, names):
+            raise ConfigError(f"{flags[name]}: an --immutable mount {why}: leave one of the two out")
 
 
 def store_within(path: str, options: Options) -> StoreConfig:
@@ -294,10 +220,10 @@ def store_within(path: str, options: Options) -> StoreConfig:
 
 def _check_bounds(options: Options) -> None:
     """Raises ConfigError for a value outside its bounds."""
-    if options["pack_threshold"] is not None:
-        check_pack_threshold(options["pack_threshold"], "--pack-threshold")
-    if options["refresh"] is not None and options["refresh"] < REFRESH_S_MIN:
-        raise ConfigError(f"--refresh {options['refresh']:g}: expected {REFRESH_S_MIN:g} s or more")
+    if options["pack_threshold_bytes"] is not None:
+        check_pack_threshold(options["pack_threshold_bytes"], "--pack-threshold")
+    if options["refresh_s"] is not None and options["refresh_s"] < REFRESH_S_MIN:
+        raise ConfigError(f"--refresh {options['refresh_s']:g}: expected {REFRESH_S_MIN:g} s or more")
 
 
 def state_of(options: Options) -> str:

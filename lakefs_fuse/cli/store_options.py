@@ -6,11 +6,12 @@ Credentials are never among them: boto3 finds them, in the environment of the pr
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from typing import TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import click
+import msgspec
 from msgspec import structs
 
 from lakefs_fuse.cli.help import option
@@ -18,7 +19,6 @@ from lakefs_fuse.cli.parameters import DURATION, default_text
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.errors import ConfigError
 
-_DEFAULTS: dict[str, object] = {field.name: field.default for field in structs.fields(StoreConfig)}
 GROUP = "Source options"
 
 SOURCE_HELP = "The lake: s3://bucket/prefix, file:///absolute/dir, or a mountpoint."
@@ -27,22 +27,26 @@ PATH_HELP = (
 )
 
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
+Options = Mapping[str, Any]
+"""Values of options by the names of their fields in config.py; None where the default applies."""
+FLAGS = {
+    "endpoint_url": "--endpoint-url",
+    "region": "--region",
+    "profile": "--profile",
+    "addressing_style": "--addressing-style",
+    "ca_bundle": "--ca-bundle",
+    "requests_max": "--requests",
+    "retry_timeout_s": "--retry-timeout",
+}
+"""Options that say how a store is reached, by their fields of `StoreConfig`."""
 
 
-def _default(name: str) -> str:
-    return default_text(name, _DEFAULTS[name])
-
-
-class StoreOptions(TypedDict):
-    """Values as click passes them; None where the default of config.py applies."""
-
-    endpoint_url: str | None
-    region: str | None
-    profile: str | None
-    addressing_style: str | None
-    ca_bundle: str | None
-    requests: int | None
-    retry_timeout: float | None
+def setting(
+    kind: type[msgspec.Struct], flag: str, field: str, *, help: str, **attributes: Any
+) -> Callable[[Decorated], Decorated]:
+    """An option for a field of ``kind``, whose default ends its help."""
+    default = next(each.default for each in structs.fields(kind) if each.name == field)
+    return option(flag, field, help=f"{help}  {default_text(field, default)}", **attributes)
 
 
 _OPTIONS = (
@@ -65,12 +69,14 @@ _OPTIONS = (
         group=GROUP,
         help="Profile in ~/.aws that credentials and settings come from.  [default: that of boto3]",
     ),
-    option(
+    setting(
+        StoreConfig,
         "--addressing-style",
+        "addressing_style",
         type=click.Choice(["auto", "path", "virtual"]),
         group=GROUP,
         help="Whether requests name the bucket in the path or in the host name (virtual); auto leaves it to botocore. "
-        f"Use path for a store without DNS names for buckets.  {_default('addressing_style')}",
+        "Use path for a store without DNS names for buckets.",
     ),
     option(
         "--ca-bundle",
@@ -80,20 +86,24 @@ _OPTIONS = (
         help="PEM file of trusted certificate authorities. Set it for a store with a private certificate.  "
         "[default: that of boto3]",
     ),
-    option(
+    setting(
+        StoreConfig,
         "--requests",
+        "requests_max",
         type=click.IntRange(1, 1024),
         metavar="N",
         group=GROUP,
         help="Maximum number of concurrent store requests, besides uploads of parts. Raise it for a distant store, "
-        f"lower it for one that throttles.  {_default('requests_max')}",
+        "lower it for one that throttles.",
     ),
-    option(
+    setting(
+        StoreConfig,
         "--retry-timeout",
+        "retry_timeout_s",
         type=DURATION,
         group=GROUP,
         help="Maximum time for which a failing request is retried before its error is returned. Raise it to survive "
-        f"longer outages.  {_default('retry_timeout_s')}",
+        "longer outages.",
     ),
 )
 
@@ -109,43 +119,32 @@ dry_run_option = option("--dry-run", is_flag=True, help="Print what would be don
 
 
 def store_options(command: Decorated) -> Decorated:
-    """Add the options that say how a store is reached; the function takes them as `StoreOptions`."""
+    """Add the options that say how a store is reached; the function takes them as `Options`."""
     for each in reversed(_OPTIONS):
         command = each(command)
     return command
 
 
-def build_store(source: Source, options: StoreOptions) -> StoreConfig:
+def build_store(source: Source, options: Options) -> StoreConfig:
     """The store of ``source``, with absolute paths, because daemons work in another directory. Raises ConfigError."""
-    endpoint_url = _checked_endpoint(options["endpoint_url"])
-    ca_bundle = options["ca_bundle"]
-    if ca_bundle is not None and not os.access(ca_bundle, os.R_OK):
-        raise ConfigError(f"--ca-bundle {ca_bundle} cannot be read: name a PEM file that you may read")
-    return structs.replace(
-        StoreConfig(source=source),
-        **given(
-            endpoint_url=endpoint_url,
-            region=options["region"],
-            profile=options["profile"],
-            addressing_style=options["addressing_style"],
-            ca_bundle=absolute(ca_bundle),
-            retry_timeout_s=options["retry_timeout"],
-            requests_max=options["requests"],
-        ),
-    )
+    values = given(options, FLAGS)
+    if "endpoint_url" in values:
+        values["endpoint_url"] = _checked_endpoint(values["endpoint_url"])
+    if "ca_bundle" in values:
+        if not os.access(values["ca_bundle"], os.R_OK):
+            raise ConfigError(f"--ca-bundle {values['ca_bundle']} cannot be read: name a PEM file that you may read")
+        values["ca_bundle"] = absolute(values["ca_bundle"])
+    return structs.replace(StoreConfig(source=source), **values)
 
 
-def any_given(options: Mapping[str, object]) -> str:
+def any_given(options: Options) -> str:
     """The first store option on the command line, as it is typed; empty if there is none."""
-    for name in StoreOptions.__annotations__:
-        if options.get(name) is not None:
-            return "--" + name.replace("_", "-")
-    return ""
+    return next((FLAGS[name] for name in given(options, FLAGS)), "")
 
 
-def given(**values: object) -> dict[str, object]:
-    """The values that are not None, so that defaults stay in config.py alone."""
-    return {name: value for name, value in values.items() if value is not None}
+def given(options: Options, names: Iterable[str]) -> dict[str, Any]:
+    """The values that are not None, of these options."""
+    return {name: options[name] for name in names if options.get(name) is not None}
 
 
 def absolute(path: str | None) -> str | None:
@@ -153,9 +152,7 @@ def absolute(path: str | None) -> str | None:
     return None if path is None else os.path.abspath(os.path.expanduser(path))
 
 
-def _checked_endpoint(url: str | None) -> str | None:
-    if url is None:
-        return None
+def _checked_endpoint(url: str) -> str:
     parts = urlsplit(url)
     if "@" in parts.netloc:
         # Not repeated in the message: it may be a secret.

@@ -18,7 +18,7 @@ import msgspec
 
 from lakefs_fuse.cli.daemons import locate, open_daemon
 from lakefs_fuse.cli.progress import progress_bar
-from lakefs_fuse.cli.store_options import StoreOptions, any_given, build_store
+from lakefs_fuse.cli.store_options import Options, any_given, build_store
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import ConfigError, LakeError
@@ -47,7 +47,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Of the mount that PATH lies in; empty for a URL."""
 
 
-def find_place(path: str, options: StoreOptions, lake: str | None = None) -> Place:
+def find_place(path: str, options: Options, lake: str | None = None) -> Place:
     """The place that PATH names: a URL with store options, or a path in a mount, whose daemon knows the store.
 
     ``lake`` is the URL of the lake's root, if --lake gives it. Raises LakeError.

@@ -49,7 +49,7 @@ def words(command: str) -> list[str]:
 def unit_of(arguments: list[str], *, uid: int = 0) -> str:
     context = mount.make_context("mount", list(arguments))
     params = dict(context.params)
-    config = build_config(params.pop("source"), params.pop("mountpoint"), params)  # type: ignore[arg-type]
+    config = build_config(params.pop("source"), params.pop("mountpoint"), params)
     return systemd.unit(config, context, uid=uid, program=PROGRAM)
 
 

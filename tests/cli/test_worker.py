@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lakefs_fuse.cli.store_options import StoreOptions
+from lakefs_fuse.cli.store_options import FLAGS, Options
 from lakefs_fuse.cli.worker import OfflineFailed, Place, find_place, run_offline
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
@@ -22,15 +22,7 @@ from lakefs_fuse.errors import ConfigError, LakeError
 
 ROOT = Path(__file__).parents[2]
 PLACE = Place(store=StoreConfig(source=Source.parse("s3://bucket/lake")), path="a/b")
-NONE = StoreOptions(
-    endpoint_url=None,
-    region=None,
-    profile=None,
-    addressing_style=None,
-    ca_bundle=None,
-    requests=None,
-    retry_timeout=None,
-)
+NONE: Options = dict.fromkeys(FLAGS)
 
 PREAMBLE = """
 import os, sys, time, json, signal
@@ -156,7 +148,7 @@ def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
 
 
 def test_a_url_is_a_place_whose_lake_is_to_be_found() -> None:
-    options = StoreOptions(**{**NONE, "region": "eu-1"})
+    options = {**NONE, "region": "eu-1"}
     place = find_place("s3://bucket/lake/sub", options)
     assert place.find_root
     assert place.store == StoreConfig(source=Source.parse("s3://bucket/lake/sub"), region="eu-1")
@@ -188,4 +180,4 @@ def test_what_is_neither_a_url_nor_in_a_mount(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--lake goes with a source URL"):
         find_place(str(tmp_path), NONE, "s3://bucket")
     with pytest.raises(ConfigError, match="--requests goes with a source URL"):
-        find_place(str(tmp_path), StoreOptions(**{**NONE, "requests": 3}))
+        find_place(str(tmp_path), {**NONE, "requests_max": 3})
