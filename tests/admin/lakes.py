@@ -29,10 +29,12 @@ async def headless(
     """The store as an engine sees it."""
     store.clock = clock
     client = store_client(store, store.capabilities, retry_timeout_s=0, seed=seed)
-    async with open_lake_view(
-        client, STORE, node=node_of(clock, str(seed)), scratch=tempfile.gettempdir(), cache_dir=cache_dir
-    ) as lake:
-        yield lake
+    # Of its own, because names of temporary files depend on the seed alone, and tests run in several processes.
+    with tempfile.TemporaryDirectory() as scratch:
+        async with open_lake_view(
+            client, STORE, node=node_of(clock, str(seed)), scratch=scratch, cache_dir=cache_dir
+        ) as lake:
+            yield lake
 
 
 async def fold_all(view: LakeView, horizon: int) -> None:
