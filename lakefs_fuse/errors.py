@@ -13,6 +13,8 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_CRASHED = 70
 """Of a daemon that failed while it served; its supervisor restarts it. EX_SOFTWARE of sysexits.h."""
+EXIT_INTERRUPTED = 130
+"""128 and the number of SIGINT, as shells have it."""
 
 
 class LakeError(Exception):
@@ -47,6 +49,14 @@ class DamagedCommit(LakeError):
     """A commit object, or an index, in the store cannot be used: cut short, changed, of another format, or hostile."""
 
 
+class ReportedError(LakeError):
+    """An error that a child process reported, with its exit code."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class FileError(LakeError):
     """A POSIX error of a file operation, the only kind with an errno of its own in each instance."""
 
@@ -57,8 +67,6 @@ class FileError(LakeError):
 
 class StoreError(LakeError):
     """A store request failed, and a retry does not help."""
-
-    errno = errno.EIO
 
 
 class NotFound(StoreError):
@@ -109,8 +117,6 @@ class Unavailable(StoreError):
     ``throttled`` is true where the store limits the rate of requests (503 SlowDown, 429).
     """
 
-    errno = errno.EIO
-
     def __init__(self, message: str, *, throttled: bool = False) -> None:
         super().__init__(message)
         self.throttled = throttled
@@ -118,3 +124,18 @@ class Unavailable(StoreError):
 
 class Conflict(Unavailable):
     """The store works on another request for the same key (409), perhaps on an earlier attempt of this one."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error inside the groups of nurseries; a LakeError before any other."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = [first_error(each) for each in error.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, LakeError)), leaves[0])
+
+
+def sole_error(error: BaseException) -> BaseException:
+    """The error inside groups of one; a group of several as it is."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

@@ -1,4 +1,4 @@
-"""Counters of one daemon, under the names that `stats` prints.
+"""Counters of one daemon, and its files that are not in the store, under the names that `stats` prints.
 
 Counts start at 0 with the daemon and only grow; gauges are read from their owners on demand. *One thread a counter*:
 each owner increments from one thread, so no increment is lost; `StoreMetrics` belongs to the async client.
@@ -7,6 +7,8 @@ each owner increments from one thread, so no increment is lost; `StoreMetrics` b
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+
+import msgspec
 
 UPCALLS = (
     "lookup", "forget", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink", "rmdir", "symlink", "rename",
@@ -122,6 +124,24 @@ class WriteBackMetrics:
     failures: int = 0
 
 
+class Unfinished(msgspec.Struct, frozen=True):
+    """A file whose newest bytes are not all in the store; sizes in bytes.
+
+    ``state`` is a `DraftState`, ``orphan`` (left by a daemon that died), or ``journaled`` for changes of names;
+    ``bytes_done`` are uploaded; ``error`` is why the last attempt failed."""
+
+    id: str
+    path: str
+    bytes: int
+    state: str
+    age_s: float
+    error: str
+    parts_done: int
+    bytes_done: int
+    missing: int = 0
+    """Bytes whose writes were refused: the file is not published as long as there are any."""
+
+
 @dataclass(slots=True)
 class Metrics:
     """All counters of one daemon."""
@@ -136,14 +156,7 @@ class Metrics:
 
     def as_dict(self) -> dict[str, object]:
         """Nested plain values: ``stats --json`` before gauges are added."""
-        store = asdict(self.store)
+        values = asdict(self)
+        store = values["store"]
         store["bytes"] = {"read": store.pop("bytes_read"), "written": store.pop("bytes_written")}
-        return {
-            "upcalls": dict(self.upcalls),
-            "store": store,
-            "cache": asdict(self.cache),
-            "upload": asdict(self.upload),
-            "namespace": asdict(self.namespace),
-            "commits": asdict(self.commits),
-            "writeback": asdict(self.writeback),
-        }
+        return values

@@ -55,10 +55,8 @@ class Rules:
     ) -> None:
         """The other arguments hold where no rule says otherwise. Raises ConfigError for a glob that is none."""
         self._rules = [(re.compile(translate(rule.path), re.DOTALL), rule) for rule in rules]
-        self._default_pack = PackPolicy(pack, pack_threshold_bytes)
-        self._default_durability = durability
-        self._cached_pack = lru_cache(ANSWERS_MAX)(self._find_pack)
-        self._cached_durability = lru_cache(ANSWERS_MAX)(self._find_durability)
+        self._default = pack, pack_threshold_bytes, durability
+        self._merged = lru_cache(ANSWERS_MAX)(self._merge)
 
     @classmethod
     def of(cls, config: MountConfig) -> Rules:
@@ -71,27 +69,21 @@ class Rules:
 
     def is_writeback(self, path: str) -> bool:
         """Whether close() of the file at ``path`` waits for the local disk only."""
-        durability = self._cached_durability(path) if self._rules else self._default_durability
-        return durability == "writeback"
-
-    def _find_durability(self, path: str) -> str:
-        found = self._default_durability
-        for pattern, rule in self._rules:
-            if rule.durability is not None and pattern.fullmatch(path):
-                found = rule.durability
-        return found
+        return self._merged(path)[1] == "writeback"
 
     def pack_for(self, path: str) -> PackPolicy:
         """How the file at ``path`` is packed."""
-        return self._cached_pack(path) if self._rules else self._default_pack
+        return self._merged(path)[0]
 
-    def _find_pack(self, path: str) -> PackPolicy:
-        mode, threshold_bytes = self._default_pack.mode, self._default_pack.threshold_bytes
+    def _merge(self, path: str) -> tuple[PackPolicy, str]:
+        """The pack policy and the durability of a path."""
+        mode, threshold_bytes, durability = self._default
         for pattern, rule in self._rules:
             if pattern.fullmatch(path):
-                mode = mode if rule.pack is None else rule.pack
+                mode = rule.pack or mode
                 threshold_bytes = threshold_bytes if rule.pack_threshold_bytes is None else rule.pack_threshold_bytes
-        return PackPolicy(mode, threshold_bytes)
+                durability = rule.durability or durability
+        return PackPolicy(mode, threshold_bytes), durability
 
 
 # -- the file --------------------------------------------------------------------------------------------------------

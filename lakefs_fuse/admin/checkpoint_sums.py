@@ -1,8 +1,7 @@
-"""What proves that the bytes of a file are right: sums over all of them, taken while they pass by once, in order.
+"""Checks of the bytes of a file: sums over all of them, computed in one pass, in order.
 
-Every check is an object that is fed the file from its first byte to its last and then says what is wrong, or nothing.
-Plain blocking code without requests, for one thread at a time; memory is what one check holds: of a ZIP its directory,
-of a safetensors file its header. What a check cannot prove it does not claim: `Verdict.UNKNOWN`.
+Blocking code without requests, for one thread at a time. A check holds little memory: of a ZIP its directory, of a
+safetensors file its header. A check that cannot prove anything finds `Verdict.UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -14,18 +13,20 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TypeVar
 
 from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.staging.part_layout import SPANS, PartLayout
 
+T = TypeVar("T")
 SAFETENSORS_HEADER_BYTES_MAX = 100 * MIB
 """As the library itself has it."""
 FOREIGN_PART_BYTES = tuple(size * MIB for size in (5, 8, 10, 15, 16, 25, 32, 50, 64, 100, 128, 256, 512))
 """Part sizes that other programs use; the AWS CLI and boto3 8 MiB, rclone 5, s3fs 10."""
+PIECE_BYTES = 16 * MIB
 LAYOUTS_MAX = 3
 """Each costs an MD5 of the whole file."""
 ZIP_MAGIC = b"PK\x03\x04"
@@ -34,7 +35,7 @@ _ETAG = re.compile(r"([0-9a-f]{32})(?:-([1-9][0-9]{0,4}))?")
 
 
 class Verdict(Enum):
-    """What became of a check."""
+    """The result of a check."""
 
     RIGHT = "right"
     WRONG = "wrong"
@@ -50,95 +51,136 @@ class Finding:
     problem: str = ""
 
 
-class Check(Protocol):
-    """See the module's head."""
-
-    def feed(self, data: memoryview) -> None: ...
-    def finish(self) -> Finding: ...
+Reading = Generator[int, memoryview, T]
+"""Yields the most bytes that it takes next; is sent that many or fewer, and none at the end of the file."""
 
 
-class Sha256:
-    """Against a line of a SHA256SUMS file."""
+class Check:
+    """A check that is fed a file from the first byte to the last, in pieces of any size."""
 
-    def __init__(self, expected: str) -> None:
-        self._expected, self._hash = expected, hashlib.sha256()
+    def __init__(self, reading: Reading[Finding]) -> None:
+        self._reading = reading
+        self._bytes_max = 0
+        self._finding: Finding | None = None
+        self._send(None)
 
     def feed(self, data: memoryview) -> None:
-        self._hash.update(data)
+        while data and self._finding is None:
+            piece = data[: self._bytes_max]
+            data = data[len(piece) :]
+            self._send(piece)
 
     def finish(self) -> Finding:
-        right = self._hash.hexdigest() == self._expected
-        return Finding("sha256", _of(right), "" if right else "its SHA-256 is not the one in SHA256SUMS")
+        while self._finding is None:
+            self._send(memoryview(b""))
+        return self._finding
+
+    def _send(self, piece: memoryview | None) -> None:
+        try:
+            self._bytes_max = next(self._reading) if piece is None else self._reading.send(piece)
+        except StopIteration as end:
+            self._finding = end.value
+
+
+def _read(count: int) -> Reading[bytes]:
+    """The next ``count`` bytes, fewer at the end of the file."""
+    found = bytearray()
+    while len(found) < count and (piece := (yield count - len(found))):
+        found += piece
+    return bytes(found)
+
+
+def _skip(count: int) -> Reading[bool]:
+    """Whether the file has ``count`` more bytes."""
+    while count and (piece := (yield count)):
+        count -= len(piece)
+    return not count
 
 
 def _of(right: bool) -> Verdict:
     return Verdict.RIGHT if right else Verdict.WRONG
 
 
+def broken(name: str, problem: str) -> Check:
+    """A check of a file that is known to be damaged."""
+
+    def reading() -> Reading[Finding]:
+        yield 1
+        return Finding(name, Verdict.WRONG, problem)
+
+    return Check(reading())
+
+
+def sha256_check(expected: str) -> Check:
+    """Compares with a line of a SHA256SUMS file."""
+
+    def reading() -> Reading[Finding]:
+        found = hashlib.sha256()
+        while piece := (yield PIECE_BYTES):
+            found.update(piece)
+        right = found.hexdigest() == expected
+        return Finding("sha256", _of(right), "" if right else "its SHA-256 is not the one in SHA256SUMS")
+
+    return Check(reading())
+
+
 # -- ETags
 
 
-class Etag:
-    """An ETag that is an MD5, or an MD5 of the MD5s of parts, whose sizes are guessed from their number."""
+def etag_check(etag: str, size: int, *, ours: bool) -> Check | None:
+    """Compares with an ETag that is an MD5, or an MD5 of the MD5s of parts; None for any other.
 
-    def __init__(self, etag: str, layouts: Sequence[Sequence[int]]) -> None:
-        """``layouts``: sizes of the parts, of each that may be meant; one of one part for a plain MD5."""
-        self.etag, self.layouts = etag, layouts
-        self._sums = [_PartSums(sizes) for sizes in layouts]
+    ``ours``: this program stored the object, so only its own sizes of parts count."""
+    layouts = part_layouts(etag, size, ours=ours)
+    return Check(_etag(etag, layouts)) if layouts else None
 
-    def feed(self, data: memoryview) -> None:
-        for sums in self._sums:
-            sums.feed(data)
 
-    def finish(self) -> Finding:
-        plain = "-" not in self.etag
-        right = any((sums.single() if plain else sums.combined()) == self.etag for sums in self._sums)
-        return Finding("etag", _of(right), "" if right else "its MD5 is not the one that the store keeps (ETag)")
+def _etag(etag: str, layouts: Sequence[Sequence[int]]) -> Reading[Finding]:
+    sums = [_PartSums(sizes) for sizes in layouts]
+    while piece := (yield PIECE_BYTES):
+        for each in sums:
+            each.feed(piece)
+    right = any(each.etag(plain="-" not in etag) == etag for each in sums)
+    return Finding("etag", _of(right), "" if right else "its MD5 is not the one that the store keeps (ETag)")
 
 
 class _PartSums:
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes, self._next, self._left = sizes, 0, 0
-        self._digests: list[bytes] = []
-        self._hash = hashlib.md5(usedforsecurity=False)
-        self._begin()
+    """The MD5s of the parts of a file that is cut into parts of these sizes."""
 
-    def _begin(self) -> None:
-        self._left = self._sizes[self._next] if self._next < len(self._sizes) else 0
-        self._hash = hashlib.md5(usedforsecurity=False)
-        self._next += 1
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = iter(sizes)
+        self._hashes: list[hashlib._Hash] = []
+        self._left = 0
 
     def feed(self, data: memoryview) -> None:
-        while data and self._left:
+        while data:
+            if not self._left:
+                self._left = next(self._sizes, len(data))
+                self._hashes.append(hashlib.md5(usedforsecurity=False))
             piece = data[: self._left]
-            self._hash.update(piece)
+            self._hashes[-1].update(piece)
             self._left -= len(piece)
             data = data[len(piece) :]
-            if not self._left:
-                self._digests.append(self._hash.digest())
-                self._begin()
 
-    def single(self) -> str:
-        return self._digests[0].hex() if self._digests else self._hash.hexdigest()
-
-    def combined(self) -> str:
-        return f"{hashlib.md5(b''.join(self._digests), usedforsecurity=False).hexdigest()}-{len(self._digests)}"
+    def etag(self, *, plain: bool) -> str:
+        if plain:
+            return (self._hashes or [hashlib.md5(usedforsecurity=False)])[0].hexdigest()
+        digests = b"".join(each.digest() for each in self._hashes)
+        return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(self._hashes)}"
 
 
-def etag_check(etag: str, size: int, *, ours: bool) -> Etag | None:
-    """None where nothing is known of what the ETag is. ``ours``: this program stored the object, so its own parts are
-    the only ones that count."""
+def part_layouts(etag: str, size: int, *, ours: bool) -> list[tuple[int, ...]]:
+    """The sizes of parts that an object with this ETag may have, one layout each; none if the ETag tells nothing."""
     match = _ETAG.fullmatch(etag)
     if match is None:
-        return None
+        return []
     if match[2] is None:
-        return Etag(etag, [[size]])
+        return [(size,)]
     count = int(match[2])
     found = _own_layouts(size, count)
     if not ours:
         found += [_uniform(size, part) for part in FOREIGN_PART_BYTES if -(-size // part) == count]
-    unique = list(dict.fromkeys(tuple(sizes) for sizes in found))
-    return Etag(etag, unique[:LAYOUTS_MAX]) if unique else None
+    return list(dict.fromkeys(tuple(sizes) for sizes in found))[:LAYOUTS_MAX]
 
 
 def _uniform(size: int, part: int) -> list[int]:
@@ -146,7 +188,7 @@ def _uniform(size: int, part: int) -> list[int]:
 
 
 def _own_layouts(size: int, count: int) -> list[list[int]]:
-    """The cut of this program; a node with little staging has smaller parts at the end."""
+    """The layouts of this program; a node with little staging has smaller parts at the end."""
     found = []
     for staging in (None, *(largest * 8 for largest, _ in SPANS[:-1])):
         layout = PartLayout(staging_bytes_max=staging)
@@ -155,108 +197,68 @@ def _own_layouts(size: int, count: int) -> list[list[int]]:
     return found
 
 
-# -- what is inside
+# -- ZIP
 
 
-class Zip:
-    """The CRC-32 of every member, which torch.save writes. ``members`` is what `read_directory` found.
+def zip_check(members: Sequence[zipfile.ZipInfo]) -> Check:
+    """Computes the CRC-32 of every member, as torch.save writes them; ``members`` come from `read_directory`.
 
-    torch can be told not to compute them; then none fits, which is no damage: unknown.
-    """
+    torch has an option not to compute them; then none is right, which is no damage but unknown."""
+    return Check(_zip(sorted(members, key=lambda member: member.header_offset)))
 
-    def __init__(self, members: Sequence[zipfile.ZipInfo]) -> None:
-        self._members = sorted(members, key=lambda member: member.header_offset)
-        self._at = 0
-        self._next = 0
-        self._header = bytearray()
-        self._left = -1
-        self._crc = 0
-        self._inflate: zlib._Decompress | None = None
-        self._wrong: list[str] = []
-        self._right = 0
-        self._lost = ""
 
-    def feed(self, data: memoryview) -> None:
-        while data and not self._lost and self._next < len(self._members):
-            used = self._in_data(data) if self._left >= 0 else self._in_header(data)
-            self._at += used
-            data = data[used:]
-        self._at += len(data)
-
-    def _in_header(self, data: memoryview) -> int:
-        """Up to where the member's data begins; answers how many bytes were used."""
-        member = self._members[self._next]
-        gap = member.header_offset - self._at
-        if not self._header and gap:
-            if gap < 0:
-                self._lost = f"{member.filename} overlaps another member of the ZIP"
-            return min(max(gap, 0), len(data))
-        piece = data[: self._header_bytes() - len(self._header)]
-        self._header += piece
-        if len(self._header) >= _LOCAL_BYTES and self._header[:4] != ZIP_MAGIC:
-            self._lost = f"{member.filename} is not at byte {member.header_offset} of the ZIP, where it should be"
-        elif len(self._header) == self._header_bytes():
-            self._begin(member)
-        return len(piece)
-
-    def _header_bytes(self) -> int:
-        """How many a local header has, as far as it is known yet."""
-        if len(self._header) < _LOCAL_BYTES:
-            return _LOCAL_BYTES
-        name, extra = struct.unpack_from("<HH", self._header, 26)
-        return int(_LOCAL_BYTES + name + extra)
-
-    def _begin(self, member: zipfile.ZipInfo) -> None:
-        self._header.clear()
-        self._left, self._crc = member.compress_size, 0
-        self._inflate = zlib.decompressobj(-15) if member.compress_type == zipfile.ZIP_DEFLATED else None
-        if not self._left:
-            self._end()
-
-    def _in_data(self, data: memoryview) -> int:
-        member = self._members[self._next]
-        piece = data[: self._left]
-        if member.compress_type == zipfile.ZIP_STORED:
-            self._crc = zlib.crc32(piece, self._crc)
-        elif self._inflate is not None:
-            try:
-                rest: bytes | memoryview = piece
-                while rest:
-                    self._crc = zlib.crc32(self._inflate.decompress(rest, MIB), self._crc)
-                    rest = self._inflate.unconsumed_tail
-            except zlib.error:
-                self._crc, self._inflate = member.CRC ^ 1, None
-        self._left -= len(piece)
-        if not self._left:
-            if self._inflate is not None:
-                self._crc = zlib.crc32(self._inflate.flush(), self._crc)
-            self._end()
-        return len(piece)
-
-    def _end(self) -> None:
-        member = self._members[self._next]
+def _zip(members: Sequence[zipfile.ZipInfo]) -> Reading[Finding]:
+    wrong: list[str] = []
+    right = at = 0
+    for member in members:
+        if member.header_offset < at:
+            return Finding("zip", Verdict.WRONG, f"{member.filename} overlaps another member of the ZIP")
+        cut = Finding("zip", Verdict.WRONG, f"the ZIP ends in the midst of {member.filename}")
+        if not (yield from _skip(member.header_offset - at)):
+            return cut
+        header = yield from _read(_LOCAL_BYTES)
+        if len(header) < _LOCAL_BYTES:
+            return cut
+        if not header.startswith(ZIP_MAGIC):
+            where = f"is not at byte {member.header_offset} of the ZIP, where it should be"
+            return Finding("zip", Verdict.WRONG, f"{member.filename} {where}")
+        rest = sum(struct.unpack_from("<HH", header, 26))  # name and extra field
+        crc = (yield from _member_crc(member)) if (yield from _skip(rest)) else None
+        if crc is None:
+            return cut
+        at = member.header_offset + _LOCAL_BYTES + rest + member.compress_size
         if member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            if self._crc != member.CRC:
-                self._wrong.append(member.filename)
-            elif member.file_size:
-                self._right += 1
-        self._next, self._left = self._next + 1, -1
+            wrong += [member.filename] if crc != member.CRC else []
+            right += crc == member.CRC and member.file_size > 0
+    if wrong and (right or len(wrong) == 1):
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return Finding("zip", Verdict.WRONG, f"the CRC-32 of {wrong[0]}{more} in the ZIP is wrong")
+    return Finding("zip", Verdict.RIGHT if right else Verdict.UNKNOWN)
 
-    def finish(self) -> Finding:
-        if not self._lost and self._next < len(self._members):
-            self._lost = f"the ZIP ends in the midst of {self._members[self._next].filename}"
-        if self._lost:
-            return Finding("zip", Verdict.WRONG, self._lost)
-        if self._wrong and not self._right and len(self._wrong) > 1:
-            return Finding("zip", Verdict.UNKNOWN)
-        if self._wrong:
-            more = f" and {len(self._wrong) - 1} more" if len(self._wrong) > 1 else ""
-            return Finding("zip", Verdict.WRONG, f"the CRC-32 of {self._wrong[0]}{more} in the ZIP is wrong")
-        return Finding("zip", Verdict.RIGHT if self._right else Verdict.UNKNOWN)
+
+def _member_crc(member: zipfile.ZipInfo) -> Reading[int | None]:
+    """The CRC-32 of the data of a member, None if the file ends in it; a wrong one where the data is damaged."""
+    crc, left = 0, member.compress_size
+    inflate = zlib.decompressobj(-15) if member.compress_type == zipfile.ZIP_DEFLATED else None
+    while left:
+        piece: bytes | memoryview = yield left
+        if not piece:
+            return None
+        left -= len(piece)
+        if member.compress_type == zipfile.ZIP_STORED:
+            crc = zlib.crc32(piece, crc)
+        elif inflate is not None:
+            try:
+                while piece:
+                    crc = zlib.crc32(inflate.decompress(piece, MIB), crc)
+                    piece = inflate.unconsumed_tail
+            except zlib.error:
+                crc, inflate = member.CRC ^ 1, None
+    return crc if inflate is None else zlib.crc32(inflate.flush(), crc)
 
 
 class TailTooShort(Exception):
-    """A ZIP's directory begins before what was given; ``start`` is where to begin."""
+    """The directory of a ZIP begins at ``start``, before the tail."""
 
     def __init__(self, start: int) -> None:
         super().__init__(start)
@@ -264,7 +266,7 @@ class TailTooShort(Exception):
 
 
 class _Tail(io.RawIOBase):
-    """A file of which only the end is there."""
+    """A file of which only the end is known."""
 
     def __init__(self, tail: bytes, size: int) -> None:
         self._tail, self._size, self._begin, self._at = tail, size, size - len(tail), 0
@@ -296,8 +298,9 @@ class _Tail(io.RawIOBase):
 
 
 def read_directory(tail: bytes, size: int) -> list[zipfile.ZipInfo]:
-    """Members of a ZIP of ``size`` bytes that ends in ``tail``. Raises TailTooShort, and zipfile.BadZipFile for what is
-    none, or is cut short."""
+    """The members of a ZIP of ``size`` bytes that ends in ``tail``.
+
+    Raises TailTooShort, and zipfile.BadZipFile for a file that is no ZIP, or is cut short."""
     try:
         with zipfile.ZipFile(_Tail(tail, size)) as archive:
             return archive.infolist()
@@ -305,58 +308,41 @@ def read_directory(tail: bytes, size: int) -> list[zipfile.ZipInfo]:
         raise zipfile.BadZipFile(str(error)) from error
 
 
-class Broken:
-    """Found to be wrong before its bytes were seen."""
-
-    def __init__(self, name: str, problem: str) -> None:
-        self._finding = Finding(name, Verdict.WRONG, problem)
-
-    def feed(self, data: memoryview) -> None:
-        pass
-
-    def finish(self) -> Finding:
-        return self._finding
+# -- safetensors
 
 
-class Safetensors:
-    """The header tells where each tensor is; together they are the file, to its last byte."""
+def safetensors_check(size: int) -> Check:
+    """Checks that the header of a safetensors file of ``size`` bytes describes all of it, to its last byte."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._head = bytearray()
-        self._wanted = 8
-
-    def feed(self, data: memoryview) -> None:
-        while data and len(self._head) < self._wanted:
-            piece = data[: self._wanted - len(self._head)]
-            self._head += piece
-            data = data[len(piece) :]
-            if len(self._head) == 8 == self._wanted:
-                length = int.from_bytes(self._head, "little")
-                if length <= min(SAFETENSORS_HEADER_BYTES_MAX, self._size - 8):
-                    self._wanted = 8 + length
-
-    def finish(self) -> Finding:
-        problem = self._problem()
+    def reading() -> Reading[Finding]:
+        problem = yield from _safetensors(size)
         return Finding("safetensors", _of(not problem), problem)
 
-    def _problem(self) -> str:
-        if len(self._head) < self._wanted or self._wanted == 8:
-            return "the length of its safetensors header is wrong"
-        try:
-            header = json.loads(bytes(self._head[8:]))
-            ends = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-            spans = sorted((int(start), int(end)) for start, end in ends)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return "its safetensors header cannot be read"
-        at = 0
-        for start, end in spans:
-            if start != at or end < start:
-                return "tensors of its safetensors header overlap or leave a gap"
-            at = end
-        if self._wanted + at != self._size:
-            return f"its safetensors header tells of {self._wanted + at:,} bytes, the file has {self._size:,}"
-        return ""
+    return Check(reading())
+
+
+def _safetensors(size: int) -> Reading[str]:
+    """What is wrong, or an empty text."""
+    head = yield from _read(8)
+    length = int.from_bytes(head, "little")
+    if len(head) < 8 or not 0 < length <= min(SAFETENSORS_HEADER_BYTES_MAX, size - 8):
+        return "the length of its safetensors header is wrong"
+    raw = yield from _read(length)
+    if len(raw) < length:
+        return "the length of its safetensors header is wrong"
+    try:
+        ends = [entry["data_offsets"] for name, entry in json.loads(raw).items() if name != "__metadata__"]
+        spans = sorted((int(start), int(end)) for start, end in ends)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return "its safetensors header cannot be read"
+    at = 0
+    for start, end in spans:
+        if start != at or end < start:
+            return "tensors of its safetensors header overlap or leave a gap"
+        at = end
+    if 8 + length + at != size:
+        return f"its safetensors header tells of {8 + length + at:,} bytes, the file has {size:,}"
+    return ""
 
 
 def parse_sha256sums(raw: bytes) -> dict[str, str]:

@@ -13,25 +13,24 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
-import trio
 
 from lakefs_fuse.admin.checkpoint_sums import (
     ZIP_MAGIC,
-    Broken,
     Check,
     Finding,
-    Safetensors,
-    Sha256,
     TailTooShort,
     Verdict,
-    Zip,
+    broken,
     etag_check,
     parse_sha256sums,
     read_directory,
+    safetensors_check,
+    sha256_check,
+    zip_check,
 )
-from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.extent_reader import ExtentReader, Moving, chunks
 from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
+from lakefs_fuse.admin.work import Work
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.checkpoints.model import Listing, Seen, is_wanted, make_listing, markers_asked
 from lakefs_fuse.commits.record import COMMITS
@@ -40,7 +39,7 @@ from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.sync.nursery import collecting, for_each
+from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.upload.publish import token_of
 
 WINDOW_BYTES = 4 * MIB
@@ -89,7 +88,7 @@ async def run_checkpoint(work: Work, args: protocol.CheckpointArgs) -> protocol.
         ]
         text = "\n".join(lines) or f"{args.url}: no checkpoints"
         return protocol.Finished(summary=msgspec.to_builtins(listing), text=protocol.printable(text))
-    newest = listing.find(listing.latest) if listing.latest is not None else None
+    newest = listing.newest
     if newest is None:
         raise LakeError(f"{args.url} has no complete checkpoint ({len(listing.checkpoints)} incomplete)")
     return protocol.Finished(summary=msgspec.to_builtins(newest), text=protocol.printable(newest.path))
@@ -271,8 +270,7 @@ class Job:
 
 
 async def run_verify(work: Work, args: protocol.VerifyArgs) -> protocol.Finished:
-    """Raises LakeError where the store does not answer."""
-    began = trio.current_time()
+    """`verify`. Raises LakeError where the store does not answer."""
     async with open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch) as lake:
         place = await look(lake, work, args.url, args.marker, args.match)
         report = Report(args.url)
@@ -280,10 +278,7 @@ async def run_verify(work: Work, args: protocol.VerifyArgs) -> protocol.Finished
         verifier = Verifier(work.client, work, sum(job.extent.size for job in jobs), len(jobs))
         await verifier.run(jobs)
     mismatches_count(report, args.md5_etags)
-    summary = {**report.summary(), "seconds": round(trio.current_time() - began, 3)}
-    return protocol.Finished(
-        summary=summary, text=protocol.printable(report.describe()), exit_code=1 if report.bad else 0
-    )
+    return work.finished(report.summary(), report.describe(), failed=bool(report.bad))
 
 
 async def _jobs(lake: LakeView, place: Place, args: protocol.VerifyArgs, report: Report) -> list[Job]:
@@ -436,12 +431,11 @@ class Verifier:
         starts = range(start, end, WINDOW_BYTES)
         datas = [memoryview(b"")] * len(starts)
 
-        async def fetch(index: int, at: int) -> None:
+        async def fetch(index: int) -> None:
+            at = starts[index]
             datas[index] = memoryview(await self._fetch(extent, at, min(end, at + WINDOW_BYTES)))
 
-        async with collecting() as nursery:
-            for index, at in enumerate(starts):
-                nursery.start_soon(fetch, index, at)
+        await for_each(range(len(starts)), fetch, WINDOWS)
         return datas
 
     async def _fetch(self, extent: Extent, start: int, end: int) -> bytes:
@@ -454,9 +448,9 @@ class Verifier:
     # -- what can be checked
 
     async def _checks(self, job: Job, head: bytes, fetch: Fetch) -> list[Check]:
-        checks: list[Check] = [Sha256(job.sha256)] if job.sha256 is not None else []
+        checks: list[Check] = [sha256_check(job.sha256)] if job.sha256 is not None else []
         if job.path.endswith(".safetensors"):
-            checks.append(Safetensors(job.extent.size))
+            checks.append(safetensors_check(job.extent.size))
         if head[:4] == ZIP_MAGIC:
             checks.append(await _zip_check(job.extent.size, fetch))
         return checks
@@ -466,13 +460,13 @@ async def _zip_check(size: int, fetch: Fetch) -> Check:
     start = max(0, size - TAIL_BYTES)
     while True:
         try:
-            return Zip(read_directory(await fetch(start, size), size))
+            return zip_check(read_directory(await fetch(start, size), size))
         except TailTooShort as error:
             if error.start >= start or size - error.start > DIRECTORY_BYTES_MAX:
-                return Broken("zip", "the directory of the ZIP cannot be read")
+                return broken("zip", "the directory of the ZIP cannot be read")
             start = error.start
         except zipfile.BadZipFile:
-            return Broken("zip", "the ZIP has no directory at its end: it was cut short")
+            return broken("zip", "the ZIP has no directory at its end: it was cut short")
 
 
 async def _from_memory(data: bytes, start: int, end: int) -> bytes:

@@ -1,50 +1,29 @@
-"""What the command line asks of this layer: arguments in, one engine run on a headless lake, a last line out.
-
-Called by `offline` only, in a process of its own.
-"""
+"""The commands `pack`, `gc`, `snapshot` and `fsck`: each runs its engine on a view of the lake."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 
-import trio
-
 from lakefs_fuse.admin import fsck, fsck_repair, gc, repack
-from lakefs_fuse.admin.lake_view import NS, open_lake_view
+from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
 from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.admin.work import NS, Work
 from lakefs_fuse.commits.index import snapshots
-from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import NotFound
-from lakefs_fuse.store.client import StoreClient
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a command is given; ``path`` is what it is about in the lake, empty for all of it."""
-
-    client: StoreClient
-    store: StoreConfig
-    path: str
-    progress: Callable[[protocol.Progress], None]
-    note: Callable[[str], None]
-    node: Node
-    scratch: str
-    """Directory for temporary files."""
-
-    def report(self, what: str, files: int, size: int) -> None:
-        self.progress(protocol.Progress(what=what, files_done=files, bytes_done=size))
+def open_view(work: Work, cache_dir: str | None = None) -> AbstractAsyncContextManager[LakeView]:
+    """A view of the lake of ``work``; ``cache_dir`` as `open_lake_view` has it."""
+    return open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch, cache_dir=cache_dir)
 
 
 async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
-    began = trio.current_time()
-    async with open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch) as lake:
+    async with open_view(work) as lake:
         if args.back:
             back = await repack.unpack(lake, work.path, dry_run=args.dry_run, report=work.report, note=work.note)
-            return _finished(back.summary(), back.describe(dry_run=args.dry_run), began, args.dry_run)
+            return work.finished({**back.summary(), "dry_run": args.dry_run}, back.describe(dry_run=args.dry_run))
         done = await repack.pack(
             lake,
             work.path,
@@ -53,17 +32,18 @@ async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
             dry_run=args.dry_run,
             report=work.report,
         )
-        return _finished(
-            done.summary(), done.describe(dry_run=args.dry_run), began, args.dry_run, failed=bool(done.swept.failed)
+        return work.finished(
+            {**done.summary(), "dry_run": args.dry_run},
+            done.describe(dry_run=args.dry_run),
+            failed=bool(done.swept.failed),
         )
 
 
 async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
-    began = trio.current_time()
-    async with open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch) as lake:
+    async with open_view(work) as lake:
 
         async def fold_all(horizon: int) -> None:
-            await fold(lake.fs, work.client, horizon=horizon, report=work.report, node=work.node)
+            await fold(lake, horizon=horizon, report=work.report)
 
         options = gc.Options(
             live_below=args.live_below,
@@ -73,13 +53,14 @@ async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
             dry_run=args.dry_run,
         )
         done = await gc.Collector(lake, options, fold=fold_all, report=work.report).run()
-        return _finished(
-            done.summary(), done.describe(dry_run=args.dry_run), began, args.dry_run, failed=bool(done.unreadable)
+        return work.finished(
+            {**done.summary(), "dry_run": args.dry_run},
+            done.describe(dry_run=args.dry_run),
+            failed=bool(done.unreadable),
         )
 
 
 async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Finished:
-    began = trio.current_time()
     if args.delete:
         await snapshots.delete(work.client, args.delete)
         return protocol.Finished(
@@ -88,14 +69,10 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
         )
     if args.list:
         return await _list_snapshots(work)
-    opening = open_lake_view(
-        work.client, work.store, node=work.node, scratch=work.scratch, cache_dir=args.cache_dir
-    )  # fmt: skip
-    async with opening as lake:
-        done = await fold(lake.fs, work.client, name=args.name, report=work.report, node=work.node)
-    requests = sum(work.client.metrics.requests.values())
-    return protocol.Finished(
-        summary={
+    async with open_view(work, args.cache_dir) as lake:
+        done = await fold(lake, name=args.name, report=work.report)
+    return work.finished(
+        {
             "name": args.name or None,
             "time": f"{done.time:016x}",
             "names": done.names,
@@ -103,16 +80,15 @@ async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Fini
             "files": len(done.files),
             "bytes": done.bytes,
             "newest_commit": f"{done.newest:016x}",
-            "requests": requests,
-            "seconds": round(trio.current_time() - began, 3),
+            "requests": sum(work.client.metrics.requests.values()),
         },
-        text=f"{done.names:,} names in {done.directories + 1:,} directories: {done.bytes:,} bytes in "
+        f"{done.names:,} names in {done.directories + 1:,} directories: {done.bytes:,} bytes in "
         f"{len(done.files):,} files, {f'snapshot {args.name}' if args.name else f'index {done.time:016x}'}",
     )
 
 
 async def _list_snapshots(work: Work) -> protocol.Finished:
-    """Of each name: when it was taken, and how much it is of."""
+    """Each name, with the time of its state and its size."""
     found: list[dict[str, object]] = []
     for name in await snapshots.names(work.client):
         try:
@@ -126,23 +102,9 @@ async def _list_snapshots(work: Work) -> protocol.Finished:
 
 
 async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
-    began = trio.current_time()
-    opening = open_lake_view(
-        work.client, work.store, node=work.node, scratch=work.scratch, cache_dir=args.cache_dir
-    )  # fmt: skip
-    async with opening as lake:
+    async with open_view(work, args.cache_dir) as lake:
         checker = fsck.Checker(lake, quick=args.quick, report=work.report)
         done = await checker.run()
         if args.repair and done.problems:
             await fsck_repair.repair(lake, checker)
-        return _finished(done.summary(), done.describe(), began, False, failed=bool(done.problems))
-
-
-def _finished(
-    summary: dict[str, object], text: str, began: float, dry_run: bool, *, failed: bool = False
-) -> protocol.Finished:
-    return protocol.Finished(
-        summary={**summary, "dry_run": dry_run, "seconds": round(trio.current_time() - began, 3)},
-        text=protocol.printable(text),
-        exit_code=int(failed),
-    )
+        return work.finished({**done.summary(), "dry_run": False}, done.describe(), failed=bool(done.problems))

@@ -10,8 +10,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import trio
-
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.archive_check import checksums
 from lakefs_fuse.commits.record import COMMITS
@@ -20,7 +18,7 @@ from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer, Fetched
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 
 GETS_AT_ONCE = 16
 CHUNK_BYTES = 16 * MIB
@@ -70,11 +68,9 @@ class ExtentReader:
     async def read(self, files: Sequence[Moving]) -> list[Bytes | None]:
         """Raises LakeError for a store that does not answer."""
         data: list[Bytes | None] = [Bytes(b"") if not file.source.size else None for file in files]
-        few = trio.CapacityLimiter(GETS_AT_ONCE)
 
         async def fetch(wanted: _Range) -> None:
-            async with few:
-                fetched = await self._get(wanted)
+            fetched = await self._get(wanted)
             if fetched is None:
                 self.gone += len(wanted.members)
                 return
@@ -83,9 +79,7 @@ class ExtentReader:
                 at = files[index].source.offset - wanted.start
                 data[index] = Bytes(bytes(raw[at : at + files[index].source.size]), fetched.meta.metadata)
 
-        async with collecting() as nursery:
-            for wanted in _ranges(files):
-                nursery.start_soon(fetch, wanted)
+        await for_each(_ranges(files), fetch, GETS_AT_ONCE)
         for index, file in enumerate(files):
             found = data[index]
             if found is not None and not await self._is_sound(file.source, found.data):

@@ -18,17 +18,18 @@ Memory: the commits' names, and one bit for each inode and object number. Tasks 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from lakefs_fuse.admin.lake_view import LakeView, scratch_directory
+from lakefs_fuse.admin.work import Report
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.archive_check import Audit, Fault, verify
 from lakefs_fuse.commits.index.index import INDEX, fetch_files, fetch_manifest, find, prefix_of
-from lakefs_fuse.commits.record import COMMITS, OBJECTS, THIS, Put, Record, Relocate, Remove
+from lakefs_fuse.commits.record import OBJECTS, THIS, Put, Record, Relocate, Remove
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed, StoreError, Unavailable
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
@@ -46,9 +47,6 @@ LOOKS_MAX = 10
 
 UNKNOWN = "?"
 """In place of the key of an object that a name refers to by a number that this cache does not know."""
-
-Report = Callable[[str, int, int], None]
-"""What is being done, commits or files and bytes done."""
 
 
 class Kind(StrEnum):
@@ -190,8 +188,7 @@ class Checker:
 
     async def run(self) -> Checked:
         """Raises LakeError where the store does not answer."""
-        async for page in self._lake.client.list_all(COMMITS):
-            self.commits.update((meta.key, meta) for meta in page.objects if parse_commit_key(meta.key))
+        self.commits.update((meta.key, meta) for meta in await self._lake.list_commits())
         await self._refresh()
         await for_each(list(self.commits.values()), self._check_listed, self._at_once)
         await self._list_plain()

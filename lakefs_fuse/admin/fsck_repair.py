@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import zlib
 
-from lakefs_fuse.admin.extent_reader import Moving
 from lakefs_fuse.admin.fsck import Checker, Hurt, Kind, Problem
 from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import RelocationBuilder, Relocator
@@ -62,7 +61,7 @@ async def repair(lake: LakeView, checker: Checker) -> None:
 
 async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[str, str]:
     """What was done about each of the commits from the future."""
-    await lake.take_time()
+    await lake.log.latest_time()
     redated = await Redater(lake.log).run()
     await lake.refresh()
     again = [key for key in redated.originals if key in future]
@@ -70,9 +69,8 @@ async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[st
     if numbers:
         relocator = Relocator(lake, report=lambda _: None)
         for path, entry in lake.files():
-            extent = lake.namespace.extent(entry) if entry.place in numbers else None
-            if extent is not None:
-                await relocator.add(Moving(path, entry, extent))
+            if entry.place in numbers:
+                await relocator.add(path, entry)
         await relocator.finish()
         await lake.refresh()
     kept = await snapshots.kept_objects(lake.client)
@@ -94,9 +92,8 @@ async def _move_aside(lake: LakeView, checker: Checker, problem: Problem) -> str
     meta = checker.commits.get(problem.key)
     if meta is None:
         return "left: it is gone"
-    row = lake.tree.objects.find(meta.key, meta.etag)
-    if row is not None and row.entries > 0:
-        return f"left where it is: {row.entries:,} names have their bytes in it"
+    if used := lake.references(meta.key, meta.etag):
+        return f"left where it is: {used:,} names have their bytes in it"
     target = DAMAGED + meta.key.removeprefix(COMMITS)
     try:
         await lake.client.copy(meta.key, target, etag=meta.etag)

@@ -33,14 +33,14 @@ from dataclasses import dataclass, field
 import msgspec
 import trio
 
-from lakefs_fuse.admin.extent_reader import Moving
-from lakefs_fuse.admin.lake_view import NS, LakeView
+from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import Moved, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
+from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import INDEX, manifests
-from lakefs_fuse.commits.record import COMMITS, OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
+from lakefs_fuse.commits.record import OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
@@ -60,7 +60,6 @@ CHECK_S_MAX = 60.0
 
 Fold = Callable[[int], Awaitable[None]]
 """Writes an index of the view, with this horizon."""
-Report = Callable[[str, int, int], None]
 IsDead = Callable[[ObjectMeta], bool]
 
 
@@ -203,9 +202,7 @@ class Collector:
         )
         for path, entry in self._lake.files():
             if entry.place in chosen:
-                extent = self._lake.namespace.extent(entry)
-                if extent is not None:
-                    await relocator.add(Moving(path, entry, extent))
+                await relocator.add(path, entry)
         self.done.moved = await relocator.finish()
 
     def _choose(self) -> dict[int, int]:
@@ -224,32 +221,23 @@ class Collector:
 
     # -- what is dead
 
-    async def _commits(self) -> list[ObjectMeta]:
-        found: list[ObjectMeta] = []
-        async for page in self._lake.client.list_all(COMMITS):
-            found += [meta for meta in page.objects if parse_commit_key(meta.key) is not None]
-        return found
-
     async def _find_dead(self) -> list[ObjectMeta]:
         """Commit objects that no name has bytes in, after all commits were applied."""
         lake = self._lake
-        commits = await self._commits()
+        commits = await lake.list_commits()
         await lake.refresh()
         self._kept = await snapshots.kept_objects(lake.client)
         dead: list[ObjectMeta] = []
 
         async def check(meta: ObjectMeta) -> None:
-            row = lake.tree.objects.find(meta.key, meta.etag)
-            if meta.key in self._kept:
-                return
-            if (row is None or row.entries <= 0) and await self._is_contained(meta, has_row=row is not None):
+            if self._is_unreferenced(meta) and await self._is_contained(meta):
                 dead.append(meta)
 
         await for_each(commits, check, RECORDS_AT_ONCE)
         self.done.unreadable = max(self.done.unreadable, lake.refused)
         return [] if self.done.unreadable else sorted(dead, key=lambda meta: meta.key)
 
-    async def _is_contained(self, meta: ObjectMeta, *, has_row: bool) -> bool:
+    async def _is_contained(self, meta: ObjectMeta) -> bool:
         """Whether every change of a commit, or a later one, is in the view, so that an index contains it.
 
         Checked once, when the commit is first found dead. False for a commit that came too late for an index."""
@@ -262,6 +250,7 @@ class Collector:
         except DamagedCommit:
             self.done.unreadable += 1
             return False
+        has_row = self._lake.tree.objects.find(meta.key, meta.etag) is not None
         for operation in record.operations:
             own = isinstance(operation, Put | Relocate) and operation.object == THIS
             if (own and not has_row) or not self._is_known(operation, record.time):
@@ -357,8 +346,7 @@ class Collector:
         return meta.key in self._recorded and _time_of(meta.key) < self._horizon and self._is_unreferenced(meta)
 
     def _is_unreferenced(self, meta: ObjectMeta) -> bool:
-        row = self._lake.tree.objects.find(meta.key, meta.etag)
-        return (row is None or row.entries <= 0) and meta.key not in self._kept
+        return meta.key not in self._kept and not self._lake.references(meta.key, meta.etag)
 
     async def _delete_unreferenced(self) -> None:
         lake, older_s = self._lake, self._options.uploads_older_s

@@ -13,11 +13,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 
+from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import MIB, MountConfig, StoreConfig
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import LakeError, sole_error
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import missing_before
@@ -25,12 +27,12 @@ from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.product import PROGRAM
 from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs import Filesystem, open_filesystem
 from lakefs_fuse.vfs.namespace.key_mapping import why_hidden
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 NEVER_S = 10 * 365 * 86400.0
-NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,6 @@ class LakeView:
         return self.log.clock
 
     @property
-    def writer(self) -> str:
-        return self.log.writer
-
-    @property
     def tree(self) -> Tree:
         return self.fs.namespace.tree
 
@@ -71,15 +69,22 @@ class LakeView:
         """Apply new commits. Raises LakeError."""
         await self.fs.look_again()
 
-    async def take_time(self) -> int:
-        """The time of a commit that is about to be written: later than all that are there. Raises LakeError."""
-        return await self.log.latest_time()
+    async def list_commits(self) -> list[ObjectMeta]:
+        """The commit objects in the store. Raises LakeError."""
+        found: list[ObjectMeta] = []
+        async for page in self.client.list_all(COMMITS):
+            found += [meta for meta in page.objects if parse_commit_key(meta.key) is not None]
+        return found
 
-    def key_of(self, time_ns: int) -> str:
-        return self.log.key(time_ns)
+    def references(self, key: str, etag: str) -> int:
+        """The number of names with bytes in this version of an object."""
+        row = self.tree.objects.find(key, etag)
+        return 0 if row is None else max(0, row.entries)
 
-    def path(self, entry: Entry) -> str:
-        return self.namespace.key(entry)
+    def is_in_pack(self, entry: Entry) -> bool:
+        """Whether the bytes of a file lie in a pack."""
+        row = self.tree.objects.get(entry.place) if entry.place else None
+        return row is not None and row.is_pack
 
     def find(self, path: str, slash: bytes = b"") -> Entry | None:
         """The file that a path names; with a ``slash`` the directory."""
@@ -88,39 +93,38 @@ class LakeView:
         return None if parent is None else self.tree.named(parent, name.encode("utf-8", "surrogatepass") + slash)
 
     def files(self) -> Iterator[tuple[str, Entry]]:
-        """Every file and symbolic link that is known, shadowed ones too, with its path. The tree may change meanwhile:
-        an entry is as it was when its directory was begun."""
-        waiting = [(ROOT_INODE, "")]
-        while waiting:
-            directory, prefix = waiting.pop()
-            below: list[tuple[int, str]] = []
-            for entry in self.tree.children(directory):
-                path = prefix + entry.name.decode("utf-8", "surrogatepass")
-                if entry.is_dir:
-                    below.append((entry.inode, path + "/"))
-                else:
-                    yield path, entry
-            waiting += reversed(below)
+        """Every known file and symbolic link with its path, shadowed ones too.
+
+        The tree may change meanwhile: an entry is as it was when its directory was begun."""
+        pending = [(ROOT_INODE, "")]
+        while pending:
+            yield from self._files_in(*pending.pop(), pending)
 
     async def listed_files(self, path: str = "") -> AsyncGenerator[tuple[str, Entry], None]:
-        """Every file in sight at or below a path, after its directory was listed; a directory's files together, in the
-        order of the listing. Raises LakeError."""
+        """Every visible file at or below a path, after its directory was listed; files of a directory one after
+        another, in the order of the listing. Raises LakeError."""
         directory = await self._look_up(path)
         if isinstance(directory, Entry):
             yield path, directory
             return
-        waiting = [(directory, path + "/" if path else "")]
-        while waiting:
-            inode, prefix = waiting.pop()
+        pending = [(directory, path + "/" if path else "")]
+        while pending:
+            inode, prefix = pending.pop()
             await self.namespace.ensure_listed(inode)
-            below: list[tuple[int, str]] = []
-            for entry in self.tree.children(inode):
-                name = entry.name.decode("utf-8", "surrogatepass")
-                if entry.is_dir:
-                    below.append((entry.inode, f"{prefix}{name}/"))
-                elif not entry.flags & Flag.SHADOWED:
-                    yield prefix + name, entry
-            waiting += reversed(below)
+            for file, entry in self._files_in(inode, prefix, pending):
+                if not entry.flags & Flag.SHADOWED:
+                    yield file, entry
+
+    def _files_in(self, directory: int, prefix: str, pending: list[tuple[int, str]]) -> Iterator[tuple[str, Entry]]:
+        """The files of a directory; at the end its directories are added to ``pending``, the first one last."""
+        below: list[tuple[int, str]] = []
+        for entry in self.tree.children(directory):
+            path = prefix + entry.name.decode("utf-8", "surrogatepass")
+            if entry.is_dir:
+                below.append((entry.inode, path + "/"))
+            else:
+                yield path, entry
+        pending += reversed(below)
 
     async def _look_up(self, path: str) -> int | Entry:
         """The inode of a directory, or a file's entry. Raises LakeError."""
@@ -185,10 +189,7 @@ def _ungrouped() -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        alone: BaseException = group
-        while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
-            alone = alone.exceptions[0]
-        raise alone from None
+        raise sole_error(group) from None
 
 
 @contextmanager

@@ -68,6 +68,12 @@ class RelocationBuilder:
             )
         )  # fmt: skip
 
+    def add_all(self, moved: Sequence[tuple[Moving, int]], target: int) -> RelocationBuilder:
+        """Add files with their offsets in the object ``target``."""
+        for file, offset in moved:
+            self.add(file.path, file.entry, file.source, target, offset, file.entry.etag)
+        return self
+
     def index(self, ref: ObjectRef) -> int:
         if ref not in self._numbers:
             self._numbers[ref] = len(self.objects)
@@ -78,12 +84,12 @@ class RelocationBuilder:
         """A commit without bytes. Raises LakeError."""
         if not self.operations:
             return
-        record = self.record(lake, await lake.take_time())
+        record = self.record(lake, await lake.log.latest_time())
         await lake.log.put_record(record)
         await lake.refresh()
 
     def record(self, lake: LakeView, time_ns: int) -> Record:
-        return Record(writer=lake.writer, time=time_ns, objects=self.objects, operations=list(self.operations))
+        return Record(writer=lake.log.writer, time=time_ns, objects=self.objects, operations=list(self.operations))
 
 
 @dataclass(slots=True)
@@ -105,13 +111,17 @@ class Relocator:
         self._bytes = 0
         self.done = Moved()
 
-    async def add(self, file: Moving) -> None:
-        """Raises LakeError."""
-        full = self._bytes + file.source.size > PACK_BYTES or len(self._gathered) >= PACK_FILES_MAX
+    async def add(self, path: str, entry: Entry) -> Extent | None:
+        """Move a file, unless it has no bytes in the store; where its bytes are. Raises LakeError."""
+        source = self._lake.namespace.extent(entry)
+        if source is None:
+            return None
+        full = self._bytes + source.size > PACK_BYTES or len(self._gathered) >= PACK_FILES_MAX
         if self._gathered and full:
             await self._flush()
-        self._gathered.append(file)
-        self._bytes += file.source.size
+        self._gathered.append(Moving(path, entry, source))
+        self._bytes += source.size
+        return source
 
     async def finish(self) -> Moved:
         """Raises LakeError."""
@@ -168,12 +178,11 @@ class Relocator:
 
     async def _commit(self, pack: _Pack) -> None:
         lake = self._lake
-        time_ns = await lake.take_time()
+        time_ns = await lake.log.latest_time()
         pack.moved = await self._unchanged(pack.moved)
         if not pack.moved:
             return
-        operations = _relocations(pack.moved, THIS, RelocationBuilder())
-        record = operations.record(lake, time_ns)
+        record = RelocationBuilder().add_all(pack.moved, THIS).record(lake, time_ns)
         size = await self._lake.node.threads.run(lambda: pack.builder.finish(lake.log.encode(record)))
         began = trio.current_time()
         meta = await lake.log.put(time_ns, FileSlice(pack.file.fileno(), 0, size))
@@ -188,8 +197,8 @@ class Relocator:
     async def _commit_again(self, pack: _Pack, ref: ObjectRef) -> None:
         builder = RelocationBuilder()
         target = builder.index(ref)
-        time_ns = await self._lake.take_time()
-        record = _relocations(await self._unchanged(pack.moved), target, builder).record(self._lake, time_ns)
+        time_ns = await self._lake.log.latest_time()
+        record = builder.add_all(await self._unchanged(pack.moved), target).record(self._lake, time_ns)
         await self._lake.log.put_record(record)
 
     async def _unchanged(self, moved: list[tuple[Moving, int]]) -> list[tuple[Moving, int]]:
@@ -216,13 +225,6 @@ class Relocator:
             ended = is_sorted and page.objects and page.objects[-1].key.encode() > last.encode()
             if token is None or ended or not left:
                 return left
-
-
-def _relocations(moved: Sequence[tuple[Moving, int]], target: int, builder: RelocationBuilder) -> RelocationBuilder:
-    for file, offset in moved:
-        hides = file.entry.etag
-        builder.add(file.path, file.entry, file.source, target, offset, hides)
-    return builder
 
 
 def _temporary_file(lake: LakeView) -> BinaryIO:

@@ -21,16 +21,17 @@ from dataclasses import dataclass, field
 
 import trio
 
-from lakefs_fuse.admin.extent_reader import CHUNK_BYTES, ExtentReader, Moving
+from lakefs_fuse.admin.extent_reader import CHUNK_BYTES, Bytes, ExtentReader, Moving
 from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import Moved, RelocationBuilder, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
+from lakefs_fuse.admin.work import Report
 from lakefs_fuse.commits.record import OWN
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.namespace.attributes import describe
 
 THRESHOLD_BYTES = 1 * MIB
@@ -43,8 +44,6 @@ BATCH_FILES = 1000
 ELSEWHERE_MAX = 100_000
 """Objects of renamed files that one run deletes; `gc` finds the others."""
 
-Report = Callable[[str, int, int], None]
-"""Reports the current step, with files and bytes done."""
 Note = Callable[[str], None]
 NOTES_MAX = 20
 
@@ -96,10 +95,7 @@ async def pack(
     packed = Packed()
     elsewhere: list[ObjectMeta] = []
 
-    def report_moved(moved: Moved) -> None:
-        report("packing", moved.files, moved.bytes)
-
-    relocator = Relocator(lake, report=report_moved)
+    relocator = Relocator(lake, report=lambda moved: report("packing", moved.files, moved.bytes))
     async with aclosing(lake.listed_files(path)) as files:
         async for name, entry in files:
             if not _is_small_plain(lake, entry, threshold_bytes):
@@ -108,11 +104,9 @@ async def pack(
                 packed.moved.files += 1
                 packed.moved.bytes += entry.size
                 continue
-            extent = lake.namespace.extent(entry)
-            if extent is not None:
-                await relocator.add(Moving(name, entry, extent))
-                if entry.place and len(elsewhere) < ELSEWHERE_MAX:
-                    elsewhere.append(ObjectMeta(extent.version.key, extent.version.size, extent.version.etag, 0))
+            extent = await relocator.add(name, entry)
+            if extent is not None and entry.place and len(elsewhere) < ELSEWHERE_MAX:
+                elsewhere.append(ObjectMeta(extent.version.key, extent.version.size, extent.version.etag, 0))
     prefix, only = (path + "/" if path else ""), ""
     if lake.find(path) is not None and path:
         prefix = only = path
@@ -132,10 +126,8 @@ async def pack(
 
 
 def _is_small_plain(lake: LakeView, entry: Entry, threshold_bytes: int) -> bool:
-    if entry.flags & (Flag.SYMLINK | Flag.LOCAL) or entry.size > threshold_bytes:
-        return False
-    row = lake.tree.objects.get(entry.place) if entry.place else None
-    return row is None or not row.is_pack
+    is_small = not entry.flags & (Flag.SYMLINK | Flag.LOCAL) and entry.size <= threshold_bytes
+    return is_small and not lake.is_in_pack(entry)
 
 
 def _add(swept: Swept, more: Swept) -> None:
@@ -148,8 +140,7 @@ async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept
     """Delete the old objects of renamed files, if they are unreferenced now."""
     doomed: list[ObjectMeta] = []
     for meta in objects:
-        row = lake.tree.objects.find(meta.key, meta.etag)
-        if row is not None and row.entries > 0:
+        if lake.references(meta.key, meta.etag):
             continue
         entry = lake.entry_at(meta.key)
         if entry is not None and entry.is_plain and entry.etag == meta.etag:
@@ -191,8 +182,7 @@ async def unpack(lake: LakeView, path: str, *, dry_run: bool = False, report: Re
     size = 0
     async with aclosing(lake.listed_files(path)) as files:
         async for name, entry in files:
-            row = lake.tree.objects.get(entry.place) if entry.place else None
-            extent = lake.namespace.extent(entry) if row is not None and row.is_pack else None
+            extent = lake.namespace.extent(entry) if lake.is_in_pack(entry) else None
             if extent is None:
                 continue
             if dry_run:
@@ -221,23 +211,18 @@ class _Unpack:
         """Raises LakeError."""
         data = await self._reader.read(files)
         put: list[tuple[Moving, ObjectMeta]] = []
-        few = trio.CapacityLimiter(PUTS_AT_ONCE)
 
-        async def one(file: Moving, raw: bytes) -> None:
-            async with few:
-                meta = await self._put(file, raw)
-            if meta is not None:
+        async def put_one(read: tuple[Moving, Bytes | None]) -> None:
+            file, found = read
+            if found is None:
+                self._leave(file.path, "its bytes are damaged or gone: run fsck")
+            elif not self._is_current(file):
+                self._leave(file.path, "it was changed meanwhile")
+            elif meta := await self._put(file, found.data):
                 put.append((file, meta))
 
         await self._lake.refresh()
-        async with collecting() as nursery:
-            for file, read in zip(files, data, strict=True):
-                if read is None:
-                    self._leave(file.path, "its bytes are damaged or gone: run fsck")
-                elif self._is_current(file):
-                    nursery.start_soon(one, file, read.data)
-                else:
-                    self._leave(file.path, "it was changed meanwhile")
+        await for_each(zip(files, data, strict=True), put_one, PUTS_AT_ONCE)
         await self._commit(put)
         self._report("unpacking", self.done.files, self.done.bytes)
 

@@ -15,41 +15,38 @@ Tasks of one trio loop. A crash leaves files without a manifest in the store, wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
+from lakefs_fuse.admin.lake_view import LakeView
+from lakefs_fuse.admin.work import Report
 from lakefs_fuse.commits.archive import commit_key
-from lakefs_fuse.commits.hybrid_clock import WINDOW_NS, HybridClock
+from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import Manifest, find, manifests, remove_old, write_index
-from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import LakeError, NotFound, Unsupported
+from lakefs_fuse.errors import LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import DumpedFile
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.vfs import Filesystem
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 
-Report = Callable[[str, int, int], None]
-"""What is being done, names so far, bytes so far."""
 log = logging.getLogger(__name__)
 
 
 async def fold(
-    fs: Filesystem,
-    client: StoreClient,
+    lake: LakeView,
     *,
     horizon: int = 0,
     name: str = "",
     report: Report,
-    node: Node,
     file_bytes_max: int = tables.FILE_BYTES_MAX,
 ) -> Manifest:
-    """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that. ``fs`` is headless and
-    read-only; ``horizon`` is the time before which commits are about to be deleted. Raises LakeError where the view
-    lacks something, or the store fails; then there is no new index, and the old ones are as they were."""
+    """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that.
+
+    ``horizon`` is the time before which commits are about to be deleted. Raises LakeError where the view lacks
+    something, or the store fails; then there is no new index, and the old ones are as they were."""
+    fs, client, threads, clock = lake.fs, lake.client, lake.node.threads, lake.clock
     database = fs.database
     if name:
         await snapshots.check_free(client, name)
@@ -60,7 +57,7 @@ async def fold(
     await _check_nothing_lacks(database, client)
     before = await manifests(client)
     horizon = max([horizon, *(manifest.horizon for manifest in before)])
-    clock = await _clock(client, node)
+    await lake.log.read_time()
     newest = tables.marks_of(database).newest
     if horizon > newest + 1:
         raise LakeError("commits were collected that this view lacks: run it again")
@@ -80,9 +77,9 @@ async def fold(
         if name:
             objects = fs.namespace.tree.objects
             return await snapshots.write(
-                client, node.threads, name, dump, objects, time=clock.now(), horizon=horizon, wrote=wrote
+                client, threads, name, dump, objects, time=clock.now(), horizon=horizon, wrote=wrote
             )  # fmt: skip
-        manifest = await write_index(client, node.threads, dump, time=clock.now(), horizon=horizon, wrote=wrote)
+        manifest = await write_index(client, threads, dump, time=clock.now(), horizon=horizon, wrote=wrote)
     finally:
         dump.close()
     try:
@@ -90,15 +87,6 @@ async def fold(
     except LakeError as error:
         log.warning("the index is written, but older ones could not be removed: %s", error)
     return manifest
-
-
-async def _clock(client: StoreClient, node: Node) -> HybridClock:
-    clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
-    try:
-        clock.correct(await client.time_ns())
-    except Unsupported:
-        pass  # Then this machine's clock is what there is.
-    return clock
 
 
 def _check_nothing_local(database: Database) -> None:

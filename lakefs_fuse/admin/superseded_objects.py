@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from lakefs_fuse.admin.lake_view import NS, LakeView
+from lakefs_fuse.admin.lake_view import LakeView
+from lakefs_fuse.admin.work import NS
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.meta.entry import PENDING, Entry
 from lakefs_fuse.product import RESERVED_PREFIX
@@ -37,8 +38,7 @@ class Swept:
 def hidden_since(lake: LakeView, meta: ObjectMeta, *, removed: bool) -> int | None:
     """Time since which a plain object is superseded; None if it is not. ``removed`` includes removed names."""
     key, tree = meta.key, lake.tree
-    used = tree.objects.find(key, meta.etag)
-    if used is not None and used.entries > 0:
+    if lake.references(key, meta.etag):
         return None
     entry = lake.entry_at(key)
     if entry is not None:

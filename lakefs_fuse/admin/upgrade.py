@@ -9,12 +9,9 @@ One change of the lake record, made or not made: a crash leaves nothing. A task 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from msgspec.structs import replace
 
-from lakefs_fuse.admin.commands import Work
-from lakefs_fuse.admin.lake_view import NS
+from lakefs_fuse.admin.work import NS, Work
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.commit_log import fetch_newest_read
 from lakefs_fuse.commits.record import COMMITS, FORMATS
@@ -27,12 +24,8 @@ from lakefs_fuse.store.protocol import ObjectMeta
 WRITERS_S = 3600
 """A mount that wrote is taken to be there for so long."""
 
-Change = Callable[[LakeRecord | None], LakeRecord]
 
-
-async def run_upgrade(
-    work: Work, args: protocol.UpgradeArgs, change_record: Callable[[Change], LakeRecord]
-) -> protocol.Finished:
+async def run_upgrade(work: Work, args: protocol.UpgradeArgs) -> protocol.Finished:
     """Raises LakeError where an older program writes, or the record cannot be changed."""
     before: list[LakeRecord | None] = []
     await _refuse_old_writers(work)
@@ -45,7 +38,7 @@ async def run_upgrade(
             return record
         return replace(record, features_to_read=(*record.features_to_read, FORMAT_2))
 
-    record = await work.node.threads.run(change_record, change)
+    record = await work.node.threads.run(work.change_record, change)
     had = before[-1]
     new = sorted(set(record.features_to_read) - set(had.features_to_read if had is not None else ()))
     text = f"switched on: {', '.join(new)}" if new else "nothing to do: the lake has every feature of this program"

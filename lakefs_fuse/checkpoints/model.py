@@ -76,8 +76,10 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     markers: list[str]
     checkpoints: list[Checkpoint]
 
-    def find(self, name: str) -> Checkpoint | None:
-        return next((item for item in self.checkpoints if item.name == name), None)
+    @property
+    def newest(self) -> Checkpoint | None:
+        """The checkpoint that is ``latest``."""
+        return next((item for item in self.checkpoints if item.complete), None)
 
 
 _STATES = ("failed", "uploading", "dirty")
@@ -181,7 +183,7 @@ def choose(listing: Listing, pruning: Pruning) -> list[Checkpoint]:
     symbolic link leads to; incomplete ones only if they are older than the newest complete one."""
     chosen: list[Checkpoint] = []
     complete = 0
-    newest = listing.find(listing.latest) if listing.latest is not None else None
+    newest = listing.newest
     for place, item in enumerate(listing.checkpoints):
         if item.name.startswith(PRUNED_PREFIX):
             chosen.append(item)

@@ -15,11 +15,8 @@ from collections.abc import Callable, Sequence
 import click
 
 from lakefs_fuse import __version__
-from lakefs_fuse.errors import EXIT_FAILURE, EXIT_USAGE, LakeError
+from lakefs_fuse.errors import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LakeError
 from lakefs_fuse.product import PROGRAM
-
-EXIT_INTERRUPTED = 130
-"""128 and the number of SIGINT, as shells have it."""
 
 MODULES = {
     "checkpoint": "checkpoint",

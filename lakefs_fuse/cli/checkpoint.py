@@ -8,7 +8,6 @@ because a cache or the page cache proves nothing. With a URL, all but `prune` wo
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -32,12 +31,11 @@ from lakefs_fuse.cli.store_options import (
     lake_option,
     store_options,
 )
+from lakefs_fuse.cli.terminal import print_json, print_tables
 from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.control.worker_protocol import CheckpointArgs, VerifyArgs
 from lakefs_fuse.errors import ConfigError, LakeError
 
-PIPE_WIDTH = 200
-"""Characters of a line where standard output is no terminal."""
 Decorated = TypeVar("Decorated", bound=Callable[..., object])
 
 
@@ -88,7 +86,7 @@ def list_checkpoints(path: str, marker: str | None, match: str | None, lake: str
         return run_offline("checkpoint", find_place(path, options, lake), args, as_json=as_json)
     listing = _list(path, marker, match, lake, options)
     if as_json:
-        _print_json(listing)
+        print_json(listing)
     else:
         _print_table(listing)
     return 0
@@ -111,14 +109,14 @@ def latest(path: str, marker: str | None, match: str | None, lake: str | None, a
         args = CheckpointArgs(action="latest", url=path, marker=marker, match=match)
         return run_offline("checkpoint", find_place(path, options, lake), args, as_json=as_json)
     listing = _list(path, marker, match, lake, options)
-    found = listing.find(listing.latest) if listing.latest is not None else None
+    found = listing.newest
     if found is None:
         raise LakeError(
             f"{path} has no complete checkpoint ({len(listing.checkpoints)} incomplete): "
             f"`lakefs-fuse checkpoint ls {path}` shows why"
         )
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
         click.echo(found.path)
     return 0
@@ -178,7 +176,7 @@ def prune(path: str, marker: str | None, match: str | None, keep: int | None, ol
     failed = {} if dry_run else _delete_all(listing.path, chosen)
     deleted = [item for item in chosen if item.name not in failed]
     if as_json:
-        _print_json(_Pruned(
+        print_json(_Pruned(
             path=listing.path, latest=listing.latest, dry_run=dry_run, deleted=deleted,
             kept=[item.name for item in listing.checkpoints if item not in deleted],
             bytes=sum(item.bytes for item in deleted), failed=failed,
@@ -229,10 +227,6 @@ def _list(path: str, marker: str | None, match: str | None, lake: str | None, op
     return find_checkpoints(absolute, marker=marker, match=match)
 
 
-def _print_json(value: object) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
 def _print_table(listing: Listing) -> None:
     if not listing.checkpoints:
         click.echo(f"{listing.path}: no checkpoints")
@@ -253,4 +247,4 @@ def _print_table(listing: Listing) -> None:
             format_duration(item.age_s) if item.mtime else "",
             ("yes, newest" if item.name == listing.latest else "yes") if item.complete else f"no: {item.reason}",
         )
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table, markup=False)
+    print_tables(table, markup=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from datetime import UTC, datetime
 
@@ -11,12 +10,13 @@ import click
 from lakefs_fuse.cli.daemons import describe_files, follow, locate, open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
+from lakefs_fuse.cli.terminal import print_tables
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
+from lakefs_fuse.metrics import Unfinished
 
 ID_CHARACTERS = 32
-PIPE_WIDTH = 200
 
 
 @click.command("flush", cls=GroupedCommand, context_settings=SETTINGS)
@@ -86,7 +86,7 @@ def orphans(
         raise LakeError("\n".join(failures))
 
 
-def _orphans(client: ControlClient) -> list[protocol.UnfinishedFile]:
+def _orphans(client: ControlClient) -> list[Unfinished]:
     return [file for file in client.unfinished().files if file.state == "orphan"]
 
 
@@ -101,11 +101,10 @@ def _resolve(client: ControlClient, requests: list[protocol.Request]) -> list[st
     return failures
 
 
-def _print_orphans(files: list[protocol.UnfinishedFile]) -> None:
+def _print_orphans(files: list[Unfinished]) -> None:
     if not files:
         click.echo("no orphans")
         return
-    from rich.console import Console
     from rich.table import Column, Table
 
     # Users copy ids, so those are never cut; a narrow terminal folds the rest.
@@ -121,4 +120,4 @@ def _print_orphans(files: list[protocol.UnfinishedFile]) -> None:
             format_duration(file.age_s),
             file.error,
         )
-    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(table)
+    print_tables(table)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-import select
 import time
 from collections.abc import Iterator
 
 from lakefs_fuse.cli.parameters import format_bytes, format_duration
-from lakefs_fuse.cli.progress import progress_bar
+from lakefs_fuse.cli.terminal import progress_bar
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient, connect
 from lakefs_fuse.control.mounts import Mount, is_dead, mount_at, mount_of
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.control.supervision import supervisor_of
 from lakefs_fuse.errors import LakeError
+from lakefs_fuse.metrics import Unfinished
 
 FILES_SHOWN_MAX = 20
 """Files that a message lists by name."""
@@ -29,10 +29,11 @@ def open_daemon(mountpoint: str) -> ControlClient:
         return client
     supervisor = supervisor_of(point, owner_of(mounted))
     if supervisor is not None:
-        supervisor.close()
-        raise LakeError(
-            f"the daemon of {point} died and is being started again (by pid {supervisor.pid}): see its log, or retry"
-        )
+        with supervisor:
+            raise LakeError(
+                f"the daemon of {point} died and is being started again (by pid {supervisor.pid}): see its log, or "
+                "retry"
+            )
     if mounted is None:
         raise LakeError(f"nothing is mounted at {point}: name the directory of a mount")
     if mounted.is_fuse and is_dead(point):
@@ -79,7 +80,7 @@ def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float) -
     return reply
 
 
-def describe_files(files: tuple[protocol.UnfinishedFile, ...]) -> list[str]:
+def describe_files(files: tuple[Unfinished, ...]) -> list[str]:
     """One line for each file that is not durable, with the reason; FILES_SHOWN_MAX files at most."""
     lines = [
         f"  {file.path}: {file.state}, {format_bytes(file.bytes_done)} of {format_bytes(file.bytes)} stored, "
@@ -89,8 +90,3 @@ def describe_files(files: tuple[protocol.UnfinishedFile, ...]) -> list[str]:
     if len(files) > FILES_SHOWN_MAX:
         lines.append(f"  … and {len(files) - FILES_SHOWN_MAX} more")
     return lines
-
-
-def wait_exit(pidfd: int, timeout_s: float) -> bool:
-    """Whether the process of a pidfd has ended within ``timeout_s``."""
-    return bool(select.select([pidfd], [], [], max(0.0, timeout_s))[0])

@@ -14,7 +14,6 @@ import click
 
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, SIZE
-from lakefs_fuse.cli.progress import is_watched
 from lakefs_fuse.cli.store_options import (
     PATH_HELP,
     SOURCE_HELP,
@@ -24,6 +23,7 @@ from lakefs_fuse.cli.store_options import (
     lake_option,
     store_options,
 )
+from lakefs_fuse.cli.terminal import is_watched
 from lakefs_fuse.cli.worker import Place, find_place, run_offline
 from lakefs_fuse.control.worker_protocol import (
     FsckArgs,

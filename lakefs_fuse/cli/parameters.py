@@ -6,6 +6,7 @@ A bare unit letter is binary (500M is 500 MiB), as in mount(8) and dd; KB, MB, G
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
@@ -19,71 +20,50 @@ _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 DURATION_S_MAX = 10 * 365 * 86400.0
 
 if TYPE_CHECKING:
-    _IntType = click.ParamType[int]
-    _FloatType = click.ParamType[float]
+    _Type = click.ParamType[float]
 else:  # click before 8.5 has no subscript
-    _IntType = _FloatType = click.ParamType
+    _Type = click.ParamType
 
 
-class Size(_IntType):
-    """Bytes."""
+class Quantity(_Type):
+    """A number that ``parse`` reads from text; its ConfigError becomes a usage error."""
 
-    name = "size"
+    def __init__(self, name: str, parse: Callable[[str], float]) -> None:
+        self.name, self._parse = name, parse
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
             return value
         try:
-            return parse_size(str(value))
+            return self._parse(str(value))
         except ConfigError as error:
             self.fail(str(error), param, ctx)
 
 
-class Rate(Size):
-    """Bytes a second: a size, with or without ``/s``."""
-
-    name = "rate"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        return super().convert(value if isinstance(value, int) else str(value).strip().removesuffix("/s"), param, ctx)
-
-
-class Duration(_FloatType):
-    """Seconds."""
-
-    name = "duration"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, int | float):
-            return float(value)
-        match = _NUMBER_AND_UNIT.fullmatch(str(value).strip())
-        factor = _DURATION_UNITS.get(match[2].lower()) if match else None
-        if match is None or factor is None:
-            self.fail(f"{value!r} is not a duration: expected for example 60, 1.5s, 5m or 2h", param, ctx)
-        seconds = float(match[1]) * factor
-        if seconds > DURATION_S_MAX:
-            self.fail(f"{value!r} is more than ten years", param, ctx)
-        return seconds
+def parse_duration(text: str) -> float:
+    """Seconds: ``60``, ``1.5s``, ``5m``, ``2h``, ``7d``. Raises ConfigError."""
+    match = _NUMBER_AND_UNIT.fullmatch(text.strip())
+    factor = _DURATION_UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is not a duration: expected for example 60, 1.5s, 5m or 2h")
+    seconds = float(match[1]) * factor
+    if seconds > DURATION_S_MAX:
+        raise ConfigError(f"{text!r} is more than ten years")
+    return seconds
 
 
-class OctalMode(_IntType):
-    """Permission bits."""
-
-    name = "mode"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).removeprefix("0o")
-        if not re.fullmatch(r"[0-7]{1,4}", text) or int(text, 8) > 0o777:
-            self.fail(f"{value!r} is not an octal mode: expected for example 644 or 0755", param, ctx)
-        return int(text, 8)
+def parse_mode(text: str) -> int:
+    """Permission bits in octal: ``644``, ``0755``. Raises ConfigError."""
+    digits = text.removeprefix("0o")
+    if not re.fullmatch(r"[0-7]{1,4}", digits) or int(digits, 8) > 0o777:
+        raise ConfigError(f"{text!r} is not an octal mode: expected for example 644 or 0755")
+    return int(digits, 8)
 
 
-SIZE = Size()
-RATE = Rate()
-DURATION = Duration()
-OCTAL_MODE = OctalMode()
+SIZE = Quantity("size", parse_size)
+RATE = Quantity("rate", lambda text: parse_size(text.strip().removesuffix("/s")))
+DURATION = Quantity("duration", parse_duration)
+OCTAL_MODE = Quantity("mode", parse_mode)
 
 
 def format_bytes(count: float) -> str:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from lakefs_fuse.cli.daemons import follow, wait_exit
+from lakefs_fuse.cli.daemons import follow
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control import protocol
-from lakefs_fuse.control.client import ControlClient, connect
+from lakefs_fuse.control.client import connect
 from lakefs_fuse.control.mounts import mount_at
-from lakefs_fuse.control.supervision import cache_lock_holder, supervisor_of
+from lakefs_fuse.control.supervision import Process, cache_lock_holder, supervisor_of
 from lakefs_fuse.errors import LakeError, MountError
 
 CLOSING_S_MAX = 60.0
@@ -44,8 +43,8 @@ def find_holder(config: MountConfig) -> Holder | None:
     """The supervisor of the mountpoint, or else the daemon on the cache directory; None if neither runs."""
     supervisor = supervisor_of(config.mountpoint, os.geteuid())
     if supervisor is not None:
-        supervisor.close()
-        return Holder(supervisor.pid, config.mountpoint, f"the mountpoint {config.mountpoint}")
+        with supervisor:
+            return Holder(supervisor.pid, config.mountpoint, f"the mountpoint {config.mountpoint}")
     held = cache_lock_holder(Path(config.cache_dir))
     if held is not None and held[1]:
         return Holder(*held, f"the cache directory {config.cache_dir}")
@@ -71,7 +70,6 @@ def wait_for_predecessor(config: MountConfig, *, monotonic_s: Callable[[], float
         answer = _ask(holder)
         if answer is not None and answer.draining:
             silent_since_s = serving_since_s = None
-            _wait_drained(holder)
         elif answer is not None and not answer.starting:
             serving_since_s = serving_since_s if serving_since_s is not None else now_s
             if now_s - serving_since_s > DETACHED_S_MIN:
@@ -89,43 +87,24 @@ def wait_for_predecessor(config: MountConfig, *, monotonic_s: Callable[[], float
         _wait_end(holder.pid)
 
 
-@contextmanager
-def _connected(holder: Holder) -> Iterator[ControlClient | None]:
+def _ask(holder: Holder) -> protocol.Hello | None:
+    """What its daemon answers, after it has drained where it drains; None if it does not answer."""
+    hello = None
     try:
         client = connect(holder.mountpoint)
+        if client is not None:
+            with client:
+                hello = client.hello()
+                if hello.draining:
+                    follow(client.follow(protocol.WaitEnd()), what="finishing", deadline_s=float("inf"))
     except LakeError:
-        client = None
-    if client is None:
-        yield None
-        return
-    with client:
-        yield client
-
-
-def _ask(holder: Holder) -> protocol.Hello | None:
-    with _connected(holder) as client:
-        try:
-            return None if client is None else client.hello()
-        except LakeError:
-            return None  # It ended just now, or hangs.
-
-
-def _wait_drained(holder: Holder) -> None:
-    with _connected(holder) as client:
-        if client is None:
-            return
-        try:
-            follow(client.follow(protocol.WaitEnd()), what="finishing", deadline_s=float("inf"))
-        except LakeError:
-            pass  # What it could not store stays in staging, and the next daemon reports it.
+        pass  # It ended just now, or hangs. Bytes that it could not store stay in staging for the next daemon.
+    return hello
 
 
 def _wait_end(pid: int) -> None:
     try:
-        pidfd = os.pidfd_open(pid)
+        with Process(pid) as process:
+            process.wait(CHECK_S)
     except ProcessLookupError:
-        return
-    try:
-        wait_exit(pidfd, CHECK_S)
-    finally:
-        os.close(pidfd)
+        pass

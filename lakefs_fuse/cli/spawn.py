@@ -19,8 +19,8 @@ import click
 import msgspec
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer
-from lakefs_fuse.errors import LakeError, MountError
+from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, memory_file
+from lakefs_fuse.errors import MountError, ReportedError
 
 STARTUP_S = 60.0
 """Time to open and check the cache directory, in addition to --retry-timeout."""
@@ -41,14 +41,6 @@ def program(config: MountConfig) -> tuple[str, ...]:
     return SUPERVISOR if config.supervise else DAEMON
 
 
-class DaemonFailed(LakeError):
-    """An error that the daemon reported, with its exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def open_log(log_file: str) -> int:
     """A descriptor of the log file, for the standard error of the daemon. Raises MountError."""
     try:
@@ -63,11 +55,7 @@ def open_log(log_file: str) -> int:
 def exec_in_foreground(config: MountConfig, command: Sequence[str] | None = None) -> None:
     """Replace this process by the daemon or its supervisor, which logs to standard error. Does not return."""
     command = command or program(config)
-    document = msgspec.json.encode(config)
-    descriptor = os.memfd_create("lakefs-fuse-config")
-    os.write(descriptor, document)
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.dup2(descriptor, 0)
+    os.dup2(memory_file(msgspec.json.encode(config)), 0)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(command[0], list(command))
@@ -76,7 +64,7 @@ def exec_in_foreground(config: MountConfig, command: Sequence[str] | None = None
 def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_s: float | None = None) -> None:
     """Start the daemon and return when the mount answers, after ``startup_s`` (STARTUP_S, or STATE_S) at most.
 
-    Raises DaemonFailed or MountError, and then no daemon is left."""
+    Raises ReportedError or MountError, and then no daemon is left."""
     command = command or program(config)
     startup_s = startup_s if startup_s is not None else STATE_S if config.immutable else STARTUP_S
     log_file = config.log_file or os.devnull
@@ -109,7 +97,7 @@ def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_
             raise MountError(f"the daemon ended without an answer (status {code}): see {log_file}")
         if answer.error:
             _end(daemon)
-            raise DaemonFailed(answer.error, answer.exit_code)
+            raise ReportedError(answer.error, answer.exit_code)
         # The daemon outlives this process; without this, Popen warns that it still runs.
         daemon.returncode = 0
     finally:

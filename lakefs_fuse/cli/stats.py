@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 import click
-import msgspec
 
 from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION
 from lakefs_fuse.cli.store_options import json_option
-
-PIPE_WIDTH = 200
-"""Characters of a line where standard output is no terminal."""
+from lakefs_fuse.cli.terminal import print_json, print_tables
 
 
 @click.command("stats", cls=GroupedCommand, context_settings=SETTINGS)
@@ -35,14 +31,11 @@ def stats(mountpoint: str, as_json: bool, watch: bool, interval: float) -> None:
     with open_daemon(mountpoint) as client:
         values = client.statistics()
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(values), indent=2).decode())
+        print_json(values)
     else:
-        from rich.console import Console
-
         from lakefs_fuse.cli.stats_tables import render
 
-        # A pipe gets whole lines, whatever the width of the terminal.
-        Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(render(values))
+        print_tables(render(values))
 
 
 def _watch(mountpoint: str, interval_s: float) -> None:

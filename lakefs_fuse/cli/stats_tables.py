@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
@@ -28,10 +28,16 @@ def section(values: object, *keys: str) -> Values:
     return values if isinstance(values, Mapping) else {}
 
 
-def number(values: Values, key: str) -> float:
-    """A count or gauge, 0 if it is not reported."""
-    value = values.get(key)
+def number(values: object, *keys: str) -> float:
+    """The count or gauge at ``keys``, 0 if it is not reported."""
+    value = section(values, *keys[:-1]).get(keys[-1])
     return value if isinstance(value, int | float) else 0
+
+
+def _items(values: object, *keys: str) -> Sequence[object]:
+    """The list at ``keys``, empty if there is none."""
+    found = section(values, *keys[:-1]).get(keys[-1])
+    return found if isinstance(found, list | tuple) else ()
 
 
 def render(values: Values, before: Values | None = None, interval_s: float = 1.0) -> RenderableType:
@@ -46,11 +52,9 @@ def render(values: Values, before: Values | None = None, interval_s: float = 1.0
         _commits(values),
         *_kernel(values),
         _upcalls(values, before, interval_s),
+        *_unfinished(values),
+        *(Text(f"note: {note}", style="dim") for note in _items(values, "capabilities", "notes")),
     ]
-    files = _unfinished(values)
-    if files is not None:
-        parts.append(files)
-    parts += [Text(f"note: {note}", style="dim") for note in _notes(values)]
     return Group(*parts)
 
 
@@ -100,29 +104,27 @@ def _store(values: Values, before: Values | None, interval_s: float) -> Renderab
 
 
 def _cache(values: Values) -> Text:
-    cache = section(values, "cache")
-    hits, misses = number(cache, "hits"), number(cache, "misses")
+    hits, misses = number(values, "cache", "hits"), number(values, "cache", "misses")
     ratio = f"{100 * hits / (hits + misses):.1f} % hits" if hits + misses else "no reads yet"
     return Text.assemble(
         ("block cache: ", "bold"),
-        f"{ratio} ({hits:,.0f} hits, {misses:,.0f} misses), {format_bytes(number(cache, 'bytes'))} on disk, "
-        f"{number(cache, 'damaged'):,.0f} damaged blocks fetched again",
+        f"{ratio} ({hits:,.0f} hits, {misses:,.0f} misses), {format_bytes(number(values, 'cache', 'bytes'))} on disk, "
+        f"{number(values, 'cache', 'damaged'):,.0f} damaged blocks fetched again",
     )
 
 
 def _writing(values: Values) -> Text:
-    dirty, upload = section(values, "dirty"), section(values, "upload")
     return Text.assemble(
         ("not in the store yet: ", "bold"),
-        f"{number(dirty, 'files'):,.0f} files, {format_bytes(number(dirty, 'bytes'))}; ",
+        f"{number(values, 'dirty', 'files'):,.0f} files, {format_bytes(number(values, 'dirty', 'bytes'))}; ",
         ("uploads: ", "bold"),
-        f"{number(upload, 'parts'):,.0f} parts, {number(upload, 'publishes'):,.0f} files, "
-        f"{number(upload, 'failures'):,.0f} failures",
+        f"{number(values, 'upload', 'parts'):,.0f} parts, {number(values, 'upload', 'publishes'):,.0f} files, "
+        f"{number(values, 'upload', 'failures'):,.0f} failures",
     )
 
 
 def _write_back(values: Values) -> Iterator[Text]:
-    waiting, kept = section(values, "writeback"), section(values, "kept")
+    waiting = section(values, "writeback")
     if number(waiting, "accepted") or number(waiting, "files") or number(waiting, "replayed"):
         why = f", because {waiting['waiting_because']}" if waiting.get("waiting_because") else ""
         yield Text.assemble(
@@ -132,17 +134,16 @@ def _write_back(values: Values) -> Iterator[Text]:
             f"{number(waiting, 'accepted'):,.0f} acknowledged, {number(waiting, 'failed'):,.0f} failed, ",
             f"{number(waiting, 'replayed'):,.0f} replayed at mount, {number(waiting, 'conflicts'):,.0f} conflicts",
         )
-    if number(kept, "checkpoints"):
+    if number(values, "kept", "checkpoints"):
         yield Text.assemble(
             ("checkpoints kept in the cache: ", "bold"),
-            f"{number(kept, 'checkpoints'):,.0f}, {format_bytes(number(kept, 'bytes'))}",
+            f"{number(values, 'kept', 'checkpoints'):,.0f}, {format_bytes(number(values, 'kept', 'bytes'))}",
         )
 
 
 def _listings(values: Values) -> Iterator[Text]:
     """The listings in progress."""
-    under_way = section(values, "namespace").get("listing")
-    for each in under_way if isinstance(under_way, list) else ():
+    for each in _items(values, "namespace", "listing"):
         row = section(each)
         yield Text.assemble(
             ("listing ", "bold"),
@@ -171,9 +172,7 @@ def _kernel(values: Values) -> Iterator[Text]:
     on = ["hooks" if kernel.get("hooks") else "no hooks", *(name for name in _FEATURES if kernel.get(name) is True)]
     ahead = f"read-ahead {number(kernel, 'read_ahead_kib'):,.0f} KiB"
     yield Text.assemble(("kernel: ", "bold"), ", ".join([*on, ahead]))
-    missing = kernel.get("missing")
-    if isinstance(missing, list):
-        yield from (Text(f"missing: {each}", style="dim") for each in missing)
+    yield from (Text(f"missing: {each}", style="dim") for each in _items(kernel, "missing"))
 
 
 def _upcalls(values: Values, before: Values | None, interval_s: float) -> RenderableType:
@@ -187,10 +186,10 @@ def _upcalls(values: Values, before: Values | None, interval_s: float) -> Render
     return table
 
 
-def _unfinished(values: Values) -> Table | None:
-    files = values.get("unfinished")
-    if not isinstance(files, list) or not files:
-        return None
+def _unfinished(values: Values) -> Iterator[Table]:
+    files = _items(values, "unfinished")
+    if not files:
+        return
     table = _table("files not in the store", "id", "path", "state", "bytes", "stored", "age", "error")
     for file in files[:FILES_SHOWN_MAX]:
         row = section(file)
@@ -203,10 +202,4 @@ def _unfinished(values: Values) -> Table | None:
         )
     if len(files) > FILES_SHOWN_MAX:
         table.caption = f"and {len(files) - FILES_SHOWN_MAX} more"
-    return table
-
-
-def _notes(values: Values) -> Iterator[str]:
-    notes = section(values, "capabilities").get("notes")
-    if isinstance(notes, list | tuple):
-        yield from map(str, notes)
+    yield table

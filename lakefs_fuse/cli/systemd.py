@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from lakefs_fuse.cli.parameters import OctalMode
+from lakefs_fuse.cli.parameters import OCTAL_MODE
 from lakefs_fuse.cli.store_options import absolute
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.product import FILESYSTEM, PROGRAM
@@ -122,7 +122,7 @@ def _text(param: click.Option, value: object) -> str:
     """``value`` as one types it."""
     if isinstance(param.type, click.Path):
         return str(absolute(str(value)))
-    if isinstance(param.type, OctalMode) and isinstance(value, int):
+    if param.type is OCTAL_MODE and isinstance(value, int):
         return f"{value:o}"
     if isinstance(value, float):
         return f"{value:.6f}".rstrip("0").rstrip(".")

@@ -6,21 +6,20 @@ space, fix credentials and try again. Bytes that cannot be stored stay in stagin
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import click
 
-from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of, wait_exit
+from lakefs_fuse.cli.daemons import connect_to_owner, describe_files, follow, owner_of
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION
 from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.control.mounts import Mount, detach, is_dead, mount_at
 from lakefs_fuse.control.runtime import client_socket_paths, real_mountpoint
-from lakefs_fuse.control.supervision import Supervisor, supervisor_of
+from lakefs_fuse.control.supervision import Process, supervisor_of
 from lakefs_fuse.errors import LakeError
 
 LAZY_WAIT_S_MAX = 2.0
@@ -56,7 +55,7 @@ def umount(mountpoint: str, lazy: bool, timeout: float) -> None:
     with ExitStack() as stack:
         supervisor = supervisor_of(point, owner_of(mounted))
         if supervisor is not None:
-            stack.callback(supervisor.close)
+            stack.enter_context(supervisor)
         if client is None and supervisor is not None:
             client = None if lazy else wait_next_life(point, mounted, supervisor, deadline_s)
             mounted = mount_at(point)
@@ -73,8 +72,7 @@ def umount(mountpoint: str, lazy: bool, timeout: float) -> None:
 
 def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, lazy: bool, deadline_s: float) -> bool:
     """Unmount through the daemon; whether that has ended, which may take longer with --lazy."""
-    pidfd = os.pidfd_open(client.pid)
-    try:
+    with Process(client.pid) as daemon:
         problem = make_durable(client, point, deadline_s)
         if problem and not lazy:
             raise LakeError(f"{problem}; {point} stays mounted (--lazy detaches it and keeps the bytes in staging)")
@@ -82,22 +80,23 @@ def unmount_served(client: ControlClient, point: str, mounted: Mount | None, *, 
             click.echo(f"lakefs-fuse: {problem}; the bytes stay in staging", err=True)
         if lazy:
             detach(point, lazy=True)
-            return report_lazy_end(client.pid, pidfd, point)
+            has_ended = daemon.wait(LAZY_WAIT_S_MAX)
+            if not has_ended:
+                click.echo(
+                    f"lakefs-fuse: {point} is detached; its daemon (pid {client.pid}) ends when it is idle", err=True
+                )
+            return has_ended
         # Sent before the mount is detached, so that the result of the drain is not missed.
         ending = client.follow(protocol.WaitEnd())
         if mounted is not None:
             detach(point, lazy=False)
         wait_end(ending, deadline_s)
-        if not wait_exit(pidfd, max(EXIT_S_MIN, deadline_s - time.monotonic())):
+        if not daemon.wait(max(EXIT_S_MIN, deadline_s - time.monotonic())):
             raise LakeError(f"{point} is unmounted, but its daemon (pid {client.pid}) does not end: its log says why")
         return True
-    finally:
-        os.close(pidfd)
 
 
-def wait_next_life(
-    point: str, mounted: Mount | None, supervisor: Supervisor, deadline_s: float
-) -> ControlClient | None:
+def wait_next_life(point: str, mounted: Mount | None, supervisor: Process, deadline_s: float) -> ControlClient | None:
     """A connection to the restarted daemon; None if it does not serve in time."""
     until_s = min(deadline_s, time.monotonic() + NEXT_LIFE_S_MAX)
     while time.monotonic() < until_s and not supervisor.wait(NEXT_LIFE_CHECK_S):
@@ -121,7 +120,7 @@ def connect_serving(point: str, mounted: Mount | None) -> ControlClient | None:
     return connect_to_owner(point, mounted)
 
 
-def end_between_lives(point: str, supervisor: Supervisor, *, lazy: bool) -> None:
+def end_between_lives(point: str, supervisor: Process, *, lazy: bool) -> None:
     """End the supervisor and detach the dead mount. Raises LakeError, because bytes may be left in staging."""
     supervisor.stop()
     if not supervisor.wait(SUPERVISOR_S_MAX):
@@ -155,14 +154,6 @@ def wait_end(ending: Iterator[protocol.Reply], deadline_s: float) -> None:
     reply = follow(ending, what="finishing", deadline_s=deadline_s)
     if isinstance(reply, protocol.Failed):
         raise LakeError("\n".join([f"{reply.message}; the bytes stay in staging:", *describe_files(reply.files)]))
-
-
-def report_lazy_end(pid: int, pidfd: int, point: str) -> bool:
-    """Whether the daemon of a lazily detached mount has ended; prints a line if it has not."""
-    if wait_exit(pidfd, LAZY_WAIT_S_MAX):
-        return True
-    click.echo(f"lakefs-fuse: {point} is detached; its daemon (pid {pid}) ends when it is idle", err=True)
-    return False
 
 
 def clear_dead_mount(point: str, mounted: Mount | None) -> None:

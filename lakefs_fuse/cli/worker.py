@@ -17,24 +17,17 @@ import click
 import msgspec
 
 from lakefs_fuse.cli.daemons import locate, open_daemon
-from lakefs_fuse.cli.progress import progress_bar
 from lakefs_fuse.cli.store_options import Options, any_given, build_store
+from lakefs_fuse.cli.terminal import print_json, progress_bar
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import ConfigError, LakeError
+from lakefs_fuse.control.supervision import memory_file
+from lakefs_fuse.errors import ConfigError, LakeError, ReportedError
 
 OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
 """-P: the working directory of the user is no place to import modules from."""
 END_S_MAX = 30.0
 """Time for the child to end after its last line."""
-
-
-class OfflineFailed(LakeError):
-    """An error that the child reported, with its exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +103,7 @@ def run_offline(
 ) -> int:
     """Run a command in a child, show its progress, print its summary, and return its exit code.
 
-    Raises OfflineFailed, and LakeError where the child ended without an answer.
+    Raises ReportedError, and LakeError where the child ended without an answer.
     """
     request = protocol.Request(
         command=command,
@@ -128,19 +121,17 @@ def run_offline(
     if last is None:
         raise LakeError(f"{command} ended without an answer (status {child.returncode}): run it again")
     if isinstance(last, protocol.Failed):
-        raise OfflineFailed(last.message, last.exit_code)
+        raise ReportedError(last.message, last.exit_code)
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode(last.summary), indent=2).decode())
+        print_json(last.summary)
     else:
         click.echo(last.text)
     return last.exit_code
 
 
 def _start(program: Sequence[str], request: bytes, *, reads_stdin: bool) -> subprocess.Popen[bytes]:
-    descriptor = os.memfd_create("lakefs-fuse-request", 0)
+    descriptor = memory_file(request)
     try:
-        os.write(descriptor, request)
-        os.lseek(descriptor, 0, os.SEEK_SET)
         return subprocess.Popen(
             [*program, "--request-fd", str(descriptor)],
             stdin=None if reads_stdin else subprocess.DEVNULL,

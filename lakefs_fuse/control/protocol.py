@@ -11,6 +11,7 @@ import msgspec
 
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.errors import EXIT_FAILURE, LakeError
+from lakefs_fuse.metrics import Unfinished
 
 REQUEST_BYTES_MAX = 64 * 1024
 """A path of 4,096 bytes, every one escaped as six characters, fits twice."""
@@ -71,21 +72,6 @@ Request = (
 )
 
 
-class UnfinishedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file whose bytes are not (all) in the store. ``state`` is writing, publishing, failed or orphan."""
-
-    id: str
-    path: str
-    bytes: int
-    state: str
-    age_s: float
-    error: str
-    parts_done: int
-    bytes_done: int
-    missing: int = 0
-    """Bytes whose writes failed."""
-
-
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Who answers."""
 
@@ -118,7 +104,7 @@ class Statistics(msgspec.Struct, frozen=True, tag="statistics"):
 class UnfinishedFiles(msgspec.Struct, frozen=True, tag="files"):
     """At most FILES_MAX files of ``count``."""
 
-    files: tuple[UnfinishedFile, ...]
+    files: tuple[Unfinished, ...]
     count: int
 
 
@@ -139,7 +125,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
     message: str
     exit_code: int = EXIT_FAILURE
-    files: tuple[UnfinishedFile, ...] = ()
+    files: tuple[Unfinished, ...] = ()
 
 
 Reply = Hello | StoreOf | Statistics | UnfinishedFiles | Progress | Done | Failed
@@ -149,7 +135,7 @@ _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 _encoder = msgspec.json.Encoder()
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """One line, newline included."""
     return _encoder.encode(message) + b"\n"
 

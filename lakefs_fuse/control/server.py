@@ -12,18 +12,21 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 import trio
+from msgspec import structs
 
 from lakefs_fuse import __version__
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control import protocol
 from lakefs_fuse.errors import LakeError, MountError
+from lakefs_fuse.metrics import Unfinished
 
 CLIENTS_MAX = 16
 IDLE_S_MAX = 60.0
@@ -37,34 +40,11 @@ PAUSE_SHARE = 20
 log = logging.getLogger(__name__)
 
 
-class UnfinishedView(Protocol):
-    """The fields of the filesystem's own record that the control socket passes on."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def age_s(self) -> float: ...
-    @property
-    def error(self) -> str: ...
-    @property
-    def parts_done(self) -> int: ...
-    @property
-    def bytes_done(self) -> int: ...
-    @property
-    def missing(self) -> int: ...
-
-
 class FilesystemView(Protocol):
     """What the control socket reads and requests from a filesystem."""
 
     def statistics(self) -> dict[str, object]: ...
-    def unfinished(self) -> Sequence[UnfinishedView]: ...
+    def unfinished(self) -> Sequence[Unfinished]: ...
     async def make_durable(self, path: str = "") -> None: ...
     async def finish_orphan(self, id: str, *, incomplete: bool = False) -> None: ...
     async def abort_orphan(self, id: str) -> None: ...
@@ -76,55 +56,12 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def wire_files(files: Sequence[UnfinishedView]) -> tuple[protocol.UnfinishedFile, ...]:
-    """The first protocol.FILES_MAX, as they go over the socket."""
+def wire_files(files: Sequence[Unfinished]) -> tuple[Unfinished, ...]:
+    """The first protocol.FILES_MAX, with names as JSON can carry them."""
     return tuple(
-        protocol.UnfinishedFile(
-            id=file.id,
-            path=protocol.printable(file.path),
-            bytes=file.bytes,
-            state=file.state,
-            age_s=file.age_s,
-            error=protocol.printable(file.error),
-            parts_done=file.parts_done,
-            bytes_done=file.bytes_done,
-            missing=file.missing,
-        )
+        structs.replace(file, path=protocol.printable(file.path), error=protocol.printable(file.error))
         for file in files[: protocol.FILES_MAX]
     )
-
-
-def assemble(
-    values: dict[str, object],
-    unfinished: Sequence[UnfinishedView],
-    *,
-    config: MountConfig,
-    capabilities: dict[str, object],
-    uptime_s: float,
-    restarts: int,
-) -> dict[str, object]:
-    """``values`` (which is not changed) with memory, mount, daemon, capabilities and unfinished files added."""
-    memory = values.get("memory")
-    return {
-        **values,
-        "memory": {**(memory if isinstance(memory, dict) else {}), "rss": resident_bytes()},
-        "daemon": {
-            "pid": os.getpid(),
-            "version": __version__,
-            "uptime_s": round(uptime_s, 3),
-            "restarts": restarts,
-            "supervised": config.supervise,
-        },
-        "mount": {
-            "source": str(config.store.source),
-            "mountpoint": config.mountpoint,
-            "cache_dir": config.cache_dir,
-            "log_file": config.log_file or "",
-            "read_only": config.read_only,
-        },
-        "capabilities": capabilities,
-        "unfinished": [msgspec.to_builtins(file) for file in wire_files(unfinished)],
-    }
 
 
 class ProgressMeter:
@@ -133,7 +70,7 @@ class ProgressMeter:
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
 
-    def update(self, files: Sequence[UnfinishedView]) -> protocol.Progress:
+    def update(self, files: Sequence[Unfinished]) -> protocol.Progress:
         left = 0
         for file in files:
             left += max(0, file.bytes - file.bytes_done)
@@ -147,7 +84,7 @@ def below(path: str, root: str) -> bool:
     return not root or path == root or path.startswith(root + "/")
 
 
-def not_durable(fs: FilesystemView, path: str = "") -> list[UnfinishedView]:
+def not_durable(fs: FilesystemView, path: str = "") -> list[Unfinished]:
     """Files to be uploaded, and orphans with failed writes; other orphans wait for a decision of the user."""
     return [file for file in fs.unfinished() if (file.state != "orphan" or file.missing) and below(file.path, path)]
 
@@ -230,7 +167,6 @@ class ControlServer:
             await self._answer(stream, request)
 
     async def _answer(self, stream: trio.SocketStream, request: protocol.Request) -> None:
-        """Every failure of the filesystem becomes a `Failed`; only the connection's own failures are raised."""
         match request:
             case protocol.MakeDurable(path):
                 await self._make_durable(stream, path.strip("/"))
@@ -239,14 +175,19 @@ class ControlServer:
             case protocol.Refresh():
                 await self._refresh(stream)
             case _:
-                try:
-                    reply = await self._reply(request)
-                except LakeError as error:
-                    reply = protocol.Failed(message=str(error), exit_code=error.exit_code)
-                except Exception as error:
-                    log.exception("control request %s failed", type(request).__name__)
-                    reply = protocol.Failed(message=f"internal error ({type(error).__name__}): see the daemon's log")
-                await self._send(stream, reply)
+                await self._send(stream, await self._attempt(request, partial(self._reply, request)))
+
+    async def _attempt(
+        self, request: protocol.Request, work: Callable[[], Awaitable[protocol.Reply]]
+    ) -> protocol.Reply:
+        """The reply of ``work``, `Failed` for every error of the filesystem."""
+        try:
+            return await work()
+        except LakeError as error:
+            return protocol.Failed(message=str(error), exit_code=error.exit_code)
+        except Exception as error:
+            log.exception("control request %s failed", type(request).__name__)
+            return protocol.Failed(message=f"internal error ({type(error).__name__}): see the daemon's log")
 
     async def _reply(self, request: protocol.Request) -> protocol.Reply:
         match request:
@@ -276,69 +217,81 @@ class ControlServer:
         return protocol.Done()
 
     def statistics(self) -> dict[str, object]:
-        """The values of ``stats --json``."""
-        return assemble(
-            self._fs.statistics(),
-            self._fs.unfinished(),
-            config=self._config,
-            capabilities=self._capabilities,
-            uptime_s=self._clock() - self._started_s,
-            restarts=self._restarts,
-        )
+        """The values of ``stats --json``: those of the filesystem with memory, mount, daemon and files added."""
+        values, config = self._fs.statistics(), self._config
+        memory = values.get("memory")
+        return {
+            **values,
+            "memory": {**(memory if isinstance(memory, dict) else {}), "rss": resident_bytes()},
+            "daemon": {
+                "pid": os.getpid(),
+                "version": __version__,
+                "uptime_s": round(self._clock() - self._started_s, 3),
+                "restarts": self._restarts,
+                "supervised": config.supervise,
+            },
+            "mount": {
+                "source": str(config.store.source),
+                "mountpoint": config.mountpoint,
+                "cache_dir": config.cache_dir,
+                "log_file": config.log_file or "",
+                "read_only": config.read_only,
+            },
+            "capabilities": self._capabilities,
+            "unfinished": [msgspec.to_builtins(file) for file in wire_files(self._fs.unfinished())],
+        }
 
     async def _refresh(self, stream: trio.SocketStream) -> None:
         """Refresh an immutable mount; a client that disconnects cancels it, and the mount keeps its state."""
-        finished = trio.Event()
-        reply: protocol.Reply = protocol.Failed(message="the mount is ending")
 
-        async def work() -> None:
-            nonlocal reply
-            try:
-                reply = protocol.Statistics(await self._fs.refresh())
-            except LakeError as error:
-                reply = protocol.Failed(message=str(error), exit_code=error.exit_code)
-            except Exception as error:
-                log.exception("refreshing failed")
-                reply = protocol.Failed(message=f"internal error ({type(error).__name__}): see the daemon's log")
-            finished.set()
+        async def work() -> protocol.Reply:
+            return protocol.Statistics(await self._fs.refresh())
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(work)
-            while not finished.is_set():
-                await self._send(stream, protocol.Progress(bytes_done=0, bytes_total=0, files_left=0))
-                with trio.move_on_after(PROGRESS_INTERVAL_S):
-                    await finished.wait()
-        await self._send(stream, reply)
+        nothing = protocol.Progress(bytes_done=0, bytes_total=0, files_left=0)
+        await self._send(stream, await self._work(stream, protocol.Refresh(), work, lambda: nothing))
 
     async def _make_durable(self, stream: trio.SocketStream, path: str) -> None:
         """Wait until files are durable; a client that disconnects cancels the wait, not the uploads."""
-        finished = trio.Event()
-        failure: list[str] = []
 
-        async def work() -> None:
-            try:
-                await self._fs.make_durable(path)
-            except LakeError as error:
-                failure.append(str(error))
-            except Exception as error:
-                log.exception("making %r durable failed", path)
-                failure.append(f"internal error ({type(error).__name__}): see the daemon's log")
+        async def work() -> protocol.Reply:
+            await self._fs.make_durable(path)
+            return protocol.Done()
+
+        reply = await self._work(stream, protocol.MakeDurable(path), work, self._meter(path))
+        if isinstance(reply, protocol.Failed):
+            reply = structs.replace(reply, files=wire_files(not_durable(self._fs, path)))
+        await self._send(stream, reply)
+
+    async def _work(
+        self,
+        stream: trio.SocketStream,
+        request: protocol.Request,
+        work: Callable[[], Awaitable[protocol.Reply]],
+        measure: Callable[[], protocol.Progress],
+    ) -> protocol.Reply:
+        """Send `Progress` until ``work`` has ended; its reply."""
+        finished, replies = trio.Event(), list[protocol.Reply]()
+
+        async def run() -> None:
+            replies.append(await self._attempt(request, work))
             finished.set()
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(work)
-            await self._send_progress(stream, path, finished)
-        if failure:
-            files = wire_files(not_durable(self._fs, path))
-            await self._send(stream, protocol.Failed(message=failure[0], files=files))
-        else:
-            await self._send(stream, protocol.Done())
+            nursery.start_soon(run)
+            await self._send_progress(stream, measure, finished)
+        return replies[0]
 
-    async def _send_progress(self, stream: trio.SocketStream, path: str, finished: trio.Event) -> None:
+    def _meter(self, path: str) -> Callable[[], protocol.Progress]:
+        """Measures the bytes below ``path`` that are stored and to be stored."""
         meter = ProgressMeter()
+        return lambda: meter.update(not_durable(self._fs, path))
+
+    async def _send_progress(
+        self, stream: trio.SocketStream, measure: Callable[[], protocol.Progress], finished: trio.Event
+    ) -> None:
         while not finished.is_set():
             began_s = self._clock()
-            progress = meter.update(not_durable(self._fs, path))
+            progress = measure()
             interval_s = max(PROGRESS_INTERVAL_S, PAUSE_SHARE * (self._clock() - began_s))
             await self._send(stream, progress)
             with trio.move_on_after(interval_s):
@@ -347,7 +300,7 @@ class ControlServer:
     async def _wait_end(self, stream: trio.SocketStream) -> None:
         self.waiting += 1
         try:
-            await self._send_progress(stream, "", self._over)
+            await self._send_progress(stream, self._meter(""), self._over)
             await self._send(stream, self._ending)
         finally:
             self.waiting -= 1

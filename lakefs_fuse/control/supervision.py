@@ -13,14 +13,19 @@ import select
 import signal
 import struct
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
+from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.runtime import client_socket_paths, server_socket_path
-from lakefs_fuse.errors import EXIT_FAILURE, MountError
+from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, MountError
+from lakefs_fuse.product import PROGRAM
 
 ANSWER_BYTES_MAX = 64 * 1024
+CONFIG_BYTES_MAX = 1 << 20
 
 CLAIM_S_MAX = 2.0
 """Time to wait for a supervisor that is about to end."""
@@ -32,13 +37,37 @@ _FLOCK = "hhqqi"
 _WHOLE_FILE = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """The one answer of a daemon; an empty ``error`` means that it is ready."""
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The one answer of a daemon to its starter, a JSON line; an empty ``error`` means that it is ready."""
 
     error: str = ""
     exit_code: int = EXIT_FAILURE
     detached: bool = False
     """With an error: the dead mount to be replaced is detached, and there is no new one."""
+
+    def send(self, descriptor: int) -> None:
+        """Write it to a pipe, and close that; no error if the starter has given up."""
+        try:
+            os.write(descriptor, msgspec.json.encode(self) + b"\n")
+        except BrokenPipeError:
+            pass
+        os.close(descriptor)
+
+
+def read_config(source: BinaryIO) -> MountConfig:
+    """The configuration that a starter wrote, in JSON. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(source.read(CONFIG_BYTES_MAX), type=MountConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"no usable configuration ({error}): use `lakefs-fuse mount`") from error
+
+
+def memory_file(document: bytes) -> int:
+    """A descriptor from which a child reads ``document``; children do not inherit it by themselves."""
+    descriptor = os.memfd_create(PROGRAM)
+    os.write(descriptor, document)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 class Claim:
@@ -82,14 +111,21 @@ class Claim:
         os.close(self._descriptor)
 
 
-class Supervisor:
-    """A process that supervises a mount, known by a pidfd, which never refers to another process."""
+class Process:
+    """A process known by a pidfd, which never refers to another one. Close it after use."""
 
-    def __init__(self, pid: int, pidfd: int) -> None:
-        self.pid, self._pidfd = pid, pidfd
+    def __init__(self, pid: int) -> None:
+        """Raises ProcessLookupError where it has ended."""
+        self.pid, self._pidfd = pid, os.pidfd_open(pid)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        os.close(self._pidfd)
 
     def stop(self) -> None:
-        """Send SIGTERM, which ends its daemon and itself; no error if it has ended."""
+        """Send SIGTERM; no error if it has ended."""
         try:
             signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
         except ProcessLookupError:
@@ -99,12 +135,9 @@ class Supervisor:
         """Wait for its end; whether it ended within ``timeout_s``."""
         return bool(select.select([self._pidfd], [], [], max(0.0, timeout_s))[0])
 
-    def close(self) -> None:
-        os.close(self._pidfd)
 
-
-def supervisor_of(mountpoint: str, owner: int) -> Supervisor | None:
-    """The process of ``owner`` that supervises a real mountpoint, if one does. Close it after use."""
+def supervisor_of(mountpoint: str, owner: int) -> Process | None:
+    """The process of ``owner`` that supervises a real mountpoint, if one does: SIGTERM ends its daemon and itself."""
     for socket in client_socket_paths(mountpoint, owner):
         try:
             descriptor = os.open(_lock_path(socket), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -114,11 +147,12 @@ def supervisor_of(mountpoint: str, owner: int) -> Supervisor | None:
             pid = _holder(descriptor)
             if pid <= 0:  # no holder, or one in another PID namespace
                 continue
-            pidfd = os.pidfd_open(pid)
-            # The same holder before and after, so the pidfd is of the holder.
-            if _holder(descriptor) == pid:
-                return Supervisor(pid, pidfd)
-            os.close(pidfd)
+            with ExitStack() as stack:
+                process = stack.enter_context(Process(pid))
+                # The same holder before and after, so the pidfd is of the holder.
+                if _holder(descriptor) == pid:
+                    stack.pop_all()
+                    return process
         except ProcessLookupError:
             continue
         finally:

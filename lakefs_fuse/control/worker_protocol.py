@@ -11,11 +11,13 @@ from typing import TypeAlias
 import msgspec
 
 from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.control.protocol import encode as encode
+from lakefs_fuse.control.protocol import printable as printable
 from lakefs_fuse.errors import EXIT_FAILURE
+from lakefs_fuse.errors import EXIT_INTERRUPTED as EXIT_INTERRUPTED
 
 REQUEST_BYTES_MAX = 1 << 20
 LINE_BYTES_MAX = 16 << 20
-EXIT_INTERRUPTED = 130
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,20 +138,9 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 Answer: TypeAlias = Progress | Note | Finished | Failed
 
-_encoder = msgspec.json.Encoder()
 _answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
-
-
-def encode(message: Request | Answer) -> bytes:
-    """One line, newline included."""
-    return _encoder.encode(message) + b"\n"
 
 
 def decode_answer(line: bytes) -> Answer:
     """Raises msgspec.DecodeError."""
     return _answers.decode(line)
-
-
-def printable(text: str) -> str:
-    """``text`` as JSON can carry it: names that are not UTF-8 get replacement characters."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

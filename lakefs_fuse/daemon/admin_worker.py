@@ -2,14 +2,14 @@
 
 It is a process of its own so that `lakefs-fuse --help` does not load what only this needs. It reads one
 `worker_protocol.Request` from the descriptor that ``--request-fd`` names, opens the store, runs one command of
-`COMMANDS`, and says on standard output, in JSON lines, how far it is and how it ended. Standard input is the command's
-own (a tar stream, say); standard error is the terminal's.
+`COMMANDS`, and writes progress and the result to standard output, in JSON lines. Standard input belongs to the command
+(a tar stream, for example), standard error to the terminal.
 
-A command is an async function ``(Context, its arguments) -> Finished``; whatever goes wrong for good it raises as a
-LakeError, which becomes the last line. It calls ``context.report`` as often as it likes (lines are limited in rate) and
-``context.note`` for what the user should see at once. To add one: a struct for its arguments in `worker_protocol`, an
-entry in `COMMANDS` whose function imports the engine (in `admin`) when it is called, and a command in
-`cli.lake_commands`, which calls `run_offline`: that shows progress, prints the result and returns the exit code.
+A command is an async function ``(Work, its arguments) -> Finished``. It raises LakeError for a failure, which becomes
+the last line; it calls ``work.progress`` as often as it likes (lines are limited in rate), and ``work.note`` for what
+the user should see immediately. To add one: a struct for its arguments in `worker_protocol`, an entry in `COMMANDS`,
+whose module is imported when the command runs, and a command in `cli.lake_commands`, which calls `run_offline`: that
+shows progress, prints the result and returns the exit code.
 
 SIGINT and SIGTERM cancel the command, which cleans up; a second one ends it at once. Each engine documents what a crash
 leaves.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pkgutil
 import signal
 import sys
 import tempfile
@@ -27,175 +28,48 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 import trio
 
 from lakefs_fuse import __version__
-from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.admin.work import Work
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.daemon.lake_connection import connect_lake
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import ConfigError, LakeError
+from lakefs_fuse.errors import ConfigError, LakeError, first_error
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient, ThreadTransport
-from lakefs_fuse.store.lake_record import LakeRecord, change_record, open_record
-from lakefs_fuse.store.open import find_lake, open_store
-from lakefs_fuse.store.protocol import ObjectStore
-
-if TYPE_CHECKING:
-    from lakefs_fuse.admin.commands import Work
+from lakefs_fuse.store.client import ThreadTransport
+from lakefs_fuse.store.lake_record import change_record
+from lakefs_fuse.store.open import find_lake
 
 REPORT_INTERVAL_S = 0.2
 
-Args = TypeVar("Args", bound=msgspec.Struct)
-
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    """What a command works with, on the trio thread."""
+class Command:
+    """A command in the registry. ``run`` names its function, ``module:function`` in this package.
 
-    client: StoreClient
-    store: StoreConfig
-    """Of the root of the lake."""
-    path: str
-    """The path in the lake that the command works on; empty for all of it."""
-    report: Callable[[protocol.Progress], None]
-    note: Callable[[str], None]
-    node: Node
-    change_record: Callable[[Callable[[LakeRecord | None], LakeRecord]], LakeRecord]
-    """Blocking; see `lake_record.change_record`."""
-    uploads_max: int = 4
+    ``probes``: find out what the store can do, and write it into the lake record, where that does not say it; without
+    it the least is assumed then, which is enough for packs and for objects uploaded in order."""
 
-
-class Runnable(Protocol):
-    """A command in the registry, whatever its arguments."""
-
-    @property
-    def probes(self) -> bool: ...
-    def changes(self, raw: msgspec.Raw) -> bool: ...
-    def start(self, context: Context, raw: msgspec.Raw) -> Awaitable[protocol.Finished]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Command(Generic[Args]):
-    """``probes``: what the store can do is found out and noted in the lake record, where that does not say it; without
-    it the least is assumed then, which is enough for packs and for objects uploaded in order. ``writes`` answers
-    whether the lake is changed, for which its features have to be known."""
-
-    args: type[Args]
-    run: Callable[[Context, Args], Awaitable[protocol.Finished]]
+    args: type[msgspec.Struct]
+    run: str
     probes: bool = False
-    writes: Callable[[Args], bool] = lambda args: True
-
-    def changes(self, raw: msgspec.Raw) -> bool:
-        """Whether the command, with these arguments, changes the lake."""
-        return self.writes(msgspec.json.decode(raw, type=self.args))
-
-    def start(self, context: Context, raw: msgspec.Raw) -> Awaitable[protocol.Finished]:
-        """Decodes the arguments and calls the function."""
-        return self.run(context, msgspec.json.decode(raw, type=self.args))
+    writes: Callable[[Any], bool] = lambda args: True
+    """Whether the command, with these arguments, changes the lake, for which its features have to be known."""
 
 
-async def _ingest(context: Context, args: protocol.IngestArgs) -> protocol.Finished:
-    from lakefs_fuse.ingest.ingest import Ingest, open_source
-    from lakefs_fuse.ingest.pack_filler import Packer, Totals
-
-    def report(done: Totals, total: Totals | None) -> None:
-        context.report(
-            protocol.Progress(
-                what="ingesting",
-                files_done=done.files,
-                bytes_done=done.bytes,
-                files_total=None if total is None else total.files or None,
-                bytes_total=None if total is None else total.bytes,
-            )
-        )
-
-    packer = Packer(
-        open_source(args.source, context.node.clock, context.node.threads),
-        context.node.disk,
-        path=context.path,
-        prefix_bytes=len(context.store.source.prefix.encode()),
-        directory=tempfile.gettempdir(),
-    )
-    ingest = Ingest(
-        context.client, packer, context.node, uploads_max=context.uploads_max, report=report, note=context.note
-    )
-    began = trio.current_time()
-    done = await ingest.run(count=args.count)
-    return protocol.Finished(
-        summary={**done.summary(), "seconds": round(trio.current_time() - began, 3)},
-        text=done.describe(),
-        exit_code=1 if done.refused else 0,
-    )
-
-
-def _work(context: Context) -> Work:
-    from lakefs_fuse.admin.commands import Work
-
-    return Work(
-        client=context.client,
-        store=context.store,
-        path=context.path,
-        progress=context.report,
-        note=context.note,
-        node=context.node,
-        scratch=tempfile.gettempdir(),
-    )
-
-
-async def _pack(context: Context, args: protocol.PackArgs) -> protocol.Finished:
-    from lakefs_fuse.admin.commands import run_pack
-
-    return await run_pack(_work(context), args)
-
-
-async def _gc(context: Context, args: protocol.GcArgs) -> protocol.Finished:
-    from lakefs_fuse.admin.commands import run_gc
-
-    return await run_gc(_work(context), args)
-
-
-async def _snapshot(context: Context, args: protocol.SnapshotArgs) -> protocol.Finished:
-    from lakefs_fuse.admin.commands import run_snapshot
-
-    return await run_snapshot(_work(context), args)
-
-
-async def _fsck(context: Context, args: protocol.FsckArgs) -> protocol.Finished:
-    from lakefs_fuse.admin.commands import run_fsck
-
-    return await run_fsck(_work(context), args)
-
-
-async def _upgrade(context: Context, args: protocol.UpgradeArgs) -> protocol.Finished:
-    from lakefs_fuse.admin.upgrade import run_upgrade
-
-    return await run_upgrade(_work(context), args, context.change_record)
-
-
-async def _checkpoint(context: Context, args: protocol.CheckpointArgs) -> protocol.Finished:
-    from lakefs_fuse.admin.checkpoints import run_checkpoint
-
-    return await run_checkpoint(_work(context), args)
-
-
-async def _checkpoint_verify(context: Context, args: protocol.VerifyArgs) -> protocol.Finished:
-    from lakefs_fuse.admin.checkpoints import run_verify
-
-    return await run_verify(_work(context), args)
-
-
-COMMANDS: dict[str, Runnable] = {
-    "checkpoint": Command(protocol.CheckpointArgs, _checkpoint, writes=lambda args: False),
-    "checkpoint-verify": Command(protocol.VerifyArgs, _checkpoint_verify, writes=lambda args: False),
-    "pack": Command(protocol.PackArgs, _pack, probes=True),
-    "gc": Command(protocol.GcArgs, _gc),
-    "fsck": Command(protocol.FsckArgs, _fsck, writes=lambda args: args.repair),
-    "snapshot": Command(protocol.SnapshotArgs, _snapshot),
-    "ingest": Command(protocol.IngestArgs, _ingest),
-    "upgrade": Command(protocol.UpgradeArgs, _upgrade, probes=True),
+COMMANDS = {
+    "checkpoint": Command(protocol.CheckpointArgs, "admin.checkpoints:run_checkpoint", writes=lambda args: False),
+    "checkpoint-verify": Command(protocol.VerifyArgs, "admin.checkpoints:run_verify", writes=lambda args: False),
+    "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True),
+    "gc": Command(protocol.GcArgs, "admin.commands:run_gc"),
+    "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", writes=lambda args: bool(args.repair)),
+    "snapshot": Command(protocol.SnapshotArgs, "admin.commands:run_snapshot"),
+    "ingest": Command(protocol.IngestArgs, "daemon.ingest_command:run_ingest"),
+    "upgrade": Command(protocol.UpgradeArgs, "admin.upgrade:run_upgrade", probes=True),
 }
 
 
@@ -235,49 +109,34 @@ class Answers:
 async def run_command(request: protocol.Request, answers: Answers, node: Node) -> protocol.Finished:
     """Open the store, run a command, close the store. Raises LakeError, or a group of them."""
     command = COMMANDS[request.command]
+    args = msgspec.json.decode(request.args, type=command.args)
     config, path = request.store, request.path
     if request.find_root:
         config, path = await trio.to_thread.run_sync(find_lake, config, node)
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
-    store = await trio.to_thread.run_sync(open_store, config, node)
-    try:
-        client = await _connect(store, request, config, node, command)
-        context = Context(
-            client=client,
+    transport = ThreadTransport(node.threads, requests_max=config.requests_max, uploads_max=request.uploads_max)
+    async with connect_lake(config, node, Metrics().store, transport=transport, may_write=command.probes) as connection:
+        if connection.opened.unknown and command.writes(args):
+            named = ", ".join(connection.opened.unknown)
+            raise ConfigError(
+                f"this lake has {named}, which lakefs-fuse {__version__} cannot write: install a newer version"
+            )
+        work = Work(
+            client=connection.client,
             store=config,
             path=path,
-            report=answers.report,
+            progress=answers.report,
             note=lambda text: answers.send(protocol.Note(text)),
             node=node,
-            change_record=partial(change_record, store, node.clock),
+            scratch=tempfile.gettempdir(),
+            change_record=partial(change_record, connection.store, node.clock),
             uploads_max=request.uploads_max,
         )
-        return await command.start(context, request.args)
-    finally:
-        store.close()
-
-
-async def _connect(
-    store: ObjectStore, request: protocol.Request, config: StoreConfig, node: Node, command: Runnable
-) -> StoreClient:
-    open_it = partial(open_record, store, config, node.random.stream("probe"), node.clock, may_write=command.probes)
-    opened = await trio.to_thread.run_sync(open_it)
-    if opened.unknown and command.changes(request.args):
-        named = ", ".join(opened.unknown)
-        raise ConfigError(
-            f"this lake has {named}, which lakefs-fuse {__version__} cannot write: install a newer version"
+        run: Callable[[Work, msgspec.Struct], Awaitable[protocol.Finished]] = pkgutil.resolve_name(
+            f"lakefs_fuse.{command.run}"
         )
-    return StoreClient(
-        store,
-        opened.capabilities,
-        Metrics().store,
-        transport=ThreadTransport(node.threads, requests_max=config.requests_max, uploads_max=request.uploads_max),
-        clock=node.clock,
-        rng=node.random.stream("backoff"),
-        retry_timeout_s=config.retry_timeout_s,
-        commit_format=opened.commit_format,
-    )
+        return await run(work, args)
 
 
 async def serve(request: protocol.Request, answers: Answers, node: Node) -> protocol.Finished | protocol.Failed:
@@ -303,14 +162,6 @@ async def serve(request: protocol.Request, answers: Answers, node: Node) -> prot
     if finished is None:
         return protocol.Failed(message="interrupted", exit_code=protocol.EXIT_INTERRUPTED)
     return finished
-
-
-def first_error(error: BaseException) -> BaseException:
-    """The error inside the groups of nurseries; a LakeError before any other."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    leaves = [first_error(each) for each in error.exceptions]
-    return next((leaf for leaf in leaves if isinstance(leaf, LakeError)), leaves[0])
 
 
 def run(argv: Sequence[str], descriptor: int) -> int:

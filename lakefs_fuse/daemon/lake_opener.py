@@ -10,18 +10,18 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from functools import partial
 
 import trio
 from msgspec import structs
 
 from lakefs_fuse.config import MountConfig
+from lakefs_fuse.daemon.lake_connection import connect_lake
 from lakefs_fuse.environment import descriptor_limit
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
-from lakefs_fuse.store.client import StoreClient, ThreadTransport
-from lakefs_fuse.store.lake_record import KEY, OpenedLake, open_record
-from lakefs_fuse.store.open import find_lake, open_store
+from lakefs_fuse.store.client import ThreadTransport
+from lakefs_fuse.store.lake_record import KEY, OpenedLake
+from lakefs_fuse.store.open import find_lake
 from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.vfs import Filesystem, open_filesystem
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem, open_immutable
@@ -41,12 +41,21 @@ async def open_lake(
         config = structs.replace(config, store=found)
     metrics = Metrics()
     limit = config.upload_bytes_s_max
-    limiter = RateLimiter(limit, metrics.upload, node.clock) if limit else None
-    store = await trio.to_thread.run_sync(open_store, config.store, node, limiter, abandon_on_cancel=True)
-    try:
-        probing = node.random.stream("probe")
-        open_it = partial(open_record, store, config.store, probing, node.clock, may_write=not config.read_only)
-        opened = await trio.to_thread.run_sync(open_it, abandon_on_cancel=True)
+    connecting = connect_lake(
+        config.store,
+        node,
+        metrics.store,
+        transport=ThreadTransport(
+            node.threads,
+            requests_max=descriptor_limit.requests_max(config.store.requests_max),
+            uploads_max=descriptor_limit.requests_max(config.uploads_max),
+        ),
+        may_write=not config.read_only,
+        limiter=RateLimiter(limit, metrics.upload, node.clock) if limit else None,
+        abandon=True,
+    )
+    async with connecting as connection:
+        opened, client = connection.opened, connection.client
         capabilities = opened.capabilities
         _log_opened(config, opened)
         if opened.unknown:
@@ -54,28 +63,12 @@ async def open_lake(
             log.warning("%s", note)
             config = structs.replace(config, read_only=True)
             capabilities = dataclasses.replace(capabilities, notes=(*capabilities.notes, note))
-        client = StoreClient(
-            store,
-            capabilities,
-            metrics.store,
-            transport=ThreadTransport(
-                node.threads,
-                requests_max=descriptor_limit.requests_max(config.store.requests_max),
-                uploads_max=descriptor_limit.requests_max(config.uploads_max),
-            ),
-            clock=node.clock,
-            rng=node.random.stream("backoff"),
-            retry_timeout_s=config.store.retry_timeout_s,
-            commit_format=opened.commit_format,
-        )
         if config.immutable:
             async with open_immutable(config, client, metrics, path=path, node=node) as immutable:
                 yield immutable, dataclasses.asdict(capabilities)
         else:
             async with open_filesystem(config, client, metrics, node=node) as fs:
                 yield fs, dataclasses.asdict(capabilities)
-    finally:
-        store.close()
 
 
 def _log_opened(config: MountConfig, opened: OpenedLake) -> None:

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from lakefs_fuse.config import MIB, MountConfig
@@ -49,42 +50,28 @@ class PlainLine(logging.Formatter):
         return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _open_private(path: str) -> io.TextIOWrapper:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    return io.TextIOWrapper(io.FileIO(descriptor, "a"), encoding="utf-8", write_through=True)
-
-
-class PrivateRotatingFile(logging.handlers.RotatingFileHandler):
-    """Every file it starts has mode 0600."""
+class _PrivateFile(logging.FileHandler):
+    """A log file that only its owner may read."""
 
     def _open(self) -> io.TextIOWrapper:
-        return _open_private(self.baseFilename)
+        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return io.TextIOWrapper(io.FileIO(descriptor, "a"), encoding="utf-8", write_through=True)
 
 
-class PrivateWatchedFile(logging.handlers.WatchedFileHandler):
+class PrivateRotatingFile(_PrivateFile, logging.handlers.RotatingFileHandler):
+    """A log that this process rotates; every file has mode 0600."""
+
+
+class PrivateWatchedFile(_PrivateFile, logging.handlers.WatchedFileHandler):
     """A log that another process rotates: opened again when that has moved it away."""
-
-    def _open(self) -> io.TextIOWrapper:
-        return _open_private(self.baseFilename)
 
 
 def open_logs(config: MountConfig) -> None:
     """To the log file, and in the foreground to standard error. Raises MountError if the file cannot be written."""
-    handlers: list[logging.Handler] = []
-    if config.log_file is not None:
-        try:
-            Path(config.log_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handlers.append(
-                PrivateRotatingFile(config.log_file, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, delay=False)
-            )
-        except OSError as error:
-            raise MountError(f"log file {config.log_file} cannot be written to: {error.strerror}") from error
-    if config.foreground or not handlers:
-        handlers.append(logging.StreamHandler(sys.stderr))
-    formatter = PlainLine()
-    for handler in handlers:
-        handler.setFormatter(formatter)
-    logging.basicConfig(level=config.log_level, handlers=handlers, force=True)
+    _open_root(
+        config,
+        lambda path: PrivateRotatingFile(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, delay=False),
+    )
     # At DEBUG these log requests with their headers.
     for name in ("boto3", "botocore", "s3transfer", "urllib3"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -93,11 +80,15 @@ def open_logs(config: MountConfig) -> None:
 
 def open_supervisor_log(config: MountConfig) -> None:
     """To the daemon's log, which the daemon rotates. Raises MountError if the file cannot be written."""
+    _open_root(config, PrivateWatchedFile)
+
+
+def _open_root(config: MountConfig, open_file: Callable[[str], logging.Handler]) -> None:
     handlers: list[logging.Handler] = []
     if config.log_file is not None:
         try:
             Path(config.log_file).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            handlers.append(PrivateWatchedFile(config.log_file))
+            handlers.append(open_file(config.log_file))
         except OSError as error:
             raise MountError(f"log file {config.log_file} cannot be written to: {error.strerror}") from error
     if config.foreground or not handlers:

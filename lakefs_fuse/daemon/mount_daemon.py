@@ -28,9 +28,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import BinaryIO, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-import msgspec
 import trio
 
 from lakefs_fuse import __version__
@@ -38,10 +37,11 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.mounts import detach, is_dead, mount_at
 from lakefs_fuse.control.runtime import server_socket_path
 from lakefs_fuse.control.server import ControlServer, FilesystemView, not_durable, serve_control
+from lakefs_fuse.control.supervision import Answer, read_config
 from lakefs_fuse.daemon import sd_notify as notify
 from lakefs_fuse.daemon.logs import open_logs
 from lakefs_fuse.environment.descriptor_limit import raise_file_limit
-from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, ConfigError, LakeError, MountError
+from lakefs_fuse.errors import EXIT_CRASHED, EXIT_FAILURE, LakeError, MountError, first_error
 
 DRAIN_S_MAX = 3600.0
 """Maximum time for uploads after unmounting, in all."""
@@ -52,7 +52,6 @@ STOP_AGAIN_S_MIN = 1.0
 """A service manager signals a daemon and its supervisor, which forwards the signal: within this time that is one."""
 DEAD_S_MAX = 10.0
 """A mount that does not answer statvfs(3) within this time is not dead."""
-CONFIG_BYTES_MAX = 1 << 20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of mallopt(3), as glibc's malloc.h numbers them."""
 MMAP_BYTES_MIN = 12 << 20
@@ -107,12 +106,12 @@ class Readiness:
 
     def report_ready(self) -> None:
         self._is_serving = True
-        self._send({})
+        self._send(Answer())
         notify.notify(notify.READY)
 
     def report_failure(self, error: LakeError) -> None:
         """Answer with an error; after readiness this does nothing."""
-        self._send({"error": str(error), "exit_code": error.exit_code, "detached": self._is_detached})
+        self._send(Answer(str(error), error.exit_code, self._is_detached))
 
     def record_detached(self) -> None:
         """The dead mount to be replaced is detached, and the new one is not mounted yet."""
@@ -122,15 +121,10 @@ class Readiness:
         """The mount is to end, or has ended: an end of the daemon is no crash any more."""
         self._is_serving = False
 
-    def _send(self, answer: dict[str, object]) -> None:
-        if self._descriptor is None:
-            return
-        try:
-            os.write(self._descriptor, msgspec.json.encode(answer) + b"\n")
-        except BrokenPipeError:
-            pass  # The process that waited has given up.
-        os.close(self._descriptor)
-        self._descriptor = None
+    def _send(self, answer: Answer) -> None:
+        if self._descriptor is not None:
+            answer.send(self._descriptor)
+            self._descriptor = None
 
 
 class Stage(Enum):
@@ -283,14 +277,6 @@ async def stall_guard(fs: FilesystemView) -> AsyncIterator[None]:
         nursery.cancel_scope.cancel()
 
 
-def first_error(error: BaseException) -> BaseException:
-    """The error inside the groups of nurseries; a LakeError before any other."""
-    if not isinstance(error, BaseExceptionGroup):
-        return error
-    leaves = [first_error(each) for each in error.exceptions]
-    return next((leaf for leaf in leaves if isinstance(leaf, LakeError)), leaves[0])
-
-
 def serve_real_lake(config: MountConfig, readiness: Readiness, succession: Succession) -> int:
     """Serve a lake, and return the exit code. Imports the layers, so that a missing library is an answer."""
     gc.disable()  # see `freeze_at_start`
@@ -317,14 +303,6 @@ def freeze_at_start(serve: Serve[Fs]) -> Serve[Fs]:
         await serve(fs, config, ready=ready)
 
     return serving
-
-
-def read_config(source: BinaryIO) -> MountConfig:
-    """The configuration in JSON. Raises ConfigError."""
-    try:
-        return msgspec.json.decode(source.read(CONFIG_BYTES_MAX), type=MountConfig)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"the daemon got no usable configuration ({error}): use `lakefs-fuse mount`") from error
 
 
 def bound_malloc() -> None:

@@ -32,11 +32,11 @@ import msgspec
 
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.control.mounts import abort, detach, mount_at
-from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, Claim
+from lakefs_fuse.control.supervision import ANSWER_BYTES_MAX, Answer, Claim, memory_file, read_config
 from lakefs_fuse.daemon import sd_notify as notify
 from lakefs_fuse.daemon.logs import open_supervisor_log
 from lakefs_fuse.environment import failpoints
-from lakefs_fuse.errors import EXIT_FAILURE, ConfigError, LakeError
+from lakefs_fuse.errors import EXIT_FAILURE, LakeError
 
 SHORT_LIFE_S = 60.0
 """A shorter life counts as one of a row of failures; a longer one ends the row."""
@@ -50,7 +50,6 @@ STOP_S_MAX = 5.0
 """Time for a daemon that does not serve yet to end after SIGTERM; then it is killed, which loses nothing."""
 DEATH_CHECK_S = 5.0
 """Interval of checks for a dying daemon. One that is still dying at the next check is held by the kernel."""
-CONFIG_BYTES_MAX = 1 << 20
 
 DAEMON: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.mount_daemon")
 """-P: the working directory of the user is no place to import modules from."""
@@ -133,8 +132,7 @@ class Supervisor:
         self._signals = signals
         self._clock = clock
         self._environment = _environment()
-        self._document = os.memfd_create("lakefs-fuse-config")
-        os.write(self._document, msgspec.json.encode(config))
+        self._document = memory_file(msgspec.json.encode(config))
         self._stopping = False
 
     def run(self) -> int:
@@ -358,10 +356,7 @@ def run(argv: Sequence[str], command: Sequence[str] = DAEMON) -> int:
         os.set_inheritable(ready_fd, False)
     signals = Signals()
     try:
-        try:
-            config = msgspec.json.decode(sys.stdin.buffer.read(CONFIG_BYTES_MAX), type=MountConfig)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"no usable configuration: {error}; use `lakefs-fuse mount`") from error
+        config = read_config(sys.stdin.buffer)
         claim = Claim(config.mountpoint)
         try:
             open_supervisor_log(config)
@@ -373,8 +368,7 @@ def run(argv: Sequence[str], command: Sequence[str] = DAEMON) -> int:
     except LakeError as error:
         print(f"lakefs-fuse: {error}", file=sys.stderr)
         if ready_fd is not None:
-            answer = Answer(str(error), error.exit_code)
-            os.write(ready_fd, msgspec.json.encode(answer) + b"\n")
+            Answer(str(error), error.exit_code).send(ready_fd)
         return error.exit_code
 
 

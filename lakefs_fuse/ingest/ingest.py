@@ -21,10 +21,12 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 import trio
+from msgspec import structs
 
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import HybridClock
@@ -33,9 +35,9 @@ from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Unsupported
-from lakefs_fuse.ingest.pack_filler import CopyOf, Full, LargeFile, NeedsStored, Pack, Packer, Totals
-from lakefs_fuse.ingest.source import Attributes, Changed, Refused, Source, SourceError
+from lakefs_fuse.errors import KeyRefused, LakeError, NotFound, Unsupported, sole_error
+from lakefs_fuse.ingest.pack_filler import CopyOf, Full, NeedsStored, Pack, Packer, Totals
+from lakefs_fuse.ingest.source import Attributes, Changed, File, Refused, Source, SourceError
 from lakefs_fuse.ingest.tar_source import TarSource
 from lakefs_fuse.ingest.tree_source import TreeSource
 from lakefs_fuse.store.client import StoreClient
@@ -54,7 +56,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_./=-]+")
 
 T = TypeVar("T")
 Report = Callable[[Totals, Totals | None], None]
-"""What is done, and what there is where that is known."""
+"""Reports what is done, and the totals where they are known."""
 
 
 class Ingest:
@@ -83,7 +85,7 @@ class Ingest:
         self.done = Totals()
 
     async def run(self, *, count: bool = False) -> Totals:
-        """``count``: find out how much there is, for `Report`. Raises LakeError, or a group of them."""
+        """Load everything; ``count`` the source first, for `Report`. Raises LakeError, or a group of them."""
         counting, watching = trio.CancelScope(), trio.CancelScope()
         try:
             # Commits of this run have to be later than all that are there, whatever this machine's clock says.
@@ -110,7 +112,7 @@ class Ingest:
                 self._total = Totals(files=found[0], bytes=found[1])
 
     async def _interrupt_when_cancelled(self, scope: trio.CancelScope, task_status: trio.TaskStatus[None]) -> None:
-        """A thread that waits for a silent stream would keep us from ending."""
+        """Wake a thread that waits for a silent stream, because the run waits for the thread."""
         task_status.started()
         try:
             with scope:
@@ -119,7 +121,7 @@ class Ingest:
             self._source.interrupt()
 
     async def _blocking(self, call: Callable[..., T], *args: object) -> T:
-        """Run in a thread; an error of a source that was interrupted becomes the cancellation that interrupted it."""
+        """Run in a thread; the error of an interrupted source becomes the cancellation that interrupted it."""
         try:
             return await self._threads.run(call, *args)
         except SourceError:
@@ -137,7 +139,7 @@ class Ingest:
                         await self._send(pack, nursery)
                     if end:
                         return
-                case LargeFile():
+                case File():
                     await self._upload_large(step)
                 case CopyOf():
                     await self._copy_linked(step)
@@ -181,7 +183,7 @@ class Ingest:
         self._landed.set()
 
     async def _commit_again(self, pack: Pack, ref: ObjectRef) -> None:
-        """The same operations in a commit of now, which points into the pack."""
+        """Store the same operations in a small commit of the present time, which refers to the pack."""
         objects = [*pack.objects, ref]
         operations = [_pointing(operation, len(objects) - 1) for operation in pack.operations]
         record = Record(writer=self._log.writer, time=self._clock.now(), objects=objects, operations=operations)
@@ -189,16 +191,14 @@ class Ingest:
 
     # -- plain objects
 
-    async def _upload_large(self, step: LargeFile) -> None:
+    async def _upload_large(self, step: File) -> None:
         """Upload a file while the source waits. An error of this file alone is reported, and the rest goes on."""
         try:
             meta = await self._upload(step)
-        except Changed as error:
+        except (Changed, KeyRefused) as error:
             self._packer.refused.append(Refused(step.path, str(error)))
         except OSError as error:
             self._packer.refused.append(Refused(step.path, f"cannot be read: {error.strerror}"))
-        except KeyRefused as error:
-            self._packer.refused.append(Refused(step.path, str(error)))
         else:
             self._packer.add_object(step, meta.etag, meta.size)
             self._count_object()
@@ -206,15 +206,14 @@ class Ingest:
             step.content.close()
         self._report_refused()
 
-    async def _upload(self, step: LargeFile) -> ObjectMeta:
+    async def _upload(self, step: File) -> ObjectMeta:
         client, key, size = self._client, step.path, step.content.size
         part_bytes = max(PART_BYTES, -(-size // (PARTS_MAX * MIB)) * MIB)
         room = trio.Semaphore(max(1, PARTS_BYTES_MAX // part_bytes))
-        upload_id = await client.create_multipart(key, metadata=_metadata(step.attributes))
         parts: dict[int, PartRef] = {}
         sent = 0
 
-        async def send(number: int, body: Body) -> None:
+        async def send(upload_id: str, number: int, body: Body) -> None:
             nonlocal sent
             parts[number] = await client.upload_part(key, upload_id, number, body)
             sent += parts[number].size
@@ -222,22 +221,32 @@ class Ingest:
             self._report(self.done, self._total)
             room.release()
 
+        async with self._multipart(step) as upload_id:
+            try:
+                async with trio.open_nursery() as nursery:
+                    for number, start in enumerate(range(0, size, part_bytes), 1):
+                        await room.acquire()
+                        length = min(part_bytes, size - start)
+                        body = await self._blocking(step.content.read, start, length)
+                        nursery.start_soon(send, upload_id, number, body)
+                await self._threads.run(step.content.check)
+                meta = await self._complete(key, upload_id, [parts[number] for number in sorted(parts)], size)
+                await self._check_name(key)
+                return meta
+            except BaseException as error:
+                self.done.bytes -= sent
+                raise sole_error(error) from None
+
+    @asynccontextmanager
+    async def _multipart(self, step: File | CopyOf) -> AsyncIterator[str]:
+        """A multipart upload to the key of ``step``, which is aborted if the body fails."""
+        upload_id = await self._client.create_multipart(step.path, metadata=_metadata(step.attributes))
         try:
-            async with trio.open_nursery() as nursery:
-                for number, start in enumerate(range(0, size, part_bytes), 1):
-                    await room.acquire()
-                    length = min(part_bytes, size - start)
-                    body = await self._blocking(step.content.read, start, length)
-                    nursery.start_soon(send, number, body)
-            await self._threads.run(step.content.check)
-            meta = await self._complete(key, upload_id, [parts[number] for number in sorted(parts)], size)
-            await self._check_name(key)
-            return meta
-        except BaseException as error:
-            self.done.bytes -= sent
-            with trio.CancelScope(shield=True):
-                await self._abort(key, upload_id)
-            raise _only(error) from None
+            yield upload_id
+        except BaseException:
+            with trio.CancelScope(shield=True), suppress(LakeError):  # `gc` aborts what is left
+                await self._client.abort_multipart(step.path, upload_id)
+            raise
 
     async def _complete(self, key: str, upload_id: str, parts: list[PartRef], size: int) -> ObjectMeta:
         try:
@@ -248,12 +257,6 @@ class Ingest:
             if meta.size != size:
                 raise
             return meta
-
-    async def _abort(self, key: str, upload_id: str) -> None:
-        try:
-            await self._client.abort_multipart(key, upload_id)
-        except LakeError:
-            pass  # What went wrong before is what matters; `gc` aborts what is left.
 
     async def _check_name(self, key: str) -> None:
         """Some gateways change a character in a key. Raises KeyRefused."""
@@ -275,23 +278,18 @@ class Ingest:
         self._count_object()
 
     async def _copy(self, step: CopyOf) -> ObjectMeta:
-        """By the store itself."""
+        """A copy that the store makes."""
         client = self._client
         if step.size <= COPY_BYTES_MAX:
             return await client.copy(step.source, step.path, etag=step.etag)
-        upload_id = await client.create_multipart(step.path, metadata=_metadata(step.attributes))
-        try:
-            parts = []
+        parts: list[PartRef] = []
+        async with self._multipart(step) as upload_id:
             for number, start in enumerate(range(0, step.size, COPY_PART_BYTES), 1):
                 end = min(start + COPY_PART_BYTES, step.size)
                 parts.append(
                     await client.upload_part_copy(step.path, upload_id, number, step.source, start, end, etag=step.etag)
                 )
             return await self._complete(step.path, upload_id, parts, step.size)
-        except BaseException:
-            with trio.CancelScope(shield=True):
-                await self._abort(step.path, upload_id)
-            raise
 
     def _count_object(self) -> None:
         self.done.files += 1
@@ -329,27 +327,19 @@ def open_source(name: str, clock: Clock, threads: Threads) -> Source:
 
 
 def printable(name: str) -> str:
-    """A name for people, whatever bytes it is of."""
+    """A name as text for users; bytes that are not UTF-8 are escaped."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")[:300]
 
 
-def _only(error: BaseException) -> BaseException:
-    """An error that is alone in its groups."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
-
-
 def _pointing(operation: Operation, index: int) -> Operation:
-    """``operation`` of the pack itself as one that points at the pack."""
+    """An operation on a member of its own pack, with the pack as its object."""
     if isinstance(operation, Put) and operation.object == THIS:
-        fields = {name: getattr(operation, name) for name in Put.__struct_fields__}
-        return Put(**{**fields, "object": index})
+        return structs.replace(operation, object=index)
     return operation
 
 
 def _metadata(about: Attributes) -> Mapping[str, str]:
-    """As the mount writes it, and s3fs and rclone read it: `fs.attributes`."""
+    """Attributes as mounts write them, and s3fs and rclone read them: `vfs.namespace.attributes`."""
     sign, ns = "-" if about.mtime_ns < 0 else "", abs(about.mtime_ns)
     owners = {name: str(value) for name, value in (("uid", about.uid), ("gid", about.gid)) if value != UNSET}
     mtime = f"{sign}{ns // 1_000_000_000}.{ns % 1_000_000_000:09d}"

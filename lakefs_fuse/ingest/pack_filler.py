@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from lakefs_fuse.commits.archive import ArchiveBuilder, Member, fd_sink
@@ -21,18 +22,18 @@ from lakefs_fuse.errors import LakeError
 from lakefs_fuse.ingest.source import (
     Attributes,
     Changed,
-    Content,
     Directory,
     File,
     HardLink,
     Item,
     Link,
+    Node,
     Refused,
     Source,
     is_reserved,
     refusal,
 )
-from lakefs_fuse.store.protocol import Buffer, FileSlice
+from lakefs_fuse.store.protocol import FileSlice
 
 PACK_BYTES = 64 * MIB
 """A pack is sealed before it grows beyond this; larger files become plain objects."""
@@ -45,7 +46,7 @@ LARGE = -1
 
 @dataclass(slots=True)
 class Totals:
-    """What was done, or seen so far. Only what the store holds counts as files and bytes."""
+    """Result of a run, or of counting a source. Files and bytes count when the store holds them."""
 
     files: int = 0
     bytes: int = 0
@@ -80,14 +81,14 @@ class Totals:
         return text + (f"; {self.refused:,} left out, see above" if self.refused else "")
 
     def add(self, other: Totals) -> None:
-        """Sum up in place."""
+        """Add the counts of ``other``."""
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass(slots=True, eq=False)
 class Pack:
-    """One commit in the making. ``key``, ``size`` and ``record`` are set when it is sealed."""
+    """One commit that is being built; ``size`` is set when it is sealed."""
 
     number: int
     file: BinaryIO
@@ -100,32 +101,20 @@ class Pack:
     size: int = 0
 
     def body(self) -> FileSlice:
-        """All of it."""
         return FileSlice(self.file.fileno(), 0, self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """The pack can be sealed and sent; `Packer.take` answers it. ``end``: there is no more to come."""
+    """The pack can be sealed and sent; `Packer.take` answers it. ``end``: nothing follows."""
 
     end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class LargeFile:
-    """To be uploaded, then told to `Packer.add_object`; the source stands still meanwhile."""
+class CopyOf(Node):
+    """A hard link to a plain object, which needs a copy of its own."""
 
-    path: str
-    attributes: Attributes
-    content: Content
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOf:
-    """A hard link to a plain object, which only a copy can stand for."""
-
-    path: str
-    attributes: Attributes
     source: str
     etag: str
     size: int
@@ -136,11 +125,12 @@ class NeedsStored:
     """A hard link points into a pack that is not in the store yet: call again when all are."""
 
 
-Step = Full | LargeFile | CopyOf | NeedsStored
+Step = Full | File | CopyOf | NeedsStored
+"""A `File` is too large for packs: it is uploaded, then passed to `Packer.add_object`, while the source waits."""
 
 
 class Places:
-    """Where files of this run went, for hard links: in a temporary database, as there is no bound on their number."""
+    """The places of the files of this run, for hard links: a temporary database, because their number has no bound."""
 
     def __init__(self) -> None:
         # The empty name is a database that SQLite keeps in memory while it is small, and removes itself.
@@ -166,8 +156,8 @@ class Places:
 
 
 class Packer:
-    """See the module's head. ``path`` is where in the lake the source's root goes, empty for the lake's own;
-    ``prefix_bytes`` what keys have in front of paths; packs are built in ``directory``."""
+    """Fills packs from a source. ``path`` is the place of the source's root in the lake, empty for the lake's own;
+    ``prefix_bytes`` is the length of the prefix of all keys; packs are built in ``directory``."""
 
     def __init__(
         self,
@@ -191,7 +181,7 @@ class Packer:
         self._pack: Pack | None = None
         self._packs = 0
         self.refused: list[Refused] = []
-        """For the caller to take away after each `fill`."""
+        """The caller removes them after each `fill`."""
 
     def close(self) -> None:
         if self._pack is not None:
@@ -202,7 +192,7 @@ class Packer:
     # -- worker threads
 
     def fill(self) -> Step:
-        """Go on until something has to be done about it. Raises LakeError."""
+        """Read items until the caller has to act. Raises LakeError."""
         while True:
             item, self._held = self._held, None
             if item is None:
@@ -215,17 +205,18 @@ class Packer:
 
     def seal(self, pack: Pack, record: bytes) -> None:
         """Write the end of the archive. Raises LakeError."""
-        pack.size = pack.builder.finish(record)
+        with self._building():
+            pack.size = pack.builder.finish(record)
 
     # -- trio thread, while no `fill` runs
 
     def take(self) -> Pack | None:
-        """The pack that is full, if there is anything in it."""
+        """The full pack, None if there is nothing in it."""
         pack, self._pack = self._pack, None
         return pack
 
-    def add_object(self, step: LargeFile | CopyOf, etag: str, size: int) -> None:
-        """A plain object is at its own key now: the next commit gives it its attributes."""
+    def add_object(self, step: File | CopyOf, etag: str, size: int) -> None:
+        """Record a plain object at its own key: the next commit has its attributes."""
         pack, about = self._current(), step.attributes
         self._plain[step.path] = etag
         pack.operations.append(
@@ -234,7 +225,7 @@ class Packer:
         self._remember(step.path, LARGE, 0, size, etag)
 
     def set_stored(self, pack: Pack, ref: ObjectRef) -> None:
-        """The pack is in the store. Any time."""
+        """Record that the store holds a pack. Any time."""
         if self._places is not None:
             self._stored[pack.number] = ref
 
@@ -242,29 +233,27 @@ class Packer:
 
     def _current(self) -> Pack:
         if self._pack is None:
-            try:
+            with self._building():
                 file = self._disk.temporary_file(self._directory)
-            except OSError as error:
-                raise self._no_room(error) from error
-            self._pack = Pack(self._packs, file, ArchiveBuilder(self._sink(file.fileno())))
+            self._pack = Pack(self._packs, file, ArchiveBuilder(fd_sink(file.fileno())))
             self._packs += 1
         return self._pack
 
     def _take(self, item: Item) -> Step | None:
         if isinstance(item, Refused):
-            self._refuse(item)
+            self.refused.append(item)
             return None
         path = "/".join(part for part in (self._path, item.path) if part)
         if not path:
             return None  # The lake's own root keeps its attributes.
         why = refusal(path, before_bytes=self._prefix_bytes)
         if why or is_reserved(path):
-            self._refuse(Refused(item.path, why or ".lakefs is reserved"))
+            self.refused.append(Refused(item.path, why or ".lakefs is reserved"))
             if isinstance(item, File):
                 item.content.close()
             return None
         if isinstance(item, File) and item.content.size > PACK_BYTES:
-            return LargeFile(path, item.attributes, item.content)
+            return replace(item, path=path)
         pack, about = self._current(), item.attributes
         if not self._has_room(pack, path, item):
             self._held = item
@@ -289,9 +278,6 @@ class Packer:
         taken = pack.builder.size + len(pack.operations) * MEMBER_BYTES_EXTRA
         return taken + item.content.size + 3 * len(path) <= PACK_BYTES
 
-    def _refuse(self, refused: Refused) -> None:
-        self.refused.append(refused)
-
     def _add_file(self, pack: Pack, path: str, item: File) -> None:
         content, about = item.content, item.attributes
         try:
@@ -299,15 +285,16 @@ class Packer:
             whole = b"".join(data.pieces()) if isinstance(data, FileSlice) else data
             content.check()
         except Changed as error:
-            self._refuse(Refused(item.path, str(error)))
+            self.refused.append(Refused(item.path, str(error)))
             return
         except OSError as error:
-            self._refuse(Refused(item.path, f"cannot be read: {error.strerror}"))
+            self.refused.append(Refused(item.path, f"cannot be read: {error.strerror}"))
             return
         finally:
             content.close()
         size = len(whole)
-        offset = pack.builder.add(Member(path, whole, size, about.mode, about.mtime_ns, about.uid, about.gid))
+        with self._building():
+            offset = pack.builder.add(Member(path, whole, size, about.mode, about.mtime_ns, about.uid, about.gid))
         hides = self._plain.get(path, "")
         pack.operations.append(
             Put(path, THIS, offset, size, about.mode, about.uid, about.gid, about.mtime_ns, hides=hides)
@@ -326,7 +313,7 @@ class Packer:
         target = "/".join(part for part in (self._path, item.target) if part)
         place = self._places.get(target) if self._places is not None else None
         if place is None:
-            self._refuse(Refused(item.path, f"a hard link to {item.target}, which did not come before it"))
+            self.refused.append(Refused(item.path, f"a hard link to {item.target}, which did not come before it"))
             return None
         number, offset, size, text = place
         about = item.attributes
@@ -357,19 +344,13 @@ class Packer:
         if self._places is not None:
             self._places.put(path, pack, offset, size, text)
 
-    def _sink(self, fd: int) -> Callable[[Buffer], object]:
-        write = fd_sink(fd)
-
-        def checked(data: Buffer) -> None:
-            try:
-                write(data)
-            except OSError as error:
-                raise self._no_room(error) from error
-
-        return checked
-
-    def _no_room(self, error: OSError) -> LakeError:
-        return LakeError(
-            f"packs are built in {self._directory}, which fails ({os.strerror(error.errno or 0)}): "
-            f"make room for {PACK_BYTES // MIB} MiB for each upload at once, or set TMPDIR"
-        )
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """Errors of the disk that packs are built on become a LakeError that says so."""
+        try:
+            yield
+        except OSError as error:
+            raise LakeError(
+                f"packs are built in {self._directory}, which fails ({os.strerror(error.errno or 0)}): "
+                f"make room for {PACK_BYTES // MIB} MiB for each upload at once, or set TMPDIR"
+            ) from error

@@ -1,8 +1,7 @@
-"""Where `ingest` reads from: a directory tree or a tar stream, as one sequence of items that can be applied in order.
+"""The sources of `ingest`: a directory tree or a tar stream, as one sequence of items in the order of application.
 
-Always true: the path of an item could be one of a lake (`refusal`); what could not is a `Refused`, and the rest goes
-on; a file that changes while it is read is refused, not spliced. A source is read once, in order, by one thread at a
-time.
+What always holds: the path of an item can be one of a lake (`refusal`), and any other item is a `Refused`; a file that
+changes while it is read is refused, not spliced. A source is read once, in order, by one thread at a time.
 """
 
 from __future__ import annotations
@@ -43,50 +42,52 @@ class Attributes:
 
 
 class Content(Protocol):
-    """The bytes of one file. Closed before the next item is asked for, or read in part."""
+    """The bytes of one file. It is closed before the next item is asked for, perhaps read in part."""
 
-    @property
-    def size(self) -> int: ...
+    size: int
 
     def read(self, offset: int, length: int) -> Body:
         """Bytes in order, without gaps. Raises OSError, Changed, SourceError."""
+        ...
 
     def check(self) -> None:
-        """After the last read. Raises Changed."""
+        """Called after the last read. Raises Changed."""
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the content holds."""
+        return
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class Node:
+    """An item that becomes a name in the lake; ``path`` is empty for the root of the source."""
+
     path: str
     attributes: Attributes
+
+
+@dataclass(frozen=True, slots=True)
+class File(Node):
     content: Content
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
-    """``path`` is empty for the root of the source."""
-
-    path: str
-    attributes: Attributes
+class Directory(Node):
+    pass
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class Link(Node):
     """A symbolic link."""
 
-    path: str
-    attributes: Attributes
     target: str
 
 
 @dataclass(frozen=True, slots=True)
-class HardLink:
-    """The same file as ``target``, a path of this source that came before."""
+class HardLink(Node):
+    """Another name of the file ``target``, an earlier path of this source."""
 
-    path: str
-    attributes: Attributes
     target: str
 
 
@@ -106,38 +107,32 @@ class Source(Protocol):
     """Iterated once."""
 
     links: bool
-    """There may be `HardLink`s: whoever reads this has to remember where files went."""
+    """There may be `HardLink`s, so the reader has to remember where files went."""
 
     def items(self) -> Iterator[Item]:
         """Raises SourceError."""
 
     def count(self) -> tuple[int, int] | None:
-        """Files and bytes there are, where that can be found out beforehand (0 files: not known). In any thread,
-        beside `items`."""
+        """The number of files and bytes, None where that cannot be known beforehand. In any thread, beside `items`."""
+        return None
 
     def interrupt(self) -> None:
-        """Whoever waits for the source's next bytes gets a SourceError soon. In any thread, before `close`."""
+        """Make a reader that waits for bytes raise SourceError soon. In any thread, before `close`."""
 
     def close(self) -> None: ...
 
 
-class Bytes:
-    """Content that was read already."""
+class Bytes(Content):
+    """Content in memory."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self.size = len(data)
 
     def read(self, offset: int, length: int) -> bytes:
-        """All of it is what callers ask for, and costs no copy."""
+        """Callers ask for all of it, which costs no copy."""
         whole = offset == 0 and length == self.size
         return self._data if whole else self._data[offset : offset + length]
-
-    def check(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 def refusal(path: str, *, before_bytes: int = 0) -> str:
@@ -175,7 +170,7 @@ def link_refusal(target: str) -> str:
 
 
 def attributes(mode: int, mtime_ns: int, uid: int, gid: int) -> Attributes:
-    """Cut to what a record can hold."""
+    """Attributes within the bounds of a record."""
     return Attributes(
         mode & 0o7777,
         min(max(mtime_ns, TIME_NS_MIN), TIME_NS_MAX),

@@ -20,12 +20,14 @@ from typing import IO, TYPE_CHECKING
 
 from lakefs_fuse.ingest.source import (
     Attributes,
+    Content,
     Directory,
     File,
     HardLink,
     Item,
     Link,
     Refused,
+    Source,
     SourceError,
     attributes,
     link_refusal,
@@ -41,7 +43,7 @@ NS = 1_000_000_000
 
 
 class _Info(tarfile.TarInfo):
-    """Says what tarfile keeps to itself: that the stream did not end with the mark of its end."""
+    """A header that reports what tarfile hides: that the stream did not end with the mark of its end."""
 
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> _Info:
@@ -55,8 +57,8 @@ class _Info(tarfile.TarInfo):
             raise
 
 
-class _Member:
-    """Content of the member that the stream is at."""
+class _Member(Content):
+    """Content of the current member of the stream."""
 
     def __init__(self, file: IO[bytes], size: int, name: str) -> None:
         self._file = file
@@ -69,9 +71,6 @@ class _Member:
         if len(data) != length:
             raise SourceError(f"{self._name}: it ends in the midst of a file: it is cut short")
         return data
-
-    def check(self) -> None:
-        return
 
     def close(self) -> None:
         self._file.close()
@@ -87,8 +86,8 @@ def _damage(name: str) -> Iterator[None]:
         raise SourceError(f"{name}: not a tar archive, or damaged: {error}") from error
 
 
-class TarSource:
-    """See the module's head. Owns the descriptor."""
+class TarSource(Source):
+    """A tar stream; owns the descriptor."""
 
     links = True
 
@@ -102,9 +101,6 @@ class TarSource:
 
     def close(self) -> None:
         self._stream.close()
-
-    def count(self) -> tuple[int, int] | None:
-        return None
 
     def items(self) -> Iterator[Item]:
         with _damage(self._name):
@@ -164,7 +160,7 @@ class TarSource:
 
 
 class _Interruptible(io.RawIOBase):
-    """A descriptor whose reader can be woken: a pipe may stay silent for as long as whoever writes to it likes."""
+    """A descriptor whose reader can be interrupted, because a pipe may stay silent for any time."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -182,7 +178,7 @@ class _Interruptible(io.RawIOBase):
         return os.readv(self._fd, [buffer])
 
     def interrupt(self) -> None:
-        """Reads fail from now on, the one under way first. In any thread, before `close`."""
+        """Make this and all later reads fail. In any thread, before `close`."""
         os.eventfd_write(self._woken, 1)
 
     def close(self) -> None:
@@ -193,7 +189,7 @@ class _Interruptible(io.RawIOBase):
 
 
 def _path(name: str) -> tuple[str, str]:
-    """A member's name as a path of the lake (empty for the root), or why it is none."""
+    """The path of a member in the lake (empty for the root), or the reason why it has none."""
     if name.startswith("/"):
         return "", "absolute"
     path = "/".join(component for component in name.split("/") if component not in ("", "."))

@@ -1,10 +1,11 @@
 """A local directory as a source of `ingest`: walked in an order that keeps neighbours together.
 
-Files are read where they are asked for as long as that is quick, which it is from the page cache and from NVMe: handing
-them over from other threads would cost half as much again. Where it is slow, threads read ahead for a while.
+The caller's thread reads the files while that is fast, as from the page cache and from NVMe, because passing them
+between threads costs half as much again. Where reading is slow, threads read ahead for a while.
 
-Directories come before what is in them, names in order (of each CHUNK names, so that a directory of millions is never
-held whole). Symbolic links are not followed, but for the root. What vanishes or cannot be read is refused by name.
+A directory comes before its contents, names in order (of each CHUNK names, so that a directory of millions is never in
+memory as a whole). Symbolic links are not followed, except for the root. A file that vanishes or cannot be read is
+refused by name.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from lakefs_fuse.ingest.source import (
     Attributes,
     Bytes,
     Changed,
+    Content,
     Directory,
     File,
     Item,
     Link,
     Refused,
+    Source,
     SourceError,
     attributes,
     link_refusal,
@@ -35,20 +38,20 @@ from lakefs_fuse.ingest.source import (
 from lakefs_fuse.store.protocol import FileSlice
 
 BATCH = 16
-"""Files that a reader takes at once."""
+"""Files that one thread reads."""
 BATCHES_MAX = 6
-"""Read ahead and not asked for yet, those under way included, each in a thread."""
+"""Batches that are read ahead, each in a thread, until they are asked for."""
 SLOW_S = 0.0005
 """A mean time to read a file at which reading ahead pays off."""
 SLOW_BATCHES = 128
-"""For so many batches it is taken for granted that reading is still slow."""
+"""Number of batches for which reading counts as slow."""
 SMALL_BYTES_MAX = 256 << 10
-"""Read ahead whole; of larger files only the descriptor is made ready."""
+"""Maximum size of a file that is read ahead; a larger one is only opened."""
 CHUNK = 10_000
 
 
-class OpenFile:
-    """Content of a file that is open here; the descriptor is closed by `close`."""
+class OpenFile(Content):
+    """Content of an open file."""
 
     def __init__(self, fd: int, status: os.stat_result) -> None:
         self._fd = fd
@@ -72,8 +75,8 @@ def _check_same(before: os.stat_result, after: os.stat_result) -> None:
         raise Changed("it was changed while it was read")
 
 
-class TreeSource:
-    """See the module's head."""
+class TreeSource(Source):
+    """A local directory."""
 
     links = False
 
@@ -84,7 +87,7 @@ class TreeSource:
         """Batches that are read ahead; each queue gets one answer."""
 
     def interrupt(self) -> None:
-        """A batch is read soon."""
+        """Nothing: reading a batch is short."""
 
     def close(self) -> None:
         while self._pending:
@@ -158,11 +161,11 @@ class TreeSource:
 
 
 Found = tuple[str, "os.DirEntry[str] | str"]
-"""A path, and what is there or why it cannot be looked at."""
+"""A path, and its entry or the reason why it cannot be read."""
 
 
 def _walk(root: str) -> Iterator[Found]:
-    """Everything below, parents first; what is below a name that no lake can have is left out with it."""
+    """Everything below, parents first; nothing below a name that no lake can have."""
     stack: list[Iterator[Found]] = [_names("", root)]
     while stack:
         found = next(stack[-1], None)

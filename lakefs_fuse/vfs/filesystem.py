@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.vfs.durability import Durability
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all
@@ -22,7 +23,7 @@ from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.directory import Directories
 from lakefs_fuse.vfs.ops.handles import Handles
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
-from lakefs_fuse.vfs.status import Status, Unfinished
+from lakefs_fuse.vfs.status import Status
 
 
 class Filesystem:

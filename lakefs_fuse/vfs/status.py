@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
-import msgspec
-
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.meta.object_table import Objects
-from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.metrics import Metrics, Unfinished
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.staging_area import Staging, StagingState
@@ -24,22 +22,6 @@ from lakefs_fuse.vfs.writeback.orphans import Recovery
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 NS = 1_000_000_000
-
-
-class Unfinished(msgspec.Struct, frozen=True):
-    """A file whose newest bytes are not in the store. ``state`` is a `DraftState` or ``orphan`` (left by a daemon that
-    died); sizes in bytes; ``bytes_done`` of them are uploaded; ``error`` is why the last attempt failed."""
-
-    id: str
-    path: str
-    bytes: int
-    state: str
-    age_s: float
-    error: str
-    parts_done: int
-    bytes_done: int
-    missing: int = 0
-    """Bytes whose writes were refused: it is not published as long as there are any."""
 
 
 class Status:

@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from lakefs_fuse.admin.checkpoint_sums import (
     Check,
     Finding,
-    Safetensors,
-    Sha256,
     TailTooShort,
     Verdict,
-    Zip,
     etag_check,
     parse_sha256sums,
+    part_layouts,
     read_directory,
+    safetensors_check,
+    sha256_check,
+    zip_check,
 )
 from lakefs_fuse.config import MIB
 from lakefs_fuse.staging.part_layout import PartLayout
@@ -49,8 +50,8 @@ def archive(*, compression: int = zipfile.ZIP_STORED, members: int = 4, comment:
     return target.getvalue()
 
 
-def zip_check(data: bytes, tail: int = 1 << 20) -> Zip:
-    return Zip(read_directory(data[-tail:], len(data)))
+def check_of_zip(data: bytes, tail: int = 1 << 20) -> Check:
+    return zip_check(read_directory(data[-tail:], len(data)))
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -61,7 +62,7 @@ def zip_check(data: bytes, tail: int = 1 << 20) -> Zip:
 )
 def test_a_whole_zip_is_right_however_it_comes(pieces: list[int], compression: int, comment: bytes) -> None:
     data = archive(compression=compression, comment=comment)
-    assert run(zip_check(data), data, [min(piece, len(data)) for piece in pieces]).verdict is Verdict.RIGHT
+    assert run(check_of_zip(data), data, [min(piece, len(data)) for piece in pieces]).verdict is Verdict.RIGHT
 
 
 @pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
@@ -71,21 +72,26 @@ def test_every_byte_of_a_member_counts(compression: int) -> None:
     for info in infos[1:]:
         at = info.header_offset + 30 + len(info.filename) + info.compress_size // 2
         damaged = data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
-        found = run(zip_check(damaged), damaged)
+        found = run(check_of_zip(damaged), damaged)
         assert found.verdict is Verdict.WRONG
         assert info.filename in found.problem
+
+
+def test_zip_without_members_proves_nothing() -> None:
+    data = archive(members=0)
+    assert run(check_of_zip(data), data).verdict is Verdict.UNKNOWN
 
 
 def test_members_that_are_not_where_they_should_be() -> None:
     data = archive()
     shifted = b"x" + data[:-1]
     with pytest.raises(zipfile.BadZipFile):
-        zip_check(shifted)
+        check_of_zip(shifted)
     info = zipfile.ZipFile(io.BytesIO(data)).infolist()[2]
     lost = data[: info.header_offset] + b"XXXX" + data[info.header_offset + 4 :]
-    assert run(zip_check(lost), lost).verdict is Verdict.WRONG
+    assert run(check_of_zip(lost), lost).verdict is Verdict.WRONG
     cut = data[: info.header_offset + 100]
-    assert "midst" in run(zip_check(data), cut).problem
+    assert "midst" in run(check_of_zip(data), cut).problem
 
 
 def test_a_zip_without_sums_proves_nothing() -> None:
@@ -95,7 +101,7 @@ def test_a_zip_without_sums_proves_nothing() -> None:
         wrong = struct.pack("<I", info.CRC ^ 0xFFFF)
         at = data.rfind(struct.pack("<I", info.CRC), info.header_offset + 40 + info.compress_size)
         data[at : at + 4] = wrong
-    assert run(zip_check(bytes(data)), bytes(data)).verdict is Verdict.UNKNOWN
+    assert run(check_of_zip(bytes(data)), bytes(data)).verdict is Verdict.UNKNOWN
 
 
 def test_a_directory_that_is_longer_than_the_tail() -> None:
@@ -128,7 +134,7 @@ GOOD = {
 def test_the_header_of_safetensors_against_the_size() -> None:
     whole = safetensors(GOOD, bytes(10))
     for pieces in ((), (3,), (8,), (9, 20), tuple(range(0, len(whole), 2))):
-        assert run(Safetensors(len(whole)), whole, pieces).verdict is Verdict.RIGHT
+        assert run(safetensors_check(len(whole)), whole, pieces).verdict is Verdict.RIGHT
     for damaged, text in (
         (whole[:-1], "tells of"),
         (whole + b"x", "tells of"),
@@ -138,7 +144,7 @@ def test_the_header_of_safetensors_against_the_size() -> None:
         (safetensors({"a": {"data_offsets": [0, 6]}, "b": {"data_offsets": [5, 10]}}, bytes(10)), "gap"),
         (safetensors([1], b""), "read"),
     ):
-        found = run(Safetensors(len(damaged)), damaged)
+        found = run(safetensors_check(len(damaged)), damaged)
         assert found.verdict is Verdict.WRONG
         assert text in found.problem
 
@@ -169,9 +175,7 @@ def test_etags_of_parts_are_recognised(part: int) -> None:
 def test_own_parts_grow_along_the_file() -> None:
     size = 17 * 1024 * MIB
     layout = PartLayout()
-    check = etag_check(f"{'0' * 32}-{layout.count(size)}", size, ours=True)
-    assert check is not None
-    (sizes,) = check.layouts
+    (sizes,) = part_layouts(f"{'0' * 32}-{layout.count(size)}", size, ours=True)
     assert [*sizes[:2], *sizes[1000:1002]] == [16 * MIB, 16 * MIB, 64 * MIB, 64 * MIB]
     assert sum(sizes) == size
 
@@ -190,5 +194,5 @@ def test_sha256sums() -> None:
     )
     assert sums == {"model.pt": "a" * 64, "sub/x y": "b" * 64, "z": "c" * 64}
     right = hashlib.sha256(b"data").hexdigest()
-    assert run(Sha256(right), b"data", [2]).verdict is Verdict.RIGHT
-    assert run(Sha256(right), b"dat4").verdict is Verdict.WRONG
+    assert run(sha256_check(right), b"data", [2]).verdict is Verdict.RIGHT
+    assert run(sha256_check(right), b"dat4").verdict is Verdict.WRONG

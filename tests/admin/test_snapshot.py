@@ -14,7 +14,6 @@ from lakefs_fuse.errors import LakeError, StoreError
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.tree import Tree
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
-from tests.fakes import node_of
 from tests.memory_store import Failures, MemoryStore, Request
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 
@@ -48,9 +47,7 @@ async def snapshot(
     store: MemoryStore, clock: Clock, cache_dir: Path | None = None, *, horizon: int = 0, file_bytes_max: int = 1 << 20
 ) -> Manifest:
     async with headless(store, clock, cache_dir=None if cache_dir is None else str(cache_dir)) as view:
-        return await fold(
-            view.fs, view.client, horizon=horizon, report=silent, node=node_of(clock), file_bytes_max=file_bytes_max
-        )
+        return await fold(view, horizon=horizon, report=silent, file_bytes_max=file_bytes_max)
 
 
 def requests(store: MemoryStore, what: str, prefix: str = "") -> list[str]:
@@ -161,7 +158,7 @@ async def test_a_kept_cache_directory(store: MemoryStore, clock: Clock, tmp_path
 
 async def test_two_indexes_are_kept(store: MemoryStore, clock: Clock) -> None:
     async with headless(store, clock) as view:
-        written = [await fold(view.fs, view.client, report=silent, node=node_of(clock)) for _ in range(4)]
+        written = [await fold(view, report=silent) for _ in range(4)]
         assert await manifests(view.client) == written[:1:-1]
     assert len({manifest.time for manifest in written}) == 4
 

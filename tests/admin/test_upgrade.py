@@ -8,8 +8,8 @@ from functools import partial
 import msgspec
 import pytest
 
-from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
+from lakefs_fuse.admin.work import Work
 from lakefs_fuse.commits.archive import build, commit_key
 from lakefs_fuse.commits.record import Mkdir, Record
 from lakefs_fuse.control import worker_protocol as protocol
@@ -34,8 +34,9 @@ async def upgrade(store: MemoryStore, clock: Clock) -> protocol.Finished:
         note=lambda text: None,
         node=node_of(clock),
         scratch=tempfile.gettempdir(),
+        change_record=partial(change_record, store, clock),
     )
-    return await run_upgrade(work, protocol.UpgradeArgs(), partial(change_record, store, clock))
+    return await run_upgrade(work, protocol.UpgradeArgs())
 
 
 def lake() -> tuple[MemoryStore, Clock]:

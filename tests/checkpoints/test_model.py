@@ -102,8 +102,9 @@ def test_why_something_is_incomplete() -> None:
         ".pruned-step0-abcd": "being deleted",
     }
     assert found.latest == "step1"
-    item = found.find("step3")
-    assert item is not None
+    assert found.newest is not None
+    assert found.newest.name == "step1"
+    (item,) = (each for each in found.checkpoints if each.name == "step3")
     assert (item.where, item.state, item.path, item.kind) == ("node", "uploading", "/lake/ckpt/step3", "directory")
 
 

@@ -26,8 +26,7 @@ def look(path: Path, marker: str | None = None, match: str | None = None) -> Lis
 
 
 def item(found: Listing, name: str) -> Checkpoint:
-    made = found.find(name)
-    assert made is not None
+    (made,) = (each for each in found.checkpoints if each.name == name)
     return made
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from lakefs_fuse.cli import spawn
 from lakefs_fuse.config import MountConfig, StoreConfig
-from lakefs_fuse.errors import MountError
+from lakefs_fuse.errors import MountError, ReportedError
 from tests.control.fakes import mount_config
 
 PREAMBLE = """
@@ -71,7 +71,7 @@ def test_the_daemons_error_is_ours_with_its_exit_code(config: MountConfig, tmp_p
     body = (
         """os.write(ready, b'{"error": "no such bucket: make it", "exit_code": 2}\\n'); os.close(ready); sys.exit(2)"""
     )
-    with pytest.raises(spawn.DaemonFailed, match="no such bucket: make it") as raised:
+    with pytest.raises(ReportedError, match="no such bucket: make it") as raised:
         spawn.start(config, command(tmp_path, body))
     assert raised.value.exit_code == 2
     assert not is_running(tmp_path)

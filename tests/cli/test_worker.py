@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.cli.store_options import FLAGS, Options
-from lakefs_fuse.cli.worker import OfflineFailed, Place, find_place, run_offline
+from lakefs_fuse.cli.worker import Place, find_place, run_offline
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import ConfigError, LakeError
+from lakefs_fuse.errors import ConfigError, LakeError, ReportedError
 
 ROOT = Path(__file__).parents[2]
 PLACE = Place(store=StoreConfig(source=Source.parse("s3://bucket/lake")), path="a/b")
@@ -64,7 +64,7 @@ def test_an_end_with_something_left_out_is_no_success(tmp_path: Path) -> None:
 
 
 def test_a_failure_is_the_childs_own(tmp_path: Path) -> None:
-    with pytest.raises(OfflineFailed, match="no such bucket") as raised:
+    with pytest.raises(ReportedError, match="no such bucket") as raised:
         run(tmp_path, 'say(type="failed", message="no such bucket", exit_code=2); sys.exit(2)')
     assert raised.value.exit_code == 2
 
@@ -100,7 +100,7 @@ def test_ctrl_c_is_passed_on_once_and_the_childs_end_is_waited_for(tmp_path: Pat
         "import signal, sys; from tests.cli.test_worker import *\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # in the background it may be ignored
         "try: run_offline('ingest', PLACE, protocol.IngestArgs(source=''), program=sys.argv[1:])\n"
-        "except OfflineFailed as error: sys.exit(error.exit_code)\n"
+        "except ReportedError as error: sys.exit(error.exit_code)\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", caller, *script], stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}

@@ -13,6 +13,7 @@ import trio
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.control.server import ControlServer, serve_control
 from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.metrics import Unfinished
 
 
 @dataclass
@@ -64,9 +65,9 @@ class FakeFilesystem:
             "memory": {"buffers": 7},
         }
 
-    def unfinished(self) -> list[FakeFile]:
+    def unfinished(self) -> list[Unfinished]:
         self.looks += 1
-        return list(self.files)
+        return [Unfinished(**vars(file)) for file in self.files]
 
     async def make_durable(self, path: str = "") -> None:
         self.durable_asked.append(path)

@@ -17,7 +17,7 @@ from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.daemon import admin_worker as offline
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import ConfigError, LakeError
+from lakefs_fuse.errors import ConfigError, LakeError, first_error
 from lakefs_fuse.store import open as places
 from lakefs_fuse.store.open import open_store
 from tests.servers import Server
@@ -134,8 +134,8 @@ async def test_a_command_runs_in_the_lake_that_was_found(tmp_path: Path) -> None
 def test_an_error_of_ours_comes_before_others_in_a_group() -> None:
     ours = ConfigError("ours")
     group = BaseExceptionGroup("", [ValueError("theirs"), BaseExceptionGroup("", [ours])])
-    assert offline.first_error(group) is ours
-    assert isinstance(offline.first_error(ExceptionGroup("", [LakeError("a"), ours])), LakeError)
+    assert first_error(group) is ours
+    assert isinstance(first_error(ExceptionGroup("", [LakeError("a"), ours])), LakeError)
 
 
 # -- how it ends -------------------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from trio.testing import MockClock
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.control import protocol, runtime
 from lakefs_fuse.control.mounts import Mount
+from lakefs_fuse.control.supervision import Answer
 from lakefs_fuse.daemon import mount_daemon as daemon_module
-from lakefs_fuse.daemon.mount_daemon import Daemon, Parts, Readiness, Succession, first_error
-from lakefs_fuse.errors import EXIT_CRASHED, CacheError, LakeError
+from lakefs_fuse.daemon.mount_daemon import Daemon, Parts, Readiness, Succession
+from lakefs_fuse.errors import EXIT_CRASHED, CacheError, LakeError, first_error
 from tests.control.fakes import FakeFile, FakeFilesystem, mount_config
 
 
@@ -66,11 +67,10 @@ class Answers:
         self._read, self.write = os.pipe()
         self.readiness = Readiness(self.write)
 
-    def read(self) -> dict[str, object]:
+    def read(self) -> Answer:
         line = os.read(self._read, 65536)
         os.close(self._read)
-        answer: dict[str, object] = msgspec.json.decode(line)
-        return answer
+        return msgspec.json.decode(line, type=Answer)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ async def test_it_says_ready_drains_after_unmount_and_ends_with_0() -> None:
         while not path.exists():
             await trio.sleep(0.01)
         mount.gone.set()
-    assert answers.read() == {}
+    assert answers.read() == Answer()
     assert codes == [0]
     assert [file.id for file in fs.files] == ["2"]
     assert lake.closed
@@ -210,7 +210,7 @@ async def test_a_dead_mount_is_replaced_when_the_lake_is_open(monkeypatch: pytes
     assert await successor(lake, mount, answers.readiness).run() == 0
     assert not dead.is_there()
     assert mount.served
-    assert answers.read() == {}
+    assert answers.read() == Answer()
 
 
 @pytest.mark.parametrize("now", ["gone", "another", "alive"])
@@ -226,7 +226,7 @@ async def test_a_dead_mount_that_someone_took_away_is_not_replaced(monkeypatch: 
     assert found.mount == expected
 
 
-def run_with(monkeypatch: pytest.MonkeyPatch, serve: Callable[[Readiness], int]) -> tuple[int, dict[str, object]]:
+def run_with(monkeypatch: pytest.MonkeyPatch, serve: Callable[[Readiness], int]) -> tuple[int, Answer]:
     """The exit code of the whole program around ``serve``, and its answer."""
     for name in ("open_logs", "bound_malloc", "raise_file_limit"):
         monkeypatch.setattr(daemon_module, name, lambda *given: None)
@@ -258,9 +258,9 @@ def test_a_crash_is_an_end_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch
         readiness.record_detached()
         raise CacheError("in use")
 
-    assert run_with(monkeypatch, crash) == (EXIT_CRASHED, {})
-    assert run_with(monkeypatch, crash_while_draining) == (1, {})
-    assert run_with(monkeypatch, refuse) == (1, {"error": "in use", "exit_code": 1, "detached": True})
+    assert run_with(monkeypatch, crash) == (EXIT_CRASHED, Answer())
+    assert run_with(monkeypatch, crash_while_draining) == (1, Answer())
+    assert run_with(monkeypatch, refuse) == (1, Answer("in use", 1, detached=True))
 
 
 async def test_an_error_of_opening_comes_out_of_every_nursery() -> None:
@@ -295,9 +295,7 @@ async def test_those_who_wait_for_the_end_hear_of_the_drain() -> None:
     assert [file.path for file in last.files] == ["written late"]
 
 
-def run_program(
-    config: bytes, tmp_path: Path, environment: dict[str, str] | None = None
-) -> tuple[int, dict[str, object], str]:
+def run_program(config: bytes, tmp_path: Path, environment: dict[str, str] | None = None) -> tuple[int, Answer, str]:
     """The real program with ``config`` on standard input: exit code, what it said when ready, standard error."""
     answers = Answers()
     result = subprocess.run(
@@ -316,8 +314,8 @@ def run_program(
 def test_a_configuration_that_makes_no_sense_is_a_usage_error(tmp_path: Path) -> None:
     code, answer, _ = run_program(b'{"mountpoint": 7}', tmp_path)
     assert code == 2
-    assert answer["exit_code"] == 2
-    assert "no usable configuration" in str(answer["error"])
+    assert answer.exit_code == 2
+    assert "no usable configuration" in answer.error
 
 
 def test_a_lake_that_is_not_there_is_one_line_and_a_private_log(tmp_path: Path) -> None:
@@ -331,10 +329,10 @@ def test_a_lake_that_is_not_there_is_one_line_and_a_private_log(tmp_path: Path) 
     (tmp_path / "mnt").mkdir()
     code, answer, _ = run_program(msgspec.json.encode(config), tmp_path)
     assert code == 1
-    assert "nowhere" in str(answer["error"])
-    assert "\n" not in str(answer["error"])
+    assert "nowhere" in answer.error
+    assert "\n" not in answer.error
     assert stat.S_IMODE(log_file.stat().st_mode) == 0o600
-    assert str(answer["error"]) in log_file.read_text()
+    assert answer.error in log_file.read_text()
 
 
 def test_what_is_made_before_it_serves_is_not_searched_for_garbage(tmp_path: Path) -> None:

@@ -309,19 +309,19 @@ def test_one_supervisor_for_a_mountpoint(
     found = supervisor_of("/mnt/lake", uid)
     assert found is not None
     assert found.pid == supervised.process.pid
-    assert not found.wait(0)
-    with pytest.raises(MountError, match=rf"has a supervisor \(pid {found.pid}\)"):
-        Claim("/mnt/lake")
-    Claim("/mnt/elsewhere").release()
-    second = supervise("serves")
-    assert b"has a supervisor" in second.answer()
-    assert second.wait() == EXIT_FAILURE
-    found.stop()
-    assert found.wait(10)
-    assert supervised.wait() == 0
-    assert supervisor_of("/mnt/lake", uid) is None
-    found.stop()
-    found.close()
+    with found:
+        assert not found.wait(0)
+        with pytest.raises(MountError, match=rf"has a supervisor \(pid {found.pid}\)"):
+            Claim("/mnt/lake")
+        Claim("/mnt/elsewhere").release()
+        second = supervise("serves")
+        assert b"has a supervisor" in second.answer()
+        assert second.wait() == EXIT_FAILURE
+        found.stop()
+        assert found.wait(10)
+        assert supervised.wait() == 0
+        assert supervisor_of("/mnt/lake", uid) is None
+        found.stop()
     # A lock file that a killed one left behind means nothing.
     pid = os.fork()
     if not pid:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.admin.commands import Work
 from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
+from lakefs_fuse.admin.work import ChangeRecord, Work
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.environment.clock import SystemClock
@@ -82,6 +82,20 @@ class LaterClient(StoreClient):
         return time.time_ns() + 2 * WRITERS_S * 1_000_000_000
 
 
+async def _upgrade(client: LaterClient, config: StoreConfig, change: ChangeRecord) -> protocol.Finished:
+    work = Work(
+        client=client,
+        store=config,
+        path="",
+        progress=lambda progress: None,
+        note=lambda text: None,
+        node=Node.of_this_machine(),
+        scratch=tempfile.gettempdir(),
+        change_record=change,
+    )
+    return await run_upgrade(work, protocol.UpgradeArgs())
+
+
 def upgrade_later(server: Server, lake: Lake) -> protocol.Finished:
     """As `lakefs-fuse upgrade` does it."""
     config = StoreConfig(source=Source.parse(lake.source), endpoint_url=server.url, region=servers.REGION)
@@ -92,16 +106,7 @@ def upgrade_later(server: Server, lake: Lake) -> protocol.Finished:
         client = LaterClient(
             store, opened.capabilities, Metrics().store, transport=transport, clock=SystemClock(), rng=rng
         )
-        work = Work(
-            client=client,
-            store=config,
-            path="",
-            progress=lambda progress: None,
-            note=lambda text: None,
-            node=Node.of_this_machine(),
-            scratch=tempfile.gettempdir(),
-        )
-        return trio.run(run_upgrade, work, protocol.UpgradeArgs(), partial(change_record, store, SystemClock()))
+        return trio.run(_upgrade, client, config, partial(change_record, store, SystemClock()))
     finally:
         store.close()
 

@@ -13,8 +13,8 @@ import trio
 
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.staging import staged_file
-from lakefs_fuse.vfs.status import Unfinished
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Lake, lake

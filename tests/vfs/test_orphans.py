@@ -18,10 +18,10 @@ import trio
 from lakefs_fuse.errors import AccessDenied, CacheError, ConfigError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.rows import Journal
+from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import KEY_XATTR
-from lakefs_fuse.vfs.status import Unfinished
 from tests.fakes import open_database
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached

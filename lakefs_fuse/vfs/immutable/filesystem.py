@@ -33,7 +33,7 @@ from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
-from lakefs_fuse.metrics import Metrics
+from lakefs_fuse.metrics import Metrics, Unfinished
 from lakefs_fuse.product import XATTR_LOCATION, XATTR_STATE
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
@@ -44,7 +44,6 @@ from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.open import begin_counting, identity, opened_cache
-from lakefs_fuse.vfs.status import Unfinished
 
 NS = 1_000_000_000
 READINGS_MAX = 1024

@@ -1,6 +1,6 @@
-"""A progress bar on standard error, where that is a terminal.
+"""What commands print: JSON and tables on standard output, a progress bar on standard error where that is a terminal.
 
-rich is loaded only there, because loading it takes as long as the rest of most commands.
+rich is loaded only where it is needed, because loading it takes as long as the rest of most commands.
 """
 
 from __future__ import annotations
@@ -11,9 +11,26 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.progress import Progress
+
+PIPE_WIDTH = 200
+"""Characters of a line where standard output is no terminal: a pipe gets whole lines."""
+
+
+def print_json(value: object) -> None:
+    """Print ``value`` as indented JSON."""
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def print_tables(tables: RenderableType, *, markup: bool | None = None) -> None:
+    """Print what rich renders, without cutting lines for a pipe."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(tables, markup=markup)
 
 
 def is_watched() -> bool:

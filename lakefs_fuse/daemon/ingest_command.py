@@ -1,0 +1,32 @@
+"""The command `ingest`, as the worker runs it."""
+
+from __future__ import annotations
+
+from lakefs_fuse.admin.work import Work
+from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.ingest.ingest import Ingest, open_source
+from lakefs_fuse.ingest.pack_filler import Packer, Totals
+
+
+async def run_ingest(work: Work, args: protocol.IngestArgs) -> protocol.Finished:
+    def report(done: Totals, total: Totals | None) -> None:
+        work.progress(
+            protocol.Progress(
+                what="ingesting",
+                files_done=done.files,
+                bytes_done=done.bytes,
+                files_total=None if total is None else total.files or None,
+                bytes_total=None if total is None else total.bytes,
+            )
+        )
+
+    packer = Packer(
+        open_source(args.source, work.node.clock, work.node.threads),
+        work.node.disk,
+        path=work.path,
+        prefix_bytes=len(work.store.source.prefix.encode()),
+        directory=work.scratch,
+    )
+    ingest = Ingest(work.client, packer, work.node, uploads_max=work.uploads_max, report=report, note=work.note)
+    done = await ingest.run(count=args.count)
+    return work.finished(done.summary(), done.describe(), failed=bool(done.refused))
