@@ -265,36 +265,24 @@ class TailTooShort(Exception):
         self.start = start
 
 
-class _Tail(io.RawIOBase):
+class _Tail(io.BytesIO):
     """A file of which only the end is known."""
 
     def __init__(self, tail: bytes, size: int) -> None:
-        self._tail, self._size, self._begin, self._at = tail, size, size - len(tail), 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
+        super().__init__(tail)
+        self._size, self._begin = size, size - len(tail)
 
     def tell(self) -> int:
-        return self._at
+        return self._begin + super().tell()
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.tell(), io.SEEK_END: self._size}[whence]
+        if at < 0:
             raise OSError("before the beginning")
-        self._at = base + offset
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        if self._at < self._begin:
-            raise TailTooShort(self._at)
-        start = self._at - self._begin
-        end = len(self._tail) if size is None or size < 0 else start + size
-        data = self._tail[start:end]
-        self._at += len(data)
-        return data
+        if at < self._begin:
+            raise TailTooShort(at)
+        super().seek(at - self._begin)
+        return at
 
 
 def read_directory(tail: bytes, size: int) -> list[zipfile.ZipInfo]:

@@ -1,8 +1,8 @@
-"""`checkpoint` beside the mounts: the checkpoints that a lake has, as a fresh mount anywhere would see them.
+"""`checkpoint` without a mount: lists the checkpoints of a lake as a fresh mount sees them, and verifies them.
 
-Verifying reads every byte of every file from its object in the store, at the version that the name means; no cache of a
-node has a part in it. Nothing is written. Memory: the names of the files in question, and `FILES_AT_ONCE` times
-`WINDOWS` windows of their bytes. Tasks of one trio loop; sums are taken in worker threads.
+Verifying reads every byte of every file from its object in the store, at the version of the name, past all caches.
+Nothing is written. Memory: the names of the files in question, and `FILES_AT_ONCE` times `WINDOWS` windows of their
+bytes. Tasks of one trio loop; sums are computed in worker threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lakefs_fuse.admin.extent_reader import ExtentReader, Moving, chunks
 from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.blockcache.object_version import Extent
-from lakefs_fuse.checkpoints.model import Listing, Seen, is_wanted, make_listing, markers_asked
+from lakefs_fuse.checkpoints.model import Listing, Seen, is_checkpoint, make_listing, marker_names
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.control import worker_protocol as protocol
@@ -61,7 +61,7 @@ Fetch = Callable[[int, int], Awaitable[bytes]]
 
 @dataclass(slots=True)
 class Found:
-    """A checkpoint in the store; ``files`` by their paths in it, a file itself by its own name."""
+    """A checkpoint in the store; ``files`` by their paths in it, a checkpoint that is a file by its own name."""
 
     seen: Seen
     files: dict[str, Entry] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Found:
 
 @dataclass(slots=True)
 class Place:
-    """The directory that checkpoints are in."""
+    """The directory of the checkpoints."""
 
     listing: Listing
     found: dict[str, Found]
@@ -79,7 +79,7 @@ class Place:
 async def run_checkpoint(work: Work, args: protocol.CheckpointArgs) -> protocol.Finished:
     """`ls` and `latest`. Raises LakeError."""
     async with open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch) as lake:
-        listing = (await look(lake, work, args.url, args.marker, args.match)).listing
+        listing = (await find_checkpoints(lake, work, args.url, args.marker, args.match)).listing
     if args.action == "ls":
         lines = [
             f"{item.name}{'/' if item.kind == 'directory' else ''}: {item.files:,} files, {item.bytes:,} bytes, "
@@ -94,9 +94,9 @@ async def run_checkpoint(work: Work, args: protocol.CheckpointArgs) -> protocol.
     return protocol.Finished(summary=msgspec.to_builtins(newest), text=protocol.printable(newest.path))
 
 
-async def look(lake: LakeView, work: Work, url: str, marker: str | None, match: str | None) -> Place:
-    """All that lies in ``work.path``. Raises LakeError."""
-    asked = markers_asked(marker)
+async def find_checkpoints(lake: LakeView, work: Work, url: str, marker: str | None, match: str | None) -> Place:
+    """Find the checkpoints in ``work.path``. Raises LakeError."""
+    asked = marker_names(marker)
     above = work.path + "/" if work.path else ""
     found: dict[str, Found] = {}
     linked: set[str] = set()
@@ -111,7 +111,7 @@ async def look(lake: LakeView, work: Work, url: str, marker: str | None, match: 
             continue
         if name == SUMS_NAME and not slash:
             sums = entry
-        if not is_wanted(name, match, is_dir=bool(slash)):
+        if not is_checkpoint(name, match, is_dir=bool(slash)):
             continue
         item = found.setdefault(name, Found(Seen(name=name, is_dir=bool(slash))))
         item.seen.add(entry.size, entry.mtime_ns)
@@ -124,12 +124,12 @@ async def look(lake: LakeView, work: Work, url: str, marker: str | None, match: 
     return Place(listing, found, sums)
 
 
-# -- what verifying found
+# -- results of verifying
 
 
 @dataclass(slots=True)
 class Doubt:
-    """An ETag that is no MD5 of these bytes: damage, if the store's ETags are MD5s."""
+    """A file whose ETag is not the MD5 of its bytes: damaged, if the ETags of the store are MD5s."""
 
     path: str
     problem: str
@@ -138,8 +138,8 @@ class Doubt:
 
 @dataclass(slots=True)
 class Checked:
-    """One checkpoint. ``proofs`` counts files by what showed them to be right; ``unproven`` files have the right size
-    and nothing that could tell more."""
+    """Result for one checkpoint. ``proofs`` counts files by the checks that they passed; ``unproven`` files have the
+    right size, and no check applies to them."""
 
     name: str
     files: int = 0
@@ -149,7 +149,7 @@ class Checked:
     problems: list[tuple[str, str]] = field(default_factory=list)
     doubts: list[Doubt] = field(default_factory=list)
     etags: set[bool] = field(default_factory=set)
-    """Kinds of ETag that were right: of objects in one piece (False), in parts (True)."""
+    """Kinds of ETag that matched: of objects in one piece (False), in parts (True)."""
 
     def problem(self, path: str, text: str) -> None:
         self.problems.append((path, text))
@@ -164,8 +164,10 @@ class Checked:
         ours: bool = False,
         etag: str = "",
     ) -> None:
-        """All bytes of a file were read. ``crc32``: those in its pack are the right ones. ``ours``: this program stored
-        it, so it knows how it was cut into parts."""
+        """Record a file whose bytes were all read.
+
+        ``crc32``: they match the CRC-32 in its pack. ``ours``: this program stored it, so its sizes of parts are
+        known."""
         self.files += 1
         self.bytes += size
         parts = "-" in etag
@@ -187,7 +189,7 @@ class Checked:
 
 @dataclass(slots=True)
 class Report:
-    """``skipped`` were not read, with why."""
+    """Result of a run; ``skipped`` checkpoints were not read, with the reasons."""
 
     path: str
     checkpoints: list[Checked] = field(default_factory=list)
@@ -202,7 +204,7 @@ class Report:
         return [checked.name for checked in self.checkpoints if checked.problems]
 
     def summary(self) -> dict[str, object]:
-        """For scripts; the names are final."""
+        """The result for scripts; names are final."""
         return {
             "path": self.path,
             "bad": self.bad,
@@ -224,7 +226,7 @@ class Report:
         }
 
     def describe(self) -> str:
-        """For people."""
+        """The result as text for users."""
         lines: list[str] = []
         for checked in self.checkpoints:
             proofs = [f"{name} {count:,}" for name, count in sorted(checked.proofs.items())]
@@ -242,9 +244,10 @@ class Report:
         return "\n".join(lines) or f"{self.path}: no checkpoints"
 
 
-def mismatches_count(report: Report, md5_etags: bool | None) -> None:
-    """Decide what wrong ETags mean. They are damage where the store is known to give MD5s: a mount found that out, or
-    ETags of other files were right. Else they may be anything (of encrypted objects they are), and prove nothing."""
+def judge_doubts(report: Report, md5_etags: bool | None) -> None:
+    """Report doubts as problems if ETags of the store are known to be MD5s, from a mount or from other files.
+
+    Else an ETag may be anything, as that of an encrypted object is, and proves nothing."""
     shown = {parts for checked in report.checkpoints for parts in checked.etags}
     for checked in report.checkpoints:
         for doubt in checked.doubts:
@@ -257,32 +260,27 @@ def mismatches_count(report: Report, md5_etags: bool | None) -> None:
 
 @dataclass(slots=True)
 class Job:
-    """One file to be read; ``checked`` takes what is found."""
+    """One file to read, and the result that it belongs to."""
 
-    path: str
-    entry: Entry
-    extent: Extent
+    file: Moving
     sha256: str | None
     checked: Checked
-
-    def moving(self) -> Moving:
-        return Moving(self.path, self.entry, self.extent)
 
 
 async def run_verify(work: Work, args: protocol.VerifyArgs) -> protocol.Finished:
     """`verify`. Raises LakeError where the store does not answer."""
     async with open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch) as lake:
-        place = await look(lake, work, args.url, args.marker, args.match)
+        place = await find_checkpoints(lake, work, args.url, args.marker, args.match)
         report = Report(args.url)
         jobs = await _jobs(lake, place, args, report)
-        verifier = Verifier(work.client, work, sum(job.extent.size for job in jobs), len(jobs))
+        verifier = Verifier(work.client, work, sum(job.file.source.size for job in jobs), len(jobs))
         await verifier.run(jobs)
-    mismatches_count(report, args.md5_etags)
+    judge_doubts(report, args.md5_etags)
     return work.finished(report.summary(), report.describe(), failed=bool(report.bad))
 
 
 async def _jobs(lake: LakeView, place: Place, args: protocol.VerifyArgs, report: Report) -> list[Job]:
-    """What is to be read, oldest checkpoint last."""
+    """The files to read, those of the oldest checkpoint last."""
     known = {item.name: item for item in place.listing.checkpoints}
     if args.names:
         chosen = [name.rstrip("/") for name in dict.fromkeys(args.names)]
@@ -324,12 +322,12 @@ async def _jobs_of(lake: LakeView, found: Found, outer: dict[str, str], checked:
     for path, entry in files.items():
         extent = lake.namespace.extent(entry)
         if extent is not None:
-            jobs.append(Job(path, entry, extent, sums.get(path), checked))
+            jobs.append(Job(Moving(path, entry, extent), sums.get(path), checked))
     return jobs
 
 
 async def _read_small(lake: LakeView, entry: Entry | None) -> bytes:
-    """Empty where it is not there, is too large, or is damaged, which its own check says."""
+    """The bytes of a small file; empty if it is missing, too large, or damaged, which its own check reports."""
     extent = lake.namespace.extent(entry) if entry is not None else None
     if entry is None or extent is None or extent.size > SUMS_BYTES_MAX:
         return b""
@@ -342,7 +340,7 @@ async def _read_sums(lake: LakeView, entry: Entry | None) -> dict[str, str]:
 
 
 async def _shards(lake: LakeView, entry: Entry) -> set[str]:
-    """Files that an index of shards names, as Hugging Face writes it."""
+    """The files that an index of shards names, in the format of Hugging Face."""
     try:
         document = msgspec.json.decode(await _read_small(lake, entry))
     except (msgspec.DecodeError, RecursionError):
@@ -352,7 +350,7 @@ async def _shards(lake: LakeView, entry: Entry) -> set[str]:
 
 
 class Verifier:
-    """Reads files and takes their sums."""
+    """Reads files and checks them."""
 
     def __init__(self, client: StoreClient, work: Work, bytes_total: int, files_total: int) -> None:
         self._client, self._work = client, work
@@ -361,9 +359,9 @@ class Verifier:
         self._packed = ExtentReader(client)
 
     async def run(self, jobs: Sequence[Job]) -> None:
-        """Raises LakeError where the store does not answer."""
-        packed = [job for job in jobs if job.extent.version.key.startswith(COMMITS)]
-        plain = [job for job in jobs if not job.extent.version.key.startswith(COMMITS)]
+        """Verify all files. Raises LakeError where the store does not answer."""
+        packed = [job for job in jobs if job.file.source.version.key.startswith(COMMITS)]
+        plain = [job for job in jobs if not job.file.source.version.key.startswith(COMMITS)]
         await for_each(plain, self._verify_plain, FILES_AT_ONCE)
         await self._verify_packed(packed)
 
@@ -384,32 +382,32 @@ class Verifier:
 
     async def _verify_packed(self, jobs: Sequence[Job]) -> None:
         at = 0
-        for chunk in chunks([job.moving() for job in jobs]):
+        for chunk in chunks([job.file for job in jobs]):
             for job, read in zip(jobs[at : at + len(chunk)], await self._packed.read(chunk), strict=True):
                 if read is None:
-                    job.checked.file(job.path, job.extent.size, [])
-                    job.checked.problem(job.path, "its bytes in the pack are not those of its CRC-32, or gone")
+                    job.checked.file(job.file.path, job.file.source.size, [])
+                    job.checked.problem(job.file.path, "its bytes in the pack are not those of its CRC-32, or gone")
                 else:
                     checks = await self._checks(job, read.data[:8], partial(_from_memory, read.data))
                     await self._work.node.threads.run(_feed, checks, [memoryview(read.data)])
                     findings = [check.finish() for check in checks]
-                    job.checked.file(job.path, job.extent.size, findings, crc32=True)
-                self._progress(job.extent.size, 1)
+                    job.checked.file(job.file.path, job.file.source.size, findings, crc32=True)
+                self._progress(job.file.source.size, 1)
             at += len(chunk)
 
-    # -- objects of their own
+    # -- plain objects
 
     async def _verify_plain(self, job: Job) -> None:
         try:
             await self._stream(job)
         except (NotFound, PreconditionFailed):
-            job.checked.problem(job.path, "its object was removed or replaced")
+            job.checked.problem(job.file.path, "its object was removed or replaced")
         except DamagedCommit as error:
-            job.checked.problem(job.path, str(error))
+            job.checked.problem(job.file.path, str(error))
         self._progress(0, 1)
 
     async def _stream(self, job: Job) -> None:
-        version, size = job.extent.version, job.extent.size
+        version, size = job.file.source.version, job.file.source.size
         meta = await self._client.head(version.key)
         if meta.etag != version.etag or meta.size != size:
             raise PreconditionFailed(f"{version.key} is another version")
@@ -418,14 +416,14 @@ class Verifier:
         checks: list[Check] = [etag] if etag is not None else []
         at = 0
         while at < size:
-            datas = await self._windows(job.extent, at, min(size, at + WINDOWS * WINDOW_BYTES))
+            datas = await self._windows(job.file.source, at, min(size, at + WINDOWS * WINDOW_BYTES))
             if not at:
-                checks += await self._checks(job, bytes(datas[0][:8]), partial(self._fetch, job.extent))
+                checks += await self._checks(job, bytes(datas[0][:8]), partial(self._fetch, job.file.source))
             await self._work.node.threads.run(_feed, checks, datas)
             length = sum(map(len, datas))
             at += length
             self._progress(length)
-        job.checked.file(job.path, size, [check.finish() for check in checks], ours=ours, etag=version.etag)
+        job.checked.file(job.file.path, size, [check.finish() for check in checks], ours=ours, etag=version.etag)
 
     async def _windows(self, extent: Extent, start: int, end: int) -> list[memoryview]:
         starts = range(start, end, WINDOW_BYTES)
@@ -445,14 +443,14 @@ class Verifier:
             raise DamagedCommit(f"the store gave {len(fetched.data)} bytes for {end - start} from byte {start} on")
         return bytes(fetched.data)
 
-    # -- what can be checked
+    # -- checks
 
     async def _checks(self, job: Job, head: bytes, fetch: Fetch) -> list[Check]:
         checks: list[Check] = [sha256_check(job.sha256)] if job.sha256 is not None else []
-        if job.path.endswith(".safetensors"):
-            checks.append(safetensors_check(job.extent.size))
+        if job.file.path.endswith(".safetensors"):
+            checks.append(safetensors_check(job.file.source.size))
         if head[:4] == ZIP_MAGIC:
-            checks.append(await _zip_check(job.extent.size, fetch))
+            checks.append(await _zip_check(job.file.source.size, fetch))
         return checks
 
 

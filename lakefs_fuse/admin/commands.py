@@ -45,14 +45,7 @@ async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
         async def fold_all(horizon: int) -> None:
             await fold(lake, horizon=horizon, report=work.report)
 
-        options = gc.Options(
-            live_below=args.live_below,
-            grace_s=args.grace_s,
-            uploads_older_s=args.uploads_older_s,
-            wait=args.wait,
-            dry_run=args.dry_run,
-        )
-        done = await gc.Collector(lake, options, fold=fold_all, report=work.report).run()
+        done = await gc.Collector(lake, args, fold=fold_all, report=work.report).run()
         return work.finished(
             {**done.summary(), "dry_run": args.dry_run},
             done.describe(dry_run=args.dry_run),

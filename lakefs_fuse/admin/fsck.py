@@ -1,19 +1,19 @@
-"""`fsck`: every byte of every commit, and everything that a name refers to, checked; whose names are hurt is said.
+"""`fsck`: checks every byte of every commit, and every object that a name refers to, and reports the affected names.
 
-It looks at the lake as a fresh mount does, so what it can name comes from commits that can be read, from the index,
-from what the headers of a damaged pack still say, or from a node's cache (``--cache-dir``). A pack that is missing
-whole, and that no commit, index or cache speaks of, leaves no trace.
+It reads the lake as a fresh mount does, so it knows names from commits that can be read, from the index, from the
+headers of a damaged pack, or from the cache of a node (``--cache-dir``). A pack that is missing as a whole, and that no
+commit, index or cache refers to, leaves no trace.
 
-Problems are gathered by object. A name is hurt where the bytes that it has now are damaged, or where a commit that
-cannot be read has spoken of it last. A plain object that is at a file's own key may be deleted by anybody at any time,
-so one that is missing is no damage; how many those are is told. Nothing is changed here; see `fsck_repair`.
+Problems are collected by object. A name is affected if its present bytes are damaged, or if the last commit about it
+cannot be read. Any program may delete a plain object at the own key of a file at any time, so a missing one is counted,
+but is no damage. Nothing is changed here; see `fsck_repair`.
 
-The lake may be written meanwhile. So what is found is only a suspicion: the newest commits are applied and the store is
-asked about those very objects again, until two looks in a row find the same. Whoever deletes an object has committed
-before that no name has bytes in it; so a name that still refers to an object after it was found missing, and after the
-commits were polled again, is hurt.
+Mounts may write to the lake meanwhile. Therefore (*confirmed problems*) each problem is a suspicion at first: the
+newest commits are applied and the objects in question are checked again, until two rounds in a row find the same. A
+node deletes an object only after a commit by which no name has bytes in it; so a name that still refers to a missing
+object after another poll of the commits is affected.
 
-Memory: the commits' names, and one bit for each inode and object number. Tasks of one trio loop.
+Memory: the names of the commits, and one bit for each inode and object number. Tasks of one trio loop.
 """
 
 from __future__ import annotations
@@ -42,40 +42,40 @@ from lakefs_fuse.sync.nursery import for_each
 AUDITS_AT_ONCE = 4
 """Each holds a window of 8 MiB."""
 RECORDS_AT_ONCE = 16
-LOOKS_MAX = 10
-"""Looks at what was found. A lake that is written so fast that no two agree by then has to be checked again."""
+ROUNDS_MAX = 10
+"""Rounds of confirmation. A lake that changes so fast that no two rounds agree has to be checked again."""
 
 UNKNOWN = "?"
-"""In place of the key of an object that a name refers to by a number that this cache does not know."""
+"""The key of an object whose number is not in this cache."""
 
 
 class Kind(StrEnum):
-    """What is wrong with an object; the names are final."""
+    """The kinds of problem of an object; the names are final."""
 
     UNREADABLE = "unreadable"
     """No mount can use the commit."""
     DAMAGED = "damaged"
-    """Bytes of files in it are not what they were."""
+    """Bytes of files in it have another CRC-32."""
     MISSING = "missing"
     CHANGED = "changed"
-    """It is not the version that names refer to: cut short, or replaced."""
+    """The object is not at the version that names refer to: cut short, or replaced."""
     OUTSIDE = "outside"
-    """Something points at bytes that are not there."""
+    """A name or a record refers to bytes beyond the end."""
     HEADERS = "headers"
     """Only what `unzip` reads is damaged."""
     LATE = "late"
-    """The commit came into sight so late that neither the index nor running mounts have it."""
+    """The commit became visible so late that neither the index nor running mounts have it."""
     INDEX = "index"
-    """An index is damaged, which hurts no name as long as there is another, or all commits."""
+    """An index is damaged, which affects no name as long as there is another, or all commits."""
     ROWS = "rows"
-    """Rows of names that came with an index cannot be decoded: mounts leave them out."""
+    """Rows of names from an index cannot be decoded, and mounts leave them out."""
     FUTURE = "future"
     """Mounts leave the commit out because of its time."""
 
 
 @dataclass(slots=True)
 class Problem:
-    """``paths`` are the names hurt. ``repair`` says what was done about it."""
+    """One problem of one object, with the ``paths`` of the affected names. ``repair`` is what was done about it."""
 
     key: str
     kind: Kind
@@ -95,18 +95,18 @@ class Problem:
 
 @dataclass(slots=True)
 class Checked:
-    """What was looked at and found."""
+    """Result of a check."""
 
     commits: int = 0
     bytes_read: int = 0
     files: int = 0
     gone: int = 0
     unsettled: int = 0
-    """Suspicions that were neither confirmed nor dispelled: the objects changed between any two looks."""
+    """Suspicions that were neither confirmed nor refuted: the objects changed between any two rounds."""
     problems: list[Problem] = field(default_factory=list)
 
     def summary(self) -> dict[str, object]:
-        """For scripts; the names are final."""
+        """The result for scripts; names are final."""
         return {
             "commits": self.commits,
             "bytes_read": self.bytes_read,
@@ -118,7 +118,7 @@ class Checked:
         }
 
     def describe(self) -> str:
-        """For people: every name that is hurt."""
+        """The result as text for users, with every affected name."""
         lines: list[str] = []
         for problem in self.problems:
             lines.append(f"{problem.key}: {problem.kind}: {problem.text}")
@@ -139,7 +139,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Hurt:
-    """A name whose bytes are damaged; ``crc`` is what they should have, None where nobody knows."""
+    """A name whose bytes are damaged; ``crc`` is the CRC-32 that they should have, None if unknown."""
 
     path: str
     entry: Entry
@@ -148,7 +148,7 @@ class Hurt:
 
 
 class _Bits:
-    """A set of small numbers."""
+    """A set of small numbers, one bit each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -177,17 +177,17 @@ class Checker:
         self.hurt: list[Hurt] = []
         self.commits: dict[str, ObjectMeta] = {}
         self._crcs: dict[str, dict[tuple[int, int], int]] = {}
-        """Extents of damaged members, by key of the pack, and the CRC-32 they should have."""
+        """The CRC-32 that damaged members should have, by key of the pack and extent."""
         self._applied: set[str] = set()
-        """Keys of commits with files that were applied, in whatever version."""
+        """Keys of applied commits with files, in any version."""
         self._problems: dict[tuple[str, Kind], Problem] = {}
         self._found, self._intact = _Bits(), _Bits()
-        """Inodes of files, and numbers of objects, whose plain object is in the store at their version."""
+        """Inodes of files, and numbers of plain objects, that the store has at their version."""
         self._gone = _Bits()
-        """Inodes of files whose plain object is not in the store, as far as the first look told."""
+        """Inodes of files whose plain object the first round did not find in the store."""
 
     async def run(self) -> Checked:
-        """Raises LakeError where the store does not answer."""
+        """Check the lake. Raises LakeError where the store does not answer."""
         self.commits.update((meta.key, meta) for meta in await self._lake.list_commits())
         await self._refresh()
         await for_each(list(self.commits.values()), self._check_listed, self._at_once)
@@ -207,23 +207,23 @@ class Checker:
     def _at_once(self) -> int:
         return RECORDS_AT_ONCE if self._quick else AUDITS_AT_ONCE
 
-    # -- looking again
+    # -- confirmation
 
     async def _confirm(self) -> None:
-        """Look again at what was found until two looks agree; what they do not agree on is no problem."""
+        """Check the problems again until two rounds agree; drop those on which they do not."""
         if not self._problems and not self.done.gone:
             return
-        for _ in range(LOOKS_MAX):
+        for _ in range(ROUNDS_MAX):
             before = self._problems.keys()
-            await self._look_again()
+            await self._check_again()
             if self._problems.keys() == before:
                 return
         self.done.unsettled = len(self._problems.keys() - before)
         self._problems = {found: problem for found, problem in self._problems.items() if found in before}
         self.hurt = [hurt for hurt in self.hurt if any(hurt.path in each.paths for each in self._problems.values())]
 
-    async def _look_again(self) -> None:
-        """At the objects of the problems, at the names that have bytes in them, and at the names hurt."""
+    async def _check_again(self) -> None:
+        """Check the objects of the problems, the names with bytes in them, and the affected names."""
         before, self._problems, self.hurt = self._problems, {}, []
         await self._refresh()
         paths = {path for problem in before.values() for path in problem.paths}
@@ -249,7 +249,7 @@ class Checker:
             await self._check_indexes()
 
     async def _head(self, key: str) -> None:
-        """Note what is at a key now, in place of what LIST said of it."""
+        """Replace what LIST told of a key by its present version."""
         found: ObjectMeta | None = None
         try:
             found = await self._lake.client.head(key)
@@ -258,15 +258,15 @@ class Checker:
         except Unavailable:
             raise
         except StoreError:
-            return  # what LIST said is all there is
+            return  # only LIST knows it
         if parse_commit_key(key) is None:
-            self._note_version(key, found)
+            self._record_version(key, found)
         elif found is None:
             self.commits.pop(key, None)
         else:
             self.commits[key] = found
 
-    def _note_version(self, key: str, found: ObjectMeta | None) -> None:
+    def _record_version(self, key: str, found: ObjectMeta | None) -> None:
         for row in self._lake.tree.objects.versions(key):
             self._intact.discard(row.number)
             if found is not None and (row.etag, row.size) == (found.etag, found.size):
@@ -320,7 +320,7 @@ class Checker:
             self._check_applied(meta, audit.record)
 
     async def _check_record(self, meta: ObjectMeta, audit: Audit | None) -> None:
-        """A mount takes the commit, or it is a problem that names all that the commit is known to have spoken of."""
+        """Check that a mount can apply the commit; else report every name that it is known to be about."""
         try:
             self._check_applied(meta, await self._lake.log.fetch(meta))
         except DamagedCommit as error:
@@ -335,7 +335,7 @@ class Checker:
             problem.paths.update(dict.fromkeys(self._not_superseded(meta.key, paths)))
 
     def _check_applied(self, meta: ObjectMeta, record: Record) -> None:
-        """Applying a commit that has files notes its object, whatever becomes of them."""
+        """Check that a commit with files was applied, which leaves a row of its object whatever becomes of them."""
         if meta.key in self._applied or self._is_future(meta.key):
             return
         mine = [each.path for each in record.operations if isinstance(each, Put | Relocate) and each.object == THIS]
@@ -348,7 +348,7 @@ class Checker:
         return named is not None and named[0] > self._lake.clock.ahead_ns()
 
     def _not_superseded(self, key: str, paths: list[str] | tuple[str, ...]) -> list[str]:
-        """Those of which no later commit has spoken."""
+        """The paths that no later commit is about."""
         named = parse_commit_key(key)
         time_ns = named[0] if named is not None else 0
         left: list[str] = []
@@ -383,13 +383,13 @@ class Checker:
     # -- names
 
     async def _list_plain(self) -> None:
-        """What lies in the store at the version that names refer to."""
+        """Find the plain objects that the store has at the version that names refer to."""
         for prefix in ("", OBJECTS):
             async with aclosing(self._lake.client.list_all(prefix)) as pages:
                 async for page in pages:
-                    self._note_found(page.objects, everything=bool(prefix))
+                    self._record_found(page.objects, everything=bool(prefix))
 
-    def _note_found(self, metas: Sequence[ObjectMeta], *, everything: bool) -> None:
+    def _record_found(self, metas: Sequence[ObjectMeta], *, everything: bool) -> None:
         for meta in metas:
             if not everything and meta.key.startswith(RESERVED_PREFIX):
                 continue

@@ -1,15 +1,14 @@
-"""What `fsck --repair` does about what it found. It never deletes the last copy of anything.
+"""`fsck --repair`: repairs problems that `fsck` found. *Last copy*: it never deletes the only copy of anything.
 
-* A commit that no mount can use is moved aside, to ``.lakefs/damaged/``: copied by the store, looked at, then deleted.
-  It stays where it is as long as a name has bytes in this very version of it.
-* A name whose bytes are damaged is pointed at the plain object at its own key that the commit hides, if that is there
-  at that ETag and its bytes have the size and the CRC-32 that the damaged ones should have (so they are not older
-  ones).
-* Commits from the future are committed again under right dates (see `redating`); files in them are moved into new
-  packs, and then they are deleted, but for those that a name or a named snapshot still has bytes in.
-* Everything else is left, and said.
+* A commit that no mount can use is moved to ``.lakefs/damaged/``: the store copies it, the copy is checked, and the
+  commit is deleted. It stays as long as a name has bytes in this very version.
+* A name with damaged bytes is pointed at the plain object at its own key that the commit hides, if that object has the
+  hidden ETag, and its bytes have the size and the CRC-32 of the intact ones, so that they are not older ones.
+* Commits from the future are committed again under right dates (see `future_commits`), and files in them are moved into
+  new packs. Then they are deleted, unless a name or a named snapshot still has bytes in them.
+* Any other problem is left and reported.
 
-Killed between the copy and the deletion: both are there, and a second run goes on. Tasks of one trio loop.
+A crash between copy and deletion leaves both, and a second run continues. Tasks of one trio loop.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DELETIONS_AT_ONCE = 16
 
 
 async def repair(lake: LakeView, checker: Checker) -> None:
-    """Says in each problem what was done. Raises LakeError where the store does not answer."""
+    """Repair the problems of a check, and record in each what was done. Raises LakeError."""
     repaired = await _repoint(lake, checker.hurt)
     future = {problem.key for problem in checker.done.problems if problem.kind is Kind.FUTURE}
     redated = await _redate(lake, checker, future) if future else {}
@@ -60,7 +59,7 @@ async def repair(lake: LakeView, checker: Checker) -> None:
 
 
 async def _redate(lake: LakeView, checker: Checker, future: set[str]) -> dict[str, str]:
-    """What was done about each of the commits from the future."""
+    """Commit what commits from the future say again; for each of their keys, what was done."""
     await lake.log.latest_time()
     redated = await Redater(lake.log).run()
     await lake.refresh()
@@ -108,7 +107,7 @@ async def _move_aside(lake: LakeView, checker: Checker, problem: Problem) -> str
 
 
 async def _repoint(lake: LakeView, hurt: list[Hurt]) -> set[str]:
-    """Paths of the names that have an intact copy now."""
+    """Point names at intact copies; the paths of those names."""
     await lake.refresh()
     builder = RelocationBuilder()
     repaired: set[str] = set()
@@ -125,7 +124,7 @@ async def _repoint(lake: LakeView, hurt: list[Hurt]) -> set[str]:
 
 
 async def _is_same(lake: LakeView, hurt: Hurt) -> bool:
-    """The plain object at the name's own key has the bytes that the name should have."""
+    """Whether the plain object at the own key of a name has the bytes that the name should have."""
     key, entry, crc, at = hurt.path, hurt.entry, 0, 0
     try:
         if (meta := await lake.client.head(key)).size != entry.size or meta.etag != entry.etag:

@@ -41,6 +41,7 @@ from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import INDEX, manifests
 from lakefs_fuse.commits.record import OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
+from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
@@ -48,10 +49,6 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.upload.spilled_parts import SPILLED
 
-LIVE_BELOW = 0.75
-"""A dataset of which half was removed has packs with about half of their bytes live."""
-GRACE_S = 3600.0
-UPLOADS_OLDER_S = 7 * 86400.0
 MEMBER_BYTES = 170
 """Overhead of a member besides three times its name: headers, directory and record."""
 RECORDS_AT_ONCE = 16
@@ -61,17 +58,6 @@ CHECK_S_MAX = 60.0
 Fold = Callable[[int], Awaitable[None]]
 """Writes an index of the view, with this horizon."""
 IsDead = Callable[[ObjectMeta], bool]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of one run. ``live_below`` is a share of a pack's bytes; times are in seconds."""
-
-    live_below: float = LIVE_BELOW
-    grace_s: float = GRACE_S
-    uploads_older_s: float = UPLOADS_OLDER_S
-    wait: bool = False
-    dry_run: bool = False
 
 
 @dataclass(slots=True)
@@ -142,7 +128,7 @@ class Collector:
     def __init__(
         self,
         lake: LakeView,
-        options: Options,
+        options: GcArgs,
         *,
         fold: Fold,
         report: Report,

@@ -1,13 +1,12 @@
-"""Folding: all that commits and listings say of a lake, written as an index that fresh mounts take in.
+"""Writes the state of a lake, from commits and listings, as an index that fresh mounts load.
 
-What always holds: an index is only written of a view that lacks nothing. Every commit that could be found was applied,
-none was refused, none was collected unseen, every directory was listed once in the course of it, and nothing in it is
-known to this node alone. Its horizon is never behind that of an older index. Tombstones are all kept, also those whose
-plain object is long gone: leaving one out would be safe only where its key was missing from a listing made since, and
-a listing is merged as it comes, without a note of what it did not bring.
+What always holds (*complete index*): every commit that could be found was applied, none was refused, none was collected
+unseen, every directory was listed once during the run, and nothing in the index is known to this node alone. Its
+horizon is never behind that of an older index. All tombstones are kept, also those whose plain object is gone: one
+could be left out only if a later listing lacked its key, and a merged listing does not record which keys it lacked.
 
-Bounds: memory holds what listing everything takes (`fs.survey`) and what is being stored; the disk holds a few files of
-rows.
+Bounds: memory holds one listing of everything (`tree_walk`) and the file that is being stored; the disk holds a few
+files of rows.
 
 Tasks of one trio loop. A crash leaves files without a manifest in the store, which a later run removes.
 """

@@ -1,8 +1,8 @@
-"""Switching format features on for a lake, all that this program knows.
+"""Enables all format features that this program knows for a lake.
 
-Programs that do not know a feature must not write the lake any more. Those that look at the lake record see it; older
-ones do not, so nothing is switched on while one of them has committed in the last `WRITERS_S`. What cannot be seen is a
-mount of an old program that is idle: `docs/operations.md` says what it does then.
+A program that does not know a feature must not write the lake afterwards. Programs that read the lake record see the
+feature; older ones do not, so the upgrade is refused if one of them has committed in the last `WRITERS_S`. An idle
+mount of an old program cannot be detected: `docs/operations.md` describes what it does then.
 
 One change of the lake record, made or not made: a crash leaves nothing. A task of a trio loop.
 """
@@ -22,11 +22,11 @@ from lakefs_fuse.store.lake_record import FORMAT_2, LakeRecord
 from lakefs_fuse.store.protocol import ObjectMeta
 
 WRITERS_S = 3600
-"""A mount that wrote is taken to be there for so long."""
+"""Time for which a mount counts as running after its last commit."""
 
 
 async def run_upgrade(work: Work, args: protocol.UpgradeArgs) -> protocol.Finished:
-    """Raises LakeError where an older program writes, or the record cannot be changed."""
+    """`upgrade`. Raises LakeError where an older program writes, or the record cannot be changed."""
     before: list[LakeRecord | None] = []
     await _refuse_old_writers(work)
 
@@ -74,7 +74,7 @@ async def _now_ns(work: Work) -> int:
 
 
 async def _writers(client: StoreClient, since_ns: int) -> dict[str, tuple[int, ObjectMeta]]:
-    """Who committed since then, each with its last commit: all commits of a daemon are of one program."""
+    """The time and the object of the last commit of each writer since then; a writer is one daemon of one version."""
     found: dict[str, tuple[int, ObjectMeta]] = {}
     token: str | None = None
     while True:

@@ -1,1 +1,1 @@
-"""What a checkpoint is, when it is complete, and in which order checkpoints came: rules only, no files are touched."""
+"""Rules for checkpoints: what counts as one, when it is complete, and their order. No file is accessed."""

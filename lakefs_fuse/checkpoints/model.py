@@ -1,8 +1,8 @@
-"""Checkpoints of one directory: which there are, which are complete and why the others are not, and which may go.
+"""The checkpoints of one directory: their order, which are complete and why others are not, and which may be pruned.
 
-A checkpoint is a regular file directly in the directory, or a directory directly in it with all files below. Whoever
-looks (a walk through a mount, or through the names of a lake without one) hands over `Seen` for each and gets a
-`Listing`; nothing is read or changed here. A listing holds one item for each checkpoint, not for each file.
+A checkpoint is a regular file directly in the directory, or a directory directly in it with all files below. A walk,
+through a mount or through the names of a lake, makes a `Seen` of each, and `make_listing` a `Listing` of those. Nothing
+is read or changed here. A listing holds one item for each checkpoint, not for each file.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ DURABLE = "durable"
 
 
 class Seen(msgspec.Struct, kw_only=True):
-    """What a walk found. ``states`` counts files by what ``user.lakefs.state`` says of them; ``markers`` are names of
-    files directly in the directory that may be success markers. ``mtime_ns`` is the newest of the files', 0 where there
-    is none; ``linked``: a symbolic link beside it leads to it."""
+    """A checkpoint as a walk found it.
+
+    ``states`` counts files by their ``user.lakefs.state``; ``markers`` are names of files directly in the directory
+    that may be success markers; ``mtime_ns`` is that of the newest file, 0 without files; ``linked``: a symbolic link
+    beside it leads to it."""
 
     name: str
     is_dir: bool
@@ -40,7 +42,7 @@ class Seen(msgspec.Struct, kw_only=True):
     linked: bool = False
 
     def add(self, size: int, mtime_ns: int, state: str = DURABLE) -> None:
-        """One file of it."""
+        """Add one file."""
         self.files += 1
         self.bytes += size
         self.mtime_ns = max(self.mtime_ns, mtime_ns)
@@ -48,8 +50,10 @@ class Seen(msgspec.Struct, kw_only=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """As ``ls --json`` prints it; the names are final. ``reason`` says why it is not ``complete``. ``where`` is
-    ``store``, or ``node`` where some of it is only on this node yet; ``state`` is that of its least durable file."""
+    """A checkpoint as ``ls --json`` prints it; names are final.
+
+    ``reason`` says why it is not ``complete``. ``where`` is ``store``, or ``node`` if some bytes are only on this node
+    yet; ``state`` is that of its least durable file."""
 
     name: str
     path: str
@@ -67,8 +71,10 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """Newest first. ``order`` is what the names' numbers (``step``) or the times of the files (``mtime``) say; the
-    newest complete checkpoint is ``latest``, None where there is none. ``markers`` are those that count here."""
+    """The checkpoints of a directory, newest first.
+
+    ``order`` is by the numbers in the names (``step``) or by the times of the files (``mtime``); ``latest`` is the
+    newest complete checkpoint, None if there is none; ``markers`` are the success markers that count here."""
 
     path: str
     order: str
@@ -83,24 +89,25 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _STATES = ("failed", "uploading", "dirty")
-"""Least durable last; a state that is not known here counts as worse than durable."""
+"""The least durable one last; an unknown state counts as worse than durable."""
 
 
-def is_wanted(name: str, match: str | None, *, is_dir: bool) -> bool:
-    """Whether what has this name counts as a checkpoint. ``match`` is the user's pattern for names."""
+def is_checkpoint(name: str, match: str | None, *, is_dir: bool) -> bool:
+    """Whether a name counts as a checkpoint; ``match`` is the user's pattern for names."""
     if match is not None:
         return fnmatch.fnmatchcase(name, match) or name.startswith(PRUNED_PREFIX)
     return is_dir or is_checkpoint_file(name)
 
 
-def markers_asked(marker: str | None) -> tuple[str, ...]:
-    """File names that a walk has to look out for."""
+def marker_names(marker: str | None) -> tuple[str, ...]:
+    """The file names that may be success markers."""
     return MARKERS if marker is None else (marker,)
 
 
 def make_listing(path: str, seen: Sequence[Seen], *, marker: str | None, now_ns: int) -> Listing:
-    """``path`` is what the items' paths begin with. With a ``marker`` every directory needs it; without one, every
-    directory needs one of `MARKERS` as soon as any has one."""
+    """A listing of ``seen``; ``path`` is the directory.
+
+    With a ``marker`` every directory needs it; without, every directory needs one of `MARKERS` if any has one."""
     expected = {name for item in seen for name in item.markers} if marker is None else {marker}
     names = [item.name for item in seen if not looks_temporary(item.name)]
     keys = steps_order(names) if names else None
@@ -169,8 +176,10 @@ def _why_incomplete(item: Seen, expected: set[str]) -> str:
 
 
 class Pruning(msgspec.Struct, frozen=True, kw_only=True):
-    """``keep`` so many of the newest complete ones; take only what is older than ``older_than_s``. What has no number
-    in its name is neither counted nor taken, unless the user's pattern (``any_name``) says which names are meant."""
+    """What to prune: keep the ``keep`` newest complete checkpoints, and delete only what is older than
+    ``older_than_s``.
+
+    A name without a number is neither counted nor deleted, unless the user gave a pattern (``any_name``)."""
 
     keep: int | None = None
     older_than_s: float | None = None
@@ -179,8 +188,10 @@ class Pruning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(listing: Listing, pruning: Pruning) -> list[Checkpoint]:
-    """What is to go, oldest first. Never the newest complete one, nor anything that is not all in the store, nor what a
-    symbolic link leads to; incomplete ones only if they are older than the newest complete one."""
+    """The checkpoints to delete, oldest first.
+
+    Never the newest complete one, one that is not entirely in the store, or the target of a symbolic link; incomplete
+    ones only if they are older than the newest complete one."""
     chosen: list[Checkpoint] = []
     complete = 0
     newest = listing.newest

@@ -1,7 +1,6 @@
-"""What the name of a checkpoint tells: whether it is still being written, and of which step it is.
+"""Rules for names of checkpoints: whether a checkpoint is still being written, and its step.
 
-Pure functions on names as users and frameworks give them; used by the command line, by the work beside a mount and by
-the filesystem, so that all three mean the same.
+Pure functions. The command line, the commands beside the mounts and the filesystem share them.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 def looks_temporary(name: str) -> bool:
-    """The name says that this is not finished."""
+    """Whether a name means that the checkpoint is unfinished."""
     return (
         name.startswith(TEMPORARY_PREFIXES)
         or name.endswith(TEMPORARY_SUFFIXES)
@@ -36,7 +35,7 @@ def looks_temporary(name: str) -> bool:
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """A regular file of this name counts as a checkpoint, finished or not."""
+    """Whether a regular file of this name counts as a checkpoint, finished or not."""
     return _suffix(_finished(name)) in FILE_SUFFIXES
 
 
@@ -57,18 +56,19 @@ def _stem(name: str) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The number after ``step`` or ``iter`` (the last such), else the last number of the name; None without any. The
-    ending of a file (``.pt2``) does not count."""
+    """The last number after ``step`` or ``iter``, else the last number of the name; None without any.
+
+    The suffix of a file (``.pt2``) does not count."""
     stem = _stem(name)
     found = _STEP.findall(stem) or _NUMBER.findall(stem)
     return int(found[-1]) if found else None
 
 
 def steps_order(names: Sequence[str]) -> list[tuple[int, ...]] | None:
-    """By what checkpoints of these names can be ordered, one key for each; None where their names do not tell.
+    """Sort keys of checkpoints by their names; None where the names define no order.
 
-    They tell where every name has a number after ``step`` or ``iter``; or where all names are the same but for their
-    numbers, which are compared from left to right, so that dates and ``epoch=3-batch=40`` come out right.
+    They do if every name has a number after ``step`` or ``iter``, or if the names differ only in their numbers, which
+    are compared from left to right, so that dates and ``epoch=3-batch=40`` are in order.
     """
     stems = [_stem(name) for name in names]
     named = [_STEP.findall(stem) for stem in stems]

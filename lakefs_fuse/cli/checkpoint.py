@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
-import msgspec
 from rich.console import Console
 from rich.progress import track
 from rich.table import Column, Table
@@ -176,11 +175,15 @@ def prune(path: str, marker: str | None, match: str | None, keep: int | None, ol
     failed = {} if dry_run else _delete_all(listing.path, chosen)
     deleted = [item for item in chosen if item.name not in failed]
     if as_json:
-        print_json(_Pruned(
-            path=listing.path, latest=listing.latest, dry_run=dry_run, deleted=deleted,
-            kept=[item.name for item in listing.checkpoints if item not in deleted],
-            bytes=sum(item.bytes for item in deleted), failed=failed,
-        ))  # fmt: skip
+        print_json({
+            "path": listing.path,
+            "latest": listing.latest,
+            "dry_run": dry_run,
+            "deleted": deleted,
+            "kept": [item.name for item in listing.checkpoints if item not in deleted],
+            "bytes": sum(item.bytes for item in deleted),
+            "failed": failed,
+        })  # fmt: skip
     else:
         for item in deleted:
             click.echo(f"{'would delete' if dry_run else 'deleted'} {item.path} ({format_bytes(item.bytes)})")
@@ -189,18 +192,6 @@ def prune(path: str, marker: str | None, match: str | None, keep: int | None, ol
     for name, why in failed.items():
         click.echo(f"lakefs-fuse: {name} could not be deleted: {why}", err=True)
     return 1 if failed else 0
-
-
-class _Pruned(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``prune --json`` prints; ``failed`` maps names to reasons."""
-
-    path: str
-    latest: str | None
-    dry_run: bool
-    deleted: list[Checkpoint]
-    kept: list[str]
-    bytes: int
-    failed: dict[str, str]
 
 
 def _delete_all(directory: str, chosen: list[Checkpoint]) -> dict[str, str]:

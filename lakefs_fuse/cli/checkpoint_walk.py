@@ -13,7 +13,7 @@ import stat
 import time
 from collections.abc import Iterator
 
-from lakefs_fuse.checkpoints.model import DURABLE, Checkpoint, Listing, Seen, is_wanted, make_listing, markers_asked
+from lakefs_fuse.checkpoints.model import DURABLE, Checkpoint, Listing, Seen, is_checkpoint, make_listing, marker_names
 from lakefs_fuse.checkpoints.names import PRUNED_PREFIX
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.product import XATTR_STATE
@@ -21,7 +21,7 @@ from lakefs_fuse.product import XATTR_STATE
 
 def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Listing:
     """The checkpoints directly in ``path``, an absolute path. Raises LakeError where it cannot be read."""
-    asked = markers_asked(marker)
+    asked = marker_names(marker)
     linked: set[str] = set()
     found: list[Seen] = []
     try:
@@ -30,7 +30,7 @@ def find_checkpoints(path: str, *, marker: str | None, match: str | None) -> Lis
                 linked.add(os.path.basename(os.path.normpath(os.readlink(entry.path))))
                 continue
             is_dir = entry.is_dir(follow_symlinks=False)
-            if is_wanted(entry.name, match, is_dir=is_dir) and (is_dir or entry.is_file(follow_symlinks=False)):
+            if is_checkpoint(entry.name, match, is_dir=is_dir) and (is_dir or entry.is_file(follow_symlinks=False)):
                 found.append(_read_directory(entry, asked) if is_dir else _read_file(entry))
     except OSError as error:
         raise LakeError(f"{path} cannot be read: {error.strerror}") from error

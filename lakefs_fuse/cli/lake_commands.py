@@ -24,12 +24,13 @@ from lakefs_fuse.cli.store_options import (
     store_options,
 )
 from lakefs_fuse.cli.terminal import is_watched
-from lakefs_fuse.cli.worker import Place, find_place, run_offline
+from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.control.worker_protocol import (
     FsckArgs,
     GcArgs,
     IngestArgs,
     PackArgs,
+    Place,
     SnapshotArgs,
     UpgradeArgs,
 )

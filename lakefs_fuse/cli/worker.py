@@ -22,22 +22,13 @@ from lakefs_fuse.cli.terminal import print_json, progress_bar
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.supervision import memory_file
+from lakefs_fuse.control.worker_protocol import Place
 from lakefs_fuse.errors import ConfigError, LakeError, ReportedError
 
 OFFLINE: tuple[str, ...] = (sys.executable, "-P", "-m", "lakefs_fuse.daemon.admin_worker")
 """-P: the working directory of the user is no place to import modules from."""
 END_S_MAX = 30.0
 """Time for the child to end after its last line."""
-
-
-class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """The store and the path that a command works on: fields of a `protocol.Request`."""
-
-    store: StoreConfig
-    path: str = ""
-    find_root: bool = False
-    mountpoint: str = ""
-    """Of the mount that PATH lies in; empty for a URL."""
 
 
 def find_place(path: str, options: Options, lake: str | None = None) -> Place:
@@ -106,10 +97,8 @@ def run_offline(
     Raises ReportedError, and LakeError where the child ended without an answer.
     """
     request = protocol.Request(
+        **msgspec.structs.asdict(place),
         command=command,
-        store=place.store,
-        path=place.path,
-        find_root=place.find_root,
         args=msgspec.Raw(msgspec.json.encode(args)),
         uploads_max=uploads_max,
     )

@@ -64,21 +64,6 @@ def wire_files(files: Sequence[Unfinished]) -> tuple[Unfinished, ...]:
     )
 
 
-class ProgressMeter:
-    """Bytes stored and to be stored, over a changing list of files; a file that left the list counts as stored."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[str, int] = {}
-
-    def update(self, files: Sequence[Unfinished]) -> protocol.Progress:
-        left = 0
-        for file in files:
-            left += max(0, file.bytes - file.bytes_done)
-            self._bytes[file.id] = file.bytes
-        total = sum(self._bytes.values())
-        return protocol.Progress(bytes_done=total - left, bytes_total=total, files_left=len(files))
-
-
 def below(path: str, root: str) -> bool:
     """Whether ``path`` is ``root`` or under it, both relative to the mount; an empty root holds everything."""
     return not root or path == root or path.startswith(root + "/")
@@ -282,9 +267,19 @@ class ControlServer:
         return replies[0]
 
     def _meter(self, path: str) -> Callable[[], protocol.Progress]:
-        """Measures the bytes below ``path`` that are stored and to be stored."""
-        meter = ProgressMeter()
-        return lambda: meter.update(not_durable(self._fs, path))
+        """Measures the bytes below ``path`` that are stored and to be stored, over a changing list of files.
+
+        A file that left the list counts as stored."""
+        sizes: dict[str, int] = {}
+
+        def measure() -> protocol.Progress:
+            files = not_durable(self._fs, path)
+            sizes.update((file.id, file.bytes) for file in files)
+            left = sum(max(0, file.bytes - file.bytes_done) for file in files)
+            total = sum(sizes.values())
+            return protocol.Progress(bytes_done=total - left, bytes_total=total, files_left=len(files))
+
+        return measure
 
     async def _send_progress(
         self, stream: trio.SocketStream, measure: Callable[[], protocol.Progress], finished: trio.Event

@@ -1,7 +1,7 @@
-"""What the command line and `lakefs_fuse.daemon.admin_worker` say to each other: one `Request` in, JSON lines out.
+"""Messages between the command line and `lakefs_fuse.daemon.admin_worker`: one `Request` in, JSON lines out.
 
-The lines are any number of `Progress` and `Note` and then exactly one `Finished` or `Failed`. Both ends are always of
-one installation, so there is no version. Nothing in here is a secret: credentials are in the environment only.
+The lines are any number of `Progress` and `Note`, then one `Finished` or `Failed`. Both ends belong to one
+installation, so there is no version. *No secrets*: credentials are in the environment only.
 """
 
 from __future__ import annotations
@@ -20,30 +20,37 @@ REQUEST_BYTES_MAX = 1 << 20
 LINE_BYTES_MAX = 16 << 20
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """Run ``command`` of `offline.COMMANDS` on one lake. ``args`` is JSON of the command's own arguments."""
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """The store and the path that a command works on."""
 
-    command: str
     store: StoreConfig
-    args: msgspec.Raw
     path: str = ""
     """In the lake, without slashes at its ends; empty is all of it."""
     find_root: bool = False
-    """``store`` names a place in a lake, not its root: the root is the nearest place at or above it that has commits,
-    and ``path`` is what is below that. Where there is none, the place itself is taken for the root."""
+    """``store`` names a place in a lake, whose root is the nearest place at or above it that has commits, or else the
+    place itself; ``path`` is relative to that root."""
+    mountpoint: str = ""
+    """Of the mount that the place was named by; empty for a URL."""
+
+
+class Request(Place, frozen=True, kw_only=True):
+    """Run ``command`` of `admin_worker.COMMANDS`; ``args`` is the JSON of its arguments."""
+
+    command: str
+    args: msgspec.Raw
     uploads_max: int = 4
 
 
 class IngestArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """``source`` is an absolute path, or ``-`` for standard input. ``count``: somebody watches a progress bar, which
-    needs to know how much there is."""
+    """Of `ingest`. ``source`` is an absolute path, or ``-`` for standard input; ``count`` it first, for a progress
+    bar."""
 
     source: str
     count: bool = False
 
 
 class PackArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `pack`, and with ``back`` of `unpack`, which takes no other but ``dry_run``."""
+    """Of `pack`, and with ``back`` of `unpack`, which uses ``dry_run`` only."""
 
     back: bool = False
     threshold_bytes: int = 1 << 20
@@ -52,18 +59,21 @@ class PackArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GcArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """``live_below`` is a share (0 to 1) of a pack's bytes."""
+    """Of `gc`. ``live_below`` is a share (0 to 1) of the bytes of a pack.
 
-    live_below: float
-    grace_s: float
-    uploads_older_s: float
+    The default is 0.75, because a dataset of which half was removed has packs with about half of their bytes live."""
+
+    live_below: float = 0.75
+    grace_s: float = 3600.0
+    uploads_older_s: float = 7 * 86400.0
     wait: bool = False
     dry_run: bool = False
 
 
 class SnapshotArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """``cache_dir``: of a node, or kept from an earlier run; None for one that goes with the run. ``name``: of a
-    snapshot to be kept, in place of an index; ``delete`` one, or ``list`` all, and nothing else."""
+    """Of `snapshot`. ``cache_dir``: of a node, or of an earlier run; None for a temporary one.
+
+    ``name`` is of a snapshot to keep, in place of an index; ``delete`` one, or ``list`` all, and do nothing else."""
 
     cache_dir: str | None = None
     name: str = ""
@@ -72,7 +82,7 @@ class SnapshotArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FsckArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """``cache_dir``: that of a node, which may know names that the store does not tell any more."""
+    """Of `fsck`. ``cache_dir``: of a node, which may know names that the store has lost."""
 
     quick: bool = False
     repair: bool = False
@@ -80,11 +90,11 @@ class FsckArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpgradeArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `upgrade`, which has none."""
+    """Of `upgrade`: none."""
 
 
 class CheckpointArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `checkpoint`, without a mount. ``action`` is ``ls`` or ``latest``; ``url`` what the user called the place."""
+    """Of `checkpoint ls` and `latest` without a mount (``action``); ``url`` is the place as the user named it."""
 
     action: str
     url: str
@@ -93,8 +103,10 @@ class CheckpointArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifyArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `checkpoint verify`. No ``names``: all complete ones. ``md5_etags``: what a mount knows of its store, None
-    where nobody knows. ``not_stored``: checkpoints that are not, or not wholly, in the store yet."""
+    """Of `checkpoint verify`. Without ``names``, all complete checkpoints are meant.
+
+    ``md5_etags``: whether a mount found that ETags of its store are MD5s, None if unknown; ``not_stored``: checkpoints
+    that are not entirely in the store yet."""
 
     names: tuple[str, ...]
     url: str
@@ -105,7 +117,7 @@ class VerifyArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
-    """How far it is. A total that is not known is None; it may grow."""
+    """The progress of a command. An unknown total is None; totals may grow."""
 
     what: str = ""
     files_done: int = 0
@@ -115,14 +127,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
-    """One line that the user should see now, on standard error."""
+    """One line for the user, printed immediately to standard error."""
 
     text: str
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
-    """It ran to its end. ``summary`` is what ``--json`` prints, ``text`` what people read; ``exit_code`` is not 0 where
-    something was left out or found damaged."""
+    """The command ran to its end. ``summary`` is for ``--json``, ``text`` for users.
+
+    ``exit_code`` is not 0 where something was left out or found damaged."""
 
     summary: dict[str, object]
     text: str
@@ -130,7 +143,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """It did not run to its end."""
+    """The command did not run to its end."""
 
     message: str
     exit_code: int = EXIT_FAILURE

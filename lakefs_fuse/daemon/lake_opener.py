@@ -1,6 +1,6 @@
-"""Opens a lake from the bottom up: store, what it can do, its async client, the filesystem over it.
+"""Opens the lake of a mount: its store and client, and the filesystem over them.
 
-Used by the daemon only. Leaving the context closes in the opposite order; a crash leaves what each layer's head says.
+Used by the daemon only. Leaving the context closes in the opposite order; the layers document what a crash leaves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def open_lake(
     """The filesystem, and what the probe found about its store. Raises StoreError, CacheError, MountError."""
     node = Node.of_this_machine()
     path = ""
-    if config.immutable:  # what is packed there is known to the lake that the place is in
+    if config.immutable:  # the packs of a place belong to the lake that it is in
         found, path = await trio.to_thread.run_sync(find_lake, config.store, node, abandon_on_cancel=True)
         config = structs.replace(config, store=found)
     metrics = Metrics()

@@ -1,7 +1,7 @@
-"""The daemon's log: one line per record, bounded in size, readable by its owner only, without secrets.
+"""The log of the daemon: one line per record, bounded in size, readable by its owner only. *No secrets* are in it.
 
-`open_logs` is called once by the daemon before anything else runs,
-`open_supervisor_log` by its supervisor. What a thread logs while the process dies may be lost.
+The daemon calls `open_logs` once before anything else runs, its supervisor `open_supervisor_log`. A crash may lose the
+records of other threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PlainLine(logging.Formatter):
         return super().formatMessage(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """Signatures and the secrets of our environment are blotted out, wherever they came from."""
+        """The line, with ``***`` in place of signatures and of secrets from the environment."""
         text = _SIGNED.sub(lambda match: f"{match[1] or match[2]}***", super().format(record))
         for secret in self._secrets:
             text = text.replace(secret, "***")
@@ -67,7 +67,7 @@ class PrivateWatchedFile(_PrivateFile, logging.handlers.WatchedFileHandler):
 
 
 def open_logs(config: MountConfig) -> None:
-    """To the log file, and in the foreground to standard error. Raises MountError if the file cannot be written."""
+    """Log to the log file, and in the foreground to standard error. Raises MountError."""
     _open_root(
         config,
         lambda path: PrivateRotatingFile(path, maxBytes=LOG_BYTES_MAX, backupCount=LOG_FILES_KEPT, delay=False),
@@ -79,7 +79,7 @@ def open_logs(config: MountConfig) -> None:
 
 
 def open_supervisor_log(config: MountConfig) -> None:
-    """To the daemon's log, which the daemon rotates. Raises MountError if the file cannot be written."""
+    """Log to the log file of the daemon, which rotates it. Raises MountError."""
     _open_root(config, PrivateWatchedFile)
 
 

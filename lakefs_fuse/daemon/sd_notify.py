@@ -1,7 +1,6 @@
-"""What systemd is told of a service of ``Type=notify``: sd_notify(3) in a dozen lines.
+"""Notifies systemd of the state of a ``Type=notify`` service, as sd_notify(3) does.
 
-Without NOTIFY_SOCKET in the environment nothing is said. Never raises: a service manager that does not listen is no
-reason not to mount.
+Without NOTIFY_SOCKET in the environment nothing is sent. Never raises: a mount does not depend on a service manager.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ STOPPING = "STOPPING=1"
 
 
 def notify(*assignments: str) -> None:
-    """Say ``NAME=value`` lines; newlines in them become spaces."""
+    """Send ``NAME=value`` lines; newlines in them become spaces."""
     address = os.environ.get(VARIABLE, "")
     if not address.startswith(("/", "@")):
         return

@@ -1,17 +1,17 @@
 """Keeps a mount alive: `python -m lakefs_fuse.daemon.supervisor`, started by `lakefs-fuse mount` in the daemon's place.
 
-It takes the same configuration on standard input and the same ``--ready-fd`` as the daemon, which is its child. The
-first life's answer is passed on as it is; a first life that does not serve ends the supervisor, too. Afterwards a
-daemon that is killed or fails while its mount is there is started again. The dead mount stays until the next daemon
-has opened the lake, so that programs get ENOTCONN meanwhile, and do not take the directory beneath for the lake; that
-daemon detaches it and mounts in one go. Lives that end soon, or never begin, are spaced by `Pace`.
+It takes the same configuration on standard input and the same ``--ready-fd`` as the daemon, which is its child. It
+forwards the answer of the first daemon, and ends if that one does not serve. A daemon that is killed or fails while its
+mount exists is started again. The dead mount stays until the next daemon has opened the lake, so that programs get
+ENOTCONN meanwhile and do not mistake the directory beneath for the lake; then that daemon detaches it and mounts.
+`Pace` delays restarts after lives that end soon or never begin.
 
-It is over when the daemon ends by itself, when the mount was taken away by someone, and by SIGTERM or SIGINT, which are
-passed on. The daemon is a session of its own: a terminal's Ctrl-C reaches it once, through here. SIGKILL of the
-supervisor leaves the daemon serving, unsupervised. One thread: signals come through a wakeup descriptor, the daemon's
-end through a pidfd. Only one thing is polled: a daemon that was killed while it told the kernel to forget a name, in a
-directory that a rename waiting for this daemon holds locked, cannot end. Its mount is aborted, which ends both. It
-holds little memory and imports none of the layers that do.
+It ends when the daemon ends by itself, when a user detaches the mount, and after SIGTERM or SIGINT, which it forwards.
+The daemon is a session of its own, so Ctrl-C in a terminal reaches it once, through the supervisor. SIGKILL of the
+supervisor leaves the daemon serving, unsupervised. One thread: signals arrive through a wakeup descriptor, the end of
+the daemon through a pidfd. Only one condition is polled: a daemon that was killed while it invalidated an entry, in a
+directory that is locked by a rename that waits for this daemon, cannot end. Aborting its mount ends both. The
+supervisor holds little memory and imports none of the layers that do.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.admin.fsck import Kind
-from lakefs_fuse.admin.gc import Collector, Options
+from lakefs_fuse.admin.gc import Collector
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.record import OWN, ObjectRef, Put, Remove, SetAttr
+from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
 from tests.admin.test_fsck import check, kinds
@@ -106,7 +107,7 @@ async def test_gc_after_repair_of_commits_from_the_future_deletes_what_is_dead(
             async def fold(_horizon: int) -> None:
                 pass
 
-            done = await Collector(view, Options(grace_s=0, dry_run=True), fold=fold, report=silent).run()
+            done = await Collector(view, GcArgs(grace_s=0, dry_run=True), fold=fold, report=silent).run()
             return -1 if done.unreadable else done.commits_deleted
 
     assert await collect() == -1

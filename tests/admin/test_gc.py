@@ -10,15 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, Options, read_gc_record
+from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, read_gc_record
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
+from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import StoreError
 from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent
 from tests.memory_store import Failures, MemoryStore, Request, When
 from tests.tiers import sized
 from tests.vfs.lakes import Clock, Lake, lake
 
-NOW = Options(grace_s=0)
+NOW = GcArgs(grace_s=0)
 FILES = dataset(60)
 GONE = [path for number, path in enumerate(FILES) if number % 2]
 LEFT = {path: data for path, data in FILES.items() if path not in GONE}
@@ -43,7 +44,7 @@ def store(clock: Clock) -> MemoryStore:
     return made
 
 
-async def collect(store: MemoryStore, clock: Clock, options: Options = NOW) -> Collected:
+async def collect(store: MemoryStore, clock: Clock, options: GcArgs = NOW) -> Collected:
     async def sleep(seconds: float) -> None:
         clock.advance(seconds)
 
@@ -105,7 +106,7 @@ async def test_packs_of_tiny_files_are_not_rewritten_for_ever(clock: Clock, tmp_
 
 
 async def test_the_dead_wait_for_the_grace_period(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
-    hour = Options(grace_s=3600)
+    hour = GcArgs(grace_s=3600)
     first = await collect(store, clock, hour)
     assert (first.commits_deleted, first.commits_later, first.folded) == (0, 4, True)
     clock.advance(1800)
@@ -118,7 +119,7 @@ async def test_the_dead_wait_for_the_grace_period(store: MemoryStore, clock: Clo
 
 
 async def test_waiting_does_it_in_one_run(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
-    done = await collect(store, clock, Options(grace_s=3600, wait=True))
+    done = await collect(store, clock, GcArgs(grace_s=3600, wait=True))
     assert (done.commits_deleted, done.commits_later) == (4, 0)
     assert await fresh(store, clock, tmp_path) == LEFT
 
@@ -139,7 +140,7 @@ async def test_what_comes_to_life_while_it_waits_stays(store: MemoryStore, clock
         give_commit(store, clock, operation, Remove("data/0000"), objects=(ref,), writer="0badcaff")
 
     async with headless(store, clock) as view:
-        options = Options(grace_s=600, wait=True)
+        options = GcArgs(grace_s=600, wait=True)
         done = await Collector(view, options, fold=partial(fold_all, view), report=silent, sleep=sleep).run()
     assert done.commits_deleted == 3
     assert key in commits(store)
@@ -155,7 +156,7 @@ async def test_a_dry_run_changes_nothing(store: MemoryStore, clock: Clock) -> No
     give_commit(store, clock, Remove("data/left", hides=etag), writer="0badcaff")
     clock.advance(5)
     before = dict(store.objects)
-    done = await collect(store, clock, Options(grace_s=0, dry_run=True))
+    done = await collect(store, clock, GcArgs(grace_s=0, dry_run=True))
     assert (done.packs_rewritten, done.plain.objects) == (3, 1)
     assert done.bytes_later > 3 * 20 * 2000
     assert store.objects == before
@@ -181,10 +182,10 @@ async def test_leftovers_go_and_what_others_put_stays(store: MemoryStore, clock:
     clock.advance(10)
     store.give("replaced", b"by others")
     clock.advance(50)
-    await collect(store, clock, Options(grace_s=3600))
+    await collect(store, clock, GcArgs(grace_s=3600))
     assert plain(store) == sorted(given)
     clock.advance(3600)
-    done = await collect(store, clock, Options(grace_s=3600))
+    done = await collect(store, clock, GcArgs(grace_s=3600))
     assert done.plain.objects == 2
     assert plain(store) == ["again", "own", "replaced", "used"]
     expected = LEFT | {
@@ -300,7 +301,7 @@ async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Cl
 
 
 async def test_the_note_of_the_last_run_is_read(store: MemoryStore, clock: Clock) -> None:
-    await collect(store, clock, Options(grace_s=3600))
+    await collect(store, clock, GcArgs(grace_s=3600))
     async with headless(store, clock) as view:
         note = await read_gc_record(view.client)
         assert len(note.dead) == 4

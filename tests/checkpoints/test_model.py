@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lakefs_fuse.checkpoints.model import NS, Listing, Pruning, Seen, choose, is_wanted, make_listing
+from lakefs_fuse.checkpoints.model import NS, Listing, Pruning, Seen, choose, is_checkpoint, make_listing
 from lakefs_fuse.checkpoints.names import is_checkpoint_file, looks_temporary, step_of, steps_order
 
 NOW_S = 1_000_000
@@ -72,9 +72,9 @@ def test_names_of_what_is_not_finished() -> None:
 def test_which_names_count() -> None:
     assert all(map(is_checkpoint_file, ("a.pt", "A.PT", "a.ckpt", "m.safetensors", "a.pt.tmp")))
     assert not any(map(is_checkpoint_file, ("config.json", "latest", ".pt", "log.txt", "SHA256SUMS")))
-    assert is_wanted("anything", None, is_dir=True)
-    assert is_wanted("state-1.json", "state-*.json", is_dir=False)
-    assert not is_wanted("a.pt", "state-*", is_dir=False)
+    assert is_checkpoint("anything", None, is_dir=True)
+    assert is_checkpoint("state-1.json", "state-*.json", is_dir=False)
+    assert not is_checkpoint("a.pt", "state-*", is_dir=False)
 
 
 def test_by_steps_where_all_have_one_else_by_time() -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.cli.store_options import FLAGS, Options
-from lakefs_fuse.cli.worker import Place, find_place, run_offline
+from lakefs_fuse.cli.worker import find_place, run_offline
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.control.worker_protocol import Place
 from lakefs_fuse.errors import ConfigError, LakeError, ReportedError
 
 ROOT = Path(__file__).parents[2]
