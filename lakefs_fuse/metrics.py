@@ -106,7 +106,7 @@ class CommitMetrics:
     clock_offset_s: float = 0.0
     redated: int = 0
 
-    def note_written(self, operations: int) -> None:
+    def count_commit(self, operations: int) -> None:
         self.written += 1
         self.operations_written += operations
         self.operations_batch_max = max(self.operations_batch_max, operations)

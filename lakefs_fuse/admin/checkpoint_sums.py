@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.staging.part_layout import SPANS, PartLayout
@@ -55,31 +55,34 @@ Reading = Generator[int, memoryview, T]
 """Yields the most bytes that it takes next; is sent that many or fewer, and none at the end of the file."""
 
 
-class Check:
-    """A check that is fed a file from the first byte to the last, in pieces of any size."""
+class Reader(Generic[T]):
+    """A reading of a file that is fed from the first byte to the last, in pieces of any size."""
 
-    def __init__(self, reading: Reading[Finding]) -> None:
+    def __init__(self, reading: Reading[T]) -> None:
         self._reading = reading
         self._bytes_max = 0
-        self._finding: Finding | None = None
+        self._result: T | None = None
         self._send(None)
 
     def feed(self, data: memoryview) -> None:
-        while data and self._finding is None:
+        while data and self._result is None:
             piece = data[: self._bytes_max]
             data = data[len(piece) :]
             self._send(piece)
 
-    def finish(self) -> Finding:
-        while self._finding is None:
+    def finish(self) -> T:
+        while self._result is None:
             self._send(memoryview(b""))
-        return self._finding
+        return self._result
 
     def _send(self, piece: memoryview | None) -> None:
         try:
             self._bytes_max = next(self._reading) if piece is None else self._reading.send(piece)
         except StopIteration as end:
-            self._finding = end.value
+            self._result = end.value
+
+
+Check: TypeAlias = Reader[Finding]
 
 
 def _read(count: int) -> Reading[bytes]:
@@ -108,7 +111,7 @@ def broken(name: str, problem: str) -> Check:
         yield 1
         return Finding(name, Verdict.WRONG, problem)
 
-    return Check(reading())
+    return Reader(reading())
 
 
 def sha256_check(expected: str) -> Check:
@@ -121,7 +124,7 @@ def sha256_check(expected: str) -> Check:
         right = found.hexdigest() == expected
         return Finding("sha256", _of(right), "" if right else "its SHA-256 is not the one in SHA256SUMS")
 
-    return Check(reading())
+    return Reader(reading())
 
 
 # -- ETags
@@ -132,41 +135,34 @@ def etag_check(etag: str, size: int, *, ours: bool) -> Check | None:
 
     ``ours``: this program stored the object, so only its own sizes of parts count."""
     layouts = part_layouts(etag, size, ours=ours)
-    return Check(_etag(etag, layouts)) if layouts else None
+    return Reader(_etag(etag, layouts)) if layouts else None
 
 
 def _etag(etag: str, layouts: Sequence[Sequence[int]]) -> Reading[Finding]:
-    sums = [_PartSums(sizes) for sizes in layouts]
+    readers = [Reader(_digests(sizes)) for sizes in layouts]
     while piece := (yield PIECE_BYTES):
-        for each in sums:
-            each.feed(piece)
-    right = any(each.etag(plain="-" not in etag) == etag for each in sums)
+        for reader in readers:
+            reader.feed(piece)
+    right = any(_etag_of(reader.finish(), plain="-" not in etag) == etag for reader in readers)
     return Finding("etag", _of(right), "" if right else "its MD5 is not the one that the store keeps (ETag)")
 
 
-class _PartSums:
-    """The MD5s of the parts of a file that is cut into parts of these sizes."""
+def _digests(sizes: Sequence[int]) -> Reading[list[bytes]]:
+    """The MD5s of parts of these sizes."""
+    digests: list[bytes] = []
+    for left in sizes:
+        part = hashlib.md5(usedforsecurity=False)
+        while left and (piece := (yield left)):
+            part.update(piece)
+            left -= len(piece)
+        digests.append(part.digest())
+    return digests
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = iter(sizes)
-        self._hashes: list[hashlib._Hash] = []
-        self._left = 0
 
-    def feed(self, data: memoryview) -> None:
-        while data:
-            if not self._left:
-                self._left = next(self._sizes, len(data))
-                self._hashes.append(hashlib.md5(usedforsecurity=False))
-            piece = data[: self._left]
-            self._hashes[-1].update(piece)
-            self._left -= len(piece)
-            data = data[len(piece) :]
-
-    def etag(self, *, plain: bool) -> str:
-        if plain:
-            return (self._hashes or [hashlib.md5(usedforsecurity=False)])[0].hexdigest()
-        digests = b"".join(each.digest() for each in self._hashes)
-        return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(self._hashes)}"
+def _etag_of(digests: Sequence[bytes], *, plain: bool) -> str:
+    if plain:
+        return digests[0].hex()
+    return f"{hashlib.md5(b''.join(digests), usedforsecurity=False).hexdigest()}-{len(digests)}"
 
 
 def part_layouts(etag: str, size: int, *, ours: bool) -> list[tuple[int, ...]]:
@@ -204,7 +200,7 @@ def zip_check(members: Sequence[zipfile.ZipInfo]) -> Check:
     """Computes the CRC-32 of every member, as torch.save writes them; ``members`` come from `read_directory`.
 
     torch has an option not to compute them; then none is right, which is no damage but unknown."""
-    return Check(_zip(sorted(members, key=lambda member: member.header_offset)))
+    return Reader(_zip(sorted(members, key=lambda member: member.header_offset)))
 
 
 def _zip(members: Sequence[zipfile.ZipInfo]) -> Reading[Finding]:
@@ -306,7 +302,7 @@ def safetensors_check(size: int) -> Check:
         problem = yield from _safetensors(size)
         return Finding("safetensors", _of(not problem), problem)
 
-    return Check(reading())
+    return Reader(reading())
 
 
 def _safetensors(size: int) -> Reading[str]:

@@ -159,8 +159,8 @@ class Collector:
             await self._sleep(max(0.0, options.grace_s - (self._lake.clock.wall_ns() - youngest) / NS))
         await self._delete_dead(gc_record)
         self._report("finding superseded objects", 0, 0)
-        self.done.plain = await sweep(
-            self._lake, "", grace_s=options.grace_s, removed=True, dry_run=options.dry_run
+        await sweep(
+            self._lake, "", self.done.plain, grace_s=options.grace_s, removed=True, dry_run=options.dry_run
         )  # fmt: skip
         _require_deleted(self.done.plain)
         await self._delete_unreferenced()

@@ -1,4 +1,4 @@
-"""A lake as a fresh mount sees it, without a mount: engines of this layer read names, and commit, through a view.
+"""A view of a lake, as a fresh mount sees it: the engines of this layer read names and commit through it.
 
 What always holds (*still view*): names change only in `LakeView.refresh`, never between two calls of an engine. The
 view consists of index, commits and plain objects, in a cache directory of its own; it writes nothing by itself. Tasks
@@ -37,7 +37,7 @@ NEVER_S = 10 * 365 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class LakeView:
-    """An open lake: its names, its commits, and what engines work with."""
+    """An open lake: its names, its commits, and the store behind them."""
 
     client: StoreClient
     fs: Filesystem

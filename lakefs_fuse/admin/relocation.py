@@ -11,7 +11,8 @@ another, small one, because mounts look for new commits among those of the last 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
@@ -131,7 +132,9 @@ class Relocator:
 
     async def _flush(self) -> None:
         files, self._gathered, self._bytes = self._gathered, [], 0
-        with _temporary_file(self._lake) as file:
+        with _building(self._lake):
+            temporary = self._lake.node.disk.temporary_file(self._lake.scratch)
+        with temporary as file:
             pack = _Pack(file, ArchiveBuilder(fd_sink(file.fileno())))
             for chunk in chunks(files):
                 await self._fill(pack, chunk)
@@ -158,10 +161,8 @@ class Relocator:
             for source, member in members:
                 pack.places[source] = pack.builder.add(member)
 
-        try:
+        with _building(self._lake):
             await self._lake.node.threads.run(write)
-        except OSError as error:
-            raise _no_room(self._lake, error) from error
         pack.moved += [(file, pack.places[file.source]) for file in learned if file.source in pack.places]
 
     async def _learn(self, file: Moving, metadata: Mapping[str, str] | None) -> Moving:
@@ -227,15 +228,13 @@ class Relocator:
                 return left
 
 
-def _temporary_file(lake: LakeView) -> BinaryIO:
+@contextmanager
+def _building(lake: LakeView) -> Iterator[None]:
+    """Errors of the disk that packs are built on become a LakeError with the remedy."""
     try:
-        return lake.node.disk.temporary_file(lake.scratch)
+        yield
     except OSError as error:
-        raise _no_room(lake, error) from error
-
-
-def _no_room(lake: LakeView, error: OSError) -> LakeError:
-    return LakeError(
-        f"packs are built in {lake.scratch}, which fails ({error.strerror}): "
-        f"make room for {PACK_BYTES // MIB} MiB, or set TMPDIR"
-    )
+        raise LakeError(
+            f"packs are built in {lake.scratch}, which fails ({error.strerror}): "
+            f"make room for {PACK_BYTES // MIB} MiB, or set TMPDIR"
+        ) from error

@@ -111,16 +111,16 @@ async def pack(
     if lake.find(path) is not None and path:
         prefix = only = path
     if dry_run:
-        packed.swept = await sweep(lake, prefix, grace_s=grace_s, removed=False, dry_run=True, only=only)
+        await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, dry_run=True, only=only)
         return packed
     packed.moved = await relocator.finish()
     if packed.moved.packs and grace_s:
         report("waiting for the grace period", packed.moved.files, packed.moved.bytes)
         await sleep(grace_s)
-    packed.swept = await sweep(lake, prefix, grace_s=grace_s, removed=False, only=only)
+    await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, only=only)
     if packed.swept.young:
         await sleep(packed.swept.wait_s + CLOCK_S)
-        _add(packed.swept, await sweep(lake, prefix, grace_s=grace_s, removed=False, only=only))
+        await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, only=only)
     await _delete_elsewhere(lake, elsewhere, packed.swept)
     return packed
 
@@ -128,12 +128,6 @@ async def pack(
 def _is_small_plain(lake: LakeView, entry: Entry, threshold_bytes: int) -> bool:
     is_small = not entry.flags & (Flag.SYMLINK | Flag.LOCAL) and entry.size <= threshold_bytes
     return is_small and not lake.is_in_pack(entry)
-
-
-def _add(swept: Swept, more: Swept) -> None:
-    swept.objects += more.objects
-    swept.bytes += more.bytes
-    swept.failed += more.failed
 
 
 async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept: Swept) -> None:

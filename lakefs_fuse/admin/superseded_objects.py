@@ -62,14 +62,13 @@ def _hidden_by_entry(lake: LakeView, entry: Entry, meta: ObjectMeta) -> int | No
 
 
 async def sweep(
-    lake: LakeView, prefix: str, *, grace_s: float, removed: bool, dry_run: bool = False, only: str = ""
-) -> Swept:
-    """Delete superseded objects whose keys begin with ``prefix`` (``only``: the one with that key).
+    lake: LakeView, prefix: str, swept: Swept, *, grace_s: float, removed: bool, dry_run: bool = False, only: str = ""
+) -> None:
+    """Delete superseded objects whose keys begin with ``prefix`` (``only``: the one with that key), and count them.
 
     Deletes none while a commit cannot be read, because it may refer to them. Raises LakeError."""
-    swept = Swept()
     if not await _refresh(lake):
-        return swept
+        return
     async with aclosing(lake.client.list_all(prefix)) as pages:
         async for page in pages:
             doomed: list[ObjectMeta] = []
@@ -87,10 +86,9 @@ async def sweep(
                     doomed.append(meta)
             if doomed:
                 if not await _refresh(lake):  # the listing before took time
-                    return swept
+                    return
                 doomed = [meta for meta in doomed if hidden_since(lake, meta, removed=removed) is not None]
             await delete(lake, doomed, swept, dry_run=dry_run)
-    return swept
 
 
 async def _refresh(lake: LakeView) -> bool:

@@ -88,8 +88,9 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
         return next((item for item in self.checkpoints if item.complete), None)
 
 
-_STATES = ("failed", "uploading", "dirty")
-"""The least durable one last; an unknown state counts as worse than durable."""
+_RANKS = {DURABLE: 0, "failed": 2, "uploading": 3, "dirty": 4}
+"""The least durable state has the highest rank; an unknown one has UNKNOWN_RANK."""
+UNKNOWN_RANK = 1
 
 
 def is_checkpoint(name: str, match: str | None, *, is_dir: bool) -> bool:
@@ -149,11 +150,7 @@ def _make(path: str, item: Seen, reason: str, now_ns: int) -> Checkpoint:
 
 
 def _worst(states: Iterable[str]) -> str:
-    there = set(states)
-    for state in reversed(_STATES):
-        if state in there:
-            return state
-    return next((state for state in sorted(there) if state != DURABLE), DURABLE)
+    return max(sorted(states), key=lambda state: _RANKS.get(state, UNKNOWN_RANK), default=DURABLE)
 
 
 def _why_incomplete(item: Seen, expected: set[str]) -> str:

@@ -68,13 +68,13 @@ def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_
     command = command or program(config)
     startup_s = startup_s if startup_s is not None else STATE_S if config.immutable else STARTUP_S
     log_file = config.log_file or os.devnull
-    log_descriptor = open_log(log_file)
+    log_descriptor, document = open_log(log_file), memory_file(msgspec.json.encode(config))
     answer_end, daemon_end = os.pipe()
     try:
         try:
             daemon = subprocess.Popen(
                 [*command, "--ready-fd", str(daemon_end)],
-                stdin=subprocess.PIPE,
+                stdin=document,
                 stdout=subprocess.DEVNULL,
                 stderr=log_descriptor,
                 pass_fds=[daemon_end],
@@ -83,34 +83,24 @@ def start(config: MountConfig, command: Sequence[str] | None = None, *, startup_
         finally:
             os.close(daemon_end)
             os.close(log_descriptor)
+            os.close(document)
         try:
-            _hand_over(daemon, msgspec.json.encode(config))
             deadline_s = time.monotonic() + startup_s + config.store.retry_timeout_s
             if startup_s > QUIET_S and not select.select([answer_end], [], [], QUIET_S)[0]:
                 click.echo(f"waiting for the daemon; its log is {log_file}", err=True)
             answer = _wait_answer(answer_end, deadline_s)
+            if answer is not None and answer.error:
+                raise ReportedError(answer.error, answer.exit_code)
         except BaseException:
             _end(daemon)
             raise
         if answer is None:
             code = _end(daemon)
             raise MountError(f"the daemon ended without an answer (status {code}): see {log_file}")
-        if answer.error:
-            _end(daemon)
-            raise ReportedError(answer.error, answer.exit_code)
         # The daemon outlives this process; without this, Popen warns that it still runs.
         daemon.returncode = 0
     finally:
         os.close(answer_end)
-
-
-def _hand_over(daemon: subprocess.Popen[bytes], document: bytes) -> None:
-    assert daemon.stdin is not None
-    try:
-        with daemon.stdin as pipe:
-            pipe.write(document)
-    except BrokenPipeError:
-        pass  # It died already; its answer, or the lack of one, becomes the error.
 
 
 def _wait_answer(descriptor: int, deadline_s: float) -> Answer | None:

@@ -362,7 +362,7 @@ class Committer:
         reached("commit.noted")
         meta = await self._put(time, body, Unsure(records[0], doomed))
         reached("commit.sent")
-        self._metrics.note_written(len(records[0].operations))
+        self._metrics.count_commit(len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
         self._record_commit(sending, journaled, doomed, records[0], this)
         if self._clock.wall_ns() - time > LATE_NS:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -129,6 +131,11 @@ async def test_a_command_runs_in_the_lake_that_was_found(tmp_path: Path) -> None
     assert finished.exit_code == 0
     assert finished.summary["files"] == 1
     assert len(list((tmp_path / "lake" / ".lakefs" / "commits").iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", sorted(offline.COMMANDS))
+def test_command_in_registry_has_a_function(name: str) -> None:
+    assert inspect.iscoroutinefunction(pkgutil.resolve_name(f"lakefs_fuse.{offline.COMMANDS[name].run}"))
 
 
 def test_an_error_of_ours_comes_before_others_in_a_group() -> None:
