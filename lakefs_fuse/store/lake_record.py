@@ -30,7 +30,7 @@ from lakefs_fuse.errors import ConfigError, LakeError, NotFound, PreconditionFai
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.open_retries import retry_unavailable
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import AdaptableStore, Capabilities, ConditionalStore, NamedServer, ObjectStore
+from lakefs_fuse.store.protocol import Capabilities, NetworkStore, ObjectStore
 
 KEY = f"{RESERVED_PREFIX}lake"
 FORMAT = 1
@@ -123,7 +123,7 @@ def open_record(
     now = clock.wall_ns()
     known = None if record is None else _fresh(record, _finding(store, config, now, Capabilities(name="")), may_write)
     if known is not None:
-        if isinstance(store, AdaptableStore):
+        if isinstance(store, NetworkStore):
             store.adapt(known.capabilities)
         return OpenedLake(record, known, unknown)
     finding = _finding(store, config, now, probe(store, rng, clock, read_only=not may_write))
@@ -189,7 +189,7 @@ def _write(store: ObjectStore, record: LakeRecord, etag: str, clock: Clock) -> N
     body = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
     if not etag:
         retry_unavailable(lambda: store.put(KEY, body, if_absent=True), clock)
-    elif isinstance(store, ConditionalStore) and store.capabilities.put_if_match:
+    elif isinstance(store, NetworkStore) and store.capabilities.put_if_match:
         retry_unavailable(lambda: store.replace(KEY, body, etag), clock)
     else:
         if read_record(store, clock)[1] != etag:
@@ -205,7 +205,7 @@ def _finding(store: ObjectStore, config: StoreConfig, now_ns: int, capabilities:
     """Made after a GET, in whose answer the server says its name."""
     return Finding(
         endpoint=config.meant[1],
-        server=store.server if isinstance(store, NamedServer) else "",
+        server=store.server if isinstance(store, NetworkStore) else "",
         probe=PROBE,
         found_ns=now_ns,
         expires_ns=now_ns + KEPT_NS,

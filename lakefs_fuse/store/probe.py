@@ -14,10 +14,9 @@ import contextlib
 import hashlib
 import random
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
@@ -33,23 +32,17 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.open_retries import retry_unavailable
-from lakefs_fuse.store.protocol import (
-    AdaptableStore,
-    Capabilities,
-    ChecksumStore,
-    ConditionalStore,
-    ListPage,
-    ObjectStore,
-    ObservableStore,
-    PartRef,
-)
+from lakefs_fuse.store.protocol import Capabilities, ListPage, NetworkStore, ObjectStore, PartRef, Sender
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 BODY = b"0123456789"
 SUSPECT_CHARACTERS = "\\%+#?*:\"<>|&;=' \t\n\x7f"
 """Characters that some server or gateway changes on their way into a key."""
 CLEANINGS_MAX = 3
+OTHER_ETAG = "0" * 32
+"""Of no object: a condition that has it does not hold."""
 
 _ORDER = ("a", "a-b", "a/b", "a0", "b")
 """In the order of their bytes, which differs from that of a tree walk."""
@@ -93,19 +86,15 @@ def probe(
     capabilities = Capabilities(
         name=str(name), **found, characters_refused=refused, page_keys_max=finding.page_keys_max, notes=tuple(notes)
     )
-    if isinstance(store, AdaptableStore):
+    if isinstance(store, NetworkStore):
         store.adapt(capabilities)
     return capabilities
-
-
-@dataclass(slots=True)
-class _Try:
-    worked: bool = False
 
 
 class _Probe:
     def __init__(self, store: ObjectStore, rng: random.Random, clock: Clock) -> None:
         self._store = store
+        self._server = store if isinstance(store, NetworkStore) else None
         self._clock = clock
         self._base = f"{RESERVED_PREFIX}probe-{rng.getrandbits(64):016x}/"
         self._written: list[str] = []
@@ -131,14 +120,12 @@ class _Probe:
         """Look at an object that is there, if any; assume the least of everything else."""
         found = dict.fromkeys(_NOTES, False)
         found |= {"multipart": True, "metadata": True, "ranges": True}
-        if not isinstance(self._store, ObservableStore):
+        if self._server is None:
             return found | self._reading("", 0)
-        page = self._list("", keys_max=100)
-        for meta in page.objects:
+        for meta in self._list("", keys_max=100).objects:
             if meta.size > 1 and meta.etag:
                 with contextlib.suppress(NotFound, AccessDenied, PreconditionFailed):
-                    found |= self._reading(meta.key, meta.size)
-                    break
+                    return found | self._reading(meta.key, meta.size)
         return found
 
     def _find(self) -> dict[str, bool]:
@@ -147,11 +134,13 @@ class _Probe:
             etag = self._put(key, BODY, {"mode": "33188", "mtime": "1.5"})
         except AccessDenied as error:
             raise AccessDenied(f"{error}; to read only, mount with --read-only") from error
-        head = self._ask(lambda: self._store.head(key))
+        head = self._ask(self._store.head, key)
         found = self._reading(key, len(BODY))
         found["metadata"] = dict(head.metadata or {}) == {"mode": "33188", "mtime": "1.5"}
         found["md5_etags"] = etag == hashlib.md5(BODY, usedforsecurity=False).hexdigest()
-        found["put_if_absent"] = self._refuses_existing(key)
+        found["put_if_absent"] = self._refuses(
+            lambda: self._store.put(key, BODY, metadata={}, if_absent=True), Unsupported
+        )
         found["copy_if_match"] = self._copies_conditionally(key)
         found["sorted_listing"] = self._lists_in_order()
         found["lists_markers"] = self._lists_markers()
@@ -160,72 +149,43 @@ class _Probe:
         found |= self._changing(key)
         found["delete_many"] = self._deletes_many()
         found["dates"] = self._tells_time()
-        self._find_refused_characters()
+        self.characters_refused = self._refused_of(SUSPECT_CHARACTERS)
         self.seen |= found.keys() - {"md5_etags", "checks_crc32"}
-        if isinstance(self._store, ObservableStore):
-            self.seen.add("md5_etags")
-        if isinstance(self._store, ChecksumStore) and not self._store.sender.encrypted:
-            self.seen.add("checks_crc32")
+        if self._server is not None:
+            self.seen |= {"md5_etags"} if self._server.is_guarded else {"md5_etags", "checks_crc32"}
         return found
 
     # -- single findings -----------------------------------------------------------------------------------------
 
     def _reading(self, key: str, size: int) -> dict[str, bool]:
-        if not isinstance(self._store, ObservableStore):
+        if self._server is None:
             return {"ranges": True, "partial_status": True, "get_if_match": True}
+        observe = self._server.observe_get
         self.seen |= {"ranges", "partial_status", "get_if_match"}
-        observed = self._store
-        status, length = self._ask(lambda: observed.observe_get(key, 0, 1))
+        status, length = self._ask(observe, key, 0, 1)
         ranges = length == 1 and size > 1
-        try:
-            self._ask(lambda: observed.observe_get(key, 0, 1, etag="0" * 32))
-            conditional = False
-        except PreconditionFailed:
-            conditional = True
+        conditional = self._refuses(lambda: observe(key, 0, 1, etag=OTHER_ETAG))
         return {"ranges": ranges, "partial_status": ranges and status == 206, "get_if_match": conditional}
-
-    def _refuses_existing(self, key: str) -> bool:
-        try:
-            self._ask(lambda: self._store.put(key, BODY, metadata={}, if_absent=True))
-        except PreconditionFailed:
-            return True
-        except Unsupported:
-            return False
-        return False
 
     def _changing(self, key: str) -> dict[str, bool]:
         """Which changes honour If-Match: each is tried with an ETag that the object does not have."""
-        found = {"put_if_match": False, "complete_if_match": False, "delete_if_match": False}
-        store, other = self._store, "0" * 32
-        if not isinstance(store, ConditionalStore):
-            return found
-        found["put_if_match"] = self._refuses(lambda: store.replace(key, BODY, other))
-        upload_id = self._begin_upload(key)
-        part = self._part(key, upload_id, 1, BODY)
-        found["complete_if_match"] = self._refuses(lambda: store.complete_if_match(key, upload_id, [part], other))
-        found["delete_if_match"] = self._refuses(lambda: store.delete_if_match(key, other))
-        self.page_keys_max = self._ask(store.page_keys_max)
-        return found
-
-    def _refuses(self, call: Callable[[], object]) -> bool:
-        try:
-            self._ask(call)
-        except PreconditionFailed:
-            return True
-        except AccessDenied:
-            raise
-        except StoreError:
-            return False
-        return False
+        server = self._server
+        if server is None:
+            return {"put_if_match": False, "complete_if_match": False, "delete_if_match": False}
+        put = self._refuses(lambda: server.replace(key, BODY, OTHER_ETAG), StoreError)
+        upload_id, part = self._begin_upload(key, BODY)
+        complete = self._refuses(lambda: server.complete_if_match(key, upload_id, [part], OTHER_ETAG), StoreError)
+        delete = self._refuses(lambda: server.delete_if_match(key, OTHER_ETAG), StoreError)
+        self.page_keys_max = self._ask(server.page_keys_max)
+        return {"put_if_match": put, "complete_if_match": complete, "delete_if_match": delete}
 
     def _deletes_many(self) -> bool:
         """Some policies allow DeleteObject and refuse DeleteObjects."""
         key = self._base + "deleted"
-        self._put(key, BODY, None)
+        self._put(key, BODY)
         try:
-            if self._ask(lambda: self._store.delete_many([key])):
-                return False
-            self._ask(lambda: self._store.head(key))
+            if not self._ask(self._store.delete_many, [key]):
+                self._ask(self._store.head, key)
         except NotFound:
             return True
         except StoreError:
@@ -241,35 +201,20 @@ class _Probe:
 
     def _completes_conditionally(self, key: str) -> bool:
         """Whether an upload over an existing object is refused. Some servers ignore the condition and say nothing."""
-        upload_id = self._begin_upload(key)
-        part = self._part(key, upload_id, 1, BODY)
-        try:
-            self._ask(lambda: self._store.complete_multipart(key, upload_id, [part], if_absent=True))
-        except PreconditionFailed:
-            return True
-        except Unsupported:
-            return False
-        return False
+        upload_id, part = self._begin_upload(key, BODY)
+        return self._refuses(
+            lambda: self._store.complete_multipart(key, upload_id, [part], if_absent=True), Unsupported
+        )
 
     def _copies_conditionally(self, key: str) -> bool:
         target = self._base + "copy"
         self._written.append(target)
-        try:
-            self._ask(lambda: self._store.copy(key, target, etag="0" * 32))
-        except PreconditionFailed:
-            return True
-        except Unsupported:
-            return False
-        return False
+        return self._refuses(lambda: self._store.copy(key, target, etag=OTHER_ETAG), Unsupported)
 
     def _lists_in_order(self) -> bool:
         base = self._base + "order/"
-        expected = []
-        for name in _ORDER:
-            # A store that cannot hold both `a` and `a/b` says so, or fails in its own way.
-            with self._survives():
-                self._put(base + name, b"", None)
-                expected.append(base + name)
+        # A store that cannot hold both `a` and `a/b` says so, or fails in its own way.
+        expected = [base + name for name in _ORDER if self._try(partial(self._put, base + name)) is not None]
         if [meta.key for meta in self._list(base).objects] != expected:
             return False
         return self._lists_prefixes_in_order(base)
@@ -289,10 +234,10 @@ class _Probe:
     def _lists_markers(self) -> bool:
         base = self._base + "marker/"
         try:
-            self._put(base + "dir/", b"", None)
-        except StoreError as error:
-            if isinstance(error, Unavailable | AccessDenied):
-                raise
+            self._put(base + "dir/")
+        except (Unavailable, AccessDenied):
+            raise
+        except StoreError:
             return False
         self._written.append(base + "dir")
         page = self._list(base, delimiter="/")
@@ -300,121 +245,118 @@ class _Probe:
 
     def _uploading(self, source: str) -> dict[str, bool]:
         """What uploads can do; with sums, unless these cost a liberty."""
-        if self._checks_crc32():
-            found = self._multipart()
-            found["part_copy"] = self._copies_parts(source)
+        server = self._server
+        if server is not None and not server.is_guarded and self._try(partial(self._checks_crc32, server.sender)):
+            found = self._multipart(source)
             if all(found.values()):
                 return {**found, "checks_crc32": True}
-        self._send_sums(False)
-        found = self._multipart()
-        found["part_copy"] = self._copies_parts(source)
-        return {**found, "checks_crc32": False}
+        if server is not None:
+            server.sender.use_sums(False)
+        return {**self._multipart(source), "checks_crc32": False}
 
-    def _send_sums(self, yes: bool) -> None:
-        if isinstance(self._store, ChecksumStore):
-            self._store.sender.use_sums(yes)
-
-    def _checks_crc32(self) -> bool:
+    def _checks_crc32(self, sender: Sender) -> bool:
         """Whether wrong sums are refused and right ones are not, for an object and a part; then they are sent on."""
-        if not isinstance(self._store, ChecksumStore) or self._store.sender.encrypted:
-            return False
-        sender, key, right = self._store.sender, self._base + "summed", zlib.crc32(BODY)
+        key, right = self._base + "summed", zlib.crc32(BODY)
         self._written.append(key)
-        with self._survives() as checking:
-            if self._ask(lambda: sender.accepts(key, BODY, right ^ 1)):
-                return False
-            self._send_sums(True)
-            upload_id = self._begin_upload(key)
-            if not self._ask(lambda: sender.accepts(key, BODY, right ^ 1, upload_id)):
-                taken = self._ask(lambda: sender.accepts(key, BODY, right))
-                checking.worked = taken and self._ask(lambda: sender.accepts(key, BODY, right, upload_id))
-        return checking.worked
+        if self._ask(sender.accepts, key, BODY, right ^ 1):
+            return False
+        sender.use_sums(True)
+        upload_id = self._create_upload(key)
+        return (
+            not self._ask(sender.accepts, key, BODY, right ^ 1, upload_id)
+            and self._ask(sender.accepts, key, BODY, right)
+            and self._ask(sender.accepts, key, BODY, right, upload_id)
+        )
 
-    def _multipart(self) -> dict[str, bool]:
+    def _multipart(self, source: str) -> dict[str, bool]:
         """Uploads of one small part, first with all liberties taken. Raises ConfigError where there are none."""
         key = self._base + "upload"
         self._written.append(key)
         try:
-            with self._survives() as liberties:
-                upload_id = self._begin_upload(key)
-                self._part(key, upload_id, 1, BODY)
-                self._part(key, upload_id, 3, b"dropped")
-                part = self._part(key, upload_id, 1, BODY[2:6])
-                liberties.worked = self._completes(key, upload_id, part)
-            if not liberties.worked:
-                upload_id = self._begin_upload(key)
-                part = self._part(key, upload_id, 1, BODY[2:6])
-                if not self._completes(key, upload_id, part):
-                    raise Unsupported("a completed upload is not what was uploaded")
+            replaceable = bool(self._try(partial(self._replaces_parts, key)))
+            if not replaceable and not self._completes(key, *self._begin_upload(key, BODY[2:6])):
+                raise Unsupported("a completed upload is not what was uploaded")
         except (Unsupported, KeyRefused) as error:
             raise ConfigError(f"the store cannot be mounted: it lacks multipart uploads ({error})") from error
-        return {"multipart": True, "parts_replaceable": liberties.worked, "complete_etag": self._complete_etag}
+        found = {"multipart": True, "parts_replaceable": replaceable, "complete_etag": self._complete_etag}
+        return {**found, "part_copy": bool(self._try(partial(self._copies_parts, source)))}
+
+    def _replaces_parts(self, key: str) -> bool:
+        upload_id, _ = self._begin_upload(key, BODY)
+        self._ask(self._store.upload_part, key, upload_id, 3, b"dropped")
+        part = self._ask(self._store.upload_part, key, upload_id, 1, BODY[2:6])
+        return self._completes(key, upload_id, part)
 
     def _copies_parts(self, source: str) -> bool:
         key = self._base + "upload-copied"
         self._written.append(key)
-        with self._survives() as copying:
-            upload_id = self._begin_upload(key)
-            part = self._ask(lambda: self._store.upload_part_copy(key, upload_id, 1, source, 2, 6))
-            copying.worked = self._completes(key, upload_id, part)
-        return copying.worked
+        upload_id = self._create_upload(key)
+        part = self._ask(self._store.upload_part_copy, key, upload_id, 1, source, 2, 6)
+        return self._completes(key, upload_id, part)
 
-    def _begin_upload(self, key: str) -> str:
-        upload_id = self._ask(lambda: self._store.create_multipart(key))
+    def _create_upload(self, key: str) -> str:
+        upload_id = self._ask(self._store.create_multipart, key)
         self._uploads.append((key, upload_id))
         return upload_id
 
-    def _part(self, key: str, upload_id: str, number: int, body: bytes) -> PartRef:
-        return self._ask(lambda: self._store.upload_part(key, upload_id, number, body))
+    def _begin_upload(self, key: str, body: bytes) -> tuple[str, PartRef]:
+        """An upload with its first part."""
+        upload_id = self._create_upload(key)
+        return upload_id, self._ask(self._store.upload_part, key, upload_id, 1, body)
 
     def _completes(self, key: str, upload_id: str, part: PartRef) -> bool:
         """Whether bytes 2 to 6 of `BODY` are what is there after completing with one part."""
-        done = self._ask(lambda: self._store.complete_multipart(key, upload_id, [part]))
-        meta = self._ask(lambda: self._store.head(key))
+        done = self._ask(self._store.complete_multipart, key, upload_id, [part])
+        meta = self._ask(self._store.head, key)
         self._complete_etag = done.etag == meta.etag
-        return meta.size == 4 and bytes(self._ask(lambda: self._store.get(key, 0, 4)).data) == BODY[2:6]
-
-    @contextlib.contextmanager
-    def _survives(self) -> Iterator[_Try]:
-        """Something a store may fail at in its own way; but not being allowed to is no answer."""
-        attempt = _Try()
-        try:
-            yield attempt
-        except AccessDenied:
-            raise
-        except StoreError:
-            return
-
-    def _find_refused_characters(self) -> None:
-        self.characters_refused = self._refused_of(SUSPECT_CHARACTERS)
+        return meta.size == 4 and bytes(self._ask(self._store.get, key, 0, 4).data) == BODY[2:6]
 
     def _refused_of(self, characters: str) -> str:
         """All at once first; where that failed, each half."""
-        if self._keeps(f"{self._base}keys/{ord(characters[0])}-{len(characters)}/", characters):
+        if self._try(partial(self._keeps, f"{self._base}keys/{ord(characters[0])}-{len(characters)}/", characters)):
             return ""
         half = len(characters) // 2
         return self._refused_of(characters[:half]) + self._refused_of(characters[half:]) if half else characters
 
     def _keeps(self, base: str, characters: str) -> bool:
         key = f"{base}x{characters}x"
-        with self._survives() as keeping:
-            self._put(key, b"", None)
-            keeping.worked = key in [meta.key for meta in self._list(base).objects]
-        return keeping.worked
+        self._put(key)
+        return key in [meta.key for meta in self._list(base).objects]
 
-    def _ask(self, call: Callable[[], T]) -> T:
-        return retry_unavailable(call, self._clock)
+    # -- how calls are made --------------------------------------------------------------------------------------
+
+    def _ask(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return retry_unavailable(lambda: call(*args, **kwargs), self._clock)
+
+    def _try(self, call: Callable[[], T]) -> T | None:
+        """The answer of what a store may fail at in its own way, else None; but not being allowed to is no answer."""
+        try:
+            return call()
+        except AccessDenied:
+            raise
+        except StoreError:
+            return None
+
+    def _refuses(self, call: Callable[[], object], *ignored: type[StoreError]) -> bool:
+        """Whether a call whose condition does not hold is refused. One that fails with an ``ignored`` error is not."""
+        try:
+            self._ask(call)
+        except PreconditionFailed:
+            return True
+        except AccessDenied:
+            raise
+        except ignored:
+            return False
+        return False
 
     def _list(self, prefix: str, *, delimiter: str = "", token: str | None = None, keys_max: int = 1000) -> ListPage:
-        return self._ask(
-            lambda: self._store.list_page(prefix, delimiter=delimiter, token=token, keys_max=keys_max),
-        )
+        return self._ask(self._store.list_page, prefix, delimiter=delimiter, token=token, keys_max=keys_max)
 
     # -- writing and cleaning up ---------------------------------------------------------------------------------
 
-    def _put(self, key: str, body: bytes, metadata: dict[str, str] | None) -> str:
+    def _put(self, key: str, body: bytes = b"", metadata: dict[str, str] | None = None) -> str:
         self._written.append(key)
-        return self._ask(lambda: self._store.put(key, body, metadata=metadata)).etag
+        return self._ask(self._store.put, key, body, metadata=metadata).etag
 
     def _clean(self) -> None:
         """Raises the last error where something could not be removed."""
@@ -423,18 +365,11 @@ class _Probe:
             failure = None
             for key, upload_id in self._uploads:
                 try:
-                    self._ask(partial(self._store.abort_multipart, key, upload_id))
+                    self._ask(self._store.abort_multipart, key, upload_id)
                 except LakeError as error:
                     failure = error
             try:
-                leftovers = self._leftovers()
-                keys = sorted({*self._written, *leftovers}, key=len, reverse=True)
-                # A server that keeps its keys in directories goes on listing empty ones as prefixes.
-                self._delete([*keys, *self._directories(leftovers)])
-                reserved = RESERVED_PREFIX
-                page = self._list(reserved, delimiter="/", keys_max=2)
-                if not page.prefixes and [meta.key for meta in page.objects] == [reserved]:
-                    self._ask(partial(self._store.delete, reserved))
+                self._delete_all()
                 if failure is None and not self._leftovers():
                     break
             except LakeError as error:
@@ -442,13 +377,21 @@ class _Probe:
         if failure is not None:
             raise failure
 
+    def _delete_all(self) -> None:
+        leftovers = self._leftovers()
+        keys = sorted({*self._written, *leftovers}, key=len, reverse=True)
+        # A server that keeps its keys in directories goes on listing empty ones as prefixes.
+        self._delete([*keys, *self._directories(leftovers)])
+        page = self._list(RESERVED_PREFIX, delimiter="/", keys_max=2)
+        if not page.prefixes and [meta.key for meta in page.objects] == [RESERVED_PREFIX]:
+            self._ask(self._store.delete, RESERVED_PREFIX)
+
     def _delete(self, keys: Sequence[str]) -> None:
         """In this order. Together, or one by one where that was not done."""
-        with self._survives() as together:
-            together.worked = not self._ask(lambda: self._store.delete_many(keys))
-        if not together.worked or self._leftovers():
+        failed = self._try(lambda: self._ask(self._store.delete_many, keys))
+        if failed is None or failed or self._leftovers():
             for key in keys:
-                self._ask(partial(self._store.delete, key))
+                self._ask(self._store.delete, key)
 
     def _directories(self, keys: Sequence[str]) -> list[str]:
         """Every directory of ours that the keys lie in, children first."""

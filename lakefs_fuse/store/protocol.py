@@ -8,15 +8,15 @@ What always holds:
 * one call is one attempt (a listing call: one page): retrying, counting and deadlines belong to `client.StoreClient`;
 * errors are the `StoreError` kinds of `lakefs_fuse.errors` only.
 
-The protocols from `ObservableStore` on are optional: the probe uses them before anything is served. Implementations are
-called from worker threads, many at once, and keep no state that a crash could lose.
+`NetworkStore` is optional. Implementations are called from worker threads, many at once, and keep no state that a crash
+could lose.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -74,6 +74,16 @@ class FileSlice:
 
 
 Body = bytes | FileSlice
+
+
+def length_of(body: Body) -> int:
+    """Length of a body in bytes."""
+    return len(body) if isinstance(body, bytes) else body.length
+
+
+def pieces_of(body: Body) -> Iterable[bytes]:
+    """The bytes of a body in order; those of a slice in pieces that bound memory."""
+    return (body,) if isinstance(body, bytes) else body.pieces()
 
 
 class ObjectMeta(msgspec.Struct, frozen=True, gc=False):
@@ -259,37 +269,6 @@ class ObjectStore(Protocol):
         """Give back connections."""
 
 
-@runtime_checkable
-class ObservableStore(Protocol):
-    """A store that shows the bare answers of its server."""
-
-    def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
-        """HTTP status and body length of a ranged GET."""
-
-
-@runtime_checkable
-class NamedServer(Protocol):
-    """A store whose server has a name."""
-
-    @property
-    def server(self) -> str:
-        """The header ``Server`` of the last answer to GET; empty where there was none."""
-
-
-@runtime_checkable
-class ConditionalStore(Protocol):
-    """A store whose server may honour conditions on changing an object. Each raises PreconditionFailed where the object
-    is another version and the server looked."""
-
-    @property
-    def capabilities(self) -> Capabilities: ...
-    def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta: ...
-    def complete_if_match(self, key: str, upload_id: str, parts: Sequence[PartRef], etag: str) -> None: ...
-    def delete_if_match(self, key: str, etag: str) -> None: ...
-    def page_keys_max(self) -> int:
-        """Most keys that a page of a listing has."""
-
-
 class Sender(Protocol):
     """Sends the bodies of uploads."""
 
@@ -300,36 +279,41 @@ class Sender(Protocol):
     def use_sums(self, enabled: bool) -> None:
         """Uploads carry their CRC-32 from now on, or do not."""
 
-    @property
-    def encrypted(self) -> bool:
-        """TLS guards the bytes, so checksums are of no use."""
-
     def accepts(self, key: str, body: bytes, crc32: int, upload_id: str = "") -> bool:
         """Whether the store takes an object, or part 1 of an upload, whose CRC-32 is said to be ``crc32``."""
 
 
 @runtime_checkable
-class ChecksumStore(Protocol):
-    """A store whose uploads can carry checksums."""
+class NetworkStore(Protocol):
+    """A store behind a server: the probe asks for its abilities, and its answers may be damaged on the way.
+
+    What changes an object on a condition raises PreconditionFailed where the object is another version and the server
+    checks.
+    """
 
     @property
+    def capabilities(self) -> Capabilities: ...
+    @property
     def sender(self) -> Sender: ...
+    @property
+    def server(self) -> str:
+        """The header ``Server`` of the last answer to GET; empty where there was none."""
 
-
-@runtime_checkable
-class AdaptableStore(Protocol):
-    """A store that works around abilities that its server lacks."""
+    @property
+    def is_guarded(self) -> bool:
+        """TLS guards the bytes, so checksums are of no use."""
 
     def adapt(self, capabilities: Capabilities) -> None:
         """Use what the probe found; called once, before serving."""
 
+    def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
+        """HTTP status and body length of a ranged GET."""
 
-@runtime_checkable
-class NetworkStore(Protocol):
-    """A store whose answers may be damaged on the way, unless TLS guards them."""
-
-    @property
-    def is_guarded(self) -> bool: ...
+    def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta: ...
+    def complete_if_match(self, key: str, upload_id: str, parts: Sequence[PartRef], etag: str) -> None: ...
+    def delete_if_match(self, key: str, etag: str) -> None: ...
+    def page_keys_max(self) -> int:
+        """Most keys that a page of a listing has."""
 
     def has_md5_etag(self, key: str) -> bool:
         """False where the object is encrypted in a way that makes its ETag no MD5 sum, whatever the store makes of

@@ -14,7 +14,7 @@ from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import AdaptableStore, Capabilities, ObjectStore
+from lakefs_fuse.store.protocol import Capabilities, NetworkStore, ObjectStore
 from tests.servers import Server
 
 NAMES = ("local", "seaweedfs", "moto", "rclone")
@@ -41,7 +41,7 @@ def open_lake(name: str, request: pytest.FixtureRequest, tmp_path: Path, new_buc
     store = open_store(config, Node.of_this_machine())
     if name not in _found:
         _found[name] = probe(store, random.Random(7), SystemClock())
-    elif isinstance(store, AdaptableStore):
+    elif isinstance(store, NetworkStore):
         store.adapt(_found[name])
     return Lake(name, store, _found[name], config)
 

@@ -16,7 +16,7 @@ from lakefs_fuse.errors import AccessDenied, ConfigError, PreconditionFailed
 from lakefs_fuse.store import lake_record
 from lakefs_fuse.store.lake_record import FORMAT_2, KEPT_NS, KEY, LakeRecord, OpenedLake, change_record, open_record
 from lakefs_fuse.store.open import open_store
-from lakefs_fuse.store.protocol import ChecksumStore
+from lakefs_fuse.store.protocol import NetworkStore
 from tests.fakes import FakeClock
 from tests.faults import faulty
 from tests.memory_store import MemoryStore, Request, When
@@ -186,7 +186,7 @@ def test_open_record_on_a_server_is_one_get_and_adapts(
             try:
                 faults.clear()
                 opened = open_record(store, config, random.Random(1), SystemClock(), may_write=True)
-                assert isinstance(store, ChecksumStore)
+                assert isinstance(store, NetworkStore)
                 adapted.append((opened, store.sender.sends_sums, getattr(store, "capabilities")))  # noqa: B009
             finally:
                 store.close()

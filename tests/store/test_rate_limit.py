@@ -21,7 +21,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
-from lakefs_fuse.store.protocol import AdaptableStore, Capabilities, FileSlice, ObjectStore
+from lakefs_fuse.store.protocol import Capabilities, FileSlice, NetworkStore, ObjectStore
 from lakefs_fuse.store.rate_limit import PIECES_S, RateLimiter
 from tests.fakes import FakeClock, store_client
 from tests.servers import Server
@@ -99,7 +99,7 @@ def opened(config: StoreConfig, limit: int, metrics: UploadMetrics) -> Iterator[
     with contextlib.closing(open_store(config, node)) as unlimited:
         capabilities = probe(unlimited, random.Random(3), SystemClock())
     with contextlib.closing(open_store(config, node, RateLimiter(limit, metrics, SystemClock()))) as store:
-        if isinstance(store, AdaptableStore):
+        if isinstance(store, NetworkStore):
             store.adapt(capabilities)
         yield store
 
