@@ -25,7 +25,6 @@ EXEMPT: dict[str, set[str]] = {
     # A store directory on this machine stands for the server behind it: it is outside the node.
     "store/local/listing.py": {"threading"},
     "store/local/tree.py": {"os.fsync", "threading"},
-    "store/local/uploads.py": {"os.fsync"},
     # A lock that the worker threads of a store share: below the transport, which a simulation replaces.
     "store/rate_limit.py": {"threading"},
 }

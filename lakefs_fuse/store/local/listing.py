@@ -17,7 +17,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 
 from lakefs_fuse.errors import StoreError, Unsupported
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX
@@ -54,7 +54,7 @@ class LocalListing:
         if len(items) == keys_max and (following := next(walk, None)) is not None:
             last = items[-1]
             next_token = "p" + last if isinstance(last, str) else "k" + last.key
-            self._keep((prefix, delimiter, next_token), _chain(following, walk))
+            self._keep((prefix, delimiter, next_token), chain((following,), walk))
         objects = [item for item in items if isinstance(item, ObjectMeta)]
         prefixes = [item for item in items if isinstance(item, str)]
         return ListPage(objects, prefixes, next_token)
@@ -154,11 +154,6 @@ class LocalListing:
 
 def _after_token(token: str) -> str:
     return token[1:] + _LAST if token.startswith("p") else token[1:]
-
-
-def _chain(first: Item, rest: _Walk) -> _Walk:
-    yield first
-    yield from rest
 
 
 def _status_of_empty(directory: str, key: str) -> ObjectMeta | None:

@@ -20,9 +20,11 @@ import os
 import random
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+
+import msgspec
 
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
@@ -58,12 +60,23 @@ NAME_BYTES_MAX = 255
 TMP_AGE_S_MAX = 86_400
 PUBLISH_TRIES_MAX = 16
 
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV})
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_AGAIN = frozenset({errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_REFUSED = frozenset({errno.ENAMETOOLONG, errno.EISDIR, errno.EILSEQ, errno.EINVAL, errno.ELOOP})
+_KINDS: Mapping[int, type[StoreError]] = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV), NotFound),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), StoreFull),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), AccessDenied),
+    **dict.fromkeys((errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE), Unavailable),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM), Unavailable),
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.EISDIR, errno.EILSEQ, errno.EINVAL, errno.ELOOP), KeyRefused),
+}
+
+
+class _Attribute(msgspec.Struct):
+    """Value of `METADATA_XATTR` or `MARKER_XATTR`."""
+
+    version: int | str = 0
+    metadata: dict[str, str] = {}
 
 
 def file_etag(status: os.stat_result) -> str:
@@ -77,18 +90,15 @@ def translated(what: str, key: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        code, reason = error.errno or errno.EIO, f"{what} {key!r}: {error.strerror or error}"
-        if code in _MISSING:
-            raise NotFound(reason) from error
-        if code in _FULL:
-            raise StoreFull(reason) from error
-        if code in _DENIED:
-            raise AccessDenied(f"{reason} (check the directory's owner and mode)") from error
-        if code in _AGAIN:
-            raise Unavailable(reason) from error
-        if code in _REFUSED:
-            raise KeyRefused(reason) from error
-        raise StoreError(reason) from error
+        kind = _KINDS.get(error.errno or errno.EIO, StoreError)
+        advice = " (check the directory's owner and mode)" if kind is AccessDenied else ""
+        raise kind(f"{what} {key!r}: {error.strerror or error}{advice}") from error
+
+
+def require_version(key: str, etag: str, expected: str | None) -> None:
+    """Raises PreconditionFailed where ``expected`` is given and is another version's ETag."""
+    if expected is not None and expected != etag:
+        raise PreconditionFailed(f"{key!r} is another version now")
 
 
 class LocalTree:
@@ -144,16 +154,10 @@ class LocalTree:
             return "the name is reserved"
         return None
 
-    def path(self, key: str) -> str:
-        """Path without a trailing slash. Raises NotFound for what can be no key here."""
+    def path(self, key: str, refused: type[StoreError] = NotFound) -> str:
+        """Path without a trailing slash. Raises ``refused`` for what can be no key here."""
         if refusal := self.refusal(key):
-            raise NotFound(f"{key!r}: no such object: {refusal}")
-        return f"{self.root}/{key.removesuffix('/')}"
-
-    def path_to_write(self, key: str) -> str:
-        """As `path`; raises KeyRefused."""
-        if refusal := self.refusal(key):
-            raise KeyRefused(f"{key!r} cannot be stored: {refusal}")
+            raise refused(f"{key!r}: not a key of this store: {refusal}")
         return f"{self.root}/{key.removesuffix('/')}"
 
     def inside(self, path: str) -> bool:
@@ -162,8 +166,10 @@ class LocalTree:
             return False
         return not path.startswith((f"{self.root}/{TMP_DIR}/", f"{self.root}/{UPLOADS_DIR}/"))
 
-    def open_file(self, key: str) -> tuple[int, os.stat_result]:
-        """Descriptor and status of a regular file. Raises NotFound for anything else."""
+    @contextlib.contextmanager
+    def opened(self, key: str, etag: str | None = None) -> Iterator[tuple[int, os.stat_result]]:
+        """Descriptor and status of a regular file. Raises NotFound for anything else, PreconditionFailed where ``etag``
+        is given and another version is there."""
         path = self.path(key)
         with translated("open", key):
             status = os.lstat(path)
@@ -181,10 +187,11 @@ class LocalTree:
             opened = os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
             if opened != path.removesuffix(" (deleted)"):
                 raise NotFound(f"{key!r}: lies behind a symbolic link to a directory")
-            return fd, os.fstat(fd)
-        except BaseException:
+            status = os.fstat(fd)
+            require_version(key, file_etag(status), etag)
+            yield fd, status
+        finally:
             os.close(fd)
-            raise
 
     def stat_for_listing(self, path: str) -> os.stat_result | None:
         """Status of what is listed at ``path`` (its directory is known to be genuine), None if it is no object."""
@@ -203,9 +210,9 @@ class LocalTree:
     def read_metadata(fd: int, status: os.stat_result) -> dict[str, str]:
         """User metadata of this version of an open file."""
         document = _read_xattr(fd, METADATA_XATTR)
-        if document is None or document.get("version") != f"{status.st_mtime_ns}-{status.st_size}":
+        if document is None or document.version != f"{status.st_mtime_ns}-{status.st_size}":
             return {}
-        return _plain(document.get("metadata"))
+        return document.metadata
 
     @staticmethod
     def marker(path: str, key: str) -> ObjectMeta | None:
@@ -213,9 +220,8 @@ class LocalTree:
         document = _read_xattr(path, MARKER_XATTR)
         if document is None:
             return None
-        version = document.get("version")
-        version = version if isinstance(version, int) else 0
-        return ObjectMeta(key, 0, f"{version:x}", version, _plain(document.get("metadata")))
+        version = document.version if isinstance(document.version, int) else 0
+        return ObjectMeta(key, 0, f"{version:x}", version, document.metadata)
 
     def directory_object(self, key: str) -> ObjectMeta | None:
         """The object ``dir/``: a directory with a marker, or an empty one."""
@@ -233,15 +239,45 @@ class LocalTree:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
+    def write(
+        self,
+        what: str,
+        key: str,
+        fill: Callable[[int], None],
+        metadata: Mapping[str, str] | None,
+        *,
+        if_absent: bool = False,
+    ) -> ObjectMeta:
+        """Make the object of what ``fill`` writes to the descriptor that it is given."""
+        self.path(key, KeyRefused)
+        with translated(what, key):
+            fd, temporary = self.new_temporary()
+            with removed_on_failure(fd, temporary):
+                fill(fd)
+                status = self.seal(fd, metadata)
+                self.publish(temporary, key, if_absent=if_absent)
+        return ObjectMeta(key, status.st_size, file_etag(status), status.st_mtime_ns, dict(metadata or {}))
+
+    def write_own(self, path: str, mode: int, fill: Callable[[int], None]) -> os.stat_result:
+        """Make a file that is no object of what ``fill`` writes. It appears when it is whole and synced."""
+        directory = os.path.dirname(path)
+        temporary = f"{directory}/{self.unique_name()}"
+        fd = os.open(temporary, _CREATE, mode)
+        with removed_on_failure(fd, temporary):
+            fill(fd)
+            status = self.seal(fd, None)
+            os.rename(temporary, path)
+        sync_directory(directory)
+        return status
+
     def new_temporary(self) -> tuple[int, str]:
         """An empty file in ``.lakefs/tmp``, open for reading and writing."""
         name = f"{self.root}/{TMP_DIR}/{self.unique_name()}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            return os.open(name, flags, 0o666), name
+            return os.open(name, _CREATE, 0o666), name
         except FileNotFoundError:
             os.makedirs(os.path.dirname(name), mode=0o777, exist_ok=True)
-            return os.open(name, flags, 0o666), name
+            return os.open(name, _CREATE, 0o666), name
 
     def seal(self, fd: int, metadata: Mapping[str, str] | None) -> os.stat_result:
         """Give the file its version and metadata and make it durable; the answer's ETag is final."""
@@ -256,25 +292,32 @@ class LocalTree:
 
     def publish(self, temporary: str, key: str, *, if_absent: bool) -> None:
         """Publish the temporary file as ``key``, durably. Raises KeyRefused, PreconditionFailed."""
-        path = self.path_to_write(key)
+        path = self.path(key, KeyRefused)
+
+        def place() -> None:
+            if if_absent:
+                os.link(temporary, path)
+                os.unlink(temporary)
+            else:
+                os.rename(temporary, path)
+
+        try:
+            self._change_directory(os.path.dirname(path), key, place)
+        except FileExistsError as error:
+            if os.path.isdir(path):
+                raise KeyRefused(f"{key!r} cannot be stored: {key + '/'!r} has objects") from error
+            raise PreconditionFailed(f"{key!r} exists") from error
+        except (IsADirectoryError, NotADirectoryError) as error:
+            raise KeyRefused(f"{key!r} cannot be stored: it conflicts with another key") from error
+
+    def _change_directory(self, path: str, key: str, change: Callable[[], None]) -> None:
+        """Make the directory and change it, durably; again where another process prunes it meanwhile."""
         for _ in range(PUBLISH_TRIES_MAX):
-            try:
-                self.make_directory(os.path.dirname(path), key)
-                if if_absent:
-                    os.link(temporary, path)
-                    os.unlink(temporary)
-                else:
-                    os.rename(temporary, path)
-                sync_directory(os.path.dirname(path))
+            with contextlib.suppress(FileNotFoundError):
+                self.make_directory(path, key)
+                change()
+                sync_directory(path)
                 return
-            except FileNotFoundError:
-                continue  # another process pruned the directory meanwhile
-            except FileExistsError as error:
-                if os.path.isdir(path):
-                    raise KeyRefused(f"{key!r} cannot be stored: {key + '/'!r} has objects") from error
-                raise PreconditionFailed(f"{key!r} exists") from error
-            except (IsADirectoryError, NotADirectoryError) as error:
-                raise KeyRefused(f"{key!r} cannot be stored: it conflicts with another key") from error
         raise Unavailable(f"{key!r}: its directory keeps disappearing")
 
     def make_directory(self, path: str, key: str) -> None:
@@ -294,20 +337,15 @@ class LocalTree:
 
     def put_marker(self, key: str, metadata: Mapping[str, str] | None, *, if_absent: bool) -> ObjectMeta:
         """Create the object ``dir/``, or replace its metadata."""
-        path = self.path_to_write(key)
+        path = self.path(key, KeyRefused)
         version = self.unique_ns()
         value = encode_metadata(version, metadata or {})
-        for _ in range(PUBLISH_TRIES_MAX):
-            try:
-                self.make_directory(path, key)
-                os.setxattr(path, MARKER_XATTR, value, os.XATTR_CREATE if if_absent else 0)
-                sync_directory(path)
-                return ObjectMeta(key, 0, f"{version:x}", version, dict(metadata or {}))
-            except FileNotFoundError:
-                continue
-            except FileExistsError as error:
-                raise PreconditionFailed(f"{key!r} exists") from error
-        raise Unavailable(f"{key!r}: the directory keeps disappearing")
+        flags = os.XATTR_CREATE if if_absent else 0
+        try:
+            self._change_directory(path, key, lambda: os.setxattr(path, MARKER_XATTR, value, flags))
+        except FileExistsError as error:
+            raise PreconditionFailed(f"{key!r} exists") from error
+        return ObjectMeta(key, 0, f"{version:x}", version, dict(metadata or {}))
 
     def remove(self, key: str) -> str | None:
         """Remove an object if it is there; the answer is the directory to sync and prune, None if nothing changed."""
@@ -376,6 +414,19 @@ class LocalTree:
                         Path(entry.path).unlink()
 
 
+@contextlib.contextmanager
+def removed_on_failure(fd: int, path: str) -> Iterator[None]:
+    """Close a file at the end, and remove it where the block raises."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
 def empty_directory(key: str, status: os.stat_result) -> ObjectMeta:
     """The object of an empty directory without a marker."""
     return ObjectMeta(key, 0, f"{status.st_mtime_ns:x}-{status.st_ino:x}", status.st_mtime_ns, {})
@@ -407,15 +458,8 @@ def sync_directory(path: str) -> None:
         os.close(fd)
 
 
-def _read_xattr(where: int | str, name: str) -> dict[str, object] | None:
+def _read_xattr(where: int | str, name: str) -> _Attribute | None:
     try:
-        document: object = json.loads(os.getxattr(where, name))
+        return msgspec.convert(json.loads(os.getxattr(where, name)), _Attribute)
     except (OSError, ValueError):
         return None
-    return document if isinstance(document, dict) else {}
-
-
-def _plain(document: object) -> dict[str, str]:
-    if not isinstance(document, dict):
-        return {}
-    return {str(name): str(value) for name, value in document.items()}
