@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -47,23 +47,36 @@ Boto3Client = Any
 class S3Access:
     """How one bucket is reached."""
 
+    config: StoreConfig
     client: Boto3Client
-    bucket: str
-    prefix: str
     region: str
     base_url: str
     """Scheme, host and path in front of ``/bucket/key`` (path style) or ``/key`` (virtual hosts); no credentials."""
     virtual_host: bool
     ca_bundle: str | None
-    connect_timeout_s: float
-    read_timeout_s: float
     connections_max: int
-    credentials: Callable[[], dict[str, object]]
-    """What obstore calls when it needs credentials, in its form."""
-    sign_get: Callable[[str, dict[str, str]], AWSPreparedRequest]
-    """A GET of a URL with parameters, signed in its headers: the URL holds nothing secret."""
+    clock: Clock
+    session_credentials: Any = field(repr=False)
+    """botocore's, which it renews."""
     proxies: Mapping[str, str] = field(repr=False)
     """What botocore's requests use: URLs by scheme, which may hold a password."""
+
+    def credentials(self) -> dict[str, object]:
+        """What obstore calls when it needs credentials, in its form."""
+        frozen = self.session_credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.fromtimestamp(self.clock.wall_ns() / 1e9, UTC) + CREDENTIAL_TTL,
+        }
+
+    def sign_get(self, url: str, parameters: dict[str, str]) -> AWSPreparedRequest:
+        """A GET of a URL with parameters, signed in its headers: the URL holds nothing secret."""
+        request = AWSRequest("GET", url, params=parameters)
+        S3SigV4Auth(self.session_credentials.get_frozen_credentials(), "s3", self.region).add_auth(request)
+        prepared: AWSPreparedRequest = request.prepare()
+        return prepared
 
     @property
     def proxy_url(self) -> str | None:
@@ -73,7 +86,7 @@ class S3Access:
     @property
     def bucket_url(self) -> str:
         """Where listings are asked for."""
-        return f"{self.base_url}/" if self.virtual_host else f"{self.base_url}/{self.bucket}"
+        return f"{self.base_url}/" if self.virtual_host else f"{self.base_url}/{self.config.source.bucket}"
 
     @property
     def encrypted(self) -> bool:
@@ -120,18 +133,15 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         raise AccessDenied(f"{config.source}: {NO_CREDENTIALS}")
     base_url, virtual_host = _where(client, config.source.bucket)
     access = S3Access(
+        config=config,
         client=client,
-        bucket=config.source.bucket,
-        prefix=config.source.prefix,
         region=region,
         base_url=base_url,
         virtual_host=virtual_host,
         ca_bundle=ca_bundle,
-        connect_timeout_s=config.connect_timeout_s,
-        read_timeout_s=config.read_timeout_s,
         connections_max=connections_max,
-        credentials=_provider(credentials, clock),
-        sign_get=_signer(credentials, region),
+        clock=clock,
+        session_credentials=credentials,
         proxies=get_environ_proxies(client.meta.endpoint_url),
     )
     if (access.proxy_url or "").count("://") > 1:  # botocore takes any other scheme for a host, and would quote it.
@@ -191,26 +201,3 @@ def _where(client: Boto3Client, bucket: str) -> tuple[str, bool]:
     if parts.path.endswith(tail):
         return f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix(tail)}", False
     return f"{parts.scheme}://{parts.netloc}{parts.path.removesuffix('/k')}", True
-
-
-def _signer(credentials: Any, region: str) -> Callable[[str, dict[str, str]], AWSPreparedRequest]:
-    def sign(url: str, parameters: dict[str, str]) -> AWSPreparedRequest:
-        request = AWSRequest("GET", url, params=parameters)
-        S3SigV4Auth(credentials.get_frozen_credentials(), "s3", region).add_auth(request)
-        prepared: AWSPreparedRequest = request.prepare()
-        return prepared
-
-    return sign
-
-
-def _provider(credentials: Any, clock: Clock) -> Callable[[], dict[str, object]]:
-    def provide() -> dict[str, object]:
-        frozen = credentials.get_frozen_credentials()
-        return {
-            "access_key_id": frozen.access_key,
-            "secret_access_key": frozen.secret_key,
-            "token": frozen.token,
-            "expires_at": datetime.fromtimestamp(clock.wall_ns() / 1e9, UTC) + CREDENTIAL_TTL,
-        }
-
-    return provide

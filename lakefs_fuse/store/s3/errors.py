@@ -10,11 +10,12 @@ Pure functions, called from any thread.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
 import urllib3.exceptions
 from botocore import exceptions as boto
+from botocore.parsers import ResponseParserError
 from obstore import exceptions as obs
 
 from lakefs_fuse.errors import (
@@ -133,6 +134,48 @@ NO_CREDENTIALS = (
 )
 _REGION = "the bucket is in another region: give the right one with --region or AWS_REGION"
 
+_UNTRUSTED = "the store's certificate is not trusted: give its authority with --ca-bundle"
+_CUT_SHORT = "the store did not answer whole and in time"
+
+_Kinds = Sequence[tuple[tuple[type[BaseException], ...], type[StoreError], str]]
+"""Exceptions, the kind that the first match becomes, and what a message says of it."""
+_BOTO_KINDS: _Kinds = (
+    ((boto.NoCredentialsError, boto.PartialCredentialsError), AccessDenied, NO_CREDENTIALS),
+    (
+        (boto.CredentialRetrievalError, boto.TokenRetrievalError, boto.SSOError, boto.UnauthorizedSSOTokenError),
+        AccessDenied,
+        "credentials could not be had ({exception}): log in again or check AWS_PROFILE",
+    ),
+    ((boto.ParamValidationError,), KeyRefused, "the request cannot be expressed"),
+    (
+        (
+            boto.HTTPClientError,
+            boto.ConnectionError,
+            boto.IncompleteReadError,
+            boto.ResponseStreamingError,
+            ResponseParserError,
+            ElementTree.ParseError,
+            urllib3.exceptions.HTTPError,
+            OSError,
+        ),
+        Unavailable,
+        _CUT_SHORT + " ({exception})",
+    ),
+    ((Exception,), StoreError, "{exception}"),
+)
+_OBSTORE_KINDS: _Kinds = (
+    ((FileNotFoundError,), NotFound, "no such object"),
+    (
+        (obs.PreconditionError, obs.AlreadyExistsError, obs.NotModifiedError),
+        PreconditionFailed,
+        "not the version asked for",
+    ),
+    ((obs.PermissionDeniedError, obs.UnauthenticatedError), AccessDenied, _DENIED),
+    ((obs.InvalidPathError, ValueError), KeyRefused, "the key cannot be expressed"),
+    ((obs.NotSupportedError,), Unsupported, "not supported"),
+    ((Exception,), Unavailable, _CUT_SHORT + " ({exception})"),
+)
+
 # What obstore says is text only; these two are what object_store and S3 put into it.
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
 _XML_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
@@ -171,33 +214,9 @@ def from_boto(what: str, error: Exception) -> StoreError:
         about = error.response.get("Error", {})
         status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
         return from_answer(what, str(about.get("Code", "")), int(status), str(about.get("Message", "")))
-    kind = type(error).__name__
-    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-        return AccessDenied(f"{what}: {NO_CREDENTIALS}")
-    if isinstance(
-        error,
-        boto.CredentialRetrievalError | boto.TokenRetrievalError | boto.SSOError | boto.UnauthorizedSSOTokenError,
-    ):
-        return AccessDenied(f"{what}: credentials could not be had ({kind}): log in again or check AWS_PROFILE")
     if isinstance(error, boto.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return StoreError(f"{what}: the store's certificate is not trusted: give its authority with --ca-bundle")
-    if isinstance(error, boto.ParamValidationError):
-        return KeyRefused(f"{what}: the request cannot be expressed")
-    if (
-        isinstance(
-            error,
-            boto.HTTPClientError
-            | boto.ConnectionError
-            | boto.IncompleteReadError
-            | boto.ResponseStreamingError
-            | ElementTree.ParseError
-            | urllib3.exceptions.HTTPError
-            | OSError,
-        )
-        or kind == "ResponseParserError"
-    ):
-        return Unavailable(f"{what}: the store did not answer whole and in time ({kind})")
-    return StoreError(f"{what}: {kind}")
+        return StoreError(f"{what}: {_UNTRUSTED}")
+    return _from_table(_BOTO_KINDS, what, error)
 
 
 def from_obstore(what: str, error: Exception) -> StoreError:
@@ -206,16 +225,11 @@ def from_obstore(what: str, error: Exception) -> StoreError:
     status = _OBSTORE_STATUS.search(text)
     if status is not None:
         return from_xml(what, int(status[1]), text.encode("utf-8", "replace"))
-    if isinstance(error, FileNotFoundError):
-        return NotFound(f"{what}: no such object")
-    if isinstance(error, obs.PreconditionError | obs.AlreadyExistsError | obs.NotModifiedError):
-        return PreconditionFailed(f"{what}: not the version asked for")
-    if isinstance(error, obs.PermissionDeniedError | obs.UnauthenticatedError):
-        return AccessDenied(f"{what}: {_DENIED}")
-    if isinstance(error, obs.InvalidPathError | ValueError):
-        return KeyRefused(f"{what}: the key cannot be expressed")
-    if isinstance(error, obs.NotSupportedError):
-        return Unsupported(what)
     if "UnknownIssuer" in text or "invalid peer certificate" in text:
-        return StoreError(f"{what}: the store's certificate is not trusted: give its authority with --ca-bundle")
-    return Unavailable(f"{what}: the store did not answer whole and in time ({type(error).__name__})")
+        return StoreError(f"{what}: {_UNTRUSTED}")
+    return _from_table(_OBSTORE_KINDS, what, error)
+
+
+def _from_table(table: _Kinds, what: str, error: Exception) -> StoreError:
+    kind, text = next((kind, text) for exceptions, kind, text in table if isinstance(error, exceptions))
+    return kind(f"{what}: {text.format(exception=type(error).__name__)}")

@@ -11,19 +11,21 @@ Called from any worker thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from datetime import datetime, timedelta
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import obstore
 import obstore.exceptions
 import obstore.store
 
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import ConfigError, StoreError, Unavailable
+from lakefs_fuse.errors import ConfigError, Unavailable
 from lakefs_fuse.store.protocol import Fetched, ObjectMeta
 from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import from_obstore
+
+T = TypeVar("T")
 
 SMALL_PUT_BYTES_MAX = 1 << 20
 REQUEST_TIMEOUT = timedelta(hours=1)
@@ -51,10 +53,11 @@ class S3FastPath:
 
     def __init__(self, access: S3Access, clock: Clock) -> None:
         self._clock = clock
+        read_timeout = timedelta(seconds=access.config.read_timeout_s)
         options: dict[str, Any] = {
             "allow_http": not access.encrypted,
-            "connect_timeout": timedelta(seconds=access.connect_timeout_s),
-            "read_timeout": timedelta(seconds=access.read_timeout_s),
+            "connect_timeout": timedelta(seconds=access.config.connect_timeout_s),
+            "read_timeout": read_timeout,
             "timeout": REQUEST_TIMEOUT,
             **(_NO_PROXY if access.proxy_url is None else {"proxy_url": access.proxy_url}),
         }
@@ -69,12 +72,12 @@ class S3FastPath:
             "virtual_hosted_style_request": access.virtual_host,
             "skip_signature": False,
         }
-        self._prefix = access.prefix
+        self._prefix = access.config.source.prefix
         try:
             self._store: Any = obstore.store.S3Store(
-                access.bucket,
+                access.config.source.bucket,
                 client_options=cast(Any, options),
-                retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=access.read_timeout_s)},
+                retry_config={"max_retries": 0, "retry_timeout": read_timeout},
                 credential_provider=cast(Any, access.credentials),
                 **configuration,
             )
@@ -85,35 +88,27 @@ class S3FastPath:
 
     def get(self, key: str, start: int, end: int, etag: str | None) -> Fetched:
         """Bytes [start, end) of a store that answers ranges with 206. The caller compares ETags."""
-        what = f"get {key!r}"
         options: dict[str, object] = {"range": (start, end)}
         if etag is not None:
             options["if_match"] = f'"{etag}"'
-        try:
+
+        def fetch() -> tuple[int, memoryview, ObjectMeta]:
             result = obstore.get(self._store, self._prefix + key, options=cast(Any, options))
-            first, last = result.range
-            about, metadata = result.meta, _metadata(result.attributes)
-            data = memoryview(cast(Any, result.bytes()))
-        except Exception as error:
-            failure: StoreError = from_obstore(what, error)
-        else:
-            size = about["size"]
-            if first != start or last != min(end, size) or len(data) != last - first:
-                raise Unavailable(f"{what}: {len(data)} bytes came where {min(end, size) - start} were due")
-            meta = ObjectMeta(key, size, _etag(about["e_tag"]), _whole_ns(about["last_modified"]), metadata)
-            return Fetched(data, meta)
-        raise failure
+            first, meta = result.range[0], _meta(key, result)
+            return first, memoryview(cast(Any, result.bytes())), meta
+
+        what = f"get {key!r}"
+        first, data, meta = _translated(what, fetch)
+        due = min(end, meta.size) - start
+        if first != start or len(data) != due:
+            raise Unavailable(f"{what}: {len(data)} bytes came where {due} were due")
+        return Fetched(data, meta)
 
     def head(self, key: str) -> ObjectMeta:
         """With metadata, but for metadata named like a header."""
-        try:
-            result = obstore.get(self._store, self._prefix + key, options=cast(Any, {"head": True}))
-            about, metadata = result.meta, _metadata(result.attributes)
-        except Exception as error:
-            failure: StoreError = from_obstore(f"head {key!r}", error)
-        else:
-            return ObjectMeta(key, about["size"], _etag(about["e_tag"]), _whole_ns(about["last_modified"]), metadata)
-        raise failure
+        options = cast(Any, {"head": True})
+        result = _translated(f"head {key!r}", lambda: obstore.get(self._store, self._prefix + key, options=options))
+        return _meta(key, result)
 
     @staticmethod
     def can_put(size: int, metadata: Mapping[str, str] | None) -> bool:
@@ -122,30 +117,36 @@ class S3FastPath:
 
     def put(self, key: str, body: bytes, metadata: Mapping[str, str] | None, *, if_absent: bool) -> ObjectMeta:
         """One small object, whole."""
-        try:
-            answer = obstore.put(
+        answer = _translated(
+            f"put {key!r}",
+            lambda: obstore.put(
                 self._store,
                 self._prefix + key,
                 body,
                 attributes=cast(Any, dict(metadata or {})),
                 mode="create" if if_absent else "overwrite",
                 use_multipart=False,
-            )
-        except Exception as error:
-            failure = from_obstore(f"put {key!r}", error)
-        else:
-            return ObjectMeta(key, len(body), _etag(answer["e_tag"]), self._clock.wall_ns(), dict(metadata or {}))
-        raise failure
+            ),
+        )
+        return ObjectMeta(key, len(body), _etag(answer["e_tag"]), self._clock.wall_ns(), dict(metadata or {}))
+
+
+def _translated(what: str, call: Callable[[], T]) -> T:
+    """The answer of an obstore call, or its error translated; the original is not chained."""
+    try:
+        return call()
+    except Exception as error:
+        failure = from_obstore(what, error)
+    raise failure
+
+
+def _meta(key: str, result: obstore.GetResult) -> ObjectMeta:
+    about = result.meta
+    # obstore mixes user metadata with headers.
+    metadata = {str(name): str(value) for name, value in result.attributes.items() if name.lower() not in _HEADERS}
+    mtime_ns = int(about["last_modified"].timestamp()) * 1_000_000_000
+    return ObjectMeta(key, about["size"], _etag(about["e_tag"]), mtime_ns, metadata)
 
 
 def _etag(value: str | None) -> str:
     return (value or "").strip('"')
-
-
-def _whole_ns(modified: datetime) -> int:
-    return int(modified.timestamp()) * 1_000_000_000
-
-
-def _metadata(attributes: Mapping[Any, Any]) -> dict[str, str]:
-    """User metadata out of what obstore mixes with headers."""
-    return {str(name): str(value) for name, value in attributes.items() if name.lower() not in _HEADERS}

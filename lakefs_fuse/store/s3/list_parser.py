@@ -33,14 +33,14 @@ class S3Listing:
         self._access = access
         self._http = URLLib3Session(
             verify=access.ca_bundle or True,
-            timeout=(access.connect_timeout_s, access.read_timeout_s),
+            timeout=(access.config.connect_timeout_s, access.config.read_timeout_s),
             max_pool_connections=access.connections_max,
             proxies=dict(access.proxies),
         )
 
     def page(self, prefix: str, delimiter: str, start_after: str, token: str | None, keys_max: int) -> ListPage:
         """See `ObjectStore.list_page`; keys are relative to the source's prefix."""
-        lake = self._access.prefix
+        lake = self._access.config.source.prefix
         parameters = {
             "list-type": "2",
             "prefix": lake + prefix,
@@ -54,20 +54,17 @@ class S3Listing:
         elif start_after:
             parameters["start-after"] = lake + start_after
         what = f"list {prefix!r}"
-        status, body = self._fetch(what, parameters)
+        try:
+            response = self._http.send(self._access.sign_get(self._access.bucket_url, parameters))
+            status, body = int(response.status_code), bytes(response.content)
+        except (BotoCoreError, OSError, ValueError) as error:
+            raise from_boto(what, error) from error
         if status != 200:
             raise from_xml(what, status, body)
         try:
             return parse_page(body, len(lake))
         except (ElementTree.ParseError, ValueError) as error:
             raise from_boto(what, ElementTree.ParseError(str(error))) from error
-
-    def _fetch(self, what: str, parameters: dict[str, str]) -> tuple[int, bytes]:
-        try:
-            response = self._http.send(self._access.sign_get(self._access.bucket_url, parameters))
-            return int(response.status_code), bytes(response.content)
-        except (BotoCoreError, OSError, ValueError) as error:
-            raise from_boto(what, error) from error
 
     def close(self) -> None:
         """Give back connections."""
@@ -162,36 +159,24 @@ def _directory(key: str) -> str:
 def parse_any(body: bytes, skip: int) -> ListPage:
     """As `parse_page`, of any answer, with an XML parser."""
     root = ElementTree.fromstring(body)
-    namespace = root.tag[: root.tag.index("}") + 1] if root.tag.startswith("{") else ""
-    if root.tag != namespace + "ListBucketResult":
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]  # without the namespace
+    if root.tag != "ListBucketResult":
         raise ValueError(f"not a listing but {root.tag!r}")
-    encoded = root.findtext(namespace + "EncodingType") == "url"
-    contents, common = namespace + "Contents", namespace + "CommonPrefixes"
-    key_tag, size_tag = namespace + "Key", namespace + "Size"
-    etag_tag, modified_tag, prefix_tag = namespace + "ETag", namespace + "LastModified", namespace + "Prefix"
-    objects: list[ObjectMeta] = []
-    prefixes: list[str] = []
-    truncated, token = False, None
-    for child in root:
-        if child.tag == contents:
-            key = child.findtext(key_tag) or ""
-            key = (unquote_plus(key) if encoded else key)[skip:]
-            if key:
-                objects.append(
-                    ObjectMeta(
-                        key,
-                        int(child.findtext(size_tag) or "0"),
-                        (child.findtext(etag_tag) or "").strip('"'),
-                        time_ns(child.findtext(modified_tag) or ""),
-                    )
-                )
-        elif child.tag == common:
-            prefix = child.findtext(prefix_tag) or ""
-            prefixes.append((unquote_plus(prefix) if encoded else prefix)[skip:])
-        elif child.tag == namespace + "IsTruncated":
-            truncated = child.text == "true"
-        elif child.tag == namespace + "NextContinuationToken":
-            token = child.text
+    unquoted = unquote_plus if root.findtext("EncodingType") == "url" else str
+    keys = [(unquoted(each.findtext("Key") or "")[skip:], each) for each in root.findall("Contents")]
+    objects = [
+        ObjectMeta(
+            key,
+            int(each.findtext("Size") or "0"),
+            (each.findtext("ETag") or "").strip('"'),
+            time_ns(each.findtext("LastModified") or ""),
+        )
+        for key, each in keys
+        if key
+    ]
+    prefixes = [unquoted(each.findtext("Prefix") or "")[skip:] for each in root.findall("CommonPrefixes")]
+    truncated, token = root.findtext("IsTruncated") == "true", root.findtext("NextContinuationToken")
     if truncated and not token:
         raise ValueError("a listing that goes on but does not say where")
     return ListPage(objects, prefixes, token if truncated else None)

@@ -46,13 +46,14 @@ from lakefs_fuse.store.protocol import (
     ObjectMeta,
     PartRef,
     UploadRef,
+    length_of,
 )
 from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.access import S3Access, connect
 from lakefs_fuse.store.s3.errors import RangeNotSatisfiable, WrongRegion, from_boto
 from lakefs_fuse.store.s3.fast_path import S3FastPath, is_expressible
 from lakefs_fuse.store.s3.list_parser import S3Listing
-from lakefs_fuse.store.s3.upload import Answer, S3Sender, length_of, md5_of_sent
+from lakefs_fuse.store.s3.upload import Answer, S3Sender, etag_of, hides_md5, md5_of_sent
 
 SKIP_BYTES = 1 << 20
 """Read at a time of what lies before a range."""
@@ -63,12 +64,14 @@ _XML_ILLEGAL = frozenset(map(chr, range(32))) - {"\t", "\n"}
 class S3Store:
     """An `ObjectStore` over S3. Trusts nothing about the server until `adapt` was called."""
 
+    name = "s3"
+    """What the log and `stats` call this store."""
+
     def __init__(self, access: S3Access, clock: Clock, limiter: RateLimiter | None = None) -> None:
         self._access = access
         self._clock, self._limiter = clock, limiter
         self._client = access.client
-        self._bucket = access.bucket
-        self._prefix = access.prefix
+        self._bucket, self._prefix = access.config.source.bucket, access.config.source.prefix
         self._listing = S3Listing(access)
         self._fast = S3FastPath(access, clock)
         self.sender = S3Sender(self._call, limiter, encrypted=access.encrypted)
@@ -78,11 +81,6 @@ class S3Store:
         """Name of the server in its last answer to GET by boto3: one server names itself differently in others."""
         self._deletes_alone = False
         """DeleteObjects was refused, as a policy may do that allows DeleteObject."""
-
-    @property
-    def name(self) -> str:
-        """What the log and `stats` call this store."""
-        return "s3"
 
     def adapt(self, capabilities: Capabilities) -> None:
         """Use what the probe found; before any other thread uses the store."""
@@ -111,25 +109,22 @@ class S3Store:
         return fetched
 
     def _get_with_boto(self, key: str, start: int, end: int, etag: str | None) -> Fetched:
-        parameters: dict[str, object] = {"Range": f"bytes={start}-{end - 1}"}
-        if etag is not None and self.capabilities.get_if_match:
-            parameters["IfMatch"] = f'"{etag}"'
-        what = f"get {key!r}"
-        answer = self._call("get_object", what, key, **parameters)
+        answer = self._get_object(key, start, end, etag if self.capabilities.get_if_match else None)
         try:
             data, size = range_from_answer(answer, start, end)
         except Exception as error:
-            raise from_boto(what, error) from error
+            raise from_boto(f"get {key!r}", error) from error
         return Fetched(data, _meta(key, size, answer))
 
     def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
-        """HTTP status and number of body bytes of a bare ranged GET, for the probe. The body is read up to 64 KiB."""
-        parameters: dict[str, object] = {"Range": f"bytes={start}-{end - 1}"}
-        if etag is not None:
-            parameters["IfMatch"] = f'"{etag}"'
-        answer = self._call("get_object", f"get {key!r}", key, **parameters)
+        """See `NetworkStore.observe_get`. The body is read up to 64 KiB."""
+        answer = self._get_object(key, start, end, etag)
         with answer["Body"] as stream:
             return int(answer["ResponseMetadata"]["HTTPStatusCode"]), len(stream.read(65_536))
+
+    def _get_object(self, key: str, start: int, end: int, etag: str | None) -> Answer:
+        condition = {} if etag is None else {"IfMatch": f'"{etag}"'}
+        return self._call("get_object", f"get {key!r}", key, Range=f"bytes={start}-{end - 1}", **condition)
 
     def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
@@ -147,7 +142,7 @@ class S3Store:
     def has_md5_etag(self, key: str) -> bool:
         """See `NetworkStore.has_md5_etag`."""
         answer = self._call("head_object", f"head {key!r}", key)
-        return not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm"))
+        return not hides_md5(answer)
 
     def list_page(
         self,
@@ -184,27 +179,26 @@ class S3Store:
         if if_absent:
             parameters["IfNoneMatch"] = "*"
         answer = self.sender.send("put_object", what, key, body, parameters, visible=True)
-        etag = _etag(answer)
+        etag = etag_of(answer)
         return ObjectMeta(key, size, etag, self._clock.wall_ns(), dict(metadata or {})) if etag else self.head(key)
 
     def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta:
-        """See `ConditionalStore`; small bodies."""
+        """See `NetworkStore`; small bodies."""
         parameters: dict[str, object] = {"IfMatch": f'"{etag}"'}
         answer = self.sender.send("put_object", f"replace {key!r}", key, body, parameters, visible=True)
-        return ObjectMeta(key, len(body), _etag(answer), self._clock.wall_ns(), {})
+        return ObjectMeta(key, len(body), etag_of(answer), self._clock.wall_ns(), {})
 
     def delete_if_match(self, key: str, etag: str) -> None:
-        """See `ConditionalStore`."""
+        """See `NetworkStore`."""
         self._call("delete_object", f"delete {key!r}", key, IfMatch=f'"{etag}"')
 
     def complete_if_match(self, key: str, upload_id: str, parts: Sequence[PartRef], etag: str) -> None:
-        """See `ConditionalStore`."""
-        listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
-        about: dict[str, object] = {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
+        """See `NetworkStore`."""
+        about = _completion(upload_id, parts)
         self._call("complete_multipart_upload", f"complete {key!r}", key, IfMatch=f'"{etag}"', **about)
 
     def page_keys_max(self) -> int:
-        """See `ConditionalStore`."""
+        """See `NetworkStore`."""
         asked = 1000
         answer = self._call("list_objects_v2", "list", None, Prefix=f"{self._prefix}{RESERVED_PREFIX}", MaxKeys=asked)
         return min(asked, int(answer.get("MaxKeys") or asked))
@@ -215,8 +209,8 @@ class S3Store:
             return
         conditional = etag is not None and self.capabilities.delete_if_match
         try:
-            if etag is not None and not conditional and self.head(key).etag != etag:
-                raise PreconditionFailed(f"{key!r} is another version now")
+            if etag is not None and not conditional:
+                self._require_version(key, etag)
             parameters = {"IfMatch": f'"{etag}"'} if conditional else {}
             try:
                 self._call("delete_object", f"delete {key!r}", key, **parameters)
@@ -266,13 +260,24 @@ class S3Store:
         """See `ObjectStore.copy`. Asks for the target's HEAD too, as the answer to a copy has no size."""
         self._refuse_marker(source, NotFound)
         self._refuse_key(target)
-        parameters: dict[str, object] = {"CopySource": self._source(source)}
-        if etag is not None and self.capabilities.copy_if_match:
-            parameters["CopySourceIfMatch"] = f'"{etag}"'
-        self._require_version(source, etag)
-        self._call("copy_object", f"copy {source!r} to {target!r}", target, **parameters)
-        self._require_version(source, etag)
+        self._copy("copy_object", f"copy {source!r} to {target!r}", source, etag, target)
         return self.head(target)
+
+    def _copy(
+        self, operation: str, what: str, source: str, etag: str | None, target: str, **parameters: object
+    ) -> Answer:
+        """A request whose source is an object. Where the store ignores conditions on it, a HEAD before and one after
+        check its version."""
+        parameters["CopySource"] = {"Bucket": self._bucket, "Key": self._prefix + source}
+        checks = etag is not None and not self.capabilities.copy_if_match
+        if etag is not None and not checks:
+            parameters["CopySourceIfMatch"] = f'"{etag}"'
+        if checks:
+            self._require_version(source, etag)
+        answer = self._call(operation, what, target, **parameters)
+        if checks:
+            self._require_version(source, etag)
+        return answer
 
     # -- multipart -----------------------------------------------------------------------------------------------
 
@@ -296,7 +301,7 @@ class S3Store:
             # Perhaps the upload was begun by a mount that knew the store as one that does, or does not, check sums:
             # some stores insist that parts do as the upload said.
             answer = send(sums=not self.sender.sends_sums)
-        return PartRef(number, _etag(answer), length_of(body))
+        return PartRef(number, etag_of(answer), length_of(body))
 
     def upload_part_copy(
         self, key: str, upload_id: str, number: int, source: str, start: int, end: int, *, etag: str | None = None
@@ -304,18 +309,17 @@ class S3Store:
         """See `ObjectStore.upload_part_copy`."""
         if not self.capabilities.part_copy:
             raise Unsupported("the store cannot copy a part (UploadPartCopy)")
-        parameters: dict[str, object] = {
-            "UploadId": upload_id,
-            "PartNumber": number,
-            "CopySource": self._source(source),
-            "CopySourceRange": f"bytes={start}-{end - 1}",
-        }
-        if etag is not None and self.capabilities.copy_if_match:
-            parameters["CopySourceIfMatch"] = f'"{etag}"'
-        self._require_version(source, etag)
-        answer = self._call("upload_part_copy", f"copy part {number} of {key!r}", key, **parameters)
-        self._require_version(source, etag)
-        copied = _etag(answer.get("CopyPartResult", {}))
+        answer = self._copy(
+            "upload_part_copy",
+            f"copy part {number} of {key!r}",
+            source,
+            etag,
+            key,
+            UploadId=upload_id,
+            PartNumber=number,
+            CopySourceRange=f"bytes={start}-{end - 1}",
+        )
+        copied = etag_of(answer.get("CopyPartResult", {}))
         if not copied:
             # Some servers take the request for an upload of nothing and say 200.
             raise Unsupported("the store answered a part copy without copying (UploadPartCopy)")
@@ -326,8 +330,7 @@ class S3Store:
     ) -> ObjectMeta:
         """See `ObjectStore.complete_multipart`. The answer may have no metadata. Where the store ignores preconditions,
         ``if_absent`` is a HEAD before and one after, which tells of an object that came between."""
-        listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
-        parameters: dict[str, object] = {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
+        parameters = _completion(upload_id, parts)
         looks = if_absent and not self.capabilities.complete_if_absent
         if looks:
             self._refuse_existing(key)
@@ -339,7 +342,7 @@ class S3Store:
             if "IfNoneMatch" in parameters:
                 raise
             raise Conflict(str(error)) from error  # A 409 with a code of the server's own.
-        etag = _etag(answer)
+        etag = etag_of(answer)
         if looks or not etag or not self.capabilities.complete_etag:
             there = self.head(key)
             if looks and etag and self.capabilities.complete_etag and there.etag != etag:
@@ -410,13 +413,8 @@ class S3Store:
             self.server = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("server", "")
         return answer
 
-    def _source(self, key: str) -> dict[str, str]:
-        return {"Bucket": self._bucket, "Key": self._prefix + key}
-
     def _require_version(self, key: str, etag: str | None) -> None:
-        """Before and after a copy, what the store itself should have checked."""
-        if etag is None or self.capabilities.copy_if_match:
-            return
+        """Check what the store itself does not. Raises PreconditionFailed, NotFound."""
         if self.head(key).etag != etag:
             raise PreconditionFailed(f"{key!r} is another version now")
 
@@ -442,8 +440,9 @@ class S3Store:
             raise kind(f"{key!r}: the store has no directory markers")
 
 
-def _etag(answer: Answer) -> str:
-    return str(answer.get("ETag") or "").strip('"')
+def _completion(upload_id: str, parts: Sequence[PartRef]) -> dict[str, object]:
+    listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
+    return {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
 
 
 def _meta(key: str, size: int, answer: Answer) -> ObjectMeta:
@@ -451,7 +450,7 @@ def _meta(key: str, size: int, answer: Answer) -> ObjectMeta:
     metadata = {str(name).lower(): str(value) for name, value in answer.get("Metadata", {}).items()}
     modified = answer.get("LastModified")
     mtime_ns = int(modified.timestamp()) * 1_000_000_000 if modified is not None else 0
-    return ObjectMeta(key, size, _etag(answer), mtime_ns, metadata)
+    return ObjectMeta(key, size, etag_of(answer), mtime_ns, metadata)
 
 
 def range_from_answer(answer: Mapping[str, Any], start: int, end: int) -> tuple[bytes, int]:

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lakefs_fuse.errors import Unavailable
-from lakefs_fuse.store.protocol import Body, Capabilities
+from lakefs_fuse.store.protocol import Body, Capabilities, length_of, pieces_of
 from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.errors import SumRefused
 
@@ -105,7 +105,7 @@ def md5_of_sent(body: Outgoing) -> str:
 def md5_of(body: Body) -> bytes:
     """MD5 of a body that is yet to be sent: one pass over the bytes."""
     md5 = hashlib.md5(usedforsecurity=False)
-    for piece in (body,) if isinstance(body, bytes) else body.pieces(PIECE_BYTES):
+    for piece in pieces_of(body):
         md5.update(piece)
     return md5.digest()
 
@@ -113,17 +113,22 @@ def md5_of(body: Body) -> bytes:
 def crc32_of(body: Body) -> int:
     """CRC-32 of a body that is yet to be sent: one pass over the bytes, outside the GIL."""
     crc = 0
-    for piece in (body,) if isinstance(body, bytes) else body.pieces(PIECE_BYTES):
+    for piece in pieces_of(body):
         crc = zlib.crc32(piece, crc)
     return crc
 
 
-def length_of(body: Body) -> int:
-    """Length of a body in bytes."""
-    return len(body) if isinstance(body, bytes) else body.length
-
-
 Answer = Mapping[str, Any]
+
+
+def etag_of(answer: Answer) -> str:
+    """The ETag of an answer without its quotes; empty where it has none."""
+    return str(answer.get("ETag") or "").strip('"')
+
+
+def hides_md5(answer: Answer) -> bool:
+    """Encrypted with a key of the customer's or of KMS, an object's ETag is no MD5 on any store."""
+    return bool(answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm"))
 
 
 class Call(Protocol):
@@ -192,10 +197,9 @@ class S3Sender:
             parameters = {**parameters, "ContentMD5": base64.b64encode(announced).decode()}
         sent = outgoing(body, digest=compares and announced is None, limiter=self._limiter)
         answer = self._call(operation, what, key, Body=sent, **parameters)
-        # Encrypted with a key of the customer's or of KMS, an object's ETag is no MD5 on any store.
-        if compares and not (answer.get("SSEKMSKeyId") or answer.get("SSECustomerAlgorithm")):
+        if compares and not hides_md5(answer):
             due = announced.hex() if announced is not None else md5_of_sent(sent)
-            if due != str(answer.get("ETag") or "").strip('"'):
+            if due != etag_of(answer):
                 raise Unavailable(f"{what}: what arrived is not what was sent")
         return answer
 
