@@ -17,7 +17,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -44,6 +44,7 @@ from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.open import begin_counting, identity, opened_cache
+from lakefs_fuse.vfs.status import cache_section
 
 NS = 1_000_000_000
 READINGS_MAX = 1024
@@ -113,17 +114,17 @@ class ImmutableFilesystem:
             return entry
         state = self._state
         extent = extent_of(state.tree, entry)
+        if extent is None:
+            return entry
         try:
-            meta = None if extent is None else await self._lake.client.head(extent.version.key)
+            meta = await self._lake.client.head(extent.version.key)
         except LakeError as error:
             log.info("the mode of inode %d is not known: %s", inode, error)
-            return self.entry(inode)
-        if meta is None or extent is None or extent.version.etag != meta.etag:
-            return self.entry(inode)
-        if state is self._state:
-            batch = Batch()
-            state.tree.update(batch, learn(entry, meta.metadata or {}))
-            state.database.commit(batch)
+        else:
+            if state is self._state and extent.version.etag == meta.etag:
+                batch = Batch()
+                state.tree.update(batch, learn(entry, meta.metadata or {}))
+                state.database.commit(batch)
         return self.entry(inode)
 
     def directory(self, inode: int) -> Entry:
@@ -313,21 +314,17 @@ class ImmutableFilesystem:
 
     def statistics(self) -> dict[str, object]:
         """Nested plain values, as those of a mount that may be written to; what cannot be there is left out."""
-        told = self.metrics.as_dict()
-        cache = self._lake.cache.statistics()
-        told["cache"] = {
-            **dataclasses.asdict(self.metrics.cache),
-            **dataclasses.asdict(cache),
-            "bytes": cache.bytes_used,
-            "state": cache.state.name.lower(),
+        told: dict[str, object] = {
+            **self.metrics.as_dict(),
+            "cache": cache_section(self.metrics, self._lake.cache),
+            "reader": dataclasses.asdict(self._reader.statistics()),
+            "namespace": {
+                **dataclasses.asdict(self.metrics.namespace),
+                "rocksdb": self._state.database.statistics(),
+            },
+            "dirty": {"files": 0, "bytes": 0, "failed": 0, "orphans": 0},
+            "immutable": self._describe(),
         }
-        told["reader"] = dataclasses.asdict(self._reader.statistics())
-        told["namespace"] = {
-            **dataclasses.asdict(self.metrics.namespace),
-            "rocksdb": self._state.database.statistics(),
-        }
-        told["dirty"] = {"files": 0, "bytes": 0, "failed": 0, "orphans": 0}
-        told["immutable"] = self._describe()
         for listener in self.statistics_requested:
             told.update(listener())
         return told
@@ -364,36 +361,26 @@ async def open_immutable(
     """
     named = f"{identity(config)}, {path or 'whole'}, immutable {config.snapshot}".rstrip()
     async with opened_cache(config, metrics, node) as cache:
-        filesystem: ImmutableFilesystem | None = None
-        try:
+        with ExitStack() as closing_last:
             lake = Lake(config, path, named, client, metrics, cache, node)
             states = States(lake)
             state = await _first_state(states)
             async with trio.open_nursery() as nursery:
                 filesystem = ImmutableFilesystem(lake, states, state, nursery)
+                closing_last.callback(filesystem.close)
                 begin_counting(cache, nursery, node.threads)
                 try:
                     yield filesystem
                 finally:
                     nursery.cancel_scope.cancel()
-        finally:
-            if filesystem is not None:
-                filesystem.close()
 
 
 async def _first_state(states: States) -> State:
-    found = states.resume()
+    found, shown = states.resume(), None
     try:
-        if found is not None and await states.is_current(found):
-            return found
-    except BaseException:
-        if found is not None:
-            found.database.close()
-        raise
-    try:
-        made = await states.make(found)
+        shown = found if found is not None and await states.is_current(found) else await states.make(found)
     finally:
-        if found is not None:
+        if found is not None and found is not shown:
             found.database.close()
-    states.keep_only(made.number)
-    return made
+    states.keep_only(shown.number)
+    return shown
