@@ -23,7 +23,7 @@ import trio
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.daemon.lake_opener import open_lake
 from lakefs_fuse.meta.entry import ROOT_INODE
-from lakefs_fuse.store.listing import parallel_listing as split_listing
+from lakefs_fuse.store import parallel_list
 from lakefs_fuse.vfs.filesystem import Filesystem
 from scripts.bench import stage, tally
 from scripts.bench.sizes import FULL
@@ -41,7 +41,7 @@ async def list_once(url: str, prefix: str, directory: Path, count: int, chains_m
         free_bytes_min=0,
         refresh_s=3600.0,
     )
-    usual, split_listing.CHAINS_MAX = split_listing.CHAINS_MAX, chains_max
+    usual, parallel_list.CHAINS_MAX = parallel_list.CHAINS_MAX, chains_max
     try:
         async with open_lake(config) as (fs, _):
             assert isinstance(fs, Filesystem)
@@ -62,7 +62,7 @@ async def list_once(url: str, prefix: str, directory: Path, count: int, chains_m
             assert len(names) == count, f"{len(names)} names"
             return time.perf_counter() - began, fs.metrics.store.requests["list"] - before
     finally:
-        split_listing.CHAINS_MAX = usual
+        parallel_list.CHAINS_MAX = usual
 
 
 def measure(options: argparse.Namespace, made: stage.Stage) -> None:

@@ -23,7 +23,7 @@ EXEMPT: dict[str, set[str]] = {
     # Only its locks: calls come from worker threads, but it starts none. In one thread they never wait.
     "blockcache/cache_directory.py": {"threading"},
     # A store directory on this machine stands for the server behind it: it is outside the node.
-    "store/local/listing.py": {"threading"},
+    "store/local/list_pages.py": {"threading"},
     "store/local/tree.py": {"os.fsync", "threading"},
     # A lock that the worker threads of a store share: below the transport, which a simulation replaces.
     "store/rate_limit.py": {"threading"},

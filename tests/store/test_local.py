@@ -13,7 +13,7 @@ import pytest
 
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.errors import AccessDenied, KeyRefused, NotFound, PreconditionFailed, StoreError, StoreFull
-from lakefs_fuse.store.local import listing as local_listing
+from lakefs_fuse.store.local import list_pages
 from lakefs_fuse.store.local.store import LocalStore
 from lakefs_fuse.store.local.tree import TMP_AGE_S_MAX, LocalTree
 from tests.fakes import local_store
@@ -258,7 +258,7 @@ def test_listing_goes_on_in_another_process_and_in_bounded_memory(
         (root / f"f{number:03d}").write_text("")
     expected = keys(store)
     assert len(expected) == 240
-    monkeypatch.setattr(local_listing, "NAMES_MAX", 7)
+    monkeypatch.setattr(list_pages, "NAMES_MAX", 7)
     for forget in (False, True):
         seen: list[str] = []
         token = None

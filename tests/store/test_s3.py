@@ -34,11 +34,11 @@ from lakefs_fuse.errors import (
     Unsupported,
 )
 from lakefs_fuse.store.protocol import Capabilities, FileSlice, ObjectMeta
-from lakefs_fuse.store.s3 import list_parser as s3_listing
+from lakefs_fuse.store.s3 import list_pages
 from lakefs_fuse.store.s3.access import connect
 from lakefs_fuse.store.s3.errors import SumRefused, WrongRegion, from_answer, from_xml
 from lakefs_fuse.store.s3.fast_path import is_expressible
-from lakefs_fuse.store.s3.list_parser import parse_page
+from lakefs_fuse.store.s3.list_pages import parse_page
 from lakefs_fuse.store.s3.store import S3Store
 from lakefs_fuse.store.s3.upload import BodyReader
 from tests.faults import Faults
@@ -420,9 +420,9 @@ def test_a_page_in_any_form_is_read_alike(
     head = f"<Name>b</Name><IsTruncated>{'false' if token is None else 'true'}</IsTruncated>{more}"
     body = f"<ListBucketResult><EncodingType>url</EncodingType>{head}{text}</ListBucketResult>".encode()
     page = parse_page(body, len("lake/"))
-    assert page == s3_listing.parse_any(body, len("lake/"))
+    assert page == list_pages.parse_any(body, len("lake/"))
     if all("/" not in name for name, *_ in found):
-        assert page == s3_listing.parse_usual(body, len("lake/")), "one directory is read the quick way"
+        assert page == list_pages.parse_usual(body, len("lake/")), "one directory is read the quick way"
     assert [(meta.key, meta.size, meta.etag) for meta in page.objects] == [
         (directory + name, size, etag) for name, size, etag, _ in found
     ]

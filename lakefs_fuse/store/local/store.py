@@ -1,6 +1,6 @@
 """The `file:///dir` store: objects are plain files under a directory, where `ls` shows them.
 
-What always holds, beside what `tree` (publication) and `listing` (order) say:
+What always holds, beside what `tree` (publication) and `list_pages` (order) say:
 
 * an object's ETag is its file's time stamp, size and inode number; `get` compares it before and after the read, so
   bytes of two versions are never mixed;
@@ -26,7 +26,7 @@ import msgspec
 
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, StoreError, Unavailable
-from lakefs_fuse.store.local.listing import LocalListing
+from lakefs_fuse.store.local.list_pages import LocalPages
 from lakefs_fuse.store.local.tree import (
     UPLOADS_DIR,
     LocalTree,
@@ -73,7 +73,7 @@ class LocalStore:
         ConfigError."""
         self._clock = clock
         self._tree = LocalTree(root, rng, clock)
-        self._listing = LocalListing(self._tree)
+        self._pages = LocalPages(self._tree)
         self._uploads = f"{self._tree.root}/{UPLOADS_DIR}"
         self._limiter = limiter
 
@@ -167,7 +167,7 @@ class LocalStore:
     ) -> ListPage:
         """See `ObjectStore.list_page`. Raises Unsupported for another delimiter than '/'."""
         with translated("list", prefix):
-            return self._listing.page(prefix, delimiter, start_after, token, keys_max)
+            return self._pages.page(prefix, delimiter, start_after, token, keys_max)
 
     def create_multipart(self, key: str, *, metadata: Mapping[str, str] | None = None) -> str:
         """See `ObjectStore.create_multipart`."""

@@ -52,7 +52,7 @@ from lakefs_fuse.store.rate_limit import RateLimiter
 from lakefs_fuse.store.s3.access import S3Access, connect
 from lakefs_fuse.store.s3.errors import RangeNotSatisfiable, WrongRegion, from_boto
 from lakefs_fuse.store.s3.fast_path import S3FastPath, is_expressible
-from lakefs_fuse.store.s3.list_parser import S3Listing
+from lakefs_fuse.store.s3.list_pages import S3Pages
 from lakefs_fuse.store.s3.upload import Answer, S3Sender, etag_of, hides_md5, md5_of_sent
 
 SKIP_BYTES = 1 << 20
@@ -72,7 +72,7 @@ class S3Store:
         self._clock, self._limiter = clock, limiter
         self._client = access.client
         self._bucket, self._prefix = access.config.source.bucket, access.config.source.prefix
-        self._listing = S3Listing(access)
+        self._pages = S3Pages(access)
         self._fast = S3FastPath(access, clock)
         self.sender = S3Sender(self._call, limiter, encrypted=access.encrypted)
         """Public for the probe, which tries what it can do."""
@@ -154,7 +154,7 @@ class S3Store:
         keys_max: int = 1000,
     ) -> ListPage:
         """See `ObjectStore.list_page`."""
-        return self._listing.page(prefix, delimiter, start_after, token, keys_max)
+        return self._pages.page(prefix, delimiter, start_after, token, keys_max)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -397,7 +397,7 @@ class S3Store:
 
     def close(self) -> None:
         """Give back connections."""
-        self._listing.close()
+        self._pages.close()
         self._client.close()
 
     # -- how calls are made --------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import trio
 
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.store.listing.parallel_listing import SplitProgress
+from lakefs_fuse.store.parallel_list import ListProgress
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge
 
 FLIGHTS_SHOWN_MAX = 16
@@ -32,7 +32,7 @@ class Flight:
     """The directory is to be listed again since: of names that were changed here this LIST tells nothing."""
     error: LakeError | None = None
     merge: DirectoryMerge | None = None
-    progress: SplitProgress = field(default_factory=SplitProgress)
+    progress: ListProgress = field(default_factory=ListProgress)
     _arrived: trio.Event = field(default_factory=trio.Event)
 
     def told(self) -> None:

@@ -32,7 +32,7 @@ from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.listing.parallel_listing import SplitListing
+from lakefs_fuse.store.parallel_list import ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.key_mapping import (
@@ -470,9 +470,9 @@ class Namespace:
                 self._tell_of_long(long)
             flight.told()
 
-        listing = SplitListing(self._client, prefix, take)
-        flight.progress = listing.progress
-        if not await listing.run(goes_on=lambda: flight.is_wanted):
+        pages = ParallelList(self._client, prefix, take)
+        flight.progress = pages.progress
+        if not await pages.run(goes_on=lambda: flight.is_wanted):
             return
         await self._look_below_ghosts(merge, prefix)
         if self.tree.path(directory) is None:

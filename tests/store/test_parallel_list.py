@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.errors import StoreError, Unavailable
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.listing.parallel_listing import CHAINS_MAX, PAGES_FOR_A_GUESS, SplitListing
+from lakefs_fuse.store.parallel_list import CHAINS_MAX, PAGES_FOR_A_GUESS, ParallelList
 from lakefs_fuse.store.protocol import Capabilities, ListPage, ObjectMeta
 from tests.fakes import store_client
 from tests.memory_store import Failures, MemoryStore
@@ -69,7 +69,7 @@ def listed(client: StoreClient, prefix: str, **more: int) -> Counter[tuple[str, 
         found.update((common, "") for common in page.prefixes)
 
     async def run() -> None:
-        await SplitListing(client, prefix, take, **more).run()
+        await ParallelList(client, prefix, take, **more).run()
 
     trio.run(run)
     return found
@@ -178,9 +178,9 @@ def test_many_pages_take_a_quarter_of_the_time(names: list[str]) -> None:
     def take(page: ListPage) -> None:
         found.update(meta.key for meta in page.objects)
 
-    async def run() -> tuple[float, SplitListing]:
+    async def run() -> tuple[float, ParallelList]:
         began = trio.current_time()
-        listing = SplitListing(slow, "", take)  # type: ignore[arg-type]
+        listing = ParallelList(slow, "", take)  # type: ignore[arg-type]
         await listing.run()
         return trio.current_time() - began, listing
 
@@ -218,7 +218,7 @@ def test_who_takes_pages_may_end_it() -> None:
             raise StoreError("enough")
 
     async def run() -> None:
-        await SplitListing(client_of(store), "", take).run()
+        await ParallelList(client_of(store), "", take).run()
 
     with pytest.raises(StoreError, match="enough"):
         trio.run(run)

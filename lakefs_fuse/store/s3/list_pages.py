@@ -26,8 +26,8 @@ from lakefs_fuse.store.s3.access import S3Access
 from lakefs_fuse.store.s3.errors import from_boto, from_xml
 
 
-class S3Listing:
-    """Pages of one bucket."""
+class S3Pages:
+    """Sends LIST requests to one bucket."""
 
     def __init__(self, access: S3Access) -> None:
         self._access = access

@@ -29,12 +29,8 @@ _LETTERS = frozenset(string.ascii_lowercase), frozenset(string.ascii_uppercase)
 
 def shared(one: str, other: str) -> int:
     """Length of the longest common prefix, in characters."""
-    length = 0
-    for left, right in zip(one, other, strict=False):
-        if left != right:
-            break
-        length += 1
-    return length
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 class KeySpace:

@@ -34,8 +34,8 @@ Item = ObjectMeta | str
 _Walk = Iterator[Item]
 
 
-class LocalListing:
-    """Listings of one tree."""
+class LocalPages:
+    """Answers LIST requests of one tree."""
 
     def __init__(self, tree: LocalTree) -> None:
         self._tree = tree

@@ -16,14 +16,14 @@ Trio thread only. A crash leaves nothing behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import trio
 
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.listing.key_space import LAST, KeySpace
+from lakefs_fuse.store.key_space import LAST, KeySpace
 from lakefs_fuse.store.protocol import ListPage
 from lakefs_fuse.sync.nursery import collecting
 
@@ -56,7 +56,7 @@ class Chain:
 
 
 @dataclass(slots=True)
-class SplitProgress:
+class ListProgress:
     """Requests that were answered, of them those that brought nothing, and requests under way."""
 
     pages: int = 0
@@ -64,7 +64,7 @@ class SplitProgress:
     under_way: int = 0
 
 
-class SplitListing:
+class ParallelList:
     """One parallel listing; `run` is called once."""
 
     def __init__(
@@ -84,7 +84,7 @@ class SplitListing:
         self._orderly = client.capabilities.lists_anywhere
         self._chains: list[Chain] = []
         self._firsts: dict[str, Chain] = {}
-        self.progress = SplitProgress()
+        self.progress = ListProgress()
         self._active = 0
 
     async def run(self, *, goes_on: Callable[[], bool] = lambda: True) -> bool:
@@ -107,7 +107,7 @@ class SplitListing:
     async def _page(self, *, token: str | None = None, after: str = "", keys_max: int | None = None) -> ListPage:
         self.progress.under_way += 1
         try:
-            return await self._client.list_page(
+            page = await self._client.list_page(
                 self._prefix,
                 delimiter="/",
                 token=token,
@@ -116,6 +116,8 @@ class SplitListing:
             )
         finally:
             self.progress.under_way -= 1
+        self.progress.pages += 1
+        return page
 
     # -- chains
 
@@ -126,7 +128,6 @@ class SplitListing:
         self._chains.append(chain)
         if ends is not None:
             self._firsts[chain.begin] = chain
-        self.progress.pages += 1
         self._meet(chain, page)
         return chain
 
@@ -134,7 +135,6 @@ class SplitListing:
         """To the end of the listing, or until it meets another chain."""
         while not chain.is_over():
             page = await self._page(token=chain.token, keys_max=self._keys_wanted(chain))
-            self.progress.pages += 1
             chain.pages += 1
             chain.token = page.next_token
             ends = self._ends(page)
@@ -158,14 +158,9 @@ class SplitListing:
 
     def _meet(self, chain: Chain, page: ListPage) -> None:
         """Whether another chain's first item is on a page."""
-        skip = len(self._prefix)
-        if len(self._firsts) == 1:
-            return
-        for name in self._names(page, skip):
-            other = self._firsts.get(name)
-            if other is not None and other is not chain:
-                chain.met = other
-                return
+        if len(self._firsts) > 1:
+            firsts = (self._firsts.get(name) for names in self._names(page) for name in names)
+            chain.met = next((other for other in firsts if other is not None and other is not chain), None)
 
     async def _join(self, first: Chain) -> None:
         """The chains have to lead from the first page to the last. Where they do not, because the store's order is none
@@ -179,7 +174,6 @@ class SplitListing:
             return
         while first.token is not None:
             page = await self._page(token=first.token)
-            self.progress.pages += 1
             first.token = page.next_token
             self._take(page)
 
@@ -245,22 +239,20 @@ class SplitListing:
         if self._order(chain.at) < self._order(point) < self._order(limit):
             chain.limit = point
         if ends is None or ends[0] in self._firsts or self._order(ends[0]) <= self._order(chain.at):
-            self.progress.pages += 1
             return None
         return self._begin_chain(page, limit)
 
     # -- pages
 
-    def _names(self, page: ListPage, skip: int) -> Sequence[str]:
-        return [meta.key[skip:] for meta in page.objects] + [common[skip:] for common in page.prefixes]
+    def _names(self, page: ListPage) -> tuple[list[str], list[str]]:
+        """Of files, and of directories with their slashes."""
+        skip = len(self._prefix)
+        return [meta.key[skip:] for meta in page.objects], [common[skip:] for common in page.prefixes]
 
     def _ends(self, page: ListPage) -> tuple[str, str] | None:
         """First and last item of a page, and what can be learned of it."""
-        skip = len(self._prefix)
-        files = [meta.key[skip:] for meta in page.objects]
-        directories = [common[skip:] for common in page.prefixes]
         ends: list[str] = []
-        for names in (files, directories):
+        for names in self._names(page):
             if names:
                 ends += (names[0], names[-1])
                 self._space.learn(names)

@@ -1,1 +1,0 @@
-"""LIST of many pages as several chains of requests side by side."""
