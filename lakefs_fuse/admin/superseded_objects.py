@@ -107,7 +107,7 @@ async def delete(lake: LakeView, doomed: Sequence[ObjectMeta], swept: Swept, *, 
         if ours:
             failed.update(await lake.client.delete_many(ours))
         others = [(meta.key, meta.etag) for meta in doomed if not meta.key.startswith(RESERVED_PREFIX)]
-        failed.update(await lake.client.delete_versions(others))
+        failed.update(await lake.client.delete_many_if_match(others))
     swept.failed += len(failed)
     swept.why = swept.why or next((f"{key}: {why}" for key, why in failed.items()), "")
     swept.objects += len(doomed) - len(failed)

@@ -222,7 +222,7 @@ class StoreClient:
         """See `ObjectStore.delete`."""
         await self._call("delete", partial(self._store.delete, key, etag=etag))
 
-    async def delete_versions(self, versions: Sequence[tuple[str, str]]) -> dict[str, str]:
+    async def delete_many_if_match(self, versions: Sequence[tuple[str, str]]) -> dict[str, str]:
         """Delete each key as the version (ETag) beside it, or any where that is empty, DELETES_AT_ONCE at a time. A key
         that has another version now is done with. The answer maps keys that may not be deleted to why. Raises other
         StoreErrors."""

@@ -36,7 +36,7 @@ KEY = f"{RESERVED_PREFIX}lake"
 FORMAT = 1
 """Of the record itself."""
 FORMAT_2 = "commit-format-2"
-"""Commits say that their format is 2, which programs refuse that do not look at the lake record."""
+"""Commits have format 2, which programs that do not read the lake record refuse."""
 FEATURES = frozenset({FORMAT_2})
 """Features that this program knows."""
 RECORD_BYTES_MAX = 256 << 10
@@ -214,7 +214,7 @@ def _finding(store: ObjectStore, config: StoreConfig, now_ns: int, capabilities:
 
 
 def _fresh(record: LakeRecord, asked: Finding, may_write: bool) -> Finding | None:
-    """What is known of this store. Whoever may not write takes what has expired, too: it is better than nothing."""
+    """The finding about this store. A reader uses an expired one, too: it cannot probe by writing."""
     found = next((each for each in record.stores if each.is_about(asked)), None)
     if found is None or (may_write and not found.found_ns <= asked.found_ns < found.expires_ns):
         return None

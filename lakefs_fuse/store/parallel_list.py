@@ -1,13 +1,13 @@
-"""A parallel LIST: several chains of pages, each from another place of one listing.
+"""A parallel LIST: several chains of pages, each from another place of one prefix.
 
 A page says where the next one begins, so one LIST is a chain of requests, each of which waits for the one before. Here
 further chains begin behind names that are guessed from those seen (`key_space`), and each ends where it meets the
 first name of another.
 
-What always holds: every item is handed over at least once, whatever the order of the store's listing is, as long as it
-is one order: a chain ends only with the listing, or on a page that has the first item of another chain, which goes on
+What always holds: every item is handed over at least once, whatever the order of the store's pages is, as long as it
+is one order: a chain ends only with the last page, or on a page that has the first item of another chain, which goes on
 from there; the end checks that the chains join up from the first page to the last. Guesses are never trusted. Items may
-come more than once, pages in any order. A listing of one page is one request; of those beyond the pages themselves (a
+come more than once, pages in any order. A LIST of one page is one request; of those beyond the pages themselves (a
 guess beyond the end, or within what is listed already) there are at most one, and one for every `PAGES_FOR_A_GUESS`
 pages; what two chains both bring where they meet comes on top.
 
@@ -30,7 +30,7 @@ from lakefs_fuse.sync.nursery import collecting
 KEYS_MAX = 1000
 """S3's largest page."""
 CHAINS_MAX = 16
-"""Requests of one listing at once."""
+"""Requests of one LIST at once."""
 PAGES_FOR_A_GUESS = 3
 LAST_PAGE_MIN = 0.1
 """Of a page: what is asked for beyond where another chain is believed to begin."""
@@ -65,7 +65,7 @@ class ListProgress:
 
 
 class ParallelList:
-    """One parallel listing; `run` is called once."""
+    """Lists one directory; `run` is called once."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class ParallelList:
         return chain
 
     async def _follow(self, nursery: trio.Nursery, chain: Chain) -> None:
-        """To the end of the listing, or until it meets another chain."""
+        """To the last page, or until it meets another chain."""
         while not chain.is_over():
             page = await self._page(token=chain.token, keys_max=self._keys_wanted(chain))
             chain.pages += 1

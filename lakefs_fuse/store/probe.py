@@ -1,4 +1,4 @@
-"""The probe: finds out what a store can do, by doing it.
+"""The probe: finds the abilities of a store by using them.
 
 Everything is written under ``.lakefs/probe-<random>/`` and removed again, whether or not the probe succeeds: objects
 by the names that were used and by listing, uploads by aborting. A crash in mid-probe leaves a few small
@@ -53,8 +53,8 @@ _NOTES = {
     "put_if_absent": "conditions on PUT are ignored: exclusive creation is a HEAD before the PUT",
     "complete_if_absent": "conditions on completing an upload are ignored: exclusive creation asks before and after",
     "part_copy": "parts cannot be copied: bytes of a changed file that stay are uploaded again",
-    "parts_replaceable": "parts are final once uploaded: a file that changes behind the writer is uploaded anew",
-    "complete_etag": "completing an upload does not tell the ETag: it is asked for",
+    "parts_replaceable": "parts are final once uploaded: a file that changes behind the writer is uploaded again",
+    "complete_etag": "completing an upload does not answer the ETag: it is asked for",
     "sorted_listing": "listings are not in the order of bytes: any order will do",
     "lists_markers": "there are no directory markers: empty directories exist only on the node that made them",
     "metadata": "user metadata is not kept: modes, owners and exact times of files are not",
@@ -117,7 +117,7 @@ class _Probe:
         return found
 
     def read_only(self) -> dict[str, bool]:
-        """Look at an object that is there, if any; assume the least of everything else."""
+        """Read an object that is there, if any; assume the least of everything else."""
         found = dict.fromkeys(_NOTES, False)
         found |= {"multipart": True, "metadata": True, "ranges": True}
         if self._server is None:

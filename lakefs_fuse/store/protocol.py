@@ -5,7 +5,7 @@ What always holds:
 * keys are ``str`` relative to the source's prefix, never empty; ETags are opaque and without quotes;
 * a version is (key, ETag); ``get`` answers bytes of exactly the version asked for or raises PreconditionFailed;
 * a write is visible whole or not at all, and after it returns every later call sees it;
-* one call is one attempt (a listing call: one page): retrying, counting and deadlines belong to `client.StoreClient`;
+* one call is one attempt (of LIST: one page): retrying, counting and deadlines belong to `client.StoreClient`;
 * errors are the `StoreError` kinds of `lakefs_fuse.errors` only.
 
 `NetworkStore` is optional. Implementations are called from worker threads, many at once, and keep no state that a crash
@@ -63,14 +63,16 @@ class FileSlice:
         """The bytes in order, in pieces that bound memory."""
         at, end = self.offset, self.offset + self.length
         while at < end:
-            want = min(piece_bytes_max, end - at)
-            piece = os.pread(self.fd, want, at)
-            if len(piece) < want:
-                piece += bytes(want - len(piece))
+            piece = self.read(at, min(piece_bytes_max, end - at))
             if self.seen is not None:
                 self.seen(at, piece)
-            at += want
+            at += len(piece)
             yield piece
+
+    def read(self, at: int, count: int) -> bytes:
+        """Bytes from offset ``at`` of the file, which need not be in the slice."""
+        piece = os.pread(self.fd, count, at)
+        return piece if len(piece) == count else piece + bytes(count - len(piece))
 
 
 Body = bytes | FileSlice
@@ -158,7 +160,7 @@ class Capabilities:
     part_copy: bool = True
     parts_replaceable: bool = True
     """A part may be uploaded again or left out, and numbers may have gaps; else only 1, 2, 3 … of final bytes, all of
-    them completed (an upload that needs more is aborted and begun anew)."""
+    them completed (an upload that needs more is aborted and another begun)."""
     sorted_listing: bool = True
     """LIST answers keys in the order of their UTF-8 bytes, prefixes included."""
     lists_markers: bool = True
@@ -181,18 +183,18 @@ class Capabilities:
 
     @property
     def spills(self) -> bool:
-        """Parts that are not complete can be put into objects of their own, and joined later. A local directory has
-        no more room for that than staging."""
+        """Incomplete parts can be put into objects of their own and joined later. A local directory has no more room
+        for that than staging."""
         return self.part_copy and self.parts_replaceable and self.name != "local"
 
     @property
     def keeps_holes(self) -> bool:
-        """Ranges of a body that nobody wrote take no room in the store, and are not sent. So a local directory does."""
+        """Holes of a body take no room in the store, and are not sent: a local directory's."""
         return self.name == "local"
 
     @property
     def lists_anywhere(self) -> bool:
-        """A listing may begin behind any key at the price of a page. A local directory is read whole for that."""
+        """A LIST may begin behind any key at the price of a page. A local directory is read whole for that."""
         return self.name != "local"
 
 
@@ -221,8 +223,8 @@ class ObjectStore(Protocol):
         """Absent is success. Raises PreconditionFailed where ``etag`` is given and another version is there."""
 
     def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:
-        """Up to 1000 keys in one request (where the store can), whatever version is there; for keys that only we write.
-        The answer maps keys that failed to why."""
+        """Delete up to 1000 keys, whatever version is there, in one request where the store can; for keys that only we
+        write. Return why by key, of keys that failed."""
 
     def copy(self, source: str, target: str, *, etag: str | None = None) -> ObjectMeta:
         """Server-side, with metadata, up to 5 GiB. Raises NotFound, PreconditionFailed."""
@@ -262,11 +264,11 @@ class ObjectStore(Protocol):
         """Unfinished uploads of keys with this prefix, all of them."""
 
     def time_ns(self) -> int:
-        """The store's clock, in ns since 1970, as one cheap request's answer dates itself. S3 says the second only, of
+        """The store's clock in ns since 1970: the date of the answer to one cheap request. S3 gives whole seconds, of
         which this is the middle; a local directory's clock is this machine's."""
 
     def close(self) -> None:
-        """Give back connections."""
+        """Close connections."""
 
 
 class Sender(Protocol):

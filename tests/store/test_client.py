@@ -199,11 +199,11 @@ async def test_counters_count_attempts_and_bytes(client: StoreClient, faults: tu
     assert faults[1].counts == {"GET": 4, "PUT": 1, "HEAD": 2, "DELETE": 1}
 
 
-async def test_delete_versions_leaves_other_versions(client: StoreClient) -> None:
+async def test_delete_many_if_match_leaves_other_versions(client: StoreClient) -> None:
     keys = [f"versions/{number}" for number in range(40)]
     versions = [(key, (await client.put(key, b"bytes")).etag) for key in keys]
     await client.put(keys[7], b"written since")
-    assert await client.delete_versions([*versions, ("versions/absent", "0" * 32)]) == {}
+    assert await client.delete_many_if_match([*versions, ("versions/absent", "0" * 32)]) == {}
     pages = [page async for page in client.list_all("versions/")]
     assert [meta.key for page in pages for meta in page.objects] == [keys[7]]
 

@@ -164,7 +164,7 @@ class DeletionQueue:
         self._under_way.update((doomed.key, done) for doomed in due)
         try:
             unwanted = [(doomed.key, doomed.etag) for doomed in due if not self._is_wanted(doomed)]
-            failed = await self._client.delete_versions(unwanted)
+            failed = await self._client.delete_many_if_match(unwanted)
             self._metrics.objects_deleted += len(unwanted) - len(failed)
             self._forget([doomed.key for doomed in due if doomed.key not in failed])
         finally:

@@ -1,12 +1,12 @@
-"""LIST of a local store, in S3's order: by UTF-8 bytes of the whole key, a directory sorting as ``name/``.
+"""Answers LIST requests of a local store in S3's order: by UTF-8 bytes of keys, a directory sorting as ``name/``.
 
 What always holds:
 
 * sorting ``str`` is sorting UTF-8 bytes (that encoding keeps the order of code points);
 * every directory is at least one key: its marker, if it has one or has no entries; so a directory is a common prefix
   without being read (but for one that is being removed, which is still a prefix, and no key);
-* memory per listing is bounded: names of a directory are read `NAMES_MAX` at a time, and at most `OPEN_MAX` listings
-  wait for their next page. A listing that was dropped begins again after the last key answered.
+* memory of a LIST is bounded: names of a directory are read `NAMES_MAX` at a time, and at most `OPEN_MAX` walks
+  wait for their next page. A walk that was dropped begins again after the last key answered.
 
 A token is that last key; it is valid in any process. Called from any worker thread.
 """
@@ -21,7 +21,7 @@ from itertools import chain, islice
 
 from lakefs_fuse.errors import StoreError, Unsupported
 from lakefs_fuse.product import RESERVED_NAME, RESERVED_PREFIX
-from lakefs_fuse.store.local.tree import HIDDEN, LocalTree, empty_directory, file_etag, translated, was_emptied
+from lakefs_fuse.store.local.tree import HIDDEN, LocalTree, empty_directory, file_etag, is_utf8, translated
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 
 NAMES_MAX = 65_536
@@ -35,7 +35,7 @@ _Walk = Iterator[Item]
 
 
 class LocalPages:
-    """Answers LIST requests of one tree."""
+    """Walks of one tree, continued from page to page."""
 
     def __init__(self, tree: LocalTree) -> None:
         self._tree = tree
@@ -46,7 +46,10 @@ class LocalPages:
         """See `ObjectStore.list_page`."""
         if delimiter not in ("", "/"):
             raise Unsupported(f"delimiter {delimiter!r}: only '/' or none")
-        walk = self._resume(prefix, delimiter, token) if token is not None else None
+        walk = None
+        if token is not None:
+            with self._lock:
+                walk = self._open.pop((prefix, delimiter, token), None)
         if walk is None:
             walk = self._begin(prefix, delimiter, _after_token(token) if token is not None else start_after)
         items = list(islice(walk, keys_max))
@@ -58,10 +61,6 @@ class LocalPages:
         objects = [item for item in items if isinstance(item, ObjectMeta)]
         prefixes = [item for item in items if isinstance(item, str)]
         return ListPage(objects, prefixes, next_token)
-
-    def _resume(self, prefix: str, delimiter: str, token: str) -> _Walk | None:
-        with self._lock:
-            return self._open.pop((prefix, delimiter, token), None)
 
     def _keep(self, name: tuple[str, str, str], walk: _Walk) -> None:
         with self._lock:
@@ -88,7 +87,7 @@ class LocalPages:
             if first and base and not name_prefix and base > after:
                 found = tree.marker(directory, base)
                 if found is None and not any_entry and base != RESERVED_PREFIX:
-                    found = _status_of_empty(directory, base)
+                    found = empty_directory(directory, base)
                 if found is not None:
                     yield found
             first = False
@@ -127,7 +126,7 @@ class LocalPages:
                         continue
                     key = base + name
                     inside = name[-1] == "/" and after.startswith(key) and after != key + _LAST
-                    if (inside or key > after) and _is_utf8(name):
+                    if (inside or key > after) and is_utf8(name):
                         names.append(name)
                         if len(names) >= 2 * NAMES_MAX:
                             names.sort()
@@ -154,20 +153,3 @@ class LocalPages:
 
 def _after_token(token: str) -> str:
     return token[1:] + _LAST if token.startswith("p") else token[1:]
-
-
-def _status_of_empty(directory: str, key: str) -> ObjectMeta | None:
-    try:
-        return None if was_emptied(directory) else empty_directory(key, os.lstat(directory))
-    except OSError:
-        return None
-
-
-def _is_utf8(name: str) -> bool:
-    if name.isascii():
-        return True
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

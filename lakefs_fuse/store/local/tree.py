@@ -139,9 +139,7 @@ class LocalTree:
 
     def refusal(self, key: str) -> str | None:
         """Why ``key`` cannot be stored here; None where it can."""
-        try:
-            key.encode()
-        except UnicodeEncodeError:
+        if not is_utf8(key):
             return "it is not UTF-8"
         components = key.removesuffix("/").split("/")
         if any(part in ("", ".", "..") for part in components):
@@ -183,7 +181,7 @@ class LocalTree:
                 raise NotFound(f"{key!r}: not a regular file")
             fd = os.open(path, _OPEN | os.O_NOFOLLOW)
         try:
-            # One call tells, without a race, whether any directory on the way is a link: the kernel names the file.
+            # One call shows, without a race, whether any directory on the way is a link: the kernel names the file.
             opened = os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
             if opened != path.removesuffix(" (deleted)"):
                 raise NotFound(f"{key!r}: lies behind a symbolic link to a directory")
@@ -227,7 +225,7 @@ class LocalTree:
         """The object ``dir/``: a directory with a marker, or an empty one."""
         path = self.path(key)
         try:
-            if os.path.realpath(path) != path or not stat.S_ISDIR((status := os.lstat(path)).st_mode):
+            if os.path.realpath(path) != path or not stat.S_ISDIR(os.lstat(path).st_mode):
                 return None
             if found := self.marker(path, key):
                 return found
@@ -235,7 +233,7 @@ class LocalTree:
                 empty = next(entries, None) is None
         except OSError:
             return None
-        return empty_directory(key, status) if empty and not was_emptied(path) else None
+        return empty_directory(path, key) if empty else None
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -427,16 +425,24 @@ def removed_on_failure(fd: int, path: str) -> Iterator[None]:
         os.close(fd)
 
 
-def empty_directory(key: str, status: os.stat_result) -> ObjectMeta:
-    """The object of an empty directory without a marker."""
-    return ObjectMeta(key, 0, f"{status.st_mtime_ns:x}-{status.st_ino:x}", status.st_mtime_ns, {})
-
-
-def was_emptied(path: str) -> bool:
-    """Whether this store removed the last object of a directory and is about to remove the directory."""
+def empty_directory(path: str, key: str) -> ObjectMeta | None:
+    """The object of an empty directory without a marker; None where this store is about to remove the directory."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
     try:
         os.getxattr(path, EMPTIED_XATTR)
     except OSError:
+        return ObjectMeta(key, 0, f"{status.st_mtime_ns:x}-{status.st_ino:x}", status.st_mtime_ns, {})
+    return None
+
+
+def is_utf8(text: str) -> bool:
+    """False where a name on the disk is bytes that are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
         return False
     return True
 

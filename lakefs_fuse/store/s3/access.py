@@ -178,7 +178,7 @@ def _configuration_errors(config: StoreConfig) -> Iterator[None]:
 def _where(client: Boto3Client, bucket: str) -> tuple[str, bool]:
     """boto3's own answer to where an object of the bucket lies: the URL it was about to send a request to.
 
-    Presigned URLs do not tell, as botocore makes them for the global endpoint whatever the region.
+    Presigned URLs do not show it, as botocore makes them for the global endpoint whatever the region.
     """
     seen: list[str] = []
 

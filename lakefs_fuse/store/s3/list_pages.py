@@ -67,7 +67,7 @@ class S3Pages:
             raise from_boto(what, ElementTree.ParseError(str(error))) from error
 
     def close(self) -> None:
-        """Give back connections."""
+        """Close connections."""
         self._http.close()
 
 

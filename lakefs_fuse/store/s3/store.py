@@ -329,7 +329,7 @@ class S3Store:
         self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
     ) -> ObjectMeta:
         """See `ObjectStore.complete_multipart`. The answer may have no metadata. Where the store ignores preconditions,
-        ``if_absent`` is a HEAD before and one after, which tells of an object that came between."""
+        ``if_absent`` is a HEAD before and one after, which finds an object that came between."""
         parameters = _completion(upload_id, parts)
         looks = if_absent and not self.capabilities.complete_if_absent
         if looks:
@@ -396,7 +396,7 @@ class S3Store:
         return int(date.timestamp()) * 1_000_000_000 + 500_000_000
 
     def close(self) -> None:
-        """Give back connections."""
+        """Close connections."""
         self._pages.close()
         self._client.close()
 

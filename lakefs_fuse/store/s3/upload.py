@@ -1,8 +1,8 @@
 """Uploads through boto3: bodies are streamed, never held whole, and checksums guard them on the way.
 
 Over https TLS does. Over http a body says its CRC-32 (``x-amz-checksum-crc32``) and the store refuses what does not
-match, before anyone sees it: 0.3 ms per MiB. Only where the probe saw a server refuse a wrong one, for an object and
-for a part, is it trusted to; `Capabilities.checks_crc32` tells. With other servers the MD5 of a part, taken while it is
+match, before anyone sees it: 0.3 ms per MiB. A server is trusted to only where the probe saw it refuse a wrong one, for
+an object and for a part (`Capabilities.checks_crc32`). With other servers the MD5 of a part, taken while it is
 sent, is compared with the ETag that comes back (S3 defines it to be that, and every server tried keeps to it): 2 ms per
 MiB, and a damaged part is sent again before anyone sees it. A whole object is visible at once, so there its MD5 goes
 ahead in a Content-MD5 header, for the store to refuse what does not match; so does that of parts where ETags are not
@@ -57,21 +57,15 @@ class BodyReader:
             return b""
         if self._limiter is not None:
             self._limiter.wait(want)
-        piece = self._read(want)
+        at, body = self._at, self._body
+        piece = body[at : at + want] if isinstance(body, bytes) else body.read(body.offset + at, want)
         self._at += want
         if self._want_digest:
             self._md5.update(piece)
         return piece
 
-    def _read(self, want: int) -> bytes:
-        body = self._body
-        if isinstance(body, bytes):
-            return body[self._at : self._at + want]
-        piece = os.pread(body.fd, want, body.offset + self._at)
-        return piece if len(piece) == want else piece + bytes(want - len(piece))
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As io.IOBase.seek; going back to the start begins the digest anew."""
+        """As io.IOBase.seek; going back to the start resets the digest."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         self._at = max(0, base + offset)
         if self._at == 0:
@@ -162,7 +156,7 @@ class S3Sender:
 
     @property
     def compares_md5(self) -> bool:
-        """Whether an ETag tells what arrived, and that is worth looking at."""
+        """Whether ETags are compared with the MD5 sums of what was sent."""
         return self._md5_etags and not self.encrypted
 
     def allows_fast_path(self, size: int) -> bool:
@@ -204,7 +198,7 @@ class S3Sender:
         return answer
 
     def accepts(self, key: str, body: bytes, crc32: int, upload_id: str = "") -> bool:
-        """Whether the store takes an object, or part 1 of an upload, whose CRC-32 it is told to be ``crc32``."""
+        """Whether the store takes an object, or part 1 of an upload, whose CRC-32 is said to be ``crc32``."""
         parameters: dict[str, object] = {"UploadId": upload_id, "PartNumber": 1} if upload_id else {}
         operation = "upload_part" if upload_id else "put_object"
         try:
