@@ -1,6 +1,6 @@
-"""What the kernel does for this mount, and what it could do and does not: for the log and for `stats`.
+"""Kernel features of this mount, used and missing, for the log and for `stats`.
 
-Read-ahead is raised through sysfs, which takes root: what FUSE is told at INIT can only lower it. Blocking calls;
+Read-ahead is raised through sysfs, which needs root: the answer to INIT can only lower it. Blocking calls;
 for a worker thread, once, when the mount answers.
 """
 
@@ -40,7 +40,7 @@ def raise_read_ahead(mountpoint: str, bdi: Path = BDI) -> tuple[int, str]:
 
 @dataclass(slots=True)
 class KernelFeatures:
-    """What one session asked the kernel for and has. Complete once the mount answers."""
+    """Features that one session requested and has; complete once the mount answers."""
 
     wanted: Feature
     writeback_cache: bool

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 def notify_kernel(directories: Iterable[int], names: Iterable[tuple[int, bytes]]) -> int:
-    """Blocking; answers how much of it the kernel knew."""
+    """Invalidate listings and names in the kernel; return how many of them it knew. Blocking."""
     known = 0
     for directory in directories:
         known += _is_known(pyfuse3.invalidate_inode, pyfuse3.InodeT(directory))
@@ -53,7 +53,7 @@ async def notify_from_thread(directories: Iterable[int], names: Iterable[tuple[i
 
 
 class Invalidations:
-    """See the module's head."""
+    """Queue of invalidations, and the directories whose listing the kernel may hold."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Invalidations:
         return len(self._until)
 
     def invalidate_name(self, parent: int, name: bytes) -> None:
-        """The name means something else than the kernel may have cached, and so does the listing that it is in."""
+        """Invalidate a name, and the listing that it is in."""
         if len(self._names) < NAMES_MAX:
             self._names[parent, name] = None
         if parent in self._until:
@@ -86,7 +86,7 @@ class Invalidations:
         self._changed.set()
 
     def add_listing(self, directory: int, fresh_s: float) -> None:
-        """The kernel is about to get the listing of a directory, valid for so many seconds."""
+        """Record that the kernel is about to get the listing of a directory, valid for so many seconds."""
         until = trio.current_time() + fresh_s
         if self._until.get(directory, 0.0) >= until:
             return
@@ -101,7 +101,7 @@ class Invalidations:
             self._changed.set()
 
     async def run(self) -> None:
-        """For as long as the session lives."""
+        """Notify the kernel until cancelled."""
         while True:
             with trio.move_on_at(self._due[0][0] if self._due else float("inf")):
                 await self._changed.wait()

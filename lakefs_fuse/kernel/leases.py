@@ -18,12 +18,13 @@ from lakefs_fuse.vfs.files.open_file import READING, OpenFile
 from lakefs_fuse.vfs.filesystem import Filesystem
 
 CREATED_BEFORE = 2
-"""Files that are created in a directory before its names are leased: a single one does not pay for telling them all."""
+"""Files that are created in a directory before its names are leased: leasing does not pay for a single file."""
 COUNTED_DIRECTORIES_MAX = 1024
 
 
 class Leases:
-    """Without the library, or before `lease_names_from`, the filesystem answers everything."""
+    """Grants and revokes leases of the library. Without it, or before `lease_names_from`, the filesystem answers
+    everything."""
 
     def __init__(self, fs: Filesystem) -> None:
         self._fs, self._tree = fs, fs.namespace.tree
@@ -37,12 +38,12 @@ class Leases:
     # -- opens and attributes
 
     def lease_open(self, inode: int, handle: int) -> None:
-        """The file was opened: opening it for reading needs no answer of Python from now on."""
+        """Lease further opens for reading of a file that was opened so."""
         if handle & READING:
             hooks.lease_open(inode, self._fs.lending.allowed_s(self._fs.handle(handle).file))
 
     def lease_attributes(self, entry: Entry, attributes: pyfuse3.EntryAttributes) -> None:
-        """These attributes were returned, valid for the time that they say."""
+        """Lease the attributes of a directory that were answered, for the time that they are valid."""
         if entry.is_dir:
             hooks.cache_attributes(attributes, attributes.attr_timeout)
 
@@ -52,19 +53,19 @@ class Leases:
     # -- names
 
     def lease_names_from(self, library: ctypes.PyDLL) -> None:
-        """From now on names of directories are leased to the library, which creates files in them."""
+        """Begin to lease names of directories to the library, which creates files in them."""
         self._library = library
         self._fs.events.mirrored_name_added.append(self._add_name)
         self._fs.events.mirror_dropped.append(library.lakefs_revoke_names)
 
     def revoke_all_names(self) -> None:
-        """No name is leased any more."""
+        """Revoke the leases of all names."""
         if self._library is not None:
             self._library.lakefs_revoke_all_names()
             self._tree.mirrored.clear()
 
     def count_created(self, file: OpenFile) -> None:
-        """Python created a file; where that goes on in a directory its names are leased."""
+        """Count a file that Python created; names of a directory are leased where several are."""
         parent = file.entry.parent
         count = self._created.pop(parent, 0) + 1
         self._created[parent] = count

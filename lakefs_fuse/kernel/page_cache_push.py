@@ -70,7 +70,7 @@ class PageCachePush:
         """Since the mount began: what was pushed, and files that the kernel did not know."""
 
     def count_read(self, inode: int, offset: int) -> None:
-        """A READ was answered."""
+        """Count a READ that was answered; one of a file's beginning may push its block."""
         try:
             block = self._fs.block_of(inode) if offset == 0 else None
         except FileError:
@@ -82,13 +82,13 @@ class PageCachePush:
             self._request(inode, block)
 
     def is_due(self, inode: int) -> bool:
-        """A READ of the beginning of a file, which is about to be answered, will make its block be pushed."""
+        """Whether a READ of the beginning of a file will push its block."""
         block = self._fs.block_of(inode)
         return block is not None and self.pays and self._counted(block)[1] < PUSHES_MAX
 
     @property
     def pays(self) -> bool:
-        """At least half of the files that were pushed lately were known to the kernel."""
+        """Whether the kernel knew at least half of the files that were pushed lately."""
         return 2 * self._judged_unknown <= self._judged
 
     def _counted(self, block: tuple[int, int]) -> tuple[float, int]:

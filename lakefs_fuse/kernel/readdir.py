@@ -38,7 +38,7 @@ class Defaults(ctypes.Structure):
 
 
 def is_reached() -> bool:
-    """An entry that pyfuse3 added went through the library: entries that are begun will be written."""
+    """Whether entries that pyfuse3 adds go through the library, so that `begin_entries` has an effect."""
     library = hooks.library()
     return library is not None and bool(library.lakefs_is_direntry_reached())
 
@@ -51,16 +51,16 @@ def begin_entries(
     timeout_s: float,
     defaults: Defaults,
 ) -> None:
-    """The next entry that pyfuse3 adds is as many of ``rows``, keys with ``prefix``, as fit. The row of an inode in
-    ``files``, a dict, is ``row_of(inode)``."""
+    """Replace the next entry that pyfuse3 adds by as many of ``rows``, keys with ``prefix``, as fit. The row of an
+    inode in ``files``, a dict, is ``row_of(inode)``."""
     library = hooks.library()
     assert library is not None
     library.lakefs_begin_entries(rows, files, row_of, prefix, timeout_s, ctypes.byref(defaults))
 
 
 def end_entries() -> tuple[int, int, bytes | None]:
-    """How many entries were written since `begin_entries`, the cookie of the last, and the key of the last damaged row
-    that was passed over. Raises what reading the rows raised, and ValueError where one is not a pair."""
+    """Return the number of entries written since `begin_entries`, the cookie of the last, and the key of the last
+    damaged row that was passed over. Raises what reading the rows raised, and ValueError where one is not a pair."""
     library = hooks.library()
     assert library is not None
     count, cookie, damaged = library.lakefs_end_entries()

@@ -1,4 +1,4 @@
-"""Which task reads /dev/fuse: pyfuse3's own way of waiting, at a fraction of its cost.
+"""Chooses the task that reads /dev/fuse, as pyfuse3 does, at a fraction of its cost.
 
 pyfuse3 gives every request to another task, and waits for the descriptor before each read. Here one task goes on
 reading while there are requests, for `BURST_S` at most, and another is ready to go on where it has to wait; tasks
@@ -38,7 +38,7 @@ class RequestTurns:
         self._begun_s = 0.0
 
     async def wait(self) -> bool:
-        """There may be a request, and it is the caller's. False: the session has ended."""
+        """Wait until the caller may read a request. False: the session has ended."""
         while not self._exited():
             if not self._drained() and time.perf_counter() - self._begun_s < BURST_S:
                 self._wake_successor()
@@ -72,7 +72,7 @@ class RequestTurns:
         self._coming -= 1
 
     def _wake_successor(self) -> None:
-        """Another task reads the next request while the caller is busy with this one."""
+        """Let another task read the next request while the caller is busy with this one."""
         if not self._watched and not self._coming:
             self._wake(1)
 
@@ -83,7 +83,7 @@ class RequestTurns:
 
 
 def begin() -> bool:
-    """After `pyfuse3.init`, before `pyfuse3.main`: replace its way of waiting. False where that is not possible."""
+    """Replace pyfuse3's way of waiting, between its `init` and `main`. False where that is not possible."""
     library = hooks.library()
     if library is None or not hasattr(pyfuse3, "_wait_fuse_readable") or not library.lakefs_begin_reading():
         return False

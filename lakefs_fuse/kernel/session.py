@@ -54,7 +54,7 @@ def _options(config: MountConfig) -> set[str]:
 
 
 def features_for(config: MountConfig) -> Feature:
-    """What a mount can use of what the kernel has."""
+    """Kernel features that a mount requests."""
     features = Feature.EXPLICIT_INVAL_DATA
     if config.immutable:
         return features | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
@@ -70,7 +70,7 @@ def background_max(config: MountConfig) -> int:
 
 
 class Session:
-    """There is one in a process, served once: libfuse's state is global, too."""
+    """The FUSE session of a process, served once: libfuse's state is global, too."""
 
     def __init__(self) -> None:
         self._unmount_requested: trio.Event | None = None

@@ -23,7 +23,7 @@ DELETION_S_MAX = 5.0
 
 
 class Durability:
-    """See the module's head."""
+    """Publishes files, and commits changes of names."""
 
     def __init__(
         self,
@@ -40,18 +40,18 @@ class Durability:
         self.poll = io.poll
 
     async def sync_directory(self, path: str | None) -> None:
-        """As `sync_names`, of a directory's files as well; ``path`` is None for one that was removed."""
+        """Publish the files below a directory and commit all names; ``path`` is None for one that was removed."""
         if path is not None:
             await self._writeback.drain(self._writeback.below(path))
         await self.sync_names()
 
     async def sync_names(self) -> None:
-        """Every change of a name made before is in the store when this returns. Raises LakeError."""
+        """Commit every change of a name that was made before. Raises LakeError."""
         if not self._config.read_only:
             await self._names.flush()
 
     def request_names(self) -> None:
-        """Files that were received elsewhere are known here when this returns."""
+        """Take over files that the C library received."""
         for listener in self._files.events.names_requested:
             listener()
 

@@ -1,4 +1,4 @@
-"""Putting a filesystem together over a cache directory, and taking it apart in the right order.
+"""Opens a filesystem over a cache directory, and closes its parts in the right order.
 
 The cache directory is locked by one daemon at a time: ``lock``, ``meta/`` (RocksDB), ``blocks/`` (block cache) and
 ``staging/`` (bytes not yet durable). Deleting all of it loses nothing that was durable.
@@ -70,8 +70,8 @@ def locked(directory: Path, mountpoint: str) -> Iterator[None]:
 
 
 def keep_private(directory: Path) -> None:
-    """A cache directory shows the lake's names and bytes: it is ours, and closed to others from here on. Raises
-    CacheError for one of another user, OSError."""
+    """Close a cache directory, which shows the lake's names and bytes, to other users. Raises CacheError for one of
+    another user, OSError."""
     found, real, uid = os.stat(directory), os.path.realpath(directory), os.geteuid()
     link_uid = os.lstat(directory).st_uid
     if found.st_uid != uid or link_uid not in (uid, 0):
@@ -90,7 +90,7 @@ def keep_private(directory: Path) -> None:
 
 
 def check_room(directory: Path, config: MountConfig) -> None:
-    """Raises MountError where the disk has too little room to begin with."""
+    """Check that the disk has room to begin with. Raises MountError."""
     free, needed = free_bytes(directory), config.free_bytes_min + ROOM_BYTES_MIN
     if free < needed:
         raise MountError(
@@ -101,7 +101,7 @@ def check_room(directory: Path, config: MountConfig) -> None:
 
 @asynccontextmanager
 async def opened_cache(config: MountConfig, metrics: Metrics, node: Node) -> AsyncIterator[BlockCache]:
-    """The cache directory is this daemon's; its blocks. Raises CacheError (locked, unusable), MountError (not enough
+    """Lock the cache directory and open its block cache. Raises CacheError (locked, unusable), MountError (not enough
     disk)."""
     directory = Path(config.cache_dir).absolute()
     with locked(directory, config.mountpoint):
@@ -123,13 +123,13 @@ async def opened_cache(config: MountConfig, metrics: Metrics, node: Node) -> Asy
 
 
 def begin_counting(cache: BlockCache, nursery: trio.Nursery, threads: Threads) -> None:
-    """What the cache has is counted in the background, unless the daemon before left the numbers."""
+    """Count what the cache has in the background, unless the daemon before left the numbers."""
     if not cache.counted:
         nursery.start_soon(partial(threads.run, cache.scan, abandon=True))
 
 
 def identity(config: MountConfig) -> str:
-    """Names the lake whose metadata a cache directory holds."""
+    """Return the name of the lake whose metadata a cache directory holds."""
     endpoint = config.store.endpoint_url
     return f"{config.store.source}{f' at {endpoint}' if endpoint else ''}"
 
@@ -172,7 +172,7 @@ async def assembled(
                 await load_newest_index(database, client, node.threads, directory / "index")
                 parts = Assembly(Ground(config, client, metrics, database, cache, nursery, node, spans))
                 await parts.begin()
-                await _deal_with_orphans(config, parts.filesystem, parts.recovery)
+                await _resolve_orphans(config, parts.filesystem, parts.recovery)
                 parts.start()
                 begin_counting(cache, nursery, node.threads)
                 try:
@@ -187,7 +187,7 @@ async def assembled(
 
 
 async def _drop_names_from_the_future(database: Database, client: StoreClient, clock: Clock) -> None:
-    """Names that are dated too far ahead would hide what others commit: all are read anew. Raises LakeError."""
+    """Drop all names where some are dated too far ahead: they would hide what others commit. Raises LakeError."""
     newest = marks_of(database).newest
     is_ahead = newest > clock.wall_ns() + AHEAD_NS_MAX
     if is_ahead:
@@ -196,11 +196,11 @@ async def _drop_names_from_the_future(database: Database, client: StoreClient, c
         except Unsupported:
             pass  # then this machine's clock is what there is
     if is_ahead or are_names_outdated(database):
-        log.warning("names in the cache directory are dated in the future: all names are read anew")
+        log.warning("names in the cache directory are dated in the future: all names are read again")
         drop_names(database)
 
 
-async def _deal_with_orphans(config: MountConfig, filesystem: Filesystem, recovery: Recovery) -> None:
+async def _resolve_orphans(config: MountConfig, filesystem: Filesystem, recovery: Recovery) -> None:
     if config.orphans != "keep" and not config.read_only:
         await recovery.resolve_all(config.orphans)
     for item in filesystem.unfinished():

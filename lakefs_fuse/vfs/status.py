@@ -1,4 +1,4 @@
-"""What the filesystem says of itself: counters, gauges, and every file that is not durable. Read-only."""
+"""Counters and gauges of a filesystem, and its files that are not durable. Read-only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NS = 1_000_000_000
 
 
 class Status:
-    """See the module's head."""
+    """Reads counters and drafts for `stats` and `dirty`."""
 
     def __init__(
         self,

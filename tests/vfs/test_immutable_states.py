@@ -34,7 +34,7 @@ async def test_the_log_says_how_far_the_listing_is(
         free_bytes_min=0,
         immutable=True,
     )
-    monkeypatch.setattr(states, "TELL_S", 0.01)
+    monkeypatch.setattr(states, "PROGRESS_S", 0.01)
     caplog.set_level(logging.INFO, logger=states.__name__)
     async with trio.open_nursery() as nursery:
 

@@ -103,12 +103,12 @@ _library = load()
 
 
 def library() -> ctypes.PyDLL | None:
-    """For other modules of this package."""
+    """Return the library, for other modules of this package."""
     return _library
 
 
 def active() -> bool:
-    """The library is in use by the session of this process."""
+    """Whether the session of this process uses the library."""
     return _library is not None and bool(_library.lakefs_is_hooked())
 
 
@@ -126,7 +126,7 @@ def why_inactive() -> str:
 
 
 def libfuse_version() -> str:
-    """As libfuse says it; empty where that is not known."""
+    """Version of libfuse; empty where it is not known."""
     return _library.lakefs_libfuse_version().decode() if _library is not None else ""
 
 
@@ -138,7 +138,7 @@ def request_features(features: Feature, background_max: int) -> None:
 
 
 def granted() -> Feature:
-    """Which of the features the kernel has too; none before it sent its first request."""
+    """Features that the kernel granted; none before it sent its first request."""
     return Feature(_library.lakefs_granted_features()) if _library is not None else Feature(0)
 
 

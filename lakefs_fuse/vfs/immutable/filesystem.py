@@ -4,9 +4,10 @@ What always holds: everything that is answered is of one complete state (`states
 makes the next one beside it and then moves to it between two requests. So every answer may be remembered for ever, and
 files need no handles: the inode number says which version is read. An inode is one version, in every state that has it.
 
-Bytes are asked for with the ETag of the state: what gc collected, or somebody replaced, is ESTALE and a line in the
-log, never other bytes. A file that was being read when its name moved on is read on for as long as it is among the
-last READINGS_MAX. Trio thread only. A crash loses nothing: the next daemon of the mount finds the state complete.
+Bytes are asked for with the ETag of the state: an object that gc collected, or another program replaced, is ESTALE and
+a line in the log, never other bytes. A file that was being read when its name moved on is read on for as long as it is
+among the last READINGS_MAX. Trio thread only. A crash loses nothing: the next daemon of the mount finds the state
+complete.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ BESIDE_BYTES_MAX = 256 << 10
 BESIDE_NAMES = 64
 """Files that are looked for in the block of another are at most so large, and so many names away from it."""
 GONE_LINES_MAX = 100
-"""Lines of the log about versions that are gone; then they are only counted."""
+"""Log lines about versions that are gone; beyond them they are only counted."""
 log = logging.getLogger(__name__)
 
 
@@ -216,7 +217,7 @@ class ImmutableFilesystem:
             )
         except FileError as error:
             if error.errno == errno.ESTALE:
-                self._note_gone(extent)
+                self._log_gone(extent)
             raise
 
     def _reading(self, inode: int) -> Reading:
@@ -260,7 +261,7 @@ class ImmutableFilesystem:
         view = memoryview(data)
         return [(each.inode, view[each.offset - start : each.offset - start + each.size]) for each in found]
 
-    def _note_gone(self, extent: Extent) -> None:
+    def _log_gone(self, extent: Extent) -> None:
         self._gone += 1
         if self._gone <= GONE_LINES_MAX:
             log.error(
@@ -271,8 +272,8 @@ class ImmutableFilesystem:
     # -- what the control socket asks
 
     async def refresh(self) -> dict[str, object]:
-        """Show the lake as it is now; when this returns the kernel was told. Answers what `stats` says of the state.
-        Raises LakeError; then the mount shows what it showed."""
+        """Show the lake as it is now, to the kernel's caches too, and return what `stats` says of the state. Raises
+        LakeError; then the mount shows what it showed."""
         if self.config.snapshot:
             raise ConfigError(
                 f"{self.config.mountpoint} shows the snapshot {self.config.snapshot}, which does not change: mount "
@@ -293,7 +294,7 @@ class ImmutableFilesystem:
                 changed.close()
 
     def _move_to(self, state: State) -> None:
-        """Between two requests: nobody who waits for bytes looks at the state again."""
+        """Between two requests: a READ under way does not read the state again."""
         before, self._state = self._state, state
         before.database.close()
         self._states.keep_only(state.number)
@@ -314,7 +315,7 @@ class ImmutableFilesystem:
 
     def statistics(self) -> dict[str, object]:
         """Nested plain values, as those of a mount that may be written to; what cannot be there is left out."""
-        told: dict[str, object] = {
+        counters: dict[str, object] = {
             **self.metrics.as_dict(),
             "cache": cache_section(self.metrics, self._lake.cache),
             "reader": dataclasses.asdict(self._reader.statistics()),
@@ -326,8 +327,8 @@ class ImmutableFilesystem:
             "immutable": self._describe(),
         }
         for listener in self.statistics_requested:
-            told.update(listener())
-        return told
+            counters.update(listener())
+        return counters
 
     def unfinished(self) -> list[Unfinished]:
         return []

@@ -45,8 +45,8 @@ from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 from lakefs_fuse.vfs.wiring import Assembly, Ground
 
 NEVER_S = 10 * 365 * 86400.0
-TELL_S = 5.0
-"""How often the log says how far a listing is, which nobody can ask of a mount that does not answer yet."""
+PROGRESS_S = 5.0
+"""Period of the log's lines about the progress of listing: a mount that does not answer yet has no other."""
 CHANGED_NAMES_BYTES_MAX = 1 << 20
 """Changed names in memory; more of them lie in a file."""
 _NAME_HEAD = Struct("<QH")
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class ChangedNames:
-    """Names that changed while the next state was made, for the kernel to be told of afterwards.
+    """Names that changed while the next state was made, which the kernel is to forget afterwards.
 
     A large step changes millions. Beyond CHANGED_NAMES_BYTES_MAX they lie in a file without a name, of which a crash
     leaves an empty one at most. The trio thread adds all of them before one worker thread reads them.
@@ -93,9 +93,9 @@ class ChangedNames:
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):
-    """What a state is of: the inode of its top directory, when it was begun (ns since 1970), and the time of the newest
-    commit in it (0: none). Of a named ``snapshot`` it is when that was taken. ``mounting`` is the `mount` command that
-    made it (`MountConfig`)."""
+    """Row of a complete state: inode of its top directory, when it was begun (ns since 1970), and time of its newest
+    commit (0: none). Of a named ``snapshot`` it is when that was taken. ``mounting`` is the `mount` command that made
+    it (`MountConfig`)."""
 
     top: int
     at_ns: int
@@ -116,7 +116,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Lake:
-    """Where states come from. ``path`` is the directory of the lake that is its top, empty for the root."""
+    """What states are made from. ``path`` is the directory of the lake that is its top, empty for the root."""
 
     config: MountConfig
     path: str
@@ -128,7 +128,7 @@ class Lake:
 
 
 class States:
-    """See the module's head."""
+    """Makes, opens and removes states in the cache directory."""
 
     def __init__(self, lake: Lake) -> None:
         self._lake = lake
@@ -141,7 +141,7 @@ class States:
         return sorted(int(path.name) for path in (self._directory / "states").glob("[0-9]*"))
 
     def resume(self) -> State | None:
-        """The newest complete state that an earlier daemon left, opened; the others go. Raises CacheError."""
+        """Open the newest complete state that an earlier daemon left, and remove the others. Raises CacheError."""
         for number in reversed(self._numbers()):
             database = Database(self._path(number), self._lake.identity, self._lake.node.clock, self._lake.node.disk)
             note = _note_row(database).get()
@@ -161,7 +161,7 @@ class States:
         shutil.rmtree(self._path(number), ignore_errors=True)
 
     async def make(self, before: State | None, changed: ChangedNames | None = None) -> State:
-        """The lake as it is now. ``changed`` is told of names that the kernel may remember from the state ``before``,
+        """The lake as it is now. ``changed`` gets names that the kernel may remember from the state ``before``,
         which stays as it is. Raises LakeError; then there is no new state."""
         number = 1 + max(self._numbers(), default=0)
         path = self._path(number)
@@ -183,7 +183,7 @@ class States:
         return State(number, database, Tree(database), note)
 
     async def is_current(self, state: State) -> bool:
-        """The state is what a daemon before this one showed; or that of the named snapshot, as it is in the store."""
+        """Whether a daemon before this one showed the state, or it is that of the named snapshot in the store."""
         name, mounting = self._lake.config.snapshot, self._lake.config.mounting
         if mounting and state.note.mounting == mounting:
             return True
@@ -249,7 +249,7 @@ class States:
         async def listed(inode: int, is_new: bool) -> None:
             if self._lake.config.attributes == "objects":
                 await ask_all(tree.children(inode), fs.getattr)
-            if is_new and changed is not None:  # merging it told nobody of its names
+            if is_new and changed is not None:  # merging it announced none of its names
                 for child in tree.children(inode):
                     changed.add(inode, child.name)
 
@@ -259,13 +259,13 @@ class States:
             nonlocal names
             names = so_far
 
-        async def tell() -> None:
+        async def report_progress() -> None:
             while True:
-                await trio.sleep(TELL_S)
+                await trio.sleep(PROGRESS_S)
                 log.info("listing: %d names so far", names + fs.namespace.names_arriving)
 
         async with collecting() as nursery:
-            nursery.start_soon(tell)
+            nursery.start_soon(report_progress)
             await list_everything(fs.namespace, report, top=top, listed=listed)
             nursery.cancel_scope.cancel()
         return top
