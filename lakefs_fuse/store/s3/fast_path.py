@@ -92,16 +92,16 @@ class S3FastPath:
         if etag is not None:
             options["if_match"] = f'"{etag}"'
 
-        def fetch() -> tuple[int, memoryview, ObjectMeta]:
+        def fetch() -> tuple[tuple[int, int], memoryview, ObjectMeta]:
             result = obstore.get(self._store, self._prefix + key, options=cast(Any, options))
-            first, meta = result.range[0], _meta(key, result)
-            return first, memoryview(cast(Any, result.bytes())), meta
+            given, meta = result.range, _meta(key, result)
+            return given, memoryview(cast(Any, result.bytes())), meta
 
         what = f"get {key!r}"
-        first, data, meta = _translated(what, fetch)
-        due = min(end, meta.size) - start
-        if first != start or len(data) != due:
-            raise Unavailable(f"{what}: {len(data)} bytes came where {due} were due")
+        given, data, meta = _translated(what, fetch)
+        due = start, min(end, meta.size)
+        if given != due or len(data) != due[1] - start:
+            raise Unavailable(f"{what}: {len(data)} bytes came where {due[1] - start} were due")
         return Fetched(data, meta)
 
     def head(self, key: str) -> ObjectMeta:
