@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "store": FOUNDATION | {"environment", "sync"},
     "meta": FOUNDATION | {"environment"},
     "blockcache": FOUNDATION | {"environment", "sync", "store"},
-    "staging": FOUNDATION | {"environment", "store", "blockcache"},
+    "staging": FOUNDATION | {"environment", "store"},
     "upload": FOUNDATION | {"environment", "sync", "store", "blockcache", "staging"},
     "commits": FOUNDATION | {"environment", "sync", "store", "meta"},
     "ingest": FOUNDATION | {"environment", "store", "commits"},

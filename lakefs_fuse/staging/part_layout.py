@@ -1,12 +1,17 @@
-"""How a file is cut into the parts of a multipart upload: the same cut for every file, whatever its final size.
+"""How a file is cut into the parts of a multipart upload and into pages, and which of its pages are staged.
 
-Sizes grow along the file, so that the first part is ready early and 10,000 parts still hold more than 5 TiB. All sizes
-are multiples of the cache block, so that no block lies in two parts.
+The cut is the same for every file, whatever its final size. Sizes of parts grow along the file, so that the first part
+is ready early and 10,000 parts still hold more than 5 TiB. All are multiples of the cache block, so that no block lies
+in two parts.
+
+A page map has one bit for each 4 KiB page, kept per part as an integer and as ``FULL`` once a part is whole, so that a
+file written front to back costs a few bytes a part and the worst case (random pages of a huge file) 32 bytes a MiB.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 
 from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.store.protocol import PARTS_MAX
@@ -16,6 +21,9 @@ SPANS = ((16 * MIB, 1000), (64 * MIB, 1000), (256 * MIB, 2000), (1 * GIB, 6000))
 
 STAGING_PARTS_MIN = 8
 """So many parts of the largest size must fit in staging, or a writer could not go on while parts are uploaded."""
+PAGE_BYTES = 4096
+FULL = -1
+"""All bits set: in Python's integers every bit of -1 is one, so it needs no case of its own when read."""
 
 
 class PartLayout:
@@ -55,3 +63,121 @@ class PartLayout:
     def count(self, size: int) -> int:
         """How many parts a file of ``size`` bytes has; an empty file has none."""
         return self.index(size - 1) + 1 if size else 0
+
+
+class PageMap:
+    """Pages that are local, by part. Byte ranges are widened to whole pages."""
+
+    def __init__(self, layout: PartLayout) -> None:
+        self._layout = layout
+        self._bits: dict[int, int] = {}
+        self.pages = 0
+
+    def _slices(self, start: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """(part, first page in the part, pages, pages in a whole part) for every part that [start, end) touches."""
+        start -= start % PAGE_BYTES
+        while start < end:
+            part = self._layout.index(start)
+            begin, stop = self._layout.range(part)
+            upto = min(end, stop)
+            first = (start - begin) // PAGE_BYTES
+            yield part, first, -(-(upto - begin) // PAGE_BYTES) - first, (stop - begin) // PAGE_BYTES
+            start = stop
+
+    def mark(self, start: int, end: int) -> int:
+        """The pages of [start, end) are local now; answers how many were not before."""
+        added = 0
+        for part, first, count, whole in self._slices(start, end):
+            bits = self._bits.get(part, 0)
+            if bits == FULL:
+                continue
+            mask = ((1 << count) - 1) << first
+            added += count - (bits & mask).bit_count()
+            bits |= mask
+            self._bits[part] = FULL if bits == (1 << whole) - 1 else bits
+        self.pages += added
+        return added
+
+    def covers(self, start: int, end: int) -> bool:
+        """Every page of [start, end) is local."""
+        return all(
+            (self._bits.get(part, 0) >> first) & ((1 << count) - 1) == (1 << count) - 1
+            for part, first, count, _ in self._slices(start, end)
+        )
+
+    def count(self, start: int, end: int) -> int:
+        """How many pages of [start, end) are local."""
+        return sum(
+            ((self._bits.get(part, 0) >> first) & ((1 << count) - 1)).bit_count()
+            for part, first, count, _ in self._slices(start, end)
+        )
+
+    def runs(self, start: int, end: int) -> Iterator[tuple[int, int, bool]]:
+        """[start, end) cut where it changes between local and not: (from, to, local), in order."""
+        at, state = start, None
+        for part, first, count, _ in self._slices(start, end):
+            bits = self._bits.get(part, 0)
+            begin = self._layout.range(part)[0]
+            mask = (1 << count) - 1
+            window = (bits >> first) & mask
+            if window in (0, mask):
+                pieces = [(0, window != 0)]
+            else:
+                pieces = [
+                    (page, bool(window >> page & 1))
+                    for page in range(count)
+                    if page == 0 or (window >> page & 1) != (window >> (page - 1) & 1)
+                ]
+            for page, local in pieces:
+                if state is not None and local != state:
+                    edge = max(start, begin + (first + page) * PAGE_BYTES)
+                    yield at, edge, state
+                    at = edge
+                state = local
+        if at < end:
+            yield at, end, bool(state)
+
+    def truncate(self, size: int) -> int:
+        """Forget pages that lie wholly beyond ``size``; answers how many."""
+        before = self.pages
+        last = self._layout.index(size) if size else 0
+        for part in [part for part in self._bits if part > last]:
+            self.forget(part)
+        bits = self._bits.get(last)
+        if bits is not None:
+            begin, stop = self._layout.range(last)
+            keep = -(-(size - begin) // PAGE_BYTES)
+            whole = (stop - begin) // PAGE_BYTES
+            if bits == FULL:
+                bits = (1 << whole) - 1
+            kept = bits & ((1 << keep) - 1)
+            self.pages -= bits.bit_count() - kept.bit_count()
+            self._bits[last] = FULL if kept == (1 << whole) - 1 else kept
+        return before - self.pages
+
+    def has_any(self, part: int) -> bool:
+        """Some page of the part is local."""
+        return self._bits.get(part, 0) != 0
+
+    def forget(self, part: int) -> int:
+        """No page of the part is local any more; answers how many were."""
+        bits = self._bits.pop(part, 0)
+        begin, stop = self._layout.range(part)
+        gone = (stop - begin) // PAGE_BYTES if bits == FULL else bits.bit_count()
+        self.pages -= gone
+        return gone
+
+    def dump(self) -> dict[int, bytes]:
+        """For the journal: part → bits, little-endian; empty bytes stand for a whole part."""
+        return {
+            part: b"" if bits == FULL else bits.to_bytes((bits.bit_length() + 7) // 8 or 1, "little")
+            for part, bits in self._bits.items()
+        }
+
+    def load(self, dumped: Mapping[int, bytes]) -> None:
+        """Replace everything with what `dump` answered."""
+        self._bits = {part: int.from_bytes(raw, "little") if raw else FULL for part, raw in dumped.items()}
+        self.pages = 0
+        for part, bits in self._bits.items():
+            begin, stop = self._layout.range(part)
+            self.pages += (stop - begin) // PAGE_BYTES if bits == FULL else bits.bit_count()

@@ -1,21 +1,29 @@
-"""Room on the local disk for bytes that are not in the store yet.
+"""The staging area: room on the local disk for bytes that are not in the store yet, and the files that hold them.
 
-What always holds (*bounded staging*): writers never stage more than ``bytes_max``, and the disk keeps
-``free_bytes_min`` free; a writer that finds no room waits for uploads to make some, and gets `StagingFull` only where
-nothing is under way that could. Files lie in one directory under their draft's id; small ones that were acknowledged
-share segments. Extended attributes on a file name the key its bytes are meant for, so that it can be told what it is
-even where the journal is lost.
+What always holds:
+
+* (*bounded staging*) writers never stage more than ``bytes_max``, and the disk keeps ``free_bytes_min`` free; a writer
+  that finds no room waits for uploads to make some, and gets `StagingFull` only where nothing under way could;
+* (*bounded descriptors*) staging files hold at most as many descriptors as `DescriptorPool` allows;
+* (*stable descriptors*) a descriptor stays open until the last `StagedFile.held` block ends, because afterwards its
+  number may be another file's.
+
+Files lie in one directory under their draft's id; small ones that were acknowledged share segments. Extended attributes
+name the key that the bytes are for, so that a file explains itself where the journal is lost. What was never written
+reads as zeros. Used from trio tasks; calls that may block long go to worker threads. A crash leaves the files, and
+loses bytes in memory, which nobody was promised.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import stat
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -23,11 +31,13 @@ from typing import Protocol
 import trio
 
 from lakefs_fuse.environment.disk import Disk
+from lakefs_fuse.environment.local_disk import punch_hole, pwrite_all
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.product import RESERVED_XATTR
-from lakefs_fuse.staging.segments import Segments
+from lakefs_fuse.staging.segments import Segments, Spot
+from lakefs_fuse.store.protocol import Buffer
 
 FREE_AGE_S = 0.05
 IN_FLIGHT_BYTES = 16 << 20
@@ -41,6 +51,14 @@ INCOMPLETE_MODE = stat.S_ISVTX
 WAIT_S_MAX = 1.0
 WRITE_OUTS_MAX = 8
 """At once, of parts of all files: each holds a descriptor while a busy disk holds it up."""
+MEMORY_BYTES_MAX = 256 << 10
+"""What is written to a file that is kept in memory until it is acknowledged; few are open at a time."""
+THREAD_BYTES_MIN = 64 << 10
+"""Reads and writes from this size on are worth a worker thread."""
+READS_MAX = 4
+"""At once of one file, in threads that writes, which a busy disk holds up, cannot use up."""
+NO_FILE = -1
+log = logging.getLogger(__name__)
 
 
 class StagingState(StrEnum):
@@ -67,17 +85,6 @@ class Stager(Protocol):
         """Put bytes that cannot be uploaded yet somewhere else, and let go of them; answers how many."""
 
 
-class Holder(Protocol):
-    """A file with an open descriptor, which it can open again."""
-
-    @property
-    def in_use(self) -> bool:
-        """A thread or a task is using the descriptor."""
-
-    def park(self) -> None:
-        """Close the descriptor for now, and call `DescriptorPool.remove`."""
-
-
 class DescriptorPool:
     """The open descriptors of staging files: at most ``open_max``. One more closes the one used least recently.
 
@@ -86,7 +93,7 @@ class DescriptorPool:
 
     def __init__(self, open_max: int) -> None:
         self.open_max = open_max
-        self._open: OrderedDict[Holder, None] = OrderedDict()
+        self._open: OrderedDict[StagedFile, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -95,7 +102,7 @@ class DescriptorPool:
         """Of one more descriptor. Raises FileError(EMFILE)."""
         if len(self._open) < self.open_max:
             return
-        idle = next((holder for holder in self._open if not holder.in_use), None)
+        idle = next((file for file in self._open if not file.in_use), None)
         if idle is None:
             raise FileError(
                 errno.EMFILE,
@@ -104,14 +111,14 @@ class DescriptorPool:
             )
         idle.park()
 
-    def add(self, holder: Holder) -> None:
-        """Its descriptor was opened or used just now."""
-        self._open[holder] = None
-        self._open.move_to_end(holder)
+    def add(self, file: StagedFile) -> None:
+        """The file's descriptor was opened or used just now."""
+        self._open[file] = None
+        self._open.move_to_end(file)
 
-    def remove(self, holder: Holder) -> None:
-        """Its descriptor was closed."""
-        self._open.pop(holder, None)
+    def remove(self, file: StagedFile) -> None:
+        """The file's descriptor was closed."""
+        self._open.pop(file, None)
 
 
 class Staging:
@@ -153,39 +160,20 @@ class Staging:
     def create(self, draft_id: str, key: str) -> int:
         """A new, empty staging file; answers its descriptor. Raises StagingFull, CacheError, FileError(EMFILE)."""
         self.descriptors.make_room()
-        try:
+        with self.translating():
             fd = os.open(self.path(draft_id), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, STAGED_MODE)
-        except OSError as error:
-            raise self.translate(error) from error
-        try:
+        with suppress(OSError):  # a filesystem without attributes: the journal alone tells what the file is
             os.setxattr(fd, KEY_XATTR, key.encode())
-        except OSError:
-            pass  # a filesystem without attributes: the journal alone tells what the file is
         return fd
 
-    def reopen(self, draft_id: str) -> int:
-        """The descriptor of a staging file that is there. Raises StagingFull, CacheError, FileError(EMFILE)."""
-        self.descriptors.make_room()
-        try:
-            return os.open(self.path(draft_id), os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise self.translate(error) from error
-
-    def mark_ended(self, draft_id: str) -> None:
-        """The record of a staging file is about to go, because its bytes are in the store, or in a newer version."""
-        try:
-            os.setxattr(self.path(draft_id), ENDED_XATTR, b"1")
-        except OSError:
-            pass  # a crash now leaves an orphan, which says that it is one
-
     def mark_incomplete(self, draft_id: str, incomplete: bool) -> None:
-        """Writes to a staging file were refused and could not be journaled, or are complete again: a mode bit, which
-        needs no room on the disk."""
+        """Record on a staging file, by a mode bit, which needs no room on the disk, that refused writes to it could not
+        be journaled, or that it is complete again."""
         with suppress(OSError):
             os.chmod(self.path(draft_id), STAGED_MODE | (INCOMPLETE_MODE if incomplete else 0))
 
     def is_incomplete(self, draft_id: str) -> bool:
-        """`mark_incomplete` said so."""
+        """Whether `mark_incomplete` recorded it last."""
         try:
             return bool(os.stat(self.path(draft_id)).st_mode & INCOMPLETE_MODE)
         except OSError:
@@ -193,20 +181,26 @@ class Staging:
 
     def record_upload(self, fd: int, upload_id: str) -> None:
         """Name the file's multipart upload on the file too, so that it can be aborted even without the journal."""
-        try:
+        with suppress(OSError):
             os.setxattr(fd, UPLOAD_XATTR, upload_id.encode())
-        except OSError:
-            pass
+
+    @contextmanager
+    def translating(self) -> Iterator[None]:
+        """Raise errors of the staging disk as `translate` says."""
+        try:
+            yield
+        except OSError as error:
+            raise self.translate(error) from error
 
     def translate(self, error: OSError) -> LakeError:
         """What an error of the staging disk means to the writer."""
         if error.errno in (errno.EMFILE, errno.ENFILE):
             return FileError(error.errno, f"{os.strerror(error.errno)}: {self.directory}")
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             self.state = StagingState.FULL
             return StagingFull(f"the disk of {self.directory} is full: free some space or use another --cache-dir")
         self.state = StagingState.FAILED
-        return CacheError(f"the staging disk fails ({os.strerror(error.errno or 5)}): {self.directory}")
+        return CacheError(f"the staging disk fails ({os.strerror(error.errno or errno.EIO)}): {self.directory}")
 
     @property
     def is_half_full(self) -> bool:
@@ -216,12 +210,14 @@ class Staging:
     def register(self, stager: Stager) -> None:
         self._stagers.add(stager)
 
-    def unregister(self, stager: Stager) -> None:
+    def unregister(self, stager: Stager, staged_bytes: int = 0) -> None:
+        """The stager has ended, and its ``staged_bytes`` are gone."""
         self._stagers.discard(stager)
+        self.bytes_used -= staged_bytes
         self.notify()
 
     def notify(self) -> None:
-        """Something changed that may have made room."""
+        """Wake the writers that wait for room."""
         self._room.set()
         self._room = trio.Event()
 
@@ -292,10 +288,8 @@ class Staging:
 
     def _free_bytes(self) -> int:
         """Raises StagingFull or CacheError."""
-        try:
+        with self.translating():
             return self.disk.free_bytes(self.directory)
-        except OSError as error:
-            raise self.translate(error) from error
 
     def _has_free(self, count: int) -> bool:
         """Asked at most once in `FREE_AGE_S`; what is taken meanwhile is counted. Raises StagingFull or CacheError."""
@@ -316,3 +310,229 @@ class Staging:
             await self.threads.run(self._evict, short)
             short = wanted - self._free_bytes()
         return short <= 0
+
+
+class StagedFile:
+    """The bytes of one draft on this node: in memory while it is small, then a staging file, or a place in a segment.
+
+    A file without a descriptor or a spot stays in memory until it outgrows `MEMORY_BYTES_MAX` or its descriptor is
+    needed; once acknowledged its bytes are read from a segment (see `segments`). Outside of `held` blocks the
+    descriptor is closed (parked) when other files need one, and opened again by its next use. Errors of the disk are
+    StagingFull, CacheError, or FileError(EMFILE).
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        draft_id: str,
+        key: str,
+        *,
+        fd: int = NO_FILE,
+        has_file: bool = False,
+        spot: Spot | None = None,
+    ) -> None:
+        """Of a staging file (``fd``, where it is open), or a place in a segment; in memory where neither is given."""
+        self._fd = fd
+        self.spot = spot
+        """Its place in a segment, if its bytes are there."""
+        self._memory = None if has_file or spot is not None else bytearray()
+        self._staging = staging
+        self._draft_id, self._key = draft_id, key
+        self._has_file, self._parked = has_file, has_file and fd == NO_FILE
+        self._holders = 0
+        self._closing = False
+        self._leave = self._removed = False
+        self._reading_threads: trio.CapacityLimiter | None = None
+
+    @classmethod
+    def create(cls, staging: Staging, draft_id: str, key: str) -> StagedFile:
+        """Of a new staging file. Raises StagingFull, CacheError, FileError(EMFILE)."""
+        fd = staging.create(draft_id, key)
+        file = cls(staging, draft_id, key, fd=fd, has_file=True)
+        staging.descriptors.add(file)
+        return file
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the descriptor open for the block, if it is or will be. The file must not be closed yet."""
+        self._holders += 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            if self._closing and not self._holders:
+                self._close()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor of a staging file, made now where there was none; -1 once closed. Good until the next
+        checkpoint, or to the end of a `held` block. Raises StagingFull, CacheError, FileError(EMFILE)."""
+        if self._parked:
+            self._staging.descriptors.make_room()
+            with self._staging.translating():
+                self._fd = os.open(self._staging.path(self._draft_id), os.O_RDWR | os.O_CLOEXEC)
+            self._parked = False
+        elif self._fd == NO_FILE and not self.is_closed:
+            self._make_file()
+        if self._fd != NO_FILE:
+            self._staging.descriptors.add(self)
+        return self._fd
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a thread or a task uses the descriptor."""
+        return self._holders > 0
+
+    @property
+    def is_closed(self) -> bool:
+        return self._fd == NO_FILE and not self._parked and self._memory is None and self.spot is None
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self._memory is not None
+
+    def memory(self) -> bytes | None:
+        """Everything that was written, where that is in memory only."""
+        return None if self._memory is None else bytes(self._memory)
+
+    def _make_file(self) -> None:
+        """The bytes get a file of their own. A segment that has them goes on counting for the journal."""
+        if self.spot is not None:  # a daemon that died may have begun one
+            self._staging.path(self._draft_id).unlink(missing_ok=True)
+        fd = self._staging.create(self._draft_id, self._key)
+        try:
+            if self._memory is not None:
+                pwrite_all(fd, self._memory, 0)
+            elif self.spot is not None:
+                pwrite_all(fd, self._staging.segments.read(self.spot, 0, self.spot.length), 0)
+        except OSError as error:
+            os.close(fd)
+            self._staging.path(self._draft_id).unlink(missing_ok=True)
+            raise self._staging.translate(error) from error
+        self._fd, self._memory, self._has_file = fd, None, True
+
+    def keep_on_disk(self) -> None:
+        """Bytes in memory get a staging file, which outlives this daemon. Raises StagingFull or
+        CacheError."""
+        if self._memory:
+            self._make_file()
+
+    def mark_ended(self) -> None:
+        """The bytes are in the store, or superseded: the caller deletes the journal record, then closes with
+        ``unlink``."""
+        if self._has_file:
+            with suppress(OSError):  # a crash now leaves an orphan, which says that it is one
+                os.setxattr(self._staging.path(self._draft_id), ENDED_XATTR, b"1")
+
+    def keep_in(self, spot: Spot) -> None:
+        """The bytes are safe in a segment now."""
+        self.spot, self._memory = spot, None
+
+    def park(self) -> None:
+        """Close the descriptor for now, unless it is `held`."""
+        if not self._holders and self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self._parked = NO_FILE, True
+            self._staging.descriptors.remove(self)
+
+    def close(self, *, unlink: bool, leave: bool = False) -> None:
+        """``unlink`` is false where the file became cache; ``leave`` leaves everything to the next mount."""
+        self._closing, self._leave = True, leave
+        if unlink and self._has_file and not leave:
+            self._remove()
+        self._parked = False
+        if not self._holders:
+            self._close()
+
+    def _close(self) -> None:
+        self._memory = None
+        if self.spot is not None:
+            if not self._leave:
+                self._staging.segments.release(self.spot)
+            self.spot = None
+        if self._fd >= 0:
+            self._staging.disk.close_removed(self._fd) if self._removed else os.close(self._fd)
+            self._fd = NO_FILE
+            self._staging.descriptors.remove(self)
+
+    def _remove(self) -> None:
+        """A parked file is opened once more: the last close of a removed one decides when the disk is busy."""
+        path, self._removed = self._staging.path(self._draft_id), True
+        if self._parked:
+            with suppress(OSError):
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        path.unlink(missing_ok=True)
+
+    async def sync(self) -> None:
+        """The bytes survive a crash of the machine when this returns."""
+        with self._staging.translating(), self.held():
+            await self._staging.threads.run(self._staging.disk.sync_data, self.fd)
+
+    async def read(self, offset: int, length: int) -> bytes:
+        """``length`` bytes, zeros beyond the file's end."""
+        with self._staging.translating():
+            data = await self._read(offset, length)
+        return data if len(data) == length else data + bytes(length - len(data))
+
+    async def _read(self, offset: int, length: int) -> bytes:
+        if self._memory is not None:
+            return bytes(self._memory[offset : offset + length])
+        if self.spot is not None and self._fd == NO_FILE:
+            return self._staging.segments.read(self.spot, offset, length)
+        if length < THREAD_BYTES_MIN:
+            return os.pread(self.fd, length, offset)
+        if self._reading_threads is None:
+            self._reading_threads = trio.CapacityLimiter(READS_MAX)
+        with self.held():
+            return await self._staging.threads.run(os.pread, self.fd, length, offset, limiter=self._reading_threads)
+
+    def begin_with(self, data: bytes) -> None:
+        """The first bytes, no more than `MEMORY_BYTES_MAX`."""
+        if self._memory is not None:
+            self._memory += data
+            return
+        with self._staging.translating():
+            pwrite_all(self.fd, data, 0)
+
+    async def write(self, offset: int, data: Buffer) -> None:
+        """Where it fails, an unknown part of the range was written."""
+        memory = self._memory
+        if memory is not None and offset + len(data) <= MEMORY_BYTES_MAX:
+            if offset > len(memory):
+                memory += bytes(offset - len(memory))
+            memory[offset : offset + len(data)] = data
+            return
+        with self._staging.translating():
+            if len(data) < THREAD_BYTES_MIN:
+                pwrite_all(self.fd, data, offset)
+            else:
+                with self.held():
+                    await self._staging.threads.run(pwrite_all, self.fd, data, offset)
+
+    async def write_out(self, start: int, end: int) -> None:
+        """Bytes [start, end) are on their way to the disk when this returns."""
+        async with self._staging.write_outs:
+            if self._fd >= 0:
+                with self.held():
+                    await self._staging.threads.run(self._staging.disk.begin_writeout, self._fd, start, end - start)
+
+    async def cut(self, size: int) -> None:
+        """Truncate to ``size`` bytes."""
+        if self._memory is not None:
+            del self._memory[size:]
+            return
+        with self._staging.translating(), self.held():
+            await self._staging.threads.run(os.ftruncate, self.fd, size)
+
+    def punch(self, start: int, end: int) -> bool:
+        """Bytes [start, end) become zeros and give their room back; False where this filesystem cannot."""
+        if self._memory is not None:
+            end = min(end, len(self._memory))
+            if start < end:
+                self._memory[start:end] = bytes(end - start)
+            return True
+        try:
+            return punch_hole(self.fd, start, end - start)
+        except OSError as error:
+            log.warning("staged bytes %d to %d cannot be let go: %s", start, end, error)
+            return False

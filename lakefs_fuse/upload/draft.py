@@ -30,16 +30,16 @@ from dataclasses import dataclass
 
 import trio
 
+from lakefs_fuse.blockcache.cache_file import BlockHasher, hash_blocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
 from lakefs_fuse.product import METADATA_PREFIX
-from lakefs_fuse.staging.block_hashes import BlockHasher, hash_blocks
 from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart
-from lakefs_fuse.staging.page_map import PAGE_BYTES, PageMap
+from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
-from lakefs_fuse.staging.staged_file import StagedFile
+from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import SharedLock

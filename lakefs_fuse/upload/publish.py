@@ -21,6 +21,7 @@ from itertools import islice
 
 import trio
 
+from lakefs_fuse.blockcache.cache_file import hash_blocks, hash_zeros
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -32,8 +33,7 @@ from lakefs_fuse.errors import (
     StoreError,
     Unsupported,
 )
-from lakefs_fuse.staging.block_hashes import hash_blocks, hash_zeros
-from lakefs_fuse.staging.staged_file import THREAD_BYTES_MIN
+from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import collecting
 from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft

@@ -9,7 +9,7 @@ from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.segments import Spot
-from lakefs_fuse.staging.staged_file import StagedFile
+from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.upload.uploader import Uploader
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.staging.draft_record import SpilledPart
-from lakefs_fuse.staging.page_map import PageMap
-from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.part_layout import PageMap, PartLayout
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
 

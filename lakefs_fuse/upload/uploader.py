@@ -7,21 +7,21 @@ served. Trio thread only. A crash leaves uploads whose ids were never learned (`
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from typing import Protocol
 
 import trio
 
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.part_layout import PartLayout
 from lakefs_fuse.staging.staging_area import Staging
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.upload.spilled_parts import SPILLED
-from lakefs_fuse.upload.upload_slots import UploadSlots
 from lakefs_fuse.upload.zero_objects import ZeroObjects
 
 INTENT_SLACK_NS = 2_000_000_000
@@ -71,3 +71,55 @@ class Uploader:
             keys = [meta.key async for page in pages for meta in page.objects]
         if keys:
             await self.client.delete_many(keys)
+
+
+class UploadSlots:
+    """At most ``slots`` uploads at once, first come first served. Trio thread only."""
+
+    def __init__(self, slots: int, metrics: UploadMetrics) -> None:
+        self._limiter = trio.CapacityLimiter(slots)
+        self.slots = slots
+        self._metrics = metrics
+        self._ready = 0
+        self._busy = 0
+        self._since = 0.0
+
+    @property
+    def active(self) -> int:
+        """Uploads announced or running."""
+        return self._ready + self._busy
+
+    def _account(self) -> None:
+        now = trio.current_time()
+        if self._ready and self._busy < self.slots:
+            self._metrics.idle_with_work_s += now - self._since
+        self._since = now
+
+    def ready(self) -> None:
+        """Something to upload is complete. A `slot` block must follow, or `withdraw`."""
+        self._account()
+        self._ready += 1
+
+    def withdraw(self) -> None:
+        """What was announced is not to be uploaded any more."""
+        self._account()
+        self._ready -= 1
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Hold a slot; waits for one in the order of calls."""
+        token = object()
+        try:
+            await self._limiter.acquire_on_behalf_of(token)
+        except BaseException:
+            self.withdraw()
+            raise
+        self._account()
+        self._ready -= 1
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._account()
+            self._busy -= 1
+            self._limiter.release_on_behalf_of(token)

@@ -16,8 +16,7 @@ from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.staging import staging_area as staging_module
 from lakefs_fuse.staging.segments import SEGMENT_BYTES, Segments
-from lakefs_fuse.staging.staged_file import StagedFile
-from lakefs_fuse.staging.staging_area import Staging
+from lakefs_fuse.staging.staging_area import StagedFile, Staging
 from tests.fakes import FakeDisk
 
 WAIT_S_MAX = 20.0

@@ -13,8 +13,7 @@ from lakefs_fuse.errors import FileError
 from lakefs_fuse.metrics import UploadMetrics
 from lakefs_fuse.staging import segments as segments_module
 from lakefs_fuse.staging.segments import Segments, Spot
-from lakefs_fuse.staging.staged_file import StagedFile
-from lakefs_fuse.staging.staging_area import Staging
+from lakefs_fuse.staging.staging_area import StagedFile, Staging
 from tests.fakes import FakeDisk
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lakefs_fuse.staging.page_map import PAGE_BYTES, PageMap
-from lakefs_fuse.staging.part_layout import PartLayout
+from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap, PartLayout
 
 SPANS = ((3 * PAGE_BYTES, 4), (8 * PAGE_BYTES, 100))
 LIMIT = 60 * PAGE_BYTES

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.errors import CacheError, FileError, LakeError, StagingFull
-from lakefs_fuse.staging import staged_file
+from lakefs_fuse.staging import staging_area
 from lakefs_fuse.staging.draft_record import DraftState, decode, encode
 from lakefs_fuse.staging.refused_ranges import RANGES_MAX, RefusedRanges
 from tests.upload.drafting import PART, bench, noise
@@ -26,7 +26,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, code: int = errno.ENOSPC) -> Ca
         raise OSError(code, os.strerror(code))
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(staged_file, "pwrite_all", fails)
+    patch.setattr(staging_area, "pwrite_all", fails)
     return patch.undo
 
 

@@ -15,7 +15,7 @@ from lakefs_fuse.blockcache.cache_file import block_hash
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.environment.local_disk import pwrite_all
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, StagingFull, Unavailable
-from lakefs_fuse.staging import staged_file
+from lakefs_fuse.staging import staging_area
 from lakefs_fuse.staging.draft_record import DraftState, decode, encode
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.upload.parts import PartState
@@ -312,7 +312,7 @@ async def test_the_journal_knows_what_is_let_go_before_it_goes(tmp_path: Path, m
             punched.append(index)
             return True
 
-        monkeypatch.setattr(staged_file, "punch_hole", punch)
+        monkeypatch.setattr(staging_area, "punch_hole", punch)
         for start in range(0, 20 * PART, PART):
             await draft.write(start, bytes(PART))
         assert punched
@@ -344,7 +344,7 @@ async def test_parts_in_use_are_not_let_go(tmp_path: Path, monkeypatch: pytest.M
         assert draft.parts[index].state is PartState.CLEAN
         assert draft.parts[index + 2].state is PartState.DROPPED
         monkeypatch.setattr(os, "pread", pread)
-        monkeypatch.setattr(staged_file, "pwrite_all", dropping_pwrite)
+        monkeypatch.setattr(staging_area, "pwrite_all", dropping_pwrite)
         await draft.write(spot, b"!" * PART)
         monkeypatch.undo()
         await b.publish(draft)
@@ -380,7 +380,7 @@ async def test_a_full_disk_is_an_error_and_leaves_no_trace(tmp_path: Path, monke
             whole(fd, data[: len(data) // 2], offset)
             raise OSError(errno.ENOSPC, "full")
 
-        monkeypatch.setattr(staged_file, "pwrite_all", half)
+        monkeypatch.setattr(staging_area, "pwrite_all", half)
         with pytest.raises(StagingFull):
             await draft.write(8192, b"y" * 8192)
         monkeypatch.undo()
@@ -404,11 +404,11 @@ async def test_a_failing_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.Mo
         def broken(fd: int, data: bytes, offset: int) -> None:
             raise OSError(errno.EIO, "broken")
 
-        monkeypatch.setattr(staged_file, "pwrite_all", broken)
+        monkeypatch.setattr(staging_area, "pwrite_all", broken)
         with pytest.raises(CacheError):
             await draft.write(0, b"x")
         monkeypatch.setattr(os, "ftruncate", lambda fd, size: broken(fd, b"", size))
-        monkeypatch.setattr(staged_file, "pwrite_all", lambda fd, data, offset: None)
+        monkeypatch.setattr(staging_area, "pwrite_all", lambda fd, data, offset: None)
         await draft.write(0, b"x")
         with pytest.raises(CacheError):
             await draft.truncate(0)

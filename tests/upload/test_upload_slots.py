@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from lakefs_fuse.metrics import UploadMetrics
-from lakefs_fuse.upload.upload_slots import UploadSlots
+from lakefs_fuse.upload.uploader import UploadSlots
 
 
 async def test_at_most_so_many_in_the_order_of_announcement(autojump_clock: trio.testing.MockClock) -> None:

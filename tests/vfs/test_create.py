@@ -16,7 +16,7 @@ from lakefs_fuse.config import Rule
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
-from lakefs_fuse.staging import segments, staged_file
+from lakefs_fuse.staging import segments, staging_area
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.create import Received
@@ -231,7 +231,7 @@ async def test_there_is_no_room_for_a_file_of_its_own(tmp_path: Path, monkeypatc
             raise OSError(errno.ENOSPC, "no space left")
 
         with monkeypatch.context() as patch:
-            patch.setattr(staged_file, "pwrite_all", fails)
+            patch.setattr(staging_area, "pwrite_all", fails)
             said = Closed()
             first, error, last = take_closed(m, wanted, said)
         assert await said.wait(2) == [None, None]

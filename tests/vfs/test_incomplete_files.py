@@ -14,7 +14,7 @@ import trio
 from lakefs_fuse.errors import CacheError, FileError, LakeError
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import Unfinished
-from lakefs_fuse.staging import staged_file
+from lakefs_fuse.staging import staging_area
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Lake, lake
@@ -33,7 +33,7 @@ def full_disk() -> Iterator[None]:
         raise OSError(errno.ENOSPC, "no space left")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staged_file, "pwrite_all", fails)
+        patch.setattr(staging_area, "pwrite_all", fails)
         yield
 
 

@@ -14,7 +14,7 @@ from lakefs_fuse.commits import committer
 from lakefs_fuse.errors import Unavailable
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.staging.segments import Group
-from lakefs_fuse.staging.staged_file import StagedFile
+from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.open_file import OpenFile

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.staging.staged_file import StagedFile
+from lakefs_fuse.staging.staging_area import StagedFile
 from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.upload.uploader import Uploader
 from lakefs_fuse.vfs.files.file_table import FileTable

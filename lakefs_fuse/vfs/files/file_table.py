@@ -25,7 +25,7 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, encode
-from lakefs_fuse.staging.page_map import PAGE_BYTES
+from lakefs_fuse.staging.part_layout import PAGE_BYTES
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.vfs.change_events import ChangeEvents

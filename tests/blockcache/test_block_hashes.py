@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lakefs_fuse.blockcache.cache_file import BlockHasher, hash_blocks, hash_zeros
 from lakefs_fuse.config import MIB
-from lakefs_fuse.staging.block_hashes import BlockHasher, hash_blocks, hash_zeros
 from lakefs_fuse.store.protocol import FileSlice
 
 SIZE = 5 * MIB + 77
