@@ -468,9 +468,11 @@ class StagedFile:
         with self._staging.translating(), self.held():
             await self._staging.threads.run(self._staging.disk.sync_data, self.fd)
 
-    async def read(self, offset: int, length: int) -> bytes:
-        """``length`` bytes, zeros beyond the file's end."""
+    async def read(self, offset: int, length: int, *, in_file: bool = False) -> bytes:
+        """``length`` bytes, zeros beyond the file's end. With ``in_file`` the bytes have a staging file afterwards."""
         with self._staging.translating():
+            if in_file and self._fd == NO_FILE and not self._parked:
+                self._make_file()
             data = await self._read(offset, length)
         return data if len(data) == length else data + bytes(length - len(data))
 

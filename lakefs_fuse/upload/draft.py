@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import trio
@@ -44,7 +44,7 @@ from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import SharedLock
 from lakefs_fuse.sync.wakeup import Wakeup
-from lakefs_fuse.upload.parts import Parts, PartState
+from lakefs_fuse.upload.parts import Part, Parts, PartState
 from lakefs_fuse.upload.spilled_parts import Spills
 from lakefs_fuse.upload.uploader import Uploader
 
@@ -118,7 +118,7 @@ class Draft:
         self.upload_intent_ns = 0
         self.upload_metadata: dict[str, str] = {}
         self.upload_failed = False
-        self._asking = SharedLock()
+        self._beginning_upload = SharedLock()
         self.token = draft_id
         self.commit = ""
         self.packed: Extent | None = None
@@ -134,9 +134,13 @@ class Draft:
         self._hurry = Wakeup()
         self.uploading = 0
         self.gate = SharedLock()
+        self.exclusive = self.gate.exclusive
+        """Keeps writers and truncation out, for `publish`."""
         self._idle = Wakeup()
         self._staged_bytes = 0
         self._busy_parts: Counter[int] = Counter()
+        self._parts_written_out: set[int] = set()
+        """Parts whose writeout to the local disk has begun."""
         self._closing = False
         if file is None:
             file = StagedFile.create(uploader.staging, draft_id, target.key)
@@ -156,13 +160,16 @@ class Draft:
             return 0  # all of it may have to be sent again
         if self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
             return 0
-        clean = self.parts.clean()
+        clean = sorted(index for index, part in self.parts.items() if part.state is PartState.CLEAN and index > 0)
         leaving = [i for i in (clean[:-RECENT_PARTS_KEPT] if keep_recent else clean) if self._can_drop(i)]
         if not leaving:
             return 0
-        self.parts.drop(leaving)
+        for index in leaving:
+            self.parts.transition(index, PartState.DROPPED)
         self.save(sync=True)
-        return sum(map(self.let_go, leaving))
+        freed = sum(map(self._punch, leaving))
+        self._unstage(freed)
+        return freed
 
     async def spill(self) -> int:
         """Let go of the staged pages of the part that has most of them; answers how many bytes that gave back, 0 where
@@ -185,7 +192,7 @@ class Draft:
     def _fullest_part(self) -> int | None:
         best, most = None, SPILL_BYTES_MIN // PAGE_BYTES - 1
         for index, part in self.parts.items():
-            if part.state is PartState.DIRTY and not part.announced and not self._busy_parts[index]:
+            if part.state is PartState.DIRTY and not self._busy_parts[index]:
                 count = self.pages.count(*self.uploader.layout.range(index))
                 if count > most:
                     best, most = index, count
@@ -199,10 +206,9 @@ class Draft:
             self.save(sync=True)
         await self.fill_spilled(start, end)
         key = self.spills.next_key(self.id, index)
-        self.uploader.slots.ready()
         async with self.uploader.slots.slot():
             with self.file.held():
-                meta = await self.uploader.client.put(key, FileSlice(self.fd, start, end - start))
+                meta = await self.uploader.client.put(key, FileSlice(self.file.fd, start, end - start))
         staged = [(begin, upto) for begin, upto, local in self.pages.runs(start, end) if local]
         before = self.spills.add(SpilledPart(index, key, meta.etag, end - start), staged)
         pages, punched = self.pages.forget(index), False  # so that the record does not take the hole for them
@@ -223,12 +229,6 @@ class Draft:
                 log.warning("%s is not needed any more, and could not be deleted: %s", before.key, error)
         return freed
 
-    def let_go(self, index: int) -> int:
-        """Punch the staged bytes of a part out, which the journal has as dropped; answers how many."""
-        gone = self._punch(index)
-        self._unstage(gone)
-        return gone
-
     def _unstage(self, count: int) -> None:
         """So many staged bytes are gone."""
         self._staged_bytes -= count
@@ -239,9 +239,10 @@ class Draft:
         return self.parts[index].length == end - start and not self._busy_parts[index] and self.pages.has_any(index)
 
     def _punch(self, index: int) -> int:
+        """Delete the staged bytes of a part that the journal has as dropped; answers how many."""
         start, end = self.uploader.layout.range(index)
         if not self.file.punch(start, end):
-            self.parts.keep(index)
+            self.parts.transition(index, PartState.CLEAN)
             return 0
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             self.hashes.pop(block, None)
@@ -271,11 +272,6 @@ class Draft:
             raise DraftEnded
         with self.file.held(), self._using(offset, end):
             return await self._read(offset, end)
-
-    @property
-    def fd(self) -> int:
-        """The staging file's descriptor, -1 once the draft is closed and nobody reads. Raises what opening it does."""
-        return self.file.fd
 
     async def _read(self, offset: int, end: int) -> Buffer:
         if offset >= end:
@@ -391,15 +387,12 @@ class Draft:
     async def _write_staged(self, offset: int, data: Buffer) -> None:
         try:
             await self.file.write(offset, data)
-        except LakeError:
-            self._erase_unmarked(offset, offset + len(data))
+        except LakeError:  # a write that failed half-way leaves no bytes in pages that count as zeros
+            end = offset + len(data)
+            for begin, upto, local in list(self.pages.runs(offset - offset % PAGE_BYTES, end + -end % PAGE_BYTES)):
+                if not local:
+                    self.file.punch(begin, upto)
             raise
-
-    def _erase_unmarked(self, start: int, end: int) -> None:
-        """A write that failed half-way leaves no bytes in pages that count as zeros."""
-        for begin, upto, local in list(self.pages.runs(start - start % PAGE_BYTES, end + -end % PAGE_BYTES)):
-            if not local:
-                self.file.punch(begin, upto)
 
     async def _fill_edges(self, offset: int, end: int) -> None:
         """A page that is written in part and whose rest is the base's, or spilled, is fetched whole first."""
@@ -480,9 +473,7 @@ class Draft:
 
     def start_if_complete(self, index: int) -> None:
         part = self.parts.get(index)
-        if part is None or part.state is not PartState.DIRTY or part.announced or self.error is not None:
-            return
-        if self.unlinked:
+        if part is None or part.state is not PartState.DIRTY or self.error is not None or self.unlinked:
             return
         if part.etag and not self.uploader.client.capabilities.parts_replaceable:
             return
@@ -490,7 +481,7 @@ class Draft:
         if self.accepted:
             end = min(end, self.size)
         if end <= self.size and self.pages.covers(start, end):
-            self.parts.announce(index)
+            self.parts.transition(index, PartState.QUEUED)
             self.uploading += 1
             self.uploader.slots.ready()
             self.uploader.start(self._upload_in_background, index)
@@ -499,8 +490,8 @@ class Draft:
         """Parts that are not sent yet go to the disk meanwhile, so that acknowledging the file does not wait for it."""
         for index in indexes:
             start, end = self.uploader.layout.range(index)
-            if not self.parts[index].written_out and end <= self.size and self.pages.covers(start, end):
-                self.parts.begin_writeout(index)
+            if index not in self._parts_written_out and end <= self.size and self.pages.covers(start, end):
+                self._parts_written_out.add(index)
                 self.uploader.start(self.file.write_out, start, end)
 
     async def truncate(self, size: int) -> None:
@@ -539,12 +530,12 @@ class Draft:
         self.deferred = False
         layout = self.uploader.layout
         if self.size > layout.single_bytes_max:
-            self.parts.add_missing(layout.count(self.size))
             for index in range(layout.count(self.size)):
+                self.parts.setdefault(index, Part())
                 self.start_if_complete(index)
 
     async def _upload_in_background(self, index: int) -> None:
-        """The part was announced, and counted in ``uploading``. Raises nothing but Cancelled."""
+        """Send a QUEUED part, counted in ``uploading``. Raises nothing but Cancelled."""
         try:
             await self._upload_patiently(index)
         except LakeError as error:
@@ -578,6 +569,7 @@ class Draft:
                 return
             except Unavailable as error:
                 self.delayed = error
+                self.parts.transition(index, PartState.QUEUED)
             with trio.move_on_after(backoff.next_s()):
                 await self._hurry.wait()
             if self.state not in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
@@ -613,11 +605,11 @@ class Draft:
         await self.wait_idle()
 
     async def stop_uploads(self) -> None:
-        """Begin to publish: `publish` sends the parts that failed or wait for another attempt. Raises CacheError."""
+        """Begin to publish: uploads end, and `publish` sends the parts that failed or wait for another attempt."""
         self.begin_publish()
-        self.save()
-        self.hurry()
-        await self.wait_idle()
+        if self.uploading:
+            self.hurry()
+            await self.wait_idle()
         self.error = None
 
     async def wait_idle(self) -> None:
@@ -626,8 +618,9 @@ class Draft:
             await self._idle.wait()
 
     async def upload_part(self, index: int) -> None:
-        """Send one part as it is now; announced before. Ends with the part clean, or dirty if it was written to."""
-        async with self.uploader.slots.slot():
+        """Send one part as it is now; its slot was announced (`UploadSlots.ready`). The part becomes CLEAN, or DIRTY
+        where it was written to meanwhile. Raises LakeError; then the part is DIRTY."""
+        async with self.uploader.slots.slot(announced=True):
             if self.state is DraftState.DISCARDED:
                 return
             part = self.parts[index]
@@ -635,26 +628,26 @@ class Draft:
             length = min(end, self.size) - start
             if length <= 0:
                 return
-            generation, repeated = part.generation, bool(part.etag)
-            self.parts.begin_upload(index)
+            repeated = bool(part.etag)
+            self.parts.transition(index, PartState.UPLOADING)
             try:
                 upload_id = await self.begin_upload()
                 hasher = BlockHasher(start, start + length, self.size)
                 with self.file.held():
-                    body = FileSlice(self.fd, start, length, hasher.saw)
+                    body = FileSlice(self.file.fd, start, length, hasher.saw)
                     ref = await self.uploader.client.upload_part(self.target.key, upload_id, index + 1, body)
                     hashes = hasher.seen()
                     if hashes is None:
                         hashes = await self.uploader.staging.threads.run(
-                            hash_blocks, self.fd, start, start + length, self.size
+                            hash_blocks, self.file.fd, start, start + length, self.size
                         )
             except BaseException:
-                self.parts.fail_upload(index)
+                self.parts.transition(index, PartState.DIRTY)
                 self.upload_failed = True
                 raise
         self.uploader.metrics.parts += 1
         self.uploader.metrics.parts_repeated += repeated
-        self.parts.end_upload(index, generation, ref, length)
+        self.parts.end_upload(index, ref, length)
         if part.state is PartState.CLEAN:
             if self.size > start + length and (start + length) % BLOCK_BYTES:
                 hashes.pop((start + length) // BLOCK_BYTES, None)  # the file ended in this block, and has grown since
@@ -664,12 +657,12 @@ class Draft:
     def copied_part(self, index: int, ref: PartRef, length: int) -> None:
         """The store has copied the part from elsewhere."""
         self.uploader.metrics.parts_copied += 1
-        self.parts.end_upload(index, self.parts[index].generation, ref, length)
+        self.parts.end_upload(index, ref, length)
         self.save()
 
     async def begin_upload(self) -> str:
         """The multipart upload's id; the intent is in the journal before the store is asked."""
-        async with self._asking.exclusive():
+        async with self._beginning_upload.exclusive():
             if not self.upload_id:
                 await self.abort_lost_upload()
                 self.upload_intent_ns = self.uploader.clock.wall_ns()
@@ -678,7 +671,7 @@ class Draft:
                 self.upload_id = await self.uploader.client.create_multipart(
                     self.target.key, metadata=self.upload_metadata
                 )
-                self.uploader.staging.record_upload(self.fd, self.upload_id)
+                self.uploader.staging.record_upload(self.file.fd, self.upload_id)
                 self.save(sync=True)
             return self.upload_id
 
@@ -776,10 +769,6 @@ class Draft:
             self.token = self.upload_metadata.get(DRAFT_METADATA, self.token)
         self.recheck = False
 
-    def exclusive(self) -> AbstractAsyncContextManager[None]:
-        """Keep writers and truncation out, for `publishing`."""
-        return self.gate.exclusive()
-
     # -- the journal
 
     def record(self, *, accepted: int = 0, spot: Spot | None = None) -> DraftRecord:
@@ -816,7 +805,8 @@ class Draft:
             segment=spot.segment if spot else "",
             segment_offset=spot.offset if spot else 0,
             segment_bytes=spot.length if spot else 0,
-            parts=self.parts.records(),
+            # No part is in the store before an upload began.
+            parts=self.parts.records() if self.upload_intent_ns or self.parts.bytes_dropped else [],
             pages=self.pages.dump(),
             error=str(self.error) if self.error else "",
             spilled=self.spills.used,
@@ -826,9 +816,12 @@ class Draft:
             refused_why=self.refused.why,
         )
 
-    def save(self, *, sync: bool = False) -> None:
-        """Note what the draft is. Raises CacheError, and StagingFull where it failed, and its bytes were in memory."""
-        self.uploader.save(self.noted(), sync)
+    def save(self, *, sync: bool = False) -> DraftRecord:
+        """Journal what the draft is; answers the record. Raises CacheError, and StagingFull where the draft is FAILED
+        and its bytes were in memory."""
+        record = self.noted()
+        self.uploader.save(record, sync)
+        return record
 
     def noted(self) -> DraftRecord:
         """The record, about to be saved. Raises StagingFull and CacheError."""
@@ -854,7 +847,7 @@ class Draft:
         self.pages.load(record.pages)
         self.spills.load(record.spills, record.spilled)
         writing, layout = record.state is DraftState.WRITING, self.uploader.layout
-        self.parts.load(part for part in record.parts if not part.staged or not writing)
+        self.parts = Parts(layout, (part for part in record.parts if not part.staged or not writing))
         if writing and self.base is None:
             self.size = max(self.size, staged_bytes)
             for index in range(layout.count(self.size)):
@@ -862,7 +855,7 @@ class Draft:
                     continue
                 start, end = layout.range(index)
                 spilled = index in self.spills.objects
-                for begin, upto in data_runs(self.fd, start, min(end, self.size)) if spilled else [(start, end)]:
+                for begin, upto in data_runs(self.file.fd, start, min(end, self.size)) if spilled else [(start, end)]:
                     self.pages.mark(begin, min(upto, self.size))
 
     # -- the end
@@ -893,7 +886,6 @@ class Draft:
         if self._closing:
             return
         self._closing = True
-        self.uploader.staging.release(self._staged_bytes)
-        self._staged_bytes = 0
-        self.uploader.staging.unregister(self)
+        staged_bytes, self._staged_bytes = self._staged_bytes, 0
+        self.uploader.staging.unregister(self, staged_bytes)
         self.file.close(unlink=unlink, leave=leave)

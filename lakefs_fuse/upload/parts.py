@@ -1,15 +1,19 @@
 """The parts of a draft's multipart upload: which of them the store has, and whether their bytes are still staged.
 
-What always holds (*part states*): DIRTY → UPLOADING → CLEAN → DROPPED. A write takes a CLEAN part back to DIRTY, and an
-UPLOADING part that was written to ends DIRTY. A DROPPED part is in the store only, and is never written to. Trio thread
-only. After a crash the journal record has the CLEAN and DROPPED parts (`records`).
+What always holds:
+
+* (*part states*) a part changes its state through `Parts.transition` only, by the table of `TRANSITIONS`;
+* (*dropped parts*) a DROPPED part is in the store only, and is never written to.
+
+Trio thread only. After a crash the journal record has the CLEAN and DROPPED parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from lakefs_fuse.staging.draft_record import UploadedPart
 from lakefs_fuse.staging.part_layout import PartLayout
@@ -17,156 +21,121 @@ from lakefs_fuse.store.protocol import PartRef
 
 
 class PartState(Enum):
-    """See the module's head."""
+    """Life of a part, with `TRANSITIONS` as its table.
+
+    ========= ====================================================================================
+    state     meaning
+    ========= ====================================================================================
+    dirty     the store does not have its bytes
+    queued    the same, and a task waits for an upload slot or for the next attempt to send it
+    uploading a request sends its bytes
+    stale     a request sends bytes that were written to since it began
+    clean     the store has its bytes, and they are staged, or zeros, or bytes of the base
+    dropped   the store has its bytes, and they are not staged any more
+    ========= ====================================================================================
+    """
 
     DIRTY = "dirty"
+    QUEUED = "queued"
     UPLOADING = "uploading"
+    STALE = "stale"
     CLEAN = "clean"
     DROPPED = "dropped"
 
 
+TRANSITIONS = {
+    # To CLEAN: the store copied the part from another object.
+    PartState.DIRTY: {PartState.QUEUED, PartState.UPLOADING, PartState.CLEAN},
+    PartState.QUEUED: {PartState.UPLOADING, PartState.DIRTY},
+    PartState.UPLOADING: {PartState.STALE, PartState.CLEAN, PartState.DIRTY},
+    PartState.STALE: {PartState.DIRTY},
+    # To UPLOADING and to itself: the file was extended with zeros, and its last part is longer now.
+    PartState.CLEAN: {PartState.DIRTY, PartState.UPLOADING, PartState.CLEAN, PartState.DROPPED},
+    # To CLEAN: the staged bytes could not be deleted. To DIRTY: they were cut off.
+    PartState.DROPPED: {PartState.CLEAN, PartState.DIRTY},
+}
+"""Where each state leads. `Parts` asserts it."""
 STORED = (PartState.CLEAN, PartState.DROPPED)
 
 
-@dataclass(slots=True)
-class Part:
-    """``generation`` grows with every write: an upload compares it to know whether the bytes it sent still count."""
+class Part(msgspec.Struct):
+    """``etag`` and ``length`` (bytes) are those of the last upload that succeeded; empty and 0 before."""
 
     state: PartState = PartState.DIRTY
-    generation: int = 0
     etag: str = ""
     length: int = 0
-    announced: bool = False
-    """It waits for an upload slot, or has one."""
-    written_out: bool = False
-    """Its writeout to the local disk has begun."""
 
 
-class Parts:
-    """Parts by index from 0. Callers read a `Part`; only this class changes one."""
+class Parts(dict[int, Part]):
+    """Parts by index from 0, made when first asked for. Only this class changes a part."""
 
-    def __init__(self, layout: PartLayout) -> None:
+    def __init__(self, layout: PartLayout, records: Iterable[UploadedPart] = ()) -> None:
+        """``records`` are what the journal has of the parts."""
+        super().__init__()
         self._layout = layout
-        self._parts: dict[int, Part] = {}
+        self.bytes_dropped = 0
+        """Bytes of DROPPED parts."""
+        for record in records:
+            self[record.index] = Part(PartState.CLEAN, record.etag, record.length)
+            if not record.staged:
+                self.transition(record.index, PartState.DROPPED)
 
-    def __getitem__(self, index: int) -> Part:
-        return self._parts.setdefault(index, Part())
+    def __missing__(self, index: int) -> Part:
+        part = self[index] = Part()
+        return part
 
-    def get(self, index: int) -> Part | None:
-        """None where nobody wrote to the part."""
-        return self._parts.get(index)
-
-    def add_missing(self, count: int) -> None:
-        """The first ``count`` parts are all to be uploaded."""
-        for index in range(count):
-            self._parts.setdefault(index, Part())
-
-    def items(self) -> Iterable[tuple[int, Part]]:
-        return self._parts.items()
+    def transition(self, index: int, to: PartState) -> None:
+        """Take the part to a state; `TRANSITIONS` says from which."""
+        part = self[index]
+        assert to in TRANSITIONS[part.state], f"part {index}: from {part.state} to {to}"
+        self.bytes_dropped += part.length * ((to is PartState.DROPPED) - (part.state is PartState.DROPPED))
+        part.state = to
 
     def touch(self, start: int, end: int) -> range:
         """Bytes [start, end) were written; answers the parts that hold them."""
         indexes = range(self._layout.index(start), self._layout.index(end - 1) + 1)
         for index in indexes:
-            part = self[index]
-            part.generation += 1
-            if part.state is PartState.CLEAN:
-                part.state = PartState.DIRTY
+            if self[index].state is PartState.CLEAN:
+                self.transition(index, PartState.DIRTY)
+            elif self[index].state is PartState.UPLOADING:
+                self.transition(index, PartState.STALE)
         return indexes
 
     def cut(self, size: int) -> None:
         """The file was truncated to ``size`` bytes."""
-        for index, part in self._parts.items():
+        for index, part in self.items():
             if index >= self._layout.index(size):
-                part.generation += 1
-                if part.state is not PartState.UPLOADING:
-                    part.state = PartState.DIRTY
+                if part.state is PartState.UPLOADING:
+                    self.transition(index, PartState.STALE)
+                elif part.state in STORED:
+                    self.transition(index, PartState.DIRTY)
 
-    # -- uploads
-
-    def announce(self, index: int) -> None:
-        self[index].announced = True
-
-    def withdraw(self, index: int) -> None:
-        """No upload of the part is under way."""
-        self[index].announced = False
-
-    def begin_writeout(self, index: int) -> None:
-        self[index].written_out = True
-
-    def begin_upload(self, index: int) -> None:
-        self[index].state = PartState.UPLOADING
-
-    def fail_upload(self, index: int) -> None:
-        self[index].state = PartState.DIRTY
-
-    def end_upload(self, index: int, generation: int, ref: PartRef, length: int) -> None:
-        """The store has the bytes of ``generation``; the part is dirty where it was written to since."""
+    def end_upload(self, index: int, ref: PartRef, length: int) -> None:
+        """The store has the part, of ``length`` bytes; it is dirty where it was written to meanwhile."""
         part = self[index]
         part.etag, part.length = ref.etag, length
-        part.state = PartState.CLEAN if part.generation == generation else PartState.DIRTY
+        self.transition(index, PartState.DIRTY if part.state is PartState.STALE else PartState.CLEAN)
 
-    def drop(self, indexes: Iterable[int]) -> None:
-        """The staged bytes of these clean parts are about to be deleted."""
-        for index in indexes:
-            self[index].state = PartState.DROPPED
-
-    def keep(self, index: int) -> None:
-        """The staged bytes of a part that was dropped could not be deleted."""
-        if self[index].state is PartState.DROPPED:
-            self[index].state = PartState.CLEAN
+    def withdraw(self, index: int) -> None:
+        """No task waits to send the part."""
+        if self[index].state is PartState.QUEUED:
+            self.transition(index, PartState.DIRTY)
 
     def forget_upload(self) -> None:
         """The upload is gone from the store: clean parts can be sent again, dropped ones are lost."""
-        for part in self._parts.values():
+        for index, part in self.items():
             part.etag = ""
             if part.state is PartState.CLEAN:
-                part.state = PartState.DIRTY
-
-    # -- questions
+                self.transition(index, PartState.DIRTY)
 
     def is_dropped(self, index: int) -> bool:
-        part = self._parts.get(index)
+        part = self.get(index)
         return part is not None and part.state is PartState.DROPPED
 
-    @property
-    def has_dropped(self) -> bool:
-        return any(part.state is PartState.DROPPED for part in self._parts.values())
-
-    @property
-    def bytes_dropped(self) -> int:
-        """Bytes that are in the store only."""
-        return sum(part.length for part in self._parts.values() if part.state is PartState.DROPPED)
-
-    def is_stored(self, index: int, length: int) -> bool:
-        """The store has the part with so many bytes, and they still count."""
-        part = self[index]
-        return part.state in STORED and part.length == length
-
-    def has_stale(self, count: int) -> bool:
-        """The store has bytes that do not count any more, of one of the first ``count`` parts or beyond them."""
-        return any(part.etag and (part.state is PartState.DIRTY or i >= count) for i, part in self._parts.items())
-
-    def clean(self) -> list[int]:
-        """Parts that are in the store and staged, in order, without the first, whose header is written late."""
-        return sorted(index for index, part in self._parts.items() if part.state is PartState.CLEAN and index > 0)
-
-    def refs(self, count: int) -> list[PartRef]:
-        """What completes an upload of so many parts."""
-        return [PartRef(i + 1, self._parts[i].etag, self._parts[i].length) for i in range(count)]
-
-    # -- the journal
-
     def records(self) -> list[UploadedPart]:
+        """For the journal: the parts that the store has."""
         return [
             UploadedPart(index, part.etag, part.length, part.state is PartState.CLEAN)
-            for index, part in sorted(self._parts.items())
+            for index, part in sorted(self.items())
             if part.state in STORED
         ]
-
-    def load(self, records: Iterable[UploadedPart]) -> None:
-        """Replace everything with what `records` answered."""
-        self._parts = {
-            each.index: Part(PartState.CLEAN if each.staged else PartState.DROPPED, etag=each.etag, length=each.length)
-            for each in records
-        }

@@ -15,13 +15,13 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+import msgspec
 import trio
 
-from lakefs_fuse.blockcache.cache_file import hash_blocks, hash_zeros
+from lakefs_fuse.blockcache.cache_file import block_hash, hash_blocks, hash_zeros
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -34,18 +34,17 @@ from lakefs_fuse.errors import (
     Unsupported,
 )
 from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
-from lakefs_fuse.store.protocol import PART_BYTES_MIN, Body, FileSlice, ObjectMeta, PartRef
+from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import collecting
 from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft
-from lakefs_fuse.upload.parts import PartState
+from lakefs_fuse.upload.parts import STORED, PartState
 
-BODY_BYTES_MAX = 1 << 20
-"""Up to here an object is sent from memory, by the client's fast path."""
+BODY_BYTES_MAX = BLOCK_BYTES
+"""Up to here an object is sent from memory, by the client's fast path, and is one cache block."""
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(msgspec.Struct, frozen=True):
     """The version that is visible now, the hash of each of its cache blocks (0: not staged any more), and the
     attributes that the object tells."""
 
@@ -57,16 +56,18 @@ class Published:
 async def publish(draft: Draft) -> Published:
     """Make the draft's bytes, as they are now, the object's newest version. The caller holds ``draft.exclusive()``.
 
-    Raises LakeError; then the draft is `FAILED`, every byte is staged or in its upload, and it can be tried again.
+    Raises LakeError; then the draft is FAILED, every byte is staged or in its upload, and it can be tried again.
     Where writes were refused it raises, and the draft stays as it is.
     """
-    draft.refused.check(draft.target.path or draft.target.key)
+    if draft.refused.ranges:
+        draft.refused.check(draft.target.path or draft.target.key)
     try:
         if draft.recheck:
             await draft.reconcile((await visible_token(draft))[1])
         await draft.stop_uploads()
-        if draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.has_dropped:
-            meta, described = await _put(draft)
+        hashes: list[int] | None = None
+        if draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.bytes_dropped:
+            meta, described, hashes = await _put(draft)
         else:
             meta, described = await _complete(draft)
     except BaseException as error:
@@ -75,11 +76,12 @@ async def publish(draft: Draft) -> Published:
         raise
     draft.end_publish()
     draft.uploader.metrics.publishes += 1
-    try:
-        await draft.delete_spills()
-    except LakeError as error:
-        log.warning("hidden objects of %s are left to `gc`: %s", draft.target.key, error)
-    return Published(meta, await _all_hashes(draft), described)
+    if draft.spills.used:
+        try:
+            await draft.delete_spills()
+        except LakeError as error:
+            log.warning("hidden objects of %s are left to `gc`: %s", draft.target.key, error)
+    return Published(meta, await _all_hashes(draft) if hashes is None else hashes, described)
 
 
 def token_of(meta: ObjectMeta) -> str:
@@ -98,26 +100,31 @@ async def visible_token(draft: Draft) -> tuple[str, ObjectMeta | None]:
     return token, meta if token.partition(".")[0] == draft.id else None
 
 
-async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
-    await draft.fill(0, draft.size)
+async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
+    """Send the draft in one request; answers the hashes of its blocks too where it was sent from memory."""
     client, target = draft.uploader.client, draft.target
-    draft.uploader.slots.ready()
+    if draft.base is not None or draft.spills.objects:
+        await draft.fill(0, draft.size)
     async with draft.uploader.slots.slot():
-        described = dict(target.describe(False))
-        metadata = {**described, DRAFT_METADATA: draft.token}
+        described = draft.save().metadata
+        put = partial(client.put, metadata={**described, DRAFT_METADATA: draft.token}, if_absent=target.if_absent)
+        hashes = None
         try:
-            with draft.file.held():
-                body: Body = FileSlice(draft.fd, 0, draft.size)
-                if draft.size <= BODY_BYTES_MAX:
-                    body = await draft.file.read(0, draft.size)
-                meta = await client.put(target.key, body, metadata=metadata, if_absent=target.if_absent)
+            if draft.size <= BODY_BYTES_MAX:
+                body = await draft.file.read(0, draft.size, in_file=True)
+                hashes = [block_hash(body)] if body else []
+                meta = await put(target.key, body)
+            else:
+                with draft.file.held():
+                    meta = await put(target.key, FileSlice(draft.file.fd, 0, draft.size))
         except PreconditionFailed as error:
             meta = await _ours_after_all(draft, error)
     if draft.upload_id:
         await client.abort_multipart(target.key, draft.upload_id)
         draft.end_upload(in_one_piece=True)
-    await draft.abort_lost_upload()
-    return meta, described
+    elif draft.upload_intent_ns:
+        await draft.abort_lost_upload()
+    return meta, described, hashes
 
 
 async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
@@ -137,6 +144,7 @@ async def _find_completed(draft: Draft) -> ObjectMeta | None:
 
 
 async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
+    draft.save()
     if draft.upload_id and not draft.uploader.client.capabilities.parts_replaceable and _has_stale_parts(draft):
         await draft.uploader.client.abort_multipart(draft.target.key, draft.upload_id)
         draft.forget_upload()
@@ -169,11 +177,11 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
                 raise StoreError(
                     f"{key}: the store ended its upload, and bytes {start} to {end} are not staged any more"
                 )
-            if draft.parts.is_stored(index, length):
+            if part.state in STORED and part.length == length:
                 continue
             copy = _copy_zeros if copies_zeros and _is_zeros(draft, start, start + length) else _copy_or_send_part
             nursery.start_soon(_send_part, draft, index, start, start + length, few, copy)
-    refs = draft.parts.refs(count)
+    refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
     try:
         poll = partial(_find_completed, draft)
         return await client.complete_multipart(key, upload_id, refs, if_absent=draft.target.if_absent, poll=poll)
@@ -183,7 +191,9 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
 
 def _has_stale_parts(draft: Draft) -> bool:
     """The upload holds a part that is not the file's any more, or may hold one whose answer was lost."""
-    return draft.upload_failed or draft.parts.has_stale(draft.uploader.layout.count(draft.size))
+    count = draft.uploader.layout.count(draft.size)
+    stale = (part.etag and (part.state not in STORED or index >= count) for index, part in draft.parts.items())
+    return draft.upload_failed or any(stale)
 
 
 def _is_zeros(draft: Draft, start: int, end: int) -> bool:
@@ -206,7 +216,6 @@ def _copies_zeros(draft: Draft) -> bool:
 async def _copy_zeros(draft: Draft, index: int, start: int, end: int) -> None:
     """A part of zeros is copied from the object of zeros, or sent where the store refuses to hold one."""
     uploader = draft.uploader
-    uploader.slots.ready()
     async with uploader.slots.slot():
         try:
             ref = await _zeros_copied(draft, index, end - start)
@@ -246,7 +255,6 @@ async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> 
         draft.uploader.slots.ready()
         await draft.upload_part(index)
         return
-    draft.uploader.slots.ready()
     async with draft.uploader.slots.slot():
         key, offset, etag = source
         ref = await draft.uploader.client.upload_part_copy(
@@ -284,8 +292,8 @@ async def _all_hashes(draft: Draft) -> list[int]:
     try:
         with draft.file.held():
             if draft.size <= THREAD_BYTES_MIN:
-                return complete(draft.fd)
-            return await draft.uploader.staging.threads.run(complete, draft.fd)
+                return complete(draft.file.fd)
+            return await draft.uploader.staging.threads.run(complete, draft.file.fd)
     except (OSError, LakeError) as error:
         log.warning("%s is stored, but cannot be read back from staging: %s", draft.target.key, error)
         return [0] * blocks

@@ -96,7 +96,7 @@ class UploadSlots:
         self._since = now
 
     def ready(self) -> None:
-        """Something to upload is complete. A `slot` block must follow, or `withdraw`."""
+        """Something to upload is complete. ``slot(announced=True)`` must follow, or `withdraw`."""
         self._account()
         self._ready += 1
 
@@ -106,8 +106,10 @@ class UploadSlots:
         self._ready -= 1
 
     @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Hold a slot; waits for one in the order of calls."""
+    async def slot(self, *, announced: bool = False) -> AsyncIterator[None]:
+        """Hold a slot for the block; waits for one in the order of calls. ``announced``: `ready` was called."""
+        if not announced:
+            self.ready()
         token = object()
         try:
             await self._limiter.acquire_on_behalf_of(token)

@@ -497,10 +497,10 @@ async def test_a_read_outlives_the_draft(tmp_path: Path) -> None:
             nursery.start_soon(read)
             await reached(pause.reached)
             draft.close(unlink=True)
-            assert draft.fd >= 0
+            assert draft.file.fd >= 0
             pause.resume()
         assert answers == [b"new" + noise(20, 10_000)[3:]]
-        assert draft.fd == -1
+        assert draft.file.fd == -1
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -17,7 +17,7 @@ async def test_at_most_so_many_in_the_order_of_announcement(autojump_clock: trio
 
     async def upload(number: int) -> None:
         nonlocal running
-        async with uploads.slot():
+        async with uploads.slot(announced=True):
             running += 1
             assert running <= slots
             order.append(number)
@@ -39,7 +39,7 @@ async def test_idle_time_is_told(autojump_clock: trio.testing.MockClock) -> None
     uploads = UploadSlots(1, metrics)
     uploads.ready()
     await trio.sleep(3)
-    async with uploads.slot():
+    async with uploads.slot(announced=True):
         await trio.sleep(5)
     assert metrics.idle_with_work_s == pytest.approx(3)
 
@@ -47,10 +47,10 @@ async def test_idle_time_is_told(autojump_clock: trio.testing.MockClock) -> None
 async def test_what_is_cancelled_is_withdrawn(autojump_clock: trio.testing.MockClock) -> None:
     uploads = UploadSlots(1, UploadMetrics())
     uploads.ready()
-    async with uploads.slot():
+    async with uploads.slot(announced=True):
         uploads.ready()
         with trio.move_on_after(1):
-            async with uploads.slot():
+            async with uploads.slot(announced=True):
                 raise AssertionError("there was no slot")
         assert uploads.active == 1
     assert uploads.active == 0

@@ -226,7 +226,7 @@ class Replay:
         """The name has a version of somebody else: the accepted bytes get a name beside it. Raises LakeError."""
         file, draft = item.file, item.draft
         if draft.upload_intent_ns:
-            if draft.parts.has_dropped:
+            if draft.parts.bytes_dropped:
                 raise FileError(
                     errno.EEXIST,
                     f"{file.key} was changed by somebody else, and this version cannot get another name: parts of it "
