@@ -138,7 +138,7 @@ class InlineThreads:
         call: Callable[..., T],
         *arguments: object,
         limiter: trio.CapacityLimiter | None = None,
-        abandon: bool = False,
+        abandon_on_cancel: bool = False,
     ) -> T:
         await trio.lowlevel.checkpoint()
         if limiter is None:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,6 +84,7 @@ class BlockCache:
             )
         except OSError as error:
             raise CacheError(f"cannot use the cache directory {directory}: {error.strerror}") from error
+        self.pin, self.unpin, self.has_room = self.files.pin, self.files.unpin, self.files.has_room
 
     # -- what may be asked from the trio thread
 
@@ -116,10 +117,6 @@ class BlockCache:
         """Whether a write is worth a thread."""
         return self._health.may_write() and not self.files.closed
 
-    def has_room(self, wanted: int) -> bool:
-        """So many bytes fit without anything being evicted; False while not all is counted."""
-        return self.files.has_room(wanted)
-
     def statistics(self) -> CacheStatistics:
         """Gauges of this moment."""
         files = self.files
@@ -133,19 +130,7 @@ class BlockCache:
             versions_pinned=files.versions_pinned,
         )
 
-    def pin(self, version: Version) -> None:
-        """Keep the version's blocks until as many `unpin`. Lost with the process."""
-        self.files.pin(version)
-
-    def unpin(self, version: Version) -> None:
-        """Undo one `pin`. Raises KeyError without one."""
-        self.files.unpin(version)
-
     # -- blocks
-
-    def read_block(self, version: Version, index: int) -> bytes | None:
-        """The block, verified; None where it is not here."""
-        return self.read_blocks(version, index, index + 1)[0]
 
     def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
         """Bytes [start, end), which must exist in the version, verified; None where they are not here, or not to be had
@@ -220,24 +205,14 @@ class BlockCache:
     def has_blocks(self, version: Version, first: int, stop: int) -> list[bool]:
         """Which of blocks [first, stop) are here, as their index says; nothing is verified."""
         if self.readable:
-            try:
-                with self.files.reading(version) as file:
-                    if file is not None:
-                        return [expected != 0 for expected in file.hashes(first, stop)]
-            except OSError as error:
-                self._health.failed(error)
+            with self._recording_failure(), self.files.reading(version) as file:
+                if file is not None:
+                    return [expected != 0 for expected in file.hashes(first, stop)]
         return [False] * (stop - first)
 
-    def write_block(self, version: Version, index: int, data: Buffer) -> None:
-        """Keep a block, if there is room. Raises ValueError where its length is not the block's."""
-        self.write_blocks(version, index, [data])
-
-    def write_blocks(self, version: Version, first: int, blocks: Sequence[Buffer]) -> None:
-        """Keep adjacent blocks, if there is room. Raises ValueError where a length is not the block's."""
-        self.write_runs([(version, first, blocks)])
-
     def write_runs(self, runs: Sequence[tuple[Version, int, Sequence[Buffer]]]) -> None:
-        """As `write_blocks`, several times; with an error of the disk the rest is not kept."""
+        """Keep runs of adjacent blocks, each from its first block on, if there is room; an error of the disk ends it.
+        Raises ValueError where a length is not the block's."""
         if not self.writable:
             return
         wanted = sum(
@@ -278,17 +253,12 @@ class BlockCache:
         """
         if len(hashes) != version.blocks:
             raise ValueError(f"{len(hashes)} hashes for {version.blocks} blocks")
-        try:
+        with self._recording_failure():
             if any(hashes) and self.writable:
                 self.files.adopt(os.fspath(path), version, hashes)
                 return True
-        except OSError as error:
-            self._health.failed(error)
-        try:
+        with self._recording_failure(), suppress(FileNotFoundError):
             os.unlink(path)
-        except OSError as error:
-            if not isinstance(error, FileNotFoundError):
-                self._health.failed(error)
         return False
 
     def transfer(self, old: Version, new: Version) -> bool:
@@ -305,13 +275,6 @@ class BlockCache:
 
     # -- space
 
-    def drop(self, version: Version) -> None:
-        """Forget all blocks of a version, pinned or not."""
-        try:
-            self.files.drop(version)
-        except OSError as error:
-            self._health.failed(error)
-
     def evict(self, wanted: int = 0) -> int:
         """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; answers bytes freed."""
         try:
@@ -322,14 +285,18 @@ class BlockCache:
 
     def scan(self) -> None:
         """Count the space in use, where the last close did not leave the count. Reads and writes may go on."""
-        try:
+        with self._recording_failure():
             self.files.scan()
-        except OSError as error:
-            self._health.failed(error)
 
     def close(self) -> None:
         """Close files and leave the count for the next start. Nothing else may be running or called after."""
-        try:
+        with self._recording_failure():
             self.files.close()
+
+    @contextmanager
+    def _recording_failure(self) -> Iterator[None]:
+        """Turn an error of the disk in the block into the cache's health."""
+        try:
+            yield
         except OSError as error:
             self._health.failed(error)

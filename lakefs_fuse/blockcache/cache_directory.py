@@ -268,11 +268,6 @@ class CacheDirectory:
                 file.close()
         return True
 
-    def drop(self, version: Version) -> None:
-        """Remove a version's file, pinned or not."""
-        with self._files_lock:
-            self._remove(name_digest(version))
-
     def close(self) -> None:
         """Close the files and leave the count for the next start. Nothing else may be running or called after."""
         with self._files_lock, self._lock:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 BLOCK_BYTES = 1 << 20
 """Unit of the block cache. The last block of an object is as short as the object's end makes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
+class Version(msgspec.Struct, frozen=True):
     """``size`` in bytes. Two versions with one key and ETag are the same bytes."""
 
     key: str
@@ -26,8 +25,7 @@ class Version:
         return max(0, min(BLOCK_BYTES, self.size - index * BLOCK_BYTES))
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(msgspec.Struct, frozen=True):
     """Bytes [offset, offset + size) of a version: all of a plain object, or a file in a pack."""
 
     version: Version

@@ -23,10 +23,10 @@ class Threads(Protocol):
         call: Callable[..., T],
         *arguments: object,
         limiter: trio.CapacityLimiter | None = None,
-        abandon: bool = False,
+        abandon_on_cancel: bool = False,
     ) -> T:
         """What ``call`` answers or raises. ``limiter`` bounds calls that run at once (None: trio's own, 40). With
-        ``abandon`` a cancelled caller leaves at once and the call ends by itself, else the caller waits for it."""
+        ``abandon_on_cancel`` a cancelled caller leaves at once and the call ends by itself, else the caller waits."""
         ...
 
     def start(self, call: Callable[[], None], name: str) -> None:
@@ -37,14 +37,7 @@ class Threads(Protocol):
 class WorkerThreads:
     """Threads of the operating system."""
 
-    async def run(
-        self,
-        call: Callable[..., T],
-        *arguments: object,
-        limiter: trio.CapacityLimiter | None = None,
-        abandon: bool = False,
-    ) -> T:
-        return await trio.to_thread.run_sync(call, *arguments, limiter=limiter, abandon_on_cancel=abandon)
+    run = staticmethod(trio.to_thread.run_sync)
 
     def start(self, call: Callable[[], None], name: str) -> None:
         threading.Thread(target=call, name=name).start()

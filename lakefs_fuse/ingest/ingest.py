@@ -107,7 +107,7 @@ class Ingest:
 
     async def _count(self, scope: trio.CancelScope) -> None:
         with scope:
-            found = await self._threads.run(self._source.count, abandon=True)
+            found = await self._threads.run(self._source.count, abandon_on_cancel=True)
             if found is not None:
                 self._total = Totals(files=found[0], bytes=found[1])
 

@@ -155,10 +155,6 @@ class PageMap:
             self._bits[last] = FULL if kept == (1 << whole) - 1 else kept
         return before - self.pages
 
-    def has_any(self, part: int) -> bool:
-        """Some page of the part is local."""
-        return self._bits.get(part, 0) != 0
-
     def forget(self, part: int) -> int:
         """No page of the part is local any more; answers how many were."""
         bits = self._bits.pop(part, 0)

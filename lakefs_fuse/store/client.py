@@ -14,7 +14,7 @@ What always holds:
 
 A write that is tried again may have succeeded the first time. `put` and `delete` do not mind; `put` or `complete` with
 ``if_absent`` may then say PreconditionFailed, and `complete_multipart` NotFound, about the caller's own success: the
-caller asks `head` and compares. Latencies are seconds of an attempt, time in the queue not included.
+caller asks `find` and compares. Latencies are seconds of an attempt, time in the queue not included.
 
 Called from tasks of one trio loop.
 """
@@ -91,7 +91,7 @@ class ThreadTransport:
         self._uploads = {kind: trio.CapacityLimiter(uploads_max) for kind in UPLOADS}
 
     async def run(self, kind: str, call: Callable[[], T], *, abandon: bool) -> T:
-        return await self._threads.run(call, limiter=self._uploads.get(kind, self._requests), abandon=abandon)
+        return await self._threads.run(call, limiter=self._uploads.get(kind, self._requests), abandon_on_cancel=abandon)
 
 
 class StoreClient:
@@ -170,6 +170,13 @@ class StoreClient:
     async def head(self, key: str) -> ObjectMeta:
         """See `ObjectStore.head`."""
         return await self._call("head", partial(self._store.head, key), abandon=True)
+
+    async def find(self, key: str) -> ObjectMeta | None:
+        """As `head`; None where there is no object. What the caller of a write whose answer was lost compares."""
+        try:
+            return await self.head(key)
+        except NotFound:
+            return None
 
     async def time_ns(self) -> int:
         """See `ObjectStore.time_ns`."""

@@ -7,6 +7,7 @@ only.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 
 from lakefs_fuse.sync.wakeup import Wakeup
@@ -22,21 +23,24 @@ class SharedLock:
         self._changed = Wakeup()
 
     def shared(self) -> AbstractAsyncContextManager[None]:
-        return _Shared(self)
+        """Hold the lock with others for the block."""
+        return _Held(self._acquire_shared, self._release_shared)
 
     def exclusive(self) -> AbstractAsyncContextManager[None]:
-        return _Exclusive(self)
+        """Hold the lock alone for the block."""
+        return _Held(self._acquire_exclusive, self.release_exclusive)
 
-    async def acquire_shared(self) -> None:
+    async def _acquire_shared(self) -> None:
         while self._exclusive or self._exclusive_waiting:
             await self._changed.wait()
         self._shared += 1
 
-    def release_shared(self) -> None:
+    def _release_shared(self) -> None:
         self._shared -= 1
-        self._changed.wake_all()
+        if self._changed.event is not None:  # every write and close passes here, and few wait
+            self._changed.wake_all()
 
-    async def acquire_exclusive(self) -> None:
+    async def _acquire_exclusive(self) -> None:
         self._exclusive_waiting += 1
         try:
             while self._exclusive or self._shared:
@@ -56,32 +60,20 @@ class SharedLock:
 
     def release_exclusive(self) -> None:
         self._exclusive = False
-        self._changed.wake_all()
+        if self._changed.event is not None:
+            self._changed.wake_all()
 
 
-class _Shared(AbstractAsyncContextManager[None]):
-    """Classes of their own: a generator costs several times as much, and every write passes here."""
+class _Held(AbstractAsyncContextManager[None]):
+    """A class of its own: a generator costs several times as much, and every write passes here."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_acquire", "_release")
 
-    def __init__(self, lock: SharedLock) -> None:
-        self._lock = lock
-
-    async def __aenter__(self) -> None:
-        await self._lock.acquire_shared()
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.release_shared()
-
-
-class _Exclusive(AbstractAsyncContextManager[None]):
-    __slots__ = ("_lock",)
-
-    def __init__(self, lock: SharedLock) -> None:
-        self._lock = lock
+    def __init__(self, acquire: Callable[[], Awaitable[None]], release: Callable[[], None]) -> None:
+        self._acquire, self._release = acquire, release
 
     async def __aenter__(self) -> None:
-        await self._lock.acquire_exclusive()
+        await self._acquire()
 
     async def __aexit__(self, *_: object) -> None:
-        self._lock.release_exclusive()
+        self._release()

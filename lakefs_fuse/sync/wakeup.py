@@ -8,17 +8,18 @@ import trio
 class Wakeup:
     """A condition without a lock: `wait` returns at the next `wake_all`, never at an earlier one."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("event",)
 
     def __init__(self) -> None:
-        self._event: trio.Event | None = None
+        self.event: trio.Event | None = None
+        """None while no task waits."""
 
     async def wait(self) -> None:
-        if self._event is None:
-            self._event = trio.Event()
-        await self._event.wait()
+        if self.event is None:
+            self.event = trio.Event()
+        await self.event.wait()
 
     def wake_all(self) -> None:
-        if self._event is not None:
-            self._event.set()
-            self._event = None
+        if self.event is not None:
+            self.event.set()
+            self.event = None

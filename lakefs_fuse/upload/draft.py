@@ -10,21 +10,21 @@ What always holds:
 * (*dropped parts*) a part whose staged bytes were dropped to make room can be completed, but neither read nor changed;
 * (*refused writes unpublished*) a refused write is kept in ``refused``, and nothing is published until its bytes were
   written again or cut off;
-* (*acknowledged drafts*) an acknowledged draft is not changed any more; its bytes and its record survive a crash of the
+* (*acknowledged drafts*) an acknowledged draft does not change; its bytes and its record survive a crash of the
   machine;
-* (*states*) only `transition` changes ``state``, by the table of `draft_record.TRANSITIONS`.
+* (*draft states*) only `transition` changes ``state``, by the table of `draft_record.TRANSITIONS`.
 
 Writers share the gate; `publish` and `truncate` hold it alone. All methods run on trio tasks; file calls that may
-block long go to worker threads. While the store is away, parts are tried again for ever (`_upload_patiently`). After a
-crash the journal record says what is staged (`record`): bytes written since it was last saved are in the staging file
-and count for a new file, which has no base to mix them with.
+block long go to worker threads. While the store is away, parts are tried again without end (`_upload_patiently`).
+After a crash the journal record says what is staged (`record`): bytes written since it was last saved are in the
+staging file, and count for a new file, which has no base to mix them with.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -61,16 +61,19 @@ log = logging.getLogger(__name__)
 
 
 class DraftEnded(Exception):
-    """The draft was published or discarded while the caller waited for it: look at the file again."""
+    """The draft was published or discarded while the caller waited for it: the file has another version now."""
+
+
+Describe = Callable[[], tuple[dict[str, str], dict[str, str]]]
 
 
 @dataclass(slots=True)
 class DraftTarget:
-    """Where a draft is going. ``describe`` gives the object's metadata as of now; it is asked when an upload begins
-    and again when it ends."""
+    """Where a draft is going. ``describe`` answers the object's metadata as of now: as a single request tells it, and
+    as a multipart upload does when it begins."""
 
     key: str
-    describe: Callable[[bool], Mapping[str, str]]
+    describe: Describe
     replaces: str = ""
     copied_from: str = ""
     """Key of an object elsewhere that what is replaced has its bytes in, if any. Relocating copies it to ``key``."""
@@ -83,7 +86,7 @@ class DraftTarget:
 
 
 class Draft:
-    """See the module's head. Made by `vfs`, which also owns the names."""
+    """See the module's head. `vfs` makes drafts, and owns the names."""
 
     def __init__(
         self,
@@ -95,8 +98,8 @@ class Draft:
         file: StagedFile | None = None,
         deferred: bool = False,
     ) -> None:
-        """``file`` has its bytes where there are some. Raises StagingFull or CacheError where there can be no staging
-        file."""
+        """``file`` has the staged bytes; without it a new staging file is made. Raises StagingFull, CacheError and
+        FileError(EMFILE)."""
         self.uploader = uploader
         self.id = draft_id
         self.target = target
@@ -107,8 +110,8 @@ class Draft:
         self.error: LakeError | None = None
         self.refused = RefusedRanges()
         self._undo_expected = False
-        """The last write was refused beyond the end. If it was a direct one, the kernel now truncates the file to the
-        size that it has: nobody asked for that, and it takes no refusal back."""
+        """The last write was refused beyond the end. If it was a direct one, the kernel now truncates the file to its
+        present size. No program asked for that, so it takes no refusal back."""
         self.created_ns = uploader.clock.wall_ns()
         self.pages = PageMap(uploader.layout)
         self.spills = Spills(uploader.layout)
@@ -147,7 +150,7 @@ class Draft:
         self.file = file
         uploader.staging.register(self)
 
-    # -- what staging asks
+    # -- room in staging
 
     @property
     def making_room(self) -> bool:
@@ -155,7 +158,7 @@ class Draft:
         return self.uploading > 0 or self.state is DraftState.PUBLISHING or waits
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
-        """The journal has it before the bytes go, or the next daemon would take the holes for bytes."""
+        """See `Stager`. The journal has it before the bytes go, or the next daemon would take the holes for bytes."""
         if not self.uploader.client.capabilities.parts_replaceable:
             return 0  # all of it may have to be sent again
         if self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
@@ -172,8 +175,8 @@ class Draft:
         return freed
 
     async def spill(self) -> int:
-        """Let go of the staged pages of the part that has most of them; answers how many bytes that gave back, 0 where
-        it fails."""
+        """Move the staged pages of the part that has most of them to the store; answers the bytes freed, 0 where that
+        fails."""
         try:
             if not self._may_spill():
                 return 0
@@ -201,7 +204,7 @@ class Draft:
     async def _spill_part(self, index: int) -> int:
         start, part_end = self.uploader.layout.range(index)
         end = min(part_end, self.size)
-        await self.begin_upload()  # it is no small file any more, wherever that makes a difference
+        await self.begin_upload()  # from here on it counts as a large file everywhere
         if self.spills.begin():
             self.save(sync=True)
         await self.fill_spilled(start, end)
@@ -226,17 +229,19 @@ class Draft:
             try:
                 await self.uploader.client.delete(before.key)
             except LakeError as error:
-                log.warning("%s is not needed any more, and could not be deleted: %s", before.key, error)
+                log.warning("%s is superseded, and could not be deleted: %s", before.key, error)
         return freed
 
     def _unstage(self, count: int) -> None:
-        """So many staged bytes are gone."""
+        """Give ``count`` bytes of room back."""
         self._staged_bytes -= count
         self.uploader.staging.release(count)
 
     def _can_drop(self, index: int) -> bool:
         start, end = self.uploader.layout.range(index)
-        return self.parts[index].length == end - start and not self._busy_parts[index] and self.pages.has_any(index)
+        return (
+            self.parts[index].length == end - start and not self._busy_parts[index] and self.pages.count(start, end) > 0
+        )
 
     def _punch(self, index: int) -> int:
         """Delete the staged bytes of a part that the journal has as dropped; answers how many."""
@@ -250,7 +255,7 @@ class Draft:
 
     @contextmanager
     def _using(self, start: int, end: int) -> Iterator[None]:
-        """Bytes [start, end) are not let go while they are read or written in a thread."""
+        """Keep bytes [start, end) staged for the block, in which a thread reads or writes them."""
         layout = self.uploader.layout
         indexes = range(layout.index(start), layout.index(max(start, end - 1)) + 1) if start < end else ()
         self._busy_parts.update(indexes)
@@ -266,7 +271,8 @@ class Draft:
     # -- reading and writing
 
     async def read(self, offset: int, length: int) -> Buffer:
-        """Bytes [offset, offset + length) cut at the draft's size."""
+        """Bytes [offset, offset + length), cut at the draft's size. Raises DraftEnded once it is closed, StagingFull
+        for dropped parts, and LakeError."""
         end = min(offset + length, self.size)
         if self.file.is_closed:
             raise DraftEnded
@@ -287,7 +293,7 @@ class Draft:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def _read_below(self, start: int, stop: int, spilled: bool) -> list[Buffer]:
-        """What is not staged: spilled, or the base's, or zeros."""
+        """Bytes [start, stop), none of them staged: spilled, or the base's and zeros."""
         if spilled:
             return [await self.spills.read(self.uploader.client, start, stop)]
         pieces: list[Buffer] = []
@@ -304,8 +310,8 @@ class Draft:
         return await self.uploader.reader.read(base.version, base.offset + offset, length)
 
     async def write(self, offset: int, data: Buffer) -> None:
-        """Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises; then the range counts as
-        refused."""
+        """Stage ``data``. Raises StagingFull, CacheError, FileError(EFBIG), and what reading the base raises; then the
+        range is refused. Raises DraftEnded where the write belongs to another version."""
         end = offset + len(data)
         if offset == end:
             return
@@ -318,15 +324,15 @@ class Draft:
                 self._check_alive()
                 self.refuse(offset, end, error)
             raise
-        except BaseException as error:  # the mount ends
+        except BaseException as error:  # cancelled: the mount ends
             self.refused.add(offset, end, error)
             raise
         if self.refused:
             self.refused.remove(offset, end)
-            self._settle_refusals()
+            self._record_completeness()
 
     def refuse(self, start: int, end: int, error: Exception) -> None:
-        """Remember, over a crash too, that a write of [start, end) failed."""
+        """Journal, synced, that a write of [start, end) failed."""
         is_first = not self.refused
         self._undo_expected = end > self.size
         self.refused.add(start, end, error)
@@ -338,9 +344,9 @@ class Draft:
             if is_first:
                 log.error("refused bytes of %s could not be journaled: %s", self.target.key, unsaved)
 
-    def _settle_refusals(self) -> None:
-        """Some were written again or cut off. Where that cannot be journaled, the next daemon knows of more than
-        there are."""
+    def _record_completeness(self) -> None:
+        """Journal that the last refused range was written again or cut off. Where that fails, the next daemon knows of
+        more refusals than there are."""
         if self.refused:
             return
         try:
@@ -374,7 +380,7 @@ class Draft:
             self.uploader.staging.release(reserved)
 
     def begin_with(self, data: bytes) -> None:
-        """A draft that was just made has these few bytes, even where there is no room. Raises as `write`."""
+        """Stage the first bytes of a new small file, even where there is no room. Raises as `write`."""
         if not data:
             return
         self.file.begin_with(data)
@@ -395,7 +401,7 @@ class Draft:
             raise
 
     async def _fill_edges(self, offset: int, end: int) -> None:
-        """A page that is written in part and whose rest is the base's, or spilled, is fetched whole first."""
+        """Stage the first and the last page of a write whole, where the rest of them is the base's or spilled."""
         for at in {offset - offset % PAGE_BYTES, end - end % PAGE_BYTES}:
             limit = self.size if self.spills.pages.covers(at, at + 1) else self.base_limit
             whole = offset <= at and min(at + PAGE_BYTES, limit) <= end
@@ -409,8 +415,8 @@ class Draft:
             raise DraftEnded
 
     def _begin_change(self) -> None:
-        """Bytes change. A failed attempt to publish may have made older ones visible, so the journal gets a new token
-        first."""
+        """Journal a new token before bytes change, where a failed attempt to publish may have made the older ones
+        visible. Raises DraftEnded, CacheError and StagingFull."""
         self._check_alive()
         if self.state is DraftState.FAILED:
             self.transition(DraftState.WRITING)
@@ -419,7 +425,8 @@ class Draft:
             self.save(sync=True)
 
     async def fill(self, start: int, end: int) -> None:
-        """Stage what [start, end) has from the base and from spills. The caller holds the gate alone."""
+        """Stage the bytes of [start, end) that the base or spilled objects have. The caller holds the gate alone.
+        Raises LakeError."""
         await self.fill_spilled(start, end)
         stop = min(end, self.base_limit)
         for begin, upto, local in list(self.pages.runs(start, stop)) if start < stop else ():
@@ -432,7 +439,7 @@ class Draft:
                 begin = step
 
     async def fill_spilled(self, start: int, end: int) -> None:
-        """Stage what [start, end) has spilled and not staged since. The caller holds the gate alone."""
+        """Stage the spilled bytes of [start, end) that are not staged since. The caller holds the gate alone."""
         if not self.spills.objects:
             return
         for begin, upto, local in list(self.pages.runs(start, min(end, self.size))):
@@ -458,7 +465,7 @@ class Draft:
                 )
 
     def _touch(self, start: int, end: int) -> None:
-        """Parts that were written to are dirty; those that are complete start on their way."""
+        """Bytes [start, end) were written: parts become dirty, and complete ones are uploaded or written out."""
         layout = self.uploader.layout
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             self.hashes.pop(block, None)
@@ -487,7 +494,7 @@ class Draft:
             self.uploader.start(self._upload_in_background, index)
 
     def _write_out_complete(self, indexes: range) -> None:
-        """Parts that are not sent yet go to the disk meanwhile, so that acknowledging the file does not wait for it."""
+        """Start the writeout of complete parts to the local disk, so that acknowledging the file need not wait."""
         for index in indexes:
             start, end = self.uploader.layout.range(index)
             if index not in self._parts_written_out and end <= self.size and self.pages.covers(start, end):
@@ -495,7 +502,8 @@ class Draft:
                 self.uploader.start(self.file.write_out, start, end)
 
     async def truncate(self, size: int) -> None:
-        """Cut or extend (with zeros). Raises StagingFull where the cut goes through a part that was let go."""
+        """Cut or extend (with zeros) to ``size`` bytes. Raises StagingFull where the cut goes through a dropped part,
+        FileError(EFBIG), DraftEnded and LakeError."""
         if size > self.uploader.layout.file_bytes_max:
             raise FileError(27, f"a file holds at most {self.uploader.layout.file_bytes_max} bytes on this mount")
         async with self.gate.exclusive():
@@ -506,7 +514,7 @@ class Draft:
             self.size = size
             if self.refused and not undone:
                 self.refused.cut(size)
-                self._settle_refusals()
+                self._record_completeness()
 
     async def _cut(self, size: int) -> None:
         layout = self.uploader.layout
@@ -526,7 +534,7 @@ class Draft:
     # -- uploading
 
     def start_uploads(self) -> None:
-        """Send what is staged of an acknowledged file that is larger than a part."""
+        """Begin to send the parts of an acknowledged file that is larger than one."""
         self.deferred = False
         layout = self.uploader.layout
         if self.size > layout.single_bytes_max:
@@ -559,8 +567,8 @@ class Draft:
         self.uploader.metrics.failures += 1
 
     async def _upload_patiently(self, index: int) -> None:
-        """While the store is away the part is tried again for ever, with what is staged at that time; `publish` does
-        not wait for that, but sends what is left itself."""
+        """Send the part, again and again while the store is away, with the bytes staged at the time. `publish` does not
+        wait for that, but sends what is left itself."""
         backoff = Backoff(RETRY_S_FIRST, RETRY_S_MAX)
         while True:
             try:
@@ -577,28 +585,29 @@ class Draft:
             self.uploader.slots.ready()
 
     def hurry(self) -> None:
-        """Parts that wait to be sent again do not."""
+        """End the pauses of parts that wait for their next attempt."""
         self._hurry.wake_all()
 
     # -- write-back
 
     def acknowledge(self, sequence: int) -> None:
-        """From here on nothing changes. The caller holds the draft alone, has synced it, and saves the record."""
+        """Enter ACKNOWLEDGED, as number ``sequence``. The caller holds the draft alone, has synced it, and saves the
+        record."""
         self.transition(DraftState.ACKNOWLEDGED)
         self.accepted = sequence
 
     @property
     def is_unknown_to_store(self) -> bool:
-        """Nothing of an acknowledged draft was ever sent."""
+        """Whether the draft is acknowledged, and nothing of it was ever sent."""
         return self.state is DraftState.ACKNOWLEDGED and not (self.upload_intent_ns or self.uploading or self.recheck)
 
     def count_staged(self) -> None:
-        """Of a draft that was brought back: its bytes take room. Once."""
+        """Take room for the staged bytes of a restored draft. Called once."""
         self._staged_bytes = self.pages.pages * PAGE_BYTES
         self.uploader.staging.bytes_used += self._staged_bytes
 
     async def pause(self) -> None:
-        """Its uploads stop, and can go on with the next change. Nobody writes to it."""
+        """Stop uploads, until the next change. There is no writer."""
         if self.state is DraftState.WRITING:
             self.transition(DraftState.FAILED)
         self.hurry()
@@ -613,7 +622,7 @@ class Draft:
         self.error = None
 
     async def wait_idle(self) -> None:
-        """Until no upload of a part is under way."""
+        """Wait until no part is being uploaded in the background."""
         while self.uploading:
             await self._idle.wait()
 
@@ -655,18 +664,19 @@ class Draft:
         self.save()
 
     def copied_part(self, index: int, ref: PartRef, length: int) -> None:
-        """The store has copied the part from elsewhere."""
+        """The store has copied the part, of ``length`` bytes, from another object."""
         self.uploader.metrics.parts_copied += 1
         self.parts.end_upload(index, ref, length)
         self.save()
 
     async def begin_upload(self) -> str:
-        """The multipart upload's id; the intent is in the journal before the store is asked."""
+        """The id of the multipart upload, begun now where there is none. The journal has the intent before the store is
+        asked. Raises LakeError."""
         async with self._beginning_upload.exclusive():
             if not self.upload_id:
                 await self.abort_lost_upload()
                 self.upload_intent_ns = self.uploader.clock.wall_ns()
-                self.upload_metadata = {**self.target.describe(True), DRAFT_METADATA: self.token}
+                self.upload_metadata = {**self.target.describe()[1], DRAFT_METADATA: self.token}
                 self.save(sync=True)
                 self.upload_id = await self.uploader.client.create_multipart(
                     self.target.key, metadata=self.upload_metadata
@@ -676,24 +686,25 @@ class Draft:
             return self.upload_id
 
     async def abort_lost_upload(self) -> None:
-        """An upload was asked for, and the answer never came."""
+        """Abort the upload that was asked for and whose id was never learnt, if any. Raises LakeError."""
         if self.upload_intent_ns and not self.upload_id:
             await self.uploader.abort_lost_uploads(self.target.key, self.upload_intent_ns)
             self.upload_intent_ns = 0
 
     async def abort_upload(self) -> None:
-        """The upload ends without an object; what it had of staged parts can be sent again. Raises LakeError."""
+        """Abort the multipart upload, if there is or may be one. Raises LakeError."""
         if self.upload_id:
             await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
         await self.abort_lost_upload()
 
     def forget_upload(self) -> None:
-        """The upload is gone. What is staged can be sent again; what was dropped is lost, and says so when read."""
+        """The upload is gone from the store: staged parts can be sent again, reading dropped ones fails. Raises
+        CacheError."""
         self.upload_id, self.upload_intent_ns, self.upload_failed = "", 0, False
         self.parts.forget_upload()
         self.save(sync=True)
 
-    # -- what becomes of it
+    # -- states and places
 
     def transition(self, to: DraftState) -> None:
         """Enter a state; `TRANSITIONS` says from which."""
@@ -701,15 +712,15 @@ class Draft:
         self.state = to
 
     def begin(self, began: int, *, deferred: bool, unlinked: bool) -> None:
-        """It is its file's newest version. ``began`` is the newest number given to an acknowledged version."""
+        """The draft is its file's newest version. ``began`` is the newest number given to an acknowledged version."""
         self.began, self.deferred, self.unlinked = began, deferred, unlinked
 
     def retarget(self, target: DraftTarget) -> None:
-        """It goes elsewhere; its upload has not begun."""
+        """Publish to another target; no upload has begun."""
         self.target = target
 
     def move_base(self, before: Extent, after: Extent) -> None:
-        """The bytes of the version that it was opened on are elsewhere."""
+        """The base's bytes moved from ``before`` to ``after``. Raises CacheError."""
         if self.base == before:
             self.base = after
         if self.target.replaces == before.version.etag:
@@ -717,11 +728,11 @@ class Draft:
         self.save()
 
     def supersede(self, place: int) -> None:
-        """Once acknowledged it stands for older versions, the oldest of which is at ``place``; 0: for none."""
+        """The draft supersedes acknowledged versions, the oldest of which has number ``place``; 0: none."""
         self.stands_for = place
 
     def unlink(self, *, unlinked: bool = True) -> None:
-        """No name has these bytes any more, or one has them again. The caller saves the record."""
+        """The last name of these bytes is gone, or (not ``unlinked``) back. The caller saves the record."""
         self.unlinked = unlinked
 
     def begin_publish(self) -> None:
@@ -729,34 +740,35 @@ class Draft:
         self.error = None
 
     def name_commit(self, key: str) -> None:
-        """The commit at ``key`` is about to be sent with these bytes."""
+        """A commit with these bytes is about to be sent to ``key``."""
         self.commit = key
 
     def fill_pack(self, extent: Extent) -> None:
-        """The bytes are in a pack that is in the store."""
+        """The store has the bytes in a pack."""
         self.packed = extent
 
     def end_publish(self) -> None:
-        """The bytes are in the store, and visible."""
+        """Enter PUBLISHED: the bytes are in the store, and visible."""
         self.transition(DraftState.PUBLISHED)
 
     def fail_publish(self, error: BaseException, what: str) -> LakeError:
-        """Every byte is staged or in the upload, and it can be tried again. The caller saves the record."""
+        """Enter FAILED; every byte is staged or in the upload, so the next attempt may succeed. The caller saves the
+        record. Answers the draft's error."""
         self.transition(DraftState.FAILED)
         self.error = error if isinstance(error, LakeError) else LakeError(f"{what} was interrupted: {error!r}")
         self.uploader.metrics.failures += 1
         return self.error
 
     def end_upload(self, *, in_one_piece: bool) -> None:
-        """The upload has become the object, or was aborted because the draft went ``in_one_piece``."""
+        """The upload became the object, or (``in_one_piece``) was aborted because a single PUT did."""
         self.upload_id = ""
         if in_one_piece:
             self.upload_intent_ns, self.parts = 0, Parts(self.uploader.layout)
 
     async def reconcile(self, older: ObjectMeta | None) -> None:
-        """Bytes changed after an attempt failed. ``older`` is the object if the attempt had made the older ones visible
-        after all: then its upload is gone, and the object is ours to replace. If not, its upload goes on, under the
-        token it began with. Raises LakeError."""
+        """Take in what became of a failed attempt before changed bytes are published. ``older`` is the object that the
+        attempt did make: its upload is gone, and the object is the draft's to replace. Without it the upload goes on,
+        under the token it began with. Raises LakeError."""
         if older is not None:
             if self.upload_id:
                 await self.uploader.client.abort_multipart(self.target.key, self.upload_id)
@@ -772,9 +784,10 @@ class Draft:
     # -- the journal
 
     def record(self, *, accepted: int = 0, spot: Spot | None = None) -> DraftRecord:
-        """What the draft is; with ``accepted``, what it will be once it is acknowledged under that number, with its
-        bytes in a segment where ``spot`` says so."""
+        """The journal record of the draft as it is. With ``accepted``: as it will be once acknowledged under that
+        number, with its bytes in a segment where ``spot`` says so."""
         target, spot = self.target, spot or self.file.spot
+        metadata, metadata_multipart = target.describe()
         base = None
         if self.base is not None:
             version = self.base.version
@@ -796,8 +809,8 @@ class Draft:
             changes=self.changes,
             token=self.token,
             unlinked=self.unlinked,
-            metadata=dict(target.describe(False)),
-            metadata_multipart=dict(target.describe(True)),
+            metadata=metadata,
+            metadata_multipart=metadata_multipart,
             accepted=accepted or self.accepted,
             began=self.began,
             stands_for=self.stands_for,
@@ -824,17 +837,17 @@ class Draft:
         return record
 
     def noted(self) -> DraftRecord:
-        """The record, about to be saved. Raises StagingFull and CacheError."""
+        """The record, which the caller saves. Raises StagingFull and CacheError."""
         if self.state is DraftState.FAILED and not self.accepted:
             self.file.keep_on_disk()
         self.saves += 1
         return self.record()
 
     def load(self, record: DraftRecord, staged_bytes: int) -> None:
-        """Take over what another daemon journaled. ``staged_bytes`` is the length of the staging file.
+        """Restore what another daemon journaled. ``staged_bytes`` is the length of the staging file.
 
-        A file that was still being written counts as long as its staging file is, if it had no base to mix with; its
-        parts are sent again where their bytes are staged, for they may have been written to since the record was saved.
+        A file that was still being written is as long as its staging file, if it had no base to mix with; its parts
+        are sent again where their bytes are staged, for they may have been written to since the record was saved.
         """
         self.state, self.created_ns = record.state, record.created_ns
         self.size, self.base_limit = record.size, record.base_limit
@@ -881,7 +894,7 @@ class Draft:
             self.spills = Spills(self.uploader.layout)
 
     def close(self, *, unlink: bool, leave: bool = False) -> None:
-        """Give back the descriptor and the room. ``unlink`` is false where the file became cache; ``leave`` leaves its
+        """Give back the descriptor and the room. ``unlink`` is false where the file became cache; ``leave`` leaves the
         bytes to the next mount."""
         if self._closing:
             return

@@ -63,7 +63,7 @@ async def publish(draft: Draft) -> Published:
         draft.refused.check(draft.target.path or draft.target.key)
     try:
         if draft.recheck:
-            await draft.reconcile((await visible_token(draft))[1])
+            await draft.reconcile(await find_own_object(draft))
         await draft.stop_uploads()
         hashes: list[int] | None = None
         if draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.bytes_dropped:
@@ -85,19 +85,15 @@ async def publish(draft: Draft) -> Published:
 
 
 def token_of(meta: ObjectMeta) -> str:
-    """Of the draft that an object was made from; empty where another program made it."""
+    """The token of the draft that an object was made from; empty where another program made it."""
     return (meta.metadata or {}).get(DRAFT_METADATA, "")
 
 
-async def visible_token(draft: Draft) -> tuple[str, ObjectMeta | None]:
-    """The token of the object that the draft's key has now ("" where there is none), and the object where the token
-    is one of this draft's: then an attempt whose answer was lost did work."""
-    try:
-        meta = await draft.uploader.client.head(draft.target.key)
-    except NotFound:
-        return "", None
-    token = token_of(meta)
-    return token, meta if token.partition(".")[0] == draft.id else None
+async def find_own_object(draft: Draft) -> ObjectMeta | None:
+    """The object at the draft's key, where the draft made it in an attempt whose answer was lost; else None. Raises
+    LakeError."""
+    meta = await draft.uploader.client.find(draft.target.key)
+    return meta if meta is not None and token_of(meta).partition(".")[0] == draft.id else None
 
 
 async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
@@ -139,8 +135,8 @@ async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
 
 async def _find_completed(draft: Draft) -> ObjectMeta | None:
     """The object, where it is what this attempt publishes."""
-    token, meta = await visible_token(draft)
-    return meta if meta is not None and token == draft.token and meta.size == draft.size else None
+    meta = await find_own_object(draft)
+    return meta if meta is not None and token_of(meta) == draft.token and meta.size == draft.size else None
 
 
 async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
-from lakefs_fuse.upload.draft import Draft, DraftTarget
+from lakefs_fuse.upload.draft import Describe, Draft, DraftTarget
 from lakefs_fuse.upload.uploader import Uploader
 
 
-def restore_draft(uploader: Uploader, record: DraftRecord, describe: Callable[[bool], Mapping[str, str]]) -> Draft:
+def restore_draft(uploader: Uploader, record: DraftRecord, describe: Describe) -> Draft:
     """Raises StagingFull or CacheError where the staging file is gone or cannot be opened."""
     base = None
     if record.base is not None:

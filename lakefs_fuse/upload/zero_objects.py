@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import trio
 
-from lakefs_fuse.errors import NotFound
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 
@@ -43,11 +42,9 @@ class ZeroObjects:
         return key
 
     async def _find_or_store(self, key: str, size: int) -> None:
-        try:
-            if (await self._client.head(key)).size == size:
-                return
-        except NotFound:
-            pass
+        found = await self._client.find(key)
+        if found is not None and found.size == size:
+            return
         if size == self._piece_bytes:
             await self._client.put(key, bytes(size))
             return

@@ -125,7 +125,7 @@ async def opened_cache(config: MountConfig, metrics: Metrics, node: Node) -> Asy
 def begin_counting(cache: BlockCache, nursery: trio.Nursery, threads: Threads) -> None:
     """Count what the cache has in the background, unless the daemon before left the numbers."""
     if not cache.counted:
-        nursery.start_soon(partial(threads.run, cache.scan, abandon=True))
+        nursery.start_soon(partial(threads.run, cache.scan, abandon_on_cancel=True))
 
 
 def identity(config: MountConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.threads import WorkerThreads
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.metrics import CacheMetrics
-from lakefs_fuse.store.protocol import Fetched, ObjectMeta
+from lakefs_fuse.store.protocol import Buffer, Fetched, ObjectMeta
 from tests.fakes import FakeDisk
 
 MIB = 1 << 20
@@ -35,6 +35,18 @@ def content(seed: object, size: int) -> bytes:
 
 def block_of(data: bytes, index: int) -> bytes:
     return data[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+
+
+def read_block(cache: BlockCache, version: Version, index: int) -> bytes | None:
+    return cache.read_blocks(version, index, index + 1)[0]
+
+
+def write_blocks(cache: BlockCache, version: Version, first: int, blocks: Sequence[Buffer]) -> None:
+    cache.write_runs([(version, first, blocks)])
+
+
+def write_block(cache: BlockCache, version: Version, index: int, data: Buffer) -> None:
+    write_blocks(cache, version, index, [data])
 
 
 @dataclass

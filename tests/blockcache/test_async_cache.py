@@ -13,7 +13,7 @@ from lakefs_fuse.blockcache import async_cache
 from lakefs_fuse.blockcache.async_cache import SMALL_WRITE_BYTES_MAX, AsyncBlockCache
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
-from tests.blockcache.reading import content, for_tasks, make_cache
+from tests.blockcache.reading import content, for_tasks, make_cache, read_block
 
 FILES = 30
 
@@ -50,7 +50,7 @@ async def test_small_ones_share_a_thread(tmp_path: Path, steps: list[int]) -> No
     assert steps == [FILES]
     for number in range(FILES):
         version, data = small(number)
-        assert cache.read_block(version, 0) == data
+        assert read_block(cache, version, 0) == data
 
 
 async def test_they_do_not_wait_for_more_than_is_worth_it(

@@ -14,7 +14,7 @@ from lakefs_fuse.blockcache.cache import BLOCK_BYTES, BlockCache, CacheState, Ve
 from lakefs_fuse.blockcache.health import FAILED_RETRY_S, FULL_RETRY_S
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.metrics import CacheMetrics
-from tests.blockcache.reading import MIB, block_of, content, make_cache
+from tests.blockcache.reading import MIB, block_of, content, make_cache, read_block, write_block, write_blocks
 from tests.blockcache.reading import cache_files as files_in
 from tests.fakes import FakeClock
 
@@ -25,13 +25,13 @@ VERSION = Version("dir/file", "etag-1", SIZE)
 
 def fill(cache: BlockCache, version: Version = VERSION, data: bytes = DATA) -> None:
     for index in range(version.blocks):
-        cache.write_block(version, index, block_of(data, index))
+        write_block(cache, version, index, block_of(data, index))
 
 
 def test_blocks_come_back_and_absent_ones_do_not(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    assert cache.read_block(VERSION, 0) is None
-    cache.write_block(VERSION, 2, block_of(DATA, 2))
+    assert read_block(cache, VERSION, 0) is None
+    write_block(cache, VERSION, 2, block_of(DATA, 2))
     assert cache.read_blocks(VERSION, 0, 3) == [None, None, block_of(DATA, 2)]
     assert cache.has_blocks(VERSION, 0, 3) == [False, False, True]
     assert not cache.has_blocks(Version("dir/file", "etag-2", SIZE), 0, 3)[2]
@@ -43,8 +43,8 @@ def test_blocks_come_back_and_absent_ones_do_not(tmp_path: Path) -> None:
 def test_a_block_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     with pytest.raises(ValueError, match="cannot have"):
-        cache.write_block(VERSION, 2, block_of(DATA, 1))
-    assert cache.read_block(VERSION, 2) is None
+        write_block(cache, VERSION, 2, block_of(DATA, 1))
+    assert read_block(cache, VERSION, 2) is None
     assert cache.statistics().state is CacheState.OK
 
 
@@ -56,7 +56,7 @@ def test_a_restart_keeps_blocks_and_a_clean_one_keeps_the_count(tmp_path: Path) 
     again = make_cache(tmp_path, scanned=False)
     assert again.counted
     assert again.bytes_used == used
-    assert again.read_block(VERSION, 1) == block_of(DATA, 1)
+    assert read_block(again, VERSION, 1) == block_of(DATA, 1)
     # No close: the next start has to count.
     crashed = make_cache(tmp_path, scanned=False)
     assert not crashed.statistics().counted
@@ -77,7 +77,7 @@ def test_a_damaged_count_is_counted_again(tmp_path: Path) -> None:
 def test_the_scan_counts_each_file_once_while_others_write(tmp_path: Path) -> None:
     first = make_cache(tmp_path)
     for number in range(200):
-        first.write_block(Version(f"k{number}", "e", 5000), 0, content(number, 5000))
+        write_block(first, Version(f"k{number}", "e", 5000), 0, content(number, 5000))
     cache = make_cache(tmp_path, scanned=False)
     stop = threading.Event()
 
@@ -85,7 +85,7 @@ def test_the_scan_counts_each_file_once_while_others_write(tmp_path: Path) -> No
         number = 0
         while not stop.is_set() or number < 300:
             number += 1
-            cache.write_block(Version(f"k{number % 400}", "e", 5000), 0, content(number % 400, 5000))
+            write_block(cache, Version(f"k{number % 400}", "e", 5000), 0, content(number % 400, 5000))
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -120,7 +120,7 @@ def test_damage_is_found_counted_and_mended(tmp_path: Path, damage: Callable[[Pa
     again = make_cache(tmp_path, metrics)
     for _ in range(2):  # the second time it is absent, not damaged once more
         for index in range(3):
-            assert again.read_block(VERSION, index) == (None if index in lost else block_of(DATA, index))
+            assert read_block(again, VERSION, index) == (None if index in lost else block_of(DATA, index))
     assert metrics.damaged == 1
     fill(again)
     assert again.read_blocks(VERSION, 0, 3) == [block_of(DATA, index) for index in range(3)]
@@ -135,7 +135,7 @@ def test_a_file_changed_by_somebody_else_makes_the_count_doubtful(tmp_path: Path
     cache.close()
     again = make_cache(tmp_path, scanned=False)
     assert again.counted
-    assert again.read_block(VERSION, 0) is None
+    assert read_block(again, VERSION, 0) is None
     again.close()
     third = make_cache(tmp_path, scanned=False)
     assert not third.statistics().counted
@@ -156,7 +156,7 @@ def test_a_file_under_another_versions_name_is_not_believed(tmp_path: Path) -> N
     cache = make_cache(tmp_path)
     fill(cache)
     other = Version("other", "etag-1", SIZE)
-    cache.write_block(other, 0, block_of(DATA, 1))
+    write_block(cache, other, 0, block_of(DATA, 1))
     cache.close()
     one, two = files_in(tmp_path)
     names = [cache_file.name_digest(VERSION).hex(), cache_file.name_digest(other).hex()]
@@ -164,7 +164,7 @@ def test_a_file_under_another_versions_name_is_not_believed(tmp_path: Path) -> N
     theirs = two if mine is one else one
     os.replace(theirs, mine)
     again = make_cache(tmp_path)
-    assert again.read_block(VERSION, 0) is None
+    assert read_block(again, VERSION, 0) is None
 
 
 def test_two_open_versions_with_one_name_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,11 +172,11 @@ def test_two_open_versions_with_one_name_do_not_mix(tmp_path: Path, monkeypatch:
     cache = make_cache(tmp_path)
     other = Version("other", "etag-1", SIZE)
     fill(cache)
-    assert cache.read_block(other, 0) is None
+    assert read_block(cache, other, 0) is None
     fill(cache)
-    cache.write_block(other, 0, block_of(DATA, 1))
-    assert cache.read_block(VERSION, 0) is None
-    assert cache.read_block(other, 0) is None or cache.read_block(other, 0) == block_of(DATA, 1)
+    write_block(cache, other, 0, block_of(DATA, 1))
+    assert read_block(cache, VERSION, 0) is None
+    assert read_block(cache, other, 0) is None or read_block(cache, other, 0) == block_of(DATA, 1)
 
 
 def test_adopt_makes_a_staged_file_the_cache_file(tmp_path: Path) -> None:
@@ -207,24 +207,15 @@ def test_adopt_removes_what_it_cannot_keep(tmp_path: Path) -> None:
     assert not staged.exists()
 
 
-def test_drop_forgets_a_version(tmp_path: Path) -> None:
-    cache = make_cache(tmp_path)
-    fill(cache)
-    cache.drop(VERSION)
-    assert cache.read_block(VERSION, 0) is None
-    assert cache.bytes_used == 0
-    assert files_in(tmp_path) == []
-
-
 def test_open_descriptors_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_files, "FILES_OPEN_MAX", 8)
     before = len(os.listdir("/proc/self/fd"))
     cache = make_cache(tmp_path)
     for number in range(50):
-        cache.write_block(Version(f"k{number}", "e", 10), 0, content(number, 10))
+        write_block(cache, Version(f"k{number}", "e", 10), 0, content(number, 10))
     assert cache.statistics().files_open == 8
     assert len(os.listdir("/proc/self/fd")) == before + 8
-    assert all(cache.read_block(Version(f"k{n}", "e", 10), 0) == content(n, 10) for n in range(50))
+    assert all(read_block(cache, Version(f"k{n}", "e", 10), 0) == content(n, 10) for n in range(50))
     cache.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -242,12 +233,12 @@ def test_threads_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             for step in range(60):
                 number = (seed * 7 + step * 3) % 8
                 index = step % 2
-                cache.write_block(versions[number], index, block_of(data[number], index))
-                block = cache.read_block(versions[number], index)
+                write_block(cache, versions[number], index, block_of(data[number], index))
+                block = read_block(cache, versions[number], index)
                 if block is not None and block != block_of(data[number], index):
                     wrong.append(f"bytes of {number}")
                 if step % 20 == seed:
-                    cache.drop(versions[number])
+                    cache.evict(1)
         except BaseException as error:
             wrong.append(repr(error))
 
@@ -271,20 +262,20 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
 def test_a_full_disk_stops_writes_not_reads_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     cache = make_cache(tmp_path, scanned=False, clock=clock)
-    cache.write_block(VERSION, 0, block_of(DATA, 0))
+    write_block(cache, VERSION, 0, block_of(DATA, 0))
     cache.pin(VERSION)  # open, so that no room is made at its cost
     with monkeypatch.context() as patch:
         failing(patch, "pwrite", errno.ENOSPC)
-        cache.write_block(VERSION, 1, block_of(DATA, 1))
+        write_block(cache, VERSION, 1, block_of(DATA, 1))
         assert cache.statistics().state is CacheState.FULL
         assert cache.statistics().last_error == "No space left on device"
-    assert cache.read_block(VERSION, 0) == block_of(DATA, 0)
-    cache.write_block(VERSION, 1, block_of(DATA, 1))
-    assert cache.read_block(VERSION, 1) is None, "not tried again at once"
+    assert read_block(cache, VERSION, 0) == block_of(DATA, 0)
+    write_block(cache, VERSION, 1, block_of(DATA, 1))
+    assert read_block(cache, VERSION, 1) is None, "not tried again at once"
     clock.advance(FULL_RETRY_S)
-    cache.write_block(VERSION, 1, block_of(DATA, 1))
+    write_block(cache, VERSION, 1, block_of(DATA, 1))
     assert cache.statistics().state is CacheState.OK
-    assert cache.read_block(VERSION, 1) == block_of(DATA, 1)
+    assert read_block(cache, VERSION, 1) == block_of(DATA, 1)
 
 
 WHOLE = Version("small", "etag", MIB + 777)
@@ -296,10 +287,10 @@ def test_a_small_object_is_written_at_once_and_laid_out_like_any_other(
 ) -> None:
     blocks, one_by_one = make_cache(tmp_path / "blocks"), make_cache(tmp_path / "one")
     for index, data in enumerate(BOTH):
-        one_by_one.write_block(WHOLE, index, data)
+        write_block(one_by_one, WHOLE, index, data)
     with monkeypatch.context() as patch:
         failing(patch, "pwrite", errno.EIO)
-        blocks.write_blocks(WHOLE, 0, BOTH)
+        write_blocks(blocks, WHOLE, 0, BOTH)
     for cache in (blocks, one_by_one):
         assert cache.read_blocks(WHOLE, 0, 2) == BOTH
     (one,), (other,) = files_in(tmp_path / "blocks"), files_in(tmp_path / "one")
@@ -310,9 +301,9 @@ def test_a_small_object_is_written_at_once_and_laid_out_like_any_other(
     def some(fd: int, buffers: list[bytes], offset: int) -> int:
         return written(fd, [buffers[0][:1000]], offset)
 
-    blocks.drop(WHOLE)
+    blocks.evict(1 << 40)
     monkeypatch.setattr(os, "pwritev", some)
-    blocks.write_blocks(WHOLE, 0, BOTH)
+    write_blocks(blocks, WHOLE, 0, BOTH)
     (one,) = files_in(tmp_path / "blocks")
     assert one.read_bytes() == other.read_bytes(), "where the kernel writes less than all at once"
 
@@ -323,11 +314,11 @@ def test_nothing_is_left_of_a_small_object_that_could_not_be_written(
     metrics = CacheMetrics()
     cache = make_cache(tmp_path, metrics)
     with pytest.raises(ValueError, match="all blocks"):
-        cache.write_blocks(WHOLE, 0, [BOTH[0], BOTH[1] + b"more"])
+        write_blocks(cache, WHOLE, 0, [BOTH[0], BOTH[1] + b"more"])
     assert files_in(tmp_path) == []
     with monkeypatch.context() as patch:
         failing(patch, "pwritev", errno.ENOSPC)
-        cache.write_blocks(WHOLE, 0, BOTH)
+        write_blocks(cache, WHOLE, 0, BOTH)
     assert cache.state is CacheState.FULL
     assert files_in(tmp_path) == []
     assert cache.bytes_used == metrics.damaged == 0
@@ -345,12 +336,12 @@ def test_nobody_sees_a_small_object_before_it_is_whole(tmp_path: Path, monkeypat
         seen.append(cache.read_blocks(WHOLE, 0, 2))
         seen.append(cache.has_blocks(WHOLE, 0, 2))
         seen.append(cache.transfer(WHOLE, Version("moved", "etag", WHOLE.size)))
-        cache.write_block(WHOLE, 1, BOTH[1])
+        write_block(cache, WHOLE, 1, BOTH[1])
         seen.append(cache.read_blocks(WHOLE, 0, 2))
         return write(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", look)
-    cache.write_blocks(WHOLE, 0, BOTH)
+    write_blocks(cache, WHOLE, 0, BOTH)
     assert seen == [[None, None], [False, False], False, [None, BOTH[1]]]
     assert cache.read_blocks(WHOLE, 0, 2) == BOTH
     assert metrics.damaged == 0
@@ -362,12 +353,12 @@ def test_one_that_is_dropped_while_it_is_written_is_gone(tmp_path: Path, monkeyp
     write = os.pwritev
 
     def drop(fd: int, buffers: list[bytes], offset: int) -> int:
-        cache.drop(WHOLE)
+        cache.evict(1 << 40)
         return write(fd, buffers, offset)
 
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "pwritev", drop)
-    cache.write_blocks(WHOLE, 0, BOTH)
+    write_blocks(cache, WHOLE, 0, BOTH)
     assert cache.read_blocks(WHOLE, 0, 2) == [None, None]
     assert files_in(tmp_path) == []
     assert cache.bytes_used == 0
@@ -379,12 +370,12 @@ def test_a_quota_that_free_space_does_not_show_is_met_by_evicting(
 ) -> None:
     cache = make_cache(tmp_path)
     for number in range(4):
-        cache.write_block(Version(f"k{number}", "e", MIB), 0, content(number, MIB))
+        write_block(cache, Version(f"k{number}", "e", MIB), 0, content(number, MIB))
     used = cache.bytes_used
     with monkeypatch.context() as patch:
         failing(patch, "pwritev", errno.EDQUOT)
         failing(patch, "pwrite", errno.EDQUOT)
-        cache.write_block(VERSION, 0, block_of(DATA, 0))
+        write_block(cache, VERSION, 0, block_of(DATA, 0))
     assert cache.state is CacheState.FULL
     assert used - 3 * MIB < cache.bytes_used <= used - MIB
 
@@ -395,41 +386,40 @@ def test_a_failing_disk_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: p
     fill(cache)
     with monkeypatch.context() as patch:
         failing(patch, "pread", errno.EIO)
-        assert cache.read_block(VERSION, 0) is None
+        assert read_block(cache, VERSION, 0) is None
     assert cache.statistics().state is CacheState.FAILED
     assert not cache.readable
     assert not cache.writable
-    assert cache.read_block(VERSION, 0) is None
+    assert read_block(cache, VERSION, 0) is None
     clock.advance(FAILED_RETRY_S)
-    assert cache.read_block(VERSION, 0) == block_of(DATA, 0)
+    assert read_block(cache, VERSION, 0) == block_of(DATA, 0)
     assert cache.statistics().state is CacheState.OK
     with monkeypatch.context() as patch:
         failing(patch, "pread", errno.EIO)
-        assert cache.read_block(VERSION, 0) is None
+        assert read_block(cache, VERSION, 0) is None
     clock.set_wall(0)
     assert not cache.readable, "a clock that was set back neither shortens the pause nor lengthens it"
     clock.advance(FAILED_RETRY_S)
-    assert cache.read_block(VERSION, 0) == block_of(DATA, 0)
+    assert read_block(cache, VERSION, 0) == block_of(DATA, 0)
 
 
 def test_no_error_of_the_disk_leaves_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("open", "pread", "pwrite", "ftruncate", "unlink", "rename", "makedirs", "fstat", "utime"):
         directory = tmp_path / name
         cache = make_cache(directory)
-        cache.write_block(VERSION, 0, block_of(DATA, 0))
+        write_block(cache, VERSION, 0, block_of(DATA, 0))
         staged = tmp_path / f"staged-{name}"
         staged.write_bytes(DATA)
         with monkeypatch.context() as patch:
             failing(patch, name, errno.EIO)
-            cache.write_block(VERSION, 1, block_of(DATA, 1))
-            cache.write_block(Version("new", "e", 10), 0, b"0123456789")
+            write_block(cache, VERSION, 1, block_of(DATA, 1))
+            write_block(cache, Version("new", "e", 10), 0, b"0123456789")
             cache.read_blocks(VERSION, 0, 3)
             cache.has_blocks(VERSION, 0, 3)
             cache.adopt(staged, VERSION, [0, 0, 0])
-            cache.drop(VERSION)
             cache.evict(1)
             cache.scan()
-        assert cache.read_block(Version("other", "e", 10), 0) is None
+        assert read_block(cache, Version("other", "e", 10), 0) is None
         cache.close()
 
 

@@ -11,7 +11,16 @@ from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version
 from lakefs_fuse.blockcache.cache_file import name_digest
 from lakefs_fuse.metrics import CacheMetrics
-from tests.blockcache.reading import MIB, block_of, cache_files, content, make_cache
+from tests.blockcache.reading import (
+    MIB,
+    block_of,
+    cache_files,
+    content,
+    make_cache,
+    read_block,
+    write_block,
+    write_blocks,
+)
 from tests.fakes import NS, FakeClock, FakeDisk
 
 
@@ -20,7 +29,7 @@ def version(number: int, size: int = 100_000) -> Version:
 
 
 def write(cache: BlockCache, number: int, size: int = 100_000) -> None:
-    cache.write_block(version(number, size), 0, content(number, size))
+    write_block(cache, version(number, size), 0, content(number, size))
 
 
 def here(cache: BlockCache, number: int, size: int = 100_000) -> bool:
@@ -52,7 +61,7 @@ def test_the_oldest_go_first_and_reading_is_use(tmp_path: Path) -> None:
     for number in range(20):
         used_at(tmp_path, version(number), 1_000_000 + number)
     again = make_cache(tmp_path)
-    assert again.read_block(version(0), 0) is not None
+    assert read_block(again, version(0), 0) is not None
     again.evict(5 * 100_000)
     assert [number for number in range(20) if not here(again, number)] == [1, 2, 3, 4, 5]
 
@@ -65,7 +74,7 @@ def test_a_file_is_touched_at_most_once_a_minute(tmp_path: Path) -> None:
     made_s = path.stat().st_mtime
     for seconds, touched_s in [(0, made_s), (59, made_s), (1, 2e9 + 60), (59, 2e9 + 60), (1, 2e9 + 120)]:
         clock.advance(seconds)
-        cache.read_block(version(0), 0)
+        read_block(cache, version(0), 0)
         assert path.stat().st_mtime == touched_s
 
 
@@ -76,7 +85,7 @@ def test_open_versions_are_spared_and_then_the_cache_is_full(tmp_path: Path) -> 
         write(cache, number)
     assert cache.evict(10 * MIB) == 0
     assert all(here(cache, number) for number in range(5))
-    cache.write_block(Version("big", "e", MIB), 0, content("big", MIB))
+    write_block(cache, Version("big", "e", MIB), 0, content("big", MIB))
     assert cache.state is CacheState.FULL
     assert cache.statistics().versions_pinned == 5
     cache.pin(version(0))
@@ -111,7 +120,7 @@ def test_large_files_lose_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     data = content("large", 9 * MIB + 5)
     large = Version("large", "etag", len(data))
     for index in range(large.blocks):
-        cache.write_block(large, index, block_of(data, index))
+        write_block(cache, large, index, block_of(data, index))
     before = cache.bytes_used
     freed = cache.evict(1)
     assert 0 < freed <= 2 * MIB
@@ -130,7 +139,7 @@ def test_large_files_go_whole_where_there_are_no_holes(tmp_path: Path, monkeypat
     monkeypatch.setattr(eviction, "LARGE_BYTES", MIB)
     monkeypatch.setattr("lakefs_fuse.environment.local_disk.punch_hole", lambda *_: False)
     cache = make_cache(tmp_path)
-    cache.write_blocks(Version("large", "e", 3 * MIB), 0, [bytes(MIB)] * 3)
+    write_blocks(cache, Version("large", "e", 3 * MIB), 0, [bytes(MIB)] * 3)
     assert cache.evict(1) >= 3 * MIB
     assert cache_files(tmp_path) == []
 
@@ -139,7 +148,7 @@ def test_sampling_finds_old_files_among_many(tmp_path: Path) -> None:
     """With many files the choice is approximate: of what goes, nearly nothing is from the newer half."""
     cache = make_cache(tmp_path)
     for number in range(600):
-        cache.write_block(version(number, 10), 0, content(number, 10))
+        write_block(cache, version(number, 10), 0, content(number, 10))
         used_at(tmp_path, version(number, 10), 1_000_000 + number)
     cache.evict(cache.bytes_used // 5)
     gone = [number for number in range(600) if not cache.has_blocks(version(number, 10), 0, 1)[0]]

@@ -14,7 +14,7 @@ from lakefs_fuse.blockcache.cache import BlockCache, CacheState, Version, block_
 from lakefs_fuse.blockcache.cache_file import PIECE_BYTES
 from lakefs_fuse.blockcache.health import FAILED_RETRY_S
 from lakefs_fuse.metrics import CacheMetrics
-from tests.blockcache.reading import MIB, block_of, content, make_cache
+from tests.blockcache.reading import MIB, block_of, content, make_cache, read_block, write_block
 from tests.blockcache.reading import cache_files as files_in
 from tests.blockcache.test_cache import BOTH, DATA, SIZE, VERSION, WHOLE, failing, fill, flip
 from tests.fakes import FakeClock
@@ -62,7 +62,7 @@ def test_a_part_is_read_by_itself(tmp_path: Path, disk_reads: list[int], start: 
 
 def test_a_part_is_answered_only_if_it_is_what_was_written(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    cache.write_block(VERSION, 0, block_of(DATA, 0))
+    write_block(cache, VERSION, 0, block_of(DATA, 0))
     assert part(cache, MIB - 10, MIB + 10) is None, "half of it is not there"
     fill(cache)
     (path,) = files_in(tmp_path)
@@ -70,13 +70,13 @@ def test_a_part_is_answered_only_if_it_is_what_was_written(tmp_path: Path) -> No
     assert part(cache, PIECE_BYTES, PIECE_BYTES + 10) is None
     assert part(cache, 0, PIECE_BYTES) == DATA[:PIECE_BYTES], "the next one is damaged"
     assert part(cache, 0, PIECE_BYTES + 1) is None
-    assert cache.read_block(VERSION, 0) is None, "and the block with it"
+    assert read_block(cache, VERSION, 0) is None, "and the block with it"
     assert part(cache, 0, PIECE_BYTES) is None, "so it is fetched again, whole"
     fill(cache)
     assert part(cache, 0, PIECE_BYTES + 1) == DATA[: PIECE_BYTES + 1]
     flip(path, 2 * MIB + 4096 + 64 + 3 * 8 + 8)
     assert part(cache, PIECE_BYTES, PIECE_BYTES + 10) is None
-    assert cache.read_block(VERSION, 0) == block_of(DATA, 0), "only what is known of a piece is damaged"
+    assert read_block(cache, VERSION, 0) == block_of(DATA, 0), "only what is known of a piece is damaged"
     os.truncate(path, 0)
     assert part(cache, 0, 10) is None
     assert cache.statistics().state is CacheState.OK
@@ -89,7 +89,7 @@ def test_room_is_made_on_a_disk_that_takes_nothing_more(tmp_path: Path, monkeypa
     cache = make_cache(tmp_path)
     large = Version("large", "e", 600 * MIB)
     for index in range(0, 64, 2):
-        cache.write_block(large, index, content(index, MIB))
+        write_block(cache, large, index, content(index, MIB))
     used, pwrite = cache.bytes_used, os.pwrite
 
     def full(fd: int, data: bytes, offset: int) -> int:
@@ -118,14 +118,14 @@ def test_a_bad_disk_is_noticed_without_a_thread_and_a_mended_one_too(
 ) -> None:
     clock = FakeClock()
     cache = make_cache(tmp_path, scanned=False, clock=clock)
-    cache.write_block(SMALL, 0, content("small", 5000))
+    write_block(cache, SMALL, 0, content("small", 5000))
     with monkeypatch.context() as patch:
         failing(patch, "pread", errno.EIO)
         assert cache.read_all_now(SMALL) is None
         assert cache.state is CacheState.FAILED
         assert cache.statistics().last_error == "Input/output error"
     clock.advance(FAILED_RETRY_S)
-    cache.write_block(SMALL, 0, content("small", 5000))
+    write_block(cache, SMALL, 0, content("small", 5000))
     clock.advance(FAILED_RETRY_S)
     assert cache.read_all_now(SMALL) == content("small", 5000)
     assert cache.statistics().state is CacheState.OK
@@ -134,7 +134,7 @@ def test_a_bad_disk_is_noticed_without_a_thread_and_a_mended_one_too(
 def test_a_file_whose_use_cannot_be_noted_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     cache = make_cache(tmp_path, scanned=False, clock=clock)
-    cache.write_block(SMALL, 0, content("small", 5000))
+    write_block(cache, SMALL, 0, content("small", 5000))
     clock.advance(10 * cache_files.TOUCH_S)
     with monkeypatch.context() as patch:
         failing(patch, "utime", errno.EROFS)
@@ -150,7 +150,7 @@ def test_a_part_of_what_was_evicted_is_not_there(tmp_path: Path, monkeypatch: py
     cache = make_cache(tmp_path)
     large = Version("large", "e", eviction.LARGE_BYTES + MIB)
     for index in range(large.blocks):
-        cache.write_block(large, index, bytes(MIB))
+        write_block(cache, large, index, bytes(MIB))
     cache.evict(MIB)
     here = cache.has_blocks(large, 0, large.blocks)
     assert {True, False} == set(here)
@@ -202,7 +202,7 @@ def test_a_file_of_the_earlier_format_is_read_by_the_block(tmp_path: Path, monke
     assert again.read_blocks(VERSION, 0, 3, parts_to_come=True) == [block_of(DATA, index) for index in range(3)]
     assert part(again, 5, 10) is None
     assert again.read_blocks(WHOLE, 0, 2) == BOTH
-    again.write_block(VERSION, 1, block_of(DATA, 1))
+    write_block(again, VERSION, 1, block_of(DATA, 1))
     moved = Version("moved", "e", SIZE)
     assert again.transfer(VERSION, moved)
     assert again.read_blocks(moved, 0, 3) == [block_of(DATA, index) for index in range(3)]

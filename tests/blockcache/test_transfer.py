@@ -10,7 +10,7 @@ from lakefs_fuse.blockcache import eviction
 from lakefs_fuse.blockcache.cache import Version
 from lakefs_fuse.blockcache.cache_file import name_digest, relabel
 from lakefs_fuse.metrics import CacheMetrics
-from tests.blockcache.reading import MIB, block_of, cache_files, content, make_cache
+from tests.blockcache.reading import MIB, block_of, cache_files, content, make_cache, read_block, write_block
 
 DATA = content("moved", 2 * MIB + 100)
 OLD, NEW = Version("old", "etag", len(DATA)), Version("new", "other", len(DATA))
@@ -19,21 +19,21 @@ OLD, NEW = Version("old", "etag", len(DATA)), Version("new", "other", len(DATA))
 def test_the_blocks_are_the_other_versions(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
     for index in (0, 2):
-        cache.write_block(OLD, index, block_of(DATA, index))
+        write_block(cache, OLD, index, block_of(DATA, index))
     used = cache.bytes_used
     assert cache.transfer(OLD, NEW)
     assert cache.has_blocks(OLD, 0, 3) == [False] * 3
     assert cache.read_blocks(NEW, 0, 3) == [block_of(DATA, 0), None, block_of(DATA, 2)]
     assert cache.bytes_used == used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
-    cache.write_block(NEW, 1, block_of(DATA, 1))
+    write_block(cache, NEW, 1, block_of(DATA, 1))
     cache.close()
     assert all(make_cache(tmp_path).has_blocks(NEW, 0, 3))
 
 
 def test_what_was_there_of_the_new_one_goes(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    cache.write_block(NEW, 1, block_of(DATA, 1))
-    cache.write_block(OLD, 0, block_of(DATA, 0))
+    write_block(cache, NEW, 1, block_of(DATA, 1))
+    write_block(cache, OLD, 0, block_of(DATA, 0))
     assert cache.transfer(OLD, NEW)
     assert cache.has_blocks(NEW, 0, 3) == [True, False, False]
     assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in cache_files(tmp_path))
@@ -41,7 +41,7 @@ def test_what_was_there_of_the_new_one_goes(tmp_path: Path) -> None:
 
 def test_a_reader_of_the_old_one_goes_on(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    cache.write_block(OLD, 0, block_of(DATA, 0))
+    write_block(cache, OLD, 0, block_of(DATA, 0))
     with cache.files.reading(OLD) as file:
         assert file is not None
         assert cache.transfer(OLD, NEW)
@@ -57,7 +57,7 @@ def test_nothing_to_transfer(tmp_path: Path) -> None:
     assert not cache.transfer(OLD, NEW)
     with pytest.raises(ValueError, match="not the same"):
         cache.transfer(OLD, Version("new", "other", 1))
-    cache.write_block(OLD, 0, block_of(DATA, 0))
+    write_block(cache, OLD, 0, block_of(DATA, 0))
     cache.close()
     (path,) = cache_files(tmp_path)
     path.write_bytes(b"garbage")
@@ -69,11 +69,11 @@ def test_nothing_to_transfer(tmp_path: Path) -> None:
 
 def test_a_crash_between_the_two_steps_loses_blocks_and_nothing_else(tmp_path: Path) -> None:
     cache = make_cache(tmp_path)
-    cache.write_block(OLD, 0, block_of(DATA, 0))
+    write_block(cache, OLD, 0, block_of(DATA, 0))
     cache.close()
     relabel(eviction.file_path(str(tmp_path), name_digest(OLD)), OLD, NEW)
     again = make_cache(tmp_path)
-    assert again.read_block(OLD, 0) is None
-    assert again.read_block(NEW, 0) is None
-    again.write_block(OLD, 0, block_of(DATA, 0))
-    assert again.read_block(OLD, 0) == block_of(DATA, 0)
+    assert read_block(again, OLD, 0) is None
+    assert read_block(again, NEW, 0) is None
+    write_block(again, OLD, 0, block_of(DATA, 0))
+    assert read_block(again, OLD, 0) == block_of(DATA, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,8 +73,8 @@ class Bench:
     def staging(self) -> Staging:
         return self.uploader.staging
 
-    def describe(self, multipart: bool) -> Mapping[str, str]:
-        return dict(self.attributes)
+    def describe(self) -> tuple[dict[str, str], dict[str, str]]:
+        return dict(self.attributes), dict(self.attributes)
 
     def draft(self, key: str = "file", *, base: Extent | None = None, if_absent: bool = False) -> Draft:
         self.serial += 1

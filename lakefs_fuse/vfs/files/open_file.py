@@ -5,7 +5,6 @@ Trio thread only; nothing of it survives a crash but what the journal and the ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -70,9 +69,13 @@ class OpenFile:
         """Created or emptied, and not written to since."""
         return self.draft is not None and self.draft.size == 0 and self.draft.base is None
 
-    def describe(self, multipart: bool) -> Mapping[str, str]:
-        """Metadata of the object. A multipart upload's is fixed when it begins, before the last write has a time."""
-        return attributes.describe(self.entry, with_mtime=not multipart or bool(self.entry.flags & Flag.MTIME_KEPT))
+    def describe(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Metadata of the object, for a single request and for a multipart upload. The latter is fixed when the upload
+        begins, before the last write has a time."""
+        described = attributes.describe(self.entry, with_mtime=True)
+        if self.entry.flags & Flag.MTIME_KEPT:
+            return described, described
+        return described, {name: value for name, value in described.items() if name != "mtime"}
 
     @property
     def replaces(self) -> str:

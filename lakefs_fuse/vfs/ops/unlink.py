@@ -25,7 +25,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import DraftState, encode
-from lakefs_fuse.upload.publish import visible_token
+from lakefs_fuse.upload.publish import find_own_object
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.ops.io import FileIO
@@ -121,7 +121,7 @@ class Unlinker:
         draft = file.draft
         if draft is None or draft.accepted or not (draft.recheck or draft.state is DraftState.FAILED):
             return file.entry
-        meta = (await visible_token(draft))[1]
+        meta = await find_own_object(draft)
         if meta is None:
             return file.entry
         if meta.key == file.key:

@@ -286,9 +286,7 @@ class Recovery:
                 f"{self._path(record.id)}: copy what you need of them, then abort",
             )
         whole = msgspec.structs.replace(record, refused=[])
-        draft = restore_draft(
-            self._services, whole, lambda multipart: record.metadata_multipart if multipart else record.metadata
-        )
+        draft = restore_draft(self._services, whole, lambda: (record.metadata, record.metadata_multipart))
         try:
             async with draft.exclusive():
                 if not record.upload_intent_ns and self._ns.tree.objects.used(draft.target.key) is not None:

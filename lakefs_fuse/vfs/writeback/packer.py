@@ -218,7 +218,7 @@ class Packer:
             waiting.done.set()
         view = memoryview(made.body)
         blocks = [view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES)]
-        self._nursery.start_soon(partial(self._threads.run, self._cache.write_blocks, version, 0, blocks))
+        self._nursery.start_soon(partial(self._threads.run, self._cache.write_runs, [(version, 0, blocks)]))
 
     async def _note(self, drafts: list[Draft], key: str) -> None:
         """So that they are recognised in the commit, should this daemon die; accepted ones even if the machine does.

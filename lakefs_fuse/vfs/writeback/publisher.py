@@ -258,7 +258,7 @@ class ObjectWriter:
             if used is not None and (there is None or there.place != used.number):
                 await self._relocator.free(key)
             published = await publish(draft)
-        self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe(False)))
+        self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0]))
         await self._committer.flush()
 
     def announce_object(self, path: str, meta: ObjectMeta) -> None:

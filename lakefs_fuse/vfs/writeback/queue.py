@@ -41,7 +41,7 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.upload.draft import Draft
-from lakefs_fuse.upload.publish import visible_token
+from lakefs_fuse.upload.publish import find_own_object
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.writeback.packer import PACK_BYTES_MAX, PACK_FILES_MAX
 from lakefs_fuse.vfs.writeback.publish_plan import is_packable
@@ -380,7 +380,7 @@ class WriteBack:
         while True:
             try:
                 if draft.recheck or draft.state is DraftState.FAILED:  # an attempt to store it may have worked
-                    meta = (await visible_token(draft))[1]
+                    meta = await find_own_object(draft)
                     if meta is not None:
                         self.delete_object(meta)
                 await draft.discard()

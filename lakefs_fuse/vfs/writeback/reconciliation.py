@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lakefs_fuse.errors import NotFound
 from lakefs_fuse.staging.draft_record import DraftRecord
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -38,31 +37,21 @@ class Evidence:
 
     async def published(self, record: DraftRecord) -> ObjectMeta | None:
         """The plain object that the record's bytes, as they are now, became. Raises LakeError."""
-        try:
-            meta = await self._client.head(record.key)
-        except NotFound:
-            return None
-        return meta if record.token and token_of(meta) == record.token else None
+        meta = await self._client.find(record.key)
+        return meta if meta is not None and record.token and token_of(meta) == record.token else None
 
     async def is_at(self, key: str, draft_id: str) -> bool:
         """The plain object at a key was made from this draft, and from no change of it after a failure. Raises
         LakeError."""
-        try:
-            meta = await self._client.head(key)
-        except NotFound:
-            return False
-        return token_of(meta) == draft_id
+        meta = await self._client.find(key)
+        return meta is not None and token_of(meta) == draft_id
 
     async def is_in_pack(self, record: DraftRecord) -> bool:
         """The commit that the bytes were to be sent in is in the store. Raises LakeError."""
         if not record.commit:
             return False
         if record.commit not in self._commits:
-            try:
-                await self._client.head(record.commit)
-                self._commits[record.commit] = True
-            except NotFound:
-                self._commits[record.commit] = False
+            self._commits[record.commit] = await self._client.find(record.commit) is not None
         return self._commits[record.commit]
 
     async def is_relocated(self, there: Visible, record: DraftRecord) -> bool:
@@ -81,9 +70,8 @@ class Evidence:
         if extent is not None and extent.version.key not in (path, record.key):
             return Visible(extent.version.etag)
         key = path if extent is None else extent.version.key  # another name's, if it was renamed while it was uploaded
-        try:
-            meta = await self._client.head(key)
-        except NotFound:
+        meta = await self._client.find(key)
+        if meta is None:
             return Visible()
         tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass")) if key == path else None
         if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
@@ -101,8 +89,5 @@ def path_of(record: DraftRecord) -> str:
 
 async def is_copy(client: StoreClient, etag: str, token: str, source: str) -> bool:
     """An object has the bytes of the one at ``source``, which is there. Raises LakeError."""
-    try:
-        meta = await client.head(source)
-    except NotFound:
-        return False
-    return meta.etag == etag or (bool(token) and token_of(meta) == token)
+    meta = await client.find(source)
+    return meta is not None and (meta.etag == etag or (bool(token) and token_of(meta) == token))

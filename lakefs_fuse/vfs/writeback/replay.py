@@ -180,7 +180,7 @@ class Replay:
         if row is None or draft.target.key != file.key:
             return
         flags = row.flags & ~Flag.LOCAL
-        row = msgspec.structs.replace(attributes.learn(row, draft.target.describe(False)), flags=flags)
+        row = msgspec.structs.replace(attributes.learn(row, draft.target.describe()[0]), flags=flags)
         batch = Batch()
         self._ns.tree.update(batch, msgspec.structs.replace(row, etag=etag, size=size, place=0, offset=0))
         self._ns.tree.forget_listing(batch, row.parent)
