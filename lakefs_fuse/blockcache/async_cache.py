@@ -28,7 +28,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 READING_THREADS_MAX = 8
-"""Apart from those that write, so that a reader never queues behind them."""
+"""A bound of their own, so that a reader never queues behind writes."""
 WRITING_THREADS_MAX = 2
 SMALL_READ_BYTES_MAX = 256 << 10
 """Larger reads always go to a thread."""
@@ -90,7 +90,7 @@ class AsyncBlockCache:
         return await self._threads.run(call, limiter=self._reading)
 
     async def write(self, version: Version, first: int, blocks: Sequence[memoryview]) -> None:
-        """Adjacent blocks are on the disk, or cannot be, when this returns."""
+        """Write adjacent blocks; they are on the disk, or the disk refused them, when this returns."""
         size = sum(map(len, blocks))
         if size > SMALL_WRITE_BYTES_MAX:
             await self._write([(version, first, blocks)])

@@ -5,10 +5,10 @@ What always holds:
 * a block, or a piece of one, is answered only if its hash matches, so nothing that happens to the files can put wrong
   bytes into a read;
 * an error of the cache disk never leaves this module: reads answer "not here", writes do nothing, `statistics` tells;
-* the bounds of `cache_files`: disk space, free space, descriptors, memory; pinned versions are not evicted.
+* the bounds of `cache_directory`: disk space, free space, descriptors, memory; pinned versions are not evicted.
 
 Calls block and are for worker threads, many at once; `pin`, `unpin`, the properties, `statistics` and what reads "now"
-are for the trio thread. This class has no lock of its own (see `cache_files` for the locks).
+are for the trio thread. This class has no lock of its own (see `cache_directory` for the locks).
 
 A crash leaves the files as they are; torn blocks are found by their hashes and fetched again.
 """
@@ -45,7 +45,7 @@ INDEX_BYTES = 4 * ALIGN_BYTES
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """``counted`` is false while `scan` has not ended and ``bytes_used`` is not all of it."""
+    """Gauges. ``counted`` is false until `scan` has ended; ``bytes_used`` is then what was counted so far."""
 
     state: CacheState
     last_error: str | None
@@ -86,7 +86,7 @@ class BlockCache:
             raise CacheError(f"cannot use the cache directory {directory}: {error.strerror}") from error
         self.pin, self.unpin, self.has_room = self.files.pin, self.files.unpin, self.files.has_room
 
-    # -- what may be asked from the trio thread
+    # -- for the trio thread
 
     @property
     def state(self) -> CacheState:
@@ -109,7 +109,7 @@ class BlockCache:
         return self._health.may_read() and not self.files.closed
 
     def may_have(self, version: Version) -> bool:
-        """Whether looking for blocks of a version is worth a thread. Where it is not, none is here."""
+        """Whether looking for blocks of a version is worth a thread. False: none is here."""
         return self.readable and self.files.may_have(version)
 
     @property
@@ -133,8 +133,8 @@ class BlockCache:
     # -- blocks
 
     def read_part(self, version: Version, start: int, end: int) -> memoryview | None:
-        """Bytes [start, end), which must exist in the version, verified; None where they are not here, or not to be had
-        but block by block."""
+        """Bytes [start, end), which must exist in the version, verified; None where they are not here, or can be read
+        by whole blocks only."""
         return self._read(partial(self.files.reading, version), lambda file: file.read_part(start, end))
 
     def read_part_now(self, version: Version, start: int, end: int, *, prompt: bool) -> memoryview | None:
@@ -174,8 +174,8 @@ class BlockCache:
     def read_blocks(
         self, version: Version, first: int, stop: int, *, parts_to_come: bool = False
     ) -> list[bytes | None]:
-        """Blocks [first, stop), which must exist in the version, each verified or None. ``parts_to_come``: from now on
-        `read_part` is to have them."""
+        """Blocks [first, stop), which must exist in the version, each verified or None. ``parts_to_come`` prepares them
+        for `read_part`."""
         answer: list[bytes | None] = [None] * (stop - first)
         if not self.readable:
             return answer
@@ -196,14 +196,14 @@ class BlockCache:
         try:
             data, damaged = file.read_block(index, expected)
         except OSError:
-            file.forget(index, index + 1)  # a bad sector is mended by being written again
+            file.forget(index, index + 1)  # writing it again mends a bad sector
             raise
         if damaged:
             self.files.count_damaged()
         return data
 
     def has_blocks(self, version: Version, first: int, stop: int) -> list[bool]:
-        """Which of blocks [first, stop) are here, as their index says; nothing is verified."""
+        """Whether each of blocks [first, stop) is here, by the files' index; nothing is verified."""
         if self.readable:
             with self._recording_failure(), self.files.reading(version) as file:
                 if file is not None:
@@ -247,9 +247,8 @@ class BlockCache:
     def adopt(self, path: str | Path, version: Version, hashes: Sequence[int]) -> bool:
         """Make a file that holds the version's bytes (or holes, where ``hashes`` has 0) the version's cache file.
 
-        ``path`` is gone when this returns: renamed into the cache, or removed where that could not be (False). It must
-        be on the cache's filesystem, and nobody may write it any more. Raises ValueError unless there is one hash a
-        block.
+        ``path`` is gone when this returns: renamed into the cache, or removed where that failed (False). It must be on
+        the cache's filesystem, and have no writer. Raises ValueError unless there is one hash a block.
         """
         if len(hashes) != version.blocks:
             raise ValueError(f"{len(hashes)} hashes for {version.blocks} blocks")
@@ -262,8 +261,8 @@ class BlockCache:
         return False
 
     def transfer(self, old: Version, new: Version) -> bool:
-        """What is here of ``old`` is from now on what is here of ``new``, which is the same bytes; who reads ``old``
-        meanwhile goes on. False where nothing of it is here, or that cannot be. Raises ValueError where sizes differ.
+        """Make the cached blocks of ``old`` those of ``new``, which is the same bytes; readers of ``old`` go on. False
+        where there are none, or the disk fails. Raises ValueError where sizes differ.
         """
         if old.size != new.size:
             raise ValueError(f"{old.size} and {new.size} bytes are not the same")
@@ -284,7 +283,7 @@ class BlockCache:
             return 0
 
     def scan(self) -> None:
-        """Count the space in use, where the last close did not leave the count. Reads and writes may go on."""
+        """Count the space in use, unless the last `close` left the count. Reads and writes may go on."""
         with self._recording_failure():
             self.files.scan()
 

@@ -103,7 +103,7 @@ class CacheDirectory:
         self._bytes_reserved = 0
         self._counted_up_to = 0
         self._doubtful = False
-        """Somebody else changed a file: count again at the next start."""
+        """Another process changed a file: count again at the next start."""
         self.closed = False
         os.makedirs(root, mode=0o700, exist_ok=True)
         self._load_usage()
@@ -131,7 +131,7 @@ class CacheDirectory:
         return len(self._pins)
 
     def may_have(self, version: Version) -> bool:
-        """False: there is no file of the version, as far as anybody in this process has to do with it."""
+        """Whether a file of the version may be there. False: this process knows of none."""
         return not self._presence_known or self._presence.may_have(name_digest(version))
 
     def pin(self, version: Version) -> None:
@@ -156,7 +156,7 @@ class CacheDirectory:
     # -- files
 
     def reading(self, version: Version) -> AbstractContextManager[CacheFile | None]:
-        """The version's file, kept open meanwhile; None where there is none (or a damaged one: removed)."""
+        """The version's file, kept open for the block; None where there is none, or a damaged one, now removed."""
         file = self._acquire_open(version, name_digest(version))
         if file is None:
             with self._files_lock:
@@ -164,8 +164,8 @@ class CacheDirectory:
         return self._in_use(file)
 
     def reading_now(self, version: Version, *, prompt: bool) -> AbstractContextManager[CacheFile | None]:
-        """As `reading`, for the trio thread. Raises BlockingIOError where that would have to wait, for a lock or for a
-        disk that is not ``prompt``."""
+        """As `reading`, for the trio thread. Raises BlockingIOError instead of waiting for a lock, or for a disk
+        that is not ``prompt``."""
         return self._in_use(self._ready(version, prompt))
 
     @contextmanager
@@ -195,8 +195,8 @@ class CacheDirectory:
 
     @contextmanager
     def writing(self, version: Version, *, whole: bool) -> Iterator[CacheFile]:
-        """The version's file, made where there is none: ``blank`` if all of it is about to be written. Its size is
-        counted again at the end; one that is blank then is removed."""
+        """The version's file for the block, made where there is none; with ``whole`` it is made blank. At the end its
+        size is counted again, and a file that is still blank is removed."""
         file = self._acquire_open(version, name_digest(version))
         if file is None:
             with self._files_lock:
@@ -260,7 +260,7 @@ class CacheDirectory:
             allocated = local_disk.allocated_bytes(aim)
             with self._lock:
                 file = self._open.pop(source, None)
-                if file is not None:  # whoever reads or writes it goes on: the bytes are the same
+                if file is not None:  # its readers and writers go on: the bytes are the same
                     file.mark_removed()
                 self._count(source, -(file.accounted_bytes if file is not None else allocated))
                 self._count(target, allocated)
@@ -286,14 +286,14 @@ class CacheDirectory:
     def _acquire_open(self, version: Version, digest: bytes) -> CacheFile | None:
         with self._lock:
             file = self._open.get(digest)
-            if file is None or file.version != version:  # names are hashes that somebody may have made to collide
+            if file is None or file.version != version:  # names are hashes, which an attacker may make collide
                 return None
             file.begin_use()
             self._open.move_to_end(digest)
             return file
 
     def _open_file(self, version: Version, *, look: bool = False) -> CacheFile | None:
-        """Under the files lock: the file as it is on disk, in use. ``look``: even if none is there for all we know."""
+        """Under the files lock: the file on disk, in use. ``look``: ask the disk even where `may_have` says no."""
         digest = name_digest(version)
         file = self._acquire_open(version, digest)
         if file is not None or not (look or self.may_have(version)):
@@ -310,7 +310,7 @@ class CacheDirectory:
         return file
 
     def _made_file(self, version: Version, *, blank: bool) -> CacheFile:
-        """Under the files lock, where there is none for all we know; somebody else may have put it there."""
+        """Make the file, under the files lock; another process may have made it meanwhile."""
         try:
             return self._create_file(version, blank=blank)
         except FileExistsError:
@@ -356,7 +356,7 @@ class CacheDirectory:
             file.touch(self._now_s())
 
     def _remove(self, digest: bytes) -> int:
-        """Under the files lock: remove a file, whoever uses it; answers bytes freed."""
+        """Remove a file, in use or not, under the files lock; answers bytes freed."""
         path = eviction.file_path(self._root, digest)
         with self._lock:
             file = self._open.pop(digest, None)
@@ -382,18 +382,18 @@ class CacheDirectory:
     # -- space
 
     def reserve(self, wanted: int) -> bool:
-        """Take room for a write until `unreserve`, evicting for it where needed; False where that is not enough."""
-        if self._take(wanted):
+        """Reserve room for a write until `unreserve`, evicting where needed; False where that is not enough."""
+        if self._reserve(wanted):
             return True
         with self._files_lock:
-            if self._take(wanted):
+            if self._reserve(wanted):
                 return True
             slack = min(SLACK_BYTES_MAX, self.bytes_max // 64)
             self._evict(self._excess(wanted, wanted) + slack)
-            return self._take(wanted)
+            return self._reserve(wanted)
 
     def unreserve(self, wanted: int) -> None:
-        """What was written has been counted."""
+        """End a reservation: the file that was written has been counted."""
         with self._lock:
             self._bytes_reserved -= wanted
 
@@ -403,7 +403,7 @@ class CacheDirectory:
             return self._evict(max(wanted, self._excess(0, 0)))
 
     def scan(self) -> None:
-        """Count the space in use, where the last close did not leave the count. Everything else may go on."""
+        """Count the space in use, unless the last `close` left the count. All other calls may run meanwhile."""
         with self._lock:
             if self.counted:
                 return
@@ -440,7 +440,7 @@ class CacheDirectory:
         self._counted_up_to = eviction.FAN_OUT
 
     def _count(self, digest: bytes, change: int) -> None:
-        """Under ``_lock``. What is in a directory not yet scanned will be counted when it is."""
+        """Add to the space in use, under ``_lock``, unless the file's directory is still to be scanned."""
         if eviction.directory_number(digest) < self._counted_up_to:
             self._bytes_used += change
 
@@ -460,7 +460,7 @@ class CacheDirectory:
         with self._lock:
             return self.counted and self._excess(wanted, wanted) <= 0
 
-    def _take(self, wanted: int) -> bool:
+    def _reserve(self, wanted: int) -> bool:
         with self._lock:
             if self._excess(wanted, wanted) > 0:
                 return False

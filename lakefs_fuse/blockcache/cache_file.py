@@ -15,7 +15,7 @@ What always holds:
 
 All calls block and are for worker threads, but for what `BlockCache` reads "now". Reading and writing blocks at once
 from several threads is safe: two writers of one block write the same bytes. ``users``, ``dead`` and
-``accounted_bytes`` belong to `cache_files.CacheDirectory` and its lock.
+``accounted_bytes`` belong to `cache_directory.CacheDirectory` and its lock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADER_BYTES = 64
 PIECE_BYTES = 32 << 10
 _PIECES = BLOCK_BYTES // PIECE_BYTES
 BLOCKS_ONLY, WITH_PIECES = 1, 2
-"""Formats."""
+"""Formats of the file."""
 _MAGIC = b"LAKEBLK\0"
 _HEADER = struct.Struct("<8sIIQQ16s")
 """Magic, format, block bytes, object size, block count, digest of key and ETag; then XXH3-64 of these."""
@@ -47,16 +47,16 @@ _UNKNOWN = bytes(_HASH_BYTES)
 
 
 class DamagedFile(Exception):
-    """Not a cache file of the version asked for: cut short, overwritten, of another format. For `cache_files`."""
+    """The file is no cache file of the version: cut short, overwritten, or of another format."""
 
 
 def block_hash(data: Buffer) -> int:
-    """Never 0, which means absent."""
+    """XXH3-64 of a block; never 0, which means absent."""
     return xxhash.xxh3_64_intdigest(data) or 1
 
 
 def piece_hashes(data: Buffer) -> bytes:
-    """Of pieces one after another, as the file has them; the last may be short."""
+    """Hashes of adjacent pieces, as they lie in the file; the last piece may be short."""
     view = memoryview(data)
     hashes = [block_hash(view[at : at + PIECE_BYTES]) for at in range(0, len(view), PIECE_BYTES)]
     return struct.pack(f"<{len(hashes)}Q", *hashes)
@@ -86,7 +86,7 @@ class Layout:
 
     @classmethod
     def for_size(cls, size: int, form: int | None = None) -> Layout:
-        """In the format that new files of that size have, or in an earlier one."""
+        """The layout in format ``form``, or in that of new files of that size."""
         blocks = -(-size // BLOCK_BYTES)
         form = form or (BLOCKS_ONLY if blocks <= 1 else WITH_PIECES)
         return cls(size, blocks, -(-size // ALIGN_BYTES) * ALIGN_BYTES, form)
@@ -108,12 +108,12 @@ class Layout:
         return self.data_end + HEADER_BYTES + index * _HASH_BYTES
 
     def piece_hash_at(self, piece: int) -> int:
-        """Where there are pieces; they are counted from the beginning of the object."""
+        """Offset of the hash of a piece, counted from the beginning of the object."""
         return self.hash_at(self.blocks + piece)
 
 
 def _index_bytes(form: int) -> int:
-    """Hashes that belong to one block."""
+    """Bytes of the hashes of one block, its pieces included."""
     return _HASH_BYTES * (1 + _PIECES) if form == WITH_PIECES else _HASH_BYTES
 
 
@@ -123,7 +123,7 @@ def _header(layout: Layout, check: bytes) -> bytes:
 
 
 def read_layout(fd: int) -> tuple[Layout, bytes]:
-    """Layout and version digest of a file of which only the descriptor is known. Raises DamagedFile, OSError."""
+    """Layout and version digest of an open file, from its length and header. Raises DamagedFile, OSError."""
     length = os.fstat(fd).st_size
     small = length <= HEADER_BYTES + BLOCK_BYTES + _HASH_BYTES
     for form in (BLOCKS_ONLY, WITH_PIECES) if small else (WITH_PIECES, BLOCKS_ONLY):
@@ -134,7 +134,7 @@ def read_layout(fd: int) -> tuple[Layout, bytes]:
 
 
 def _read_layout(fd: int, length: int, form: int) -> tuple[Layout, bytes] | None:
-    """None where it is not of that format."""
+    """As `read_layout`; None where the file is not of that format."""
     # With n blocks, and i bytes of hashes for each, it is longer than (n - 1) * BLOCK_BYTES + n * i + 64, and at most
     # n * (BLOCK_BYTES + i) + 64.
     blocks = -(-(length - HEADER_BYTES) // (BLOCK_BYTES + _index_bytes(form)))
@@ -154,7 +154,7 @@ def _read_layout(fd: int, length: int, form: int) -> tuple[Layout, bytes] | None
 
 
 def seal(fd: int, version: Version, hashes: Sequence[int]) -> None:
-    """Make the file behind ``fd``, which holds the version's bytes from offset 0, a cache file. Raises OSError."""
+    """Turn an open file with the version's bytes from offset 0 into a cache file. Raises OSError."""
     layout = Layout.for_size(version.size)
     os.ftruncate(fd, version.size)
     os.ftruncate(fd, layout.file_bytes)
@@ -165,7 +165,7 @@ def seal(fd: int, version: Version, hashes: Sequence[int]) -> None:
 
 
 def relabel(path: str, old: Version, new: Version) -> None:
-    """Make a cache file of ``old``, with the hashes of its blocks, one of ``new``; its name is the caller's. After a
+    """Rewrite the header of a cache file of ``old`` for ``new``, the same bytes; the caller renames the file. After a
     crash between the two it answers for neither. Raises DamagedFile, OSError."""
     fd = os.open(path, os.O_RDWR)
     try:
@@ -185,14 +185,8 @@ def read_hashes(fd: int, layout: Layout, first: int, stop: int) -> tuple[int, ..
     return answer
 
 
-def forget(fd: int, layout: Layout, first: int, stop: int) -> None:
-    """Mark blocks [first, stop) absent. Raises OSError."""
-    disk.pwrite_all(fd, bytes((stop - first) * _HASH_BYTES), layout.hash_at(first))
-    _forget_pieces(fd, layout, first, stop)
-
-
 def _forget_pieces(fd: int, layout: Layout, first: int, stop: int) -> None:
-    """It is no matter if that cannot be: a hash that stays does not match, or the bytes are what they should be."""
+    """Erase the hashes of pieces. A failure does no harm: a hash that stays does not match, or its bytes are right."""
     if layout.has_pieces:
         with suppress(OSError):
             disk.pwrite_all(fd, bytes((stop - first) * _PIECES * _HASH_BYTES), layout.piece_hash_at(first * _PIECES))
@@ -231,7 +225,7 @@ class CacheFile:
         new_s: float | None = None,
         blank: bool = False,
     ) -> None:
-        """``new_s`` is the time of day, in seconds, at which the file was made just now."""
+        """``new_s`` is the wall clock, in seconds, at which the file was made just now."""
         self.fd = fd
         self.layout = layout
         self.version = version
@@ -239,7 +233,7 @@ class CacheFile:
         self.users = 0
         self.dead = False
         self.blank = blank
-        """It is empty, header and all, and `write_all` is to come: for whoever reads it meanwhile no block is there."""
+        """The file is empty, without a header, until `write_all`; readers find no block in it."""
         self.accounted_bytes = 0 if blank else disk.allocated_bytes(fd)
         self.touched_s = os.fstat(fd).st_mtime if new_s is None else new_s
 
@@ -258,8 +252,8 @@ class CacheFile:
 
     @classmethod
     def create(cls, path: str, version: Version, digest: bytes, now_s: float, *, blank: bool = False) -> CacheFile:
-        """A new file without any block, or an empty one for `write_all`; its directory too. Raises OSError, then there
-        is no file."""
+        """A new file without any block, or (``blank``) an empty one for `write_all`, and its directory. Raises OSError;
+        then there is no file."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileNotFoundError:
@@ -277,7 +271,7 @@ class CacheFile:
                 raise
             return cls(fd, layout, version, digest, new_s=now_s)
 
-    # -- the books of `CacheDirectory`, which calls these under its lock
+    # -- bookkeeping, called by `CacheDirectory` under its lock
 
     @property
     def is_idle(self) -> bool:
@@ -288,7 +282,7 @@ class CacheFile:
         self.users += 1
 
     def end_use(self) -> bool:
-        """Undo one `begin_use`; answers whether the caller has to close the descriptor, for the file was removed."""
+        """Undo one `begin_use`; answers whether the caller must close the descriptor of a removed file."""
         self.users -= 1
         return self.dead and not self.users
 
@@ -297,7 +291,7 @@ class CacheFile:
         self.dead = True
 
     def set_allocated(self, allocated_bytes: int) -> int:
-        """The file takes up so much disk space; answers by how much that is more than counted before."""
+        """Count the file's disk space; answers by how much it grew since it was counted last."""
         change, self.accounted_bytes = allocated_bytes - self.accounted_bytes, allocated_bytes
         return change
 
@@ -309,7 +303,7 @@ class CacheFile:
     # -- blocks
 
     def close(self) -> None:
-        """The last use of the object."""
+        """Close the descriptor. Nothing may be called after."""
         os.close(self.fd)
 
     def hashes(self, first: int, stop: int) -> tuple[int, ...]:
@@ -329,8 +323,8 @@ class CacheFile:
         return None, damaged
 
     def read_part(self, start: int, end: int, *, wait: bool = True) -> memoryview | None:
-        """Bytes [start, end), which must exist, verified piece by piece; None where that cannot be: the blocks have to
-        be asked. Raises OSError; unless it is to ``wait``, BlockingIOError where the disk would have to be waited for.
+        """Bytes [start, end), which must exist, verified piece by piece; None where only whole blocks can be verified.
+        Raises OSError; without ``wait`` BlockingIOError where the disk does not answer from memory.
         """
         first, stop = start // PIECE_BYTES, -(-end // PIECE_BYTES)
         if not self.layout.has_pieces or self.blank:
@@ -345,7 +339,7 @@ class CacheFile:
         return data[start - begin : end - begin] if whole and piece_hashes(data) == expected else None
 
     def write_piece_hashes(self, index: int, data: Buffer) -> None:
-        """The block was read, and is what it should be: next time a part of it will do."""
+        """Keep the hashes of a verified block's pieces, so that parts of it can be read alone."""
         if not self.layout.has_pieces:
             return
         hashes, at = piece_hashes(data), self.layout.piece_hash_at(index * _PIECES)
@@ -354,7 +348,7 @@ class CacheFile:
                 disk.pwrite_all(self.fd, hashes, at)
 
     def write_block(self, index: int, data: Buffer) -> None:
-        """Raises OSError, then the block is absent (or what it was)."""
+        """Write a block and its hashes. Raises OSError; then the block is absent, or as it was."""
         start = index * BLOCK_BYTES
         if len(data) != min(BLOCK_BYTES, self.layout.size - start):
             raise ValueError(f"block {index} of an object of {self.layout.size} bytes cannot have {len(data)}")
@@ -364,8 +358,8 @@ class CacheFile:
         disk.pwrite_all(self.fd, block_hash(data).to_bytes(_HASH_BYTES, "little"), self.layout.hash_at(index))
 
     def write_all(self, blocks: Sequence[Buffer]) -> None:
-        """All blocks of a small object, and all that belongs to them, with one call of the system where that goes well.
-        Raises OSError, then the file is good for nothing."""
+        """Write all blocks of a small object, header and hashes, by one system call where the kernel takes it whole.
+        Raises OSError; then the file has to be removed."""
         layout = self.layout
         sizes = [min(BLOCK_BYTES, layout.size - start) for start in range(0, layout.size, BLOCK_BYTES)]
         if [len(data) for data in blocks] != sizes:
@@ -383,7 +377,8 @@ class CacheFile:
 
     def forget(self, first: int, stop: int) -> None:
         """Mark blocks [first, stop) absent. Raises OSError."""
-        forget(self.fd, self.layout, first, stop)
+        disk.pwrite_all(self.fd, bytes((stop - first) * _HASH_BYTES), self.layout.hash_at(first))
+        _forget_pieces(self.fd, self.layout, first, stop)
 
 
 _ZEROS_HASH = block_hash(bytes(BLOCK_BYTES))

@@ -16,12 +16,12 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.sync.backoff import Backoff
 
 PROMPT_S = 0.002
-"""On the average of the last ones, about `WEIGHT` of them."""
+"""Mean latency of about `WEIGHT` calls up to which the disk is prompt."""
 WEIGHT = 16
 SLOW_S = 0.1
-"""One of so long is enough to go by."""
+"""A single call of this length makes the disk slow."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.25, 5.0
-"""For so long a slow disk is not tried again: twice as long each time, until `WEIGHT` in turn were prompt."""
+"""Pause before a slow disk is tried again: doubles each time, until `WEIGHT` calls in turn were prompt."""
 
 
 class Promptness:
@@ -36,12 +36,12 @@ class Promptness:
 
     @property
     def is_prompt(self) -> bool:
-        """It is worth trying without a thread."""
+        """Whether to call without a thread."""
         return self._clock.mono_s() >= self._slow_until_s
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """One read, or sync."""
+        """Time the block, which is one read or sync."""
         began_s = self._clock.mono_s()
         try:
             yield

@@ -5,8 +5,8 @@ costs as much as making a file), each file's mtime is when it was last used. A s
 directories, from a random one on; its oldest quarter goes. With few files the sample is all of them, and the choice
 exact. Memory: one sample, whatever the cache holds.
 
-Blocking, for worker threads; `cache_files.CacheDirectory` calls it with its files lock held. Directories that vanish
-meanwhile are no error.
+Blocking, for worker threads; `cache_directory.CacheDirectory` calls it with its files lock held. Directories that
+vanish meanwhile are no error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DIRECTORY_CHARS, _NAME_CHARS = 3, 29
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A cache file that might go; ``digest`` is its name."""
+    """A cache file that may be evicted; ``digest`` is its name."""
 
     used_ns: int
     allocated_bytes: int
@@ -47,12 +47,12 @@ def directory_number(digest: bytes) -> int:
 
 
 def directory_path(root: str, number: int) -> str:
-    """Where the directory with this number is, or would be."""
+    """Path of the directory with this number."""
     return f"{root}/{number:03x}"
 
 
 def file_path(root: str, digest: bytes) -> str:
-    """Where the file with this name digest is."""
+    """Path of the file with this name digest."""
     name = digest.hex()
     return f"{root}/{name[:_DIRECTORY_CHARS]}/{name[_DIRECTORY_CHARS:]}"
 
@@ -66,15 +66,14 @@ def directories(root: str, start: int = 0) -> Iterator[tuple[int, str]]:
 
 
 def directories_between(root: str, first: int, stop: int) -> Iterator[tuple[int, str]]:
-    """Number and path of each directory there is, from ``first`` up to but not including ``stop``. Asks the disk once,
-    however few there are."""
+    """Number and path of each existing directory in [first, stop). Lists the root once."""
     numbers = _numbers(root)
     for number in numbers[bisect_left(numbers, first) : bisect_left(numbers, stop)]:
         yield number, directory_path(root, number)
 
 
 def remove_earlier(root: str) -> None:
-    """Files where an earlier layout had them (`ab/cd/…`): nobody would read them, or evict them."""
+    """Delete files of an earlier layout (`ab/cd/…`), which would be neither read nor evicted."""
     for name in os.listdir(root):
         if len(name) == 2 and not set(name) - set("0123456789abcdef"):
             shutil.rmtree(f"{root}/{name}", ignore_errors=True)
@@ -100,7 +99,7 @@ def files(path: str, number: int) -> Iterator[Candidate]:
 
 
 def oldest(root: str, rng: random.Random, spared: Callable[[bytes], bool]) -> list[Candidate]:
-    """The next files to go, oldest first; none where all there are are ``spared``. Raises OSError."""
+    """The next files to evict, oldest first; none where all are ``spared``. Raises OSError."""
     sample: list[Candidate] = []
     for number, path in directories(root, rng.randrange(FAN_OUT)):
         sample += (candidate for candidate in files(path, number) if not spared(candidate.digest))
@@ -111,7 +110,7 @@ def oldest(root: str, rng: random.Random, spared: Callable[[bytes], bool]) -> li
 
 
 def punch_range(candidate: Candidate, rng: random.Random) -> bool:
-    """Drop one range of a large file; False where it must go as a whole instead. Raises OSError."""
+    """Evict one range of a large file; False where it must be evicted whole. Raises OSError."""
     try:
         fd = os.open(candidate.path, os.O_RDWR)
     except FileNotFoundError:

@@ -26,7 +26,7 @@ class PendingBlock:
         self.done = done
         """Set when the block is also on disk, or will not be."""
         self.asked = asked
-        """Whether a reader asked for it when the load began; else it is fetched ahead."""
+        """Whether a reader waited for it when the load began; else it is readahead."""
         self.ready = trio.Event()
         self.data: memoryview | None = None
         self.error: BaseException | None = None
@@ -45,7 +45,7 @@ class PendingBlock:
             self.ready.set()
 
     async def wait(self) -> memoryview:
-        """The block. Raises FileError with the errno of whatever went wrong."""
+        """The block, once it is ready. Raises FileError with the errno of what failed."""
         if not self.ready.is_set():
             await self.ready.wait()
         if self.data is not None:
@@ -76,11 +76,11 @@ class Load:
         self.done = trio.Event()
         self.blocks = [PendingBlock(self.done, index in asked) for index in range(first, stop)]
         self.readahead = readahead
-        """Whose plan this is, to be told whether the cache disk had it."""
+        """The plan this load belongs to, which learns whether the cache disk had it."""
         self.scattered = scattered
-        """A reader that jumps asked for it."""
+        """A jumping reader asked for it."""
         self.for_memory = for_memory
-        """Whether somebody is to read it soon; else it is brought to the cache disk only."""
+        """Whether to keep it in memory too; else it goes to the cache disk only."""
 
     @property
     def stop(self) -> int:
@@ -92,7 +92,7 @@ class Load:
         return min(self.stop * BLOCK_BYTES, self.version.size) - self.first * BLOCK_BYTES
 
     def fail(self, first: int, stop: int, error: BaseException) -> None:
-        """Tell the waiters of blocks [first, stop) that have no answer yet."""
+        """Wake the waiters of blocks [first, stop) that have no answer yet, with an error."""
         for block in self.blocks[first - self.first : stop - self.first]:
             block.fail(error)
 

@@ -1,4 +1,4 @@
-"""Health of the cache disk: its failures slow reads down, and never fail one.
+"""Health of the cache disk, whose failures slow reads down but never fail one.
 
     state     from → to                                     what the cache does in it
     OK        a write finds no room → FULL; an error → FAILED    everything
@@ -59,7 +59,7 @@ class CacheHealth:
             self._become(CacheState.OK, None)
 
     def no_room(self, why: str) -> None:
-        """Nothing may or can be written, although what can be evicted was."""
+        """A write found no room, and nothing more can be evicted."""
         self._become(CacheState.FULL, why)
 
     def failed(self, error: OSError) -> None:

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 
 ENTRY_BYTES = 1024
-"""What an entry costs beside its bytes, so that a million tiny objects are bounded too."""
+"""Cost of an entry beside its bytes, so that a million tiny objects are bounded too."""
 
 
 PARTS_MAX = 64
-"""Blocks of which it is known how much of them was read in parts lately."""
+"""Blocks whose reads in parts are counted."""
 PARTS_BYTES_MAX = BLOCK_BYTES // 4
-"""Of a block that more than this is read of in parts, all is worth reading."""
+"""A block of which more than this was read in parts is worth reading whole."""
 
 
 class _Slab:
@@ -49,7 +49,7 @@ class RecentBlocks:
         return key in self._entries
 
     def get(self, version: Version, index: int) -> memoryview | None:
-        """The block, which is now the last to go."""
+        """The block, now the most recent one; None where it is not here."""
         key = (version, index)
         entry = self._entries.get(key)
         if entry is None:
@@ -58,7 +58,7 @@ class RecentBlocks:
         return entry[0]
 
     def put(self, version: Version, first: int, blocks: Sequence[memoryview]) -> None:
-        """Adjacent blocks that are slices of one buffer, no longer than they are together."""
+        """Keep adjacent blocks, slices that make up one buffer."""
         slab = _Slab(sum(map(len, blocks)) + ENTRY_BYTES * len(blocks), len(blocks))
         self.bytes_used += slab.cost
         for place, block in enumerate(blocks):
@@ -82,13 +82,16 @@ class RecentBlocks:
 
 
 class RecentParts:
-    """Who reads here and there wants parts of blocks; who reads on within one, backwards or by strides, all of it."""
+    """Decides whether a small read is worth a whole block.
+
+    A reader that jumps wants parts of blocks; one that goes on within a block, backwards or by strides, all of it.
+    """
 
     def __init__(self) -> None:
         self._read: OrderedDict[tuple[Version, int], int] = OrderedDict()
 
     def worth(self, version: Version, index: int, length: int) -> bool:
-        """A part of so many bytes is about to be read: not, if all of the block should be."""
+        """Whether to read just ``length`` bytes of the block, which are about to be read; else all of it."""
         key = (version, index)
         read = self._read.pop(key, 0) + length
         self._read[key] = read

@@ -1,12 +1,12 @@
 """Background prefetch of whole objects that are read at random, into free room of the cache.
 
-Who draws samples at random from a pack, or from a large file, comes back for nearly all of it; block by block each
-costs a round trip, while the rest of the object costs a few large GETs. So an object of which readers that jump missed
-`MISSED_SHARE` of the blocks is fetched to its end, one object at a time.
+A program that draws samples at random from a pack or a large file reads nearly all of it in the end. Block by block
+each sample costs a round trip, while the rest of the object costs a few large GETs. So an object of which jumping
+readers missed one block in `MISSED_SHARE` is fetched to its end, one object at a time.
 
-What always holds: nothing is evicted for it (an object that does not fit what is free is left alone), a block that a
-reader wants is not asked for twice, memory stays within the reader's bounds, and trouble ends it quietly: whoever
-needs a block asks for it himself. Trio thread only; nothing survives a crash, or has to.
+What always holds: prefetch evicts nothing (an object that does not fit the free room is left alone), fetches no block
+twice, stays within the reader's memory bounds, and ends quietly on an error: readers fetch what they need themselves.
+Trio thread only; nothing survives a crash, or has to.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lakefs_fuse.blockcache.cache import BlockCache, CacheState
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.metrics import CacheMetrics
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 
 MISSED_SHARE = 16
 """One block of so many is enough to go by …"""
@@ -52,7 +52,7 @@ class ObjectPrefetch:
         self._fetched: Version | None = None
 
     def missed(self, version: Version, blocks: int) -> None:
-        """A reader that jumps had to wait for the store."""
+        """Count ``blocks`` that a jumping reader had to wait for; may begin a prefetch."""
         if version.blocks <= MISSED_MIN:
             return
         count = self._missed.pop(version, 0)
@@ -84,12 +84,7 @@ class ObjectPrefetch:
                 self._fetched = None
 
     async def _fetch(self, version: Version) -> None:
-        starts = iter(range(0, version.blocks, self._blocks_max))
+        async def fill(first: int) -> None:
+            await self._fill(version, first, min(first + self._blocks_max, version.blocks))
 
-        async def some() -> None:
-            for first in starts:
-                await self._fill(version, first, min(first + self._blocks_max, version.blocks))
-
-        async with collecting() as nursery:
-            for _ in range(FETCHES_AT_ONCE):
-                nursery.start_soon(some)
+        await for_each(range(0, version.blocks, self._blocks_max), fill, FETCHES_AT_ONCE)

@@ -25,7 +25,7 @@ class PresenceFilter:
         self._bits = bytearray(_BYTES)
 
     def add(self, digest: bytes) -> None:
-        """A file of this name is there, or will be."""
+        """Add the file of this name, which is there or about to be."""
         place = _place(digest)
         self._bits[place >> 3] |= 1 << (place & 7)
 
@@ -35,14 +35,14 @@ class PresenceFilter:
         return self._bits[place >> 3] >> (place & 7) & 1 == 1
 
     def save(self, path: str) -> int:
-        """For `load`, which wants to know what this answers. Raises OSError."""
+        """Write the filter to a file; answers a checksum for `load`. Raises OSError."""
         with open(path, "wb") as file:
             file.write(self._bits)
         return xxhash.xxh3_64_intdigest(self._bits)
 
     def load(self, path: str, saved: int) -> bool:
-        """What was saved; False, and nothing changes, where that is not there or not as it was. The file is gone then,
-        so that nobody takes it for what is there later. Raises OSError."""
+        """Read what `save` wrote, with checksum ``saved``; False, without a change, where it is missing or differs.
+        The file is deleted, because it will soon be out of date. Raises OSError."""
         try:
             with open(path, "rb") as file:
                 bits = file.read()

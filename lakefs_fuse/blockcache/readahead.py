@@ -1,4 +1,4 @@
-"""When to fetch ahead of a reader, and how far: one object per open handle.
+"""Readahead: when to fetch ahead of a reader, and how far. One planner per open handle.
 
 A handle that reads on where it stopped gets a window that doubles up to ``window_bytes_max``; one that jumps gets none
 until it reads on from there. The kernel splits one read into several and sends them at once, so a read counts as
@@ -12,10 +12,10 @@ from __future__ import annotations
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
 
 PIECE_BYTES = 8 * BLOCK_BYTES
-"""What one GET brings at most, and where larger plans end: at a multiple of it, so that they are whole pieces."""
+"""Largest range of one GET. Larger plans end at a multiple of it, so that they are whole pieces."""
 WINDOW_BYTES_MAX = 32 << 20
 LOCAL_WINDOW_BYTES_MAX = 4 << 20
-"""Where the cache disk has what comes, there is no latency to hide that would need more."""
+"""Window where the cache disk has the next blocks: there is little latency to hide."""
 SLACK_BYTES = 2 << 20
 WHOLE_BYTES_MAX = 4 * BLOCK_BYTES
 """An object up to this size is fetched whole by the first read of any part of it."""
@@ -32,7 +32,7 @@ class Readahead:
         self.local = False
         """Whether the last plan was on the cache disk already."""
         self.starved = False
-        """Whether what was planned last is not being fetched for want of room."""
+        """Whether the last plan was dropped for want of room."""
         self._front = 0
         self._issued_to = 0
         self._run = 0
@@ -75,14 +75,14 @@ class Readahead:
         return start, stop
 
     def set_local(self, local: bool) -> None:
-        """Whether the cache disk had what was planned last."""
+        """Record whether the cache disk had the last plan."""
         self.local = local
 
     def dropped(self, start: int) -> None:
-        """What was planned from ``start`` on is not being fetched: plan it again."""
+        """The plan from ``start`` on was not carried out: plan it again."""
         self._issued_to = min(self._issued_to, start)
         self.starved = True
 
     def fetched(self, stop: int) -> None:
-        """A reader that could not wait has begun to fetch everything up to ``stop``."""
+        """A reader fetches everything up to ``stop`` itself."""
         self._issued_to = max(self._issued_to, stop)

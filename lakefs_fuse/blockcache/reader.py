@@ -101,8 +101,8 @@ class BlockReader:
         around: bool = False,
     ) -> bytes | memoryview:  # fmt: skip
         """Bytes [offset, offset + length), cut at the version's end. Not a checkpoint where memory has them, or the
-        disk has them at once. ``jumps``: who reads is no more likely to read on from there than from anywhere else.
-        ``around``: all of the block is about to be read.
+        disk has them at once. ``jumps``: the next read is as likely anywhere else as behind this one. ``around``: the
+        rest of the block is about to be read.
 
         Raises FileError: ESTALE where the version is gone from the store, else the errno of the store's error.
         """
@@ -137,7 +137,7 @@ class BlockReader:
         return blocks[0] if len(blocks) == 1 else b"".join(blocks)
 
     def may_have(self, version: Version) -> bool:
-        """The first block is in memory, or some block may be on disk."""
+        """Whether the first block is in memory, or some block may be on disk."""
         return (version, 0) in self._recent or self._cache.may_have(version)
 
     async def ensure(self, version: Version, start: int, end: int) -> bool:
@@ -170,8 +170,8 @@ class BlockReader:
         return True
 
     async def _fill(self, version: Version, first: int, stop: int) -> None:
-        """What is missing of blocks [first, stop) is brought to the cache disk, or was tried to be, by whoever brings
-        it. Raises LakeError."""
+        """Bring the missing blocks of [first, stop) to the cache disk, or wait for the loads that do. Raises
+        LakeError."""
         present = await self._disk.has_blocks(version, first, stop)
         others = [self._pending.get((version, index)) for index in range(first, stop)]
         absent = [not here and (version, index) not in self._pending for index, here in enumerate(present, first)]
@@ -186,10 +186,10 @@ class BlockReader:
             if other is not None:
                 await other.done.wait()
 
-    # -- what a reader asks for
+    # -- planning
 
     def _in_parts(self, version: Version, first: int, stop: int, wanted: int, readahead: Readahead | None) -> bool:
-        """Whether bytes of blocks [first, stop) are to be looked for on the disk without the rest of these."""
+        """Whether to read just ``wanted`` bytes of blocks [first, stop) from the disk."""
         if not self._cache.may_have(version) or version.size <= (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX):
             return False
         keys = [(version, index) for index in range(first, stop)]
@@ -200,7 +200,7 @@ class BlockReader:
     def _gather(
         self, version: Version, first: int, stop: int, readahead: Readahead | None, scattered: bool
     ) -> list[memoryview | PendingBlock]:
-        """Each block or whoever brings it; counts hits, and starts to load what nobody brings yet."""
+        """Each block, or the pending load of it; counts hits, and starts loads of missing blocks."""
         found: list[memoryview | PendingBlock | None] = []
         missing = False
         for index in range(first, stop):
@@ -216,7 +216,7 @@ class BlockReader:
         return [item or self._pending[version, index] for index, item in enumerate(found, first)]
 
     def _span(self, version: Version, first: int, stop: int, readahead: Readahead | None) -> tuple[int, int]:
-        """What to load when some of blocks [first, stop) must be: more than these where that saves GETs."""
+        """The blocks to load when some of [first, stop) must be: more where that saves GETs."""
         if readahead is None:
             return first, stop
         if version.size <= WHOLE_BYTES_MAX:
@@ -229,7 +229,7 @@ class BlockReader:
         return first, stop
 
     def _missing(self, version: Version, first: int, stop: int) -> list[tuple[int, int]]:
-        """Runs, no longer than a GET may be, of blocks that are neither in memory nor on their way."""
+        """Runs of blocks that are neither in memory nor pending, each no longer than a GET may be."""
         keys = [(version, index) for index in range(first, stop)]
         wanted = [key not in self._pending and key not in self._recent for key in keys]
         return list(runs(first, wanted, FETCH_BLOCKS_MAX))
@@ -258,7 +258,7 @@ class BlockReader:
     # -- loading
 
     async def _run(self, load: Load, room_taken: bool) -> None:
-        """Bring all blocks of a load or tell why not; never raises but Cancelled."""
+        """Resolve or fail all blocks of a load. Raises nothing but Cancelled."""
         error: BaseException = FileError(errno.EIO, "the mount is ending")
         try:
             if not room_taken:
@@ -284,7 +284,7 @@ class BlockReader:
             load.done.set()
 
     async def _from_disk(self, load: Load) -> list[bool]:
-        """Answer what the cache has; tells which blocks it has not."""
+        """Resolve the blocks that the cache disk has; answers which it does not have."""
         if not self._cache.may_have(load.version):
             return [True] * len(load.blocks)
         blocks = await self._disk.read_blocks(load.version, load.first, load.stop, parts_to_come=load.scattered)
@@ -301,7 +301,7 @@ class BlockReader:
         return absent
 
     async def _from_store(self, load: Load, first: int, stop: int) -> None:
-        """One GET for blocks [first, stop), then their place on disk. Errors of the GET go to those who wait."""
+        """GET blocks [first, stop), then write them to the disk. Errors of the GET go to the waiting readers."""
         version = load.version
         pending = load.blocks[first - load.first : stop - load.first]
         asked = sum(block.asked for block in pending)

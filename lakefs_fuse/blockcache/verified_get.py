@@ -1,4 +1,4 @@
-"""GETs whose bytes are compared with the sums that the store and its packs have of them, before anybody sees them.
+"""GETs whose bytes are compared with the sums that the store and its packs have of them, before they are used.
 
 Over plain http nothing else tells that a bit changed on the way (TCP's 16-bit sum lets one damaged segment in 65,536
 through, and proxies and network cards rewrite it). What is compared: of a pack, the files that the fetched range holds
@@ -40,7 +40,7 @@ class Getter(Protocol):
 
 
 class ExaminingGetter(Protocol):
-    """The same, of a store whose answers nobody vouches for."""
+    """A getter of a store whose answers are not protected on their way."""
 
     async def get(
         self, key: str, start: int, end: int, *, etag: str | None = None,
@@ -88,7 +88,7 @@ class VerifiedGet:
         self._md5_etags = md5_etags
 
     async def get(self, key: str, start: int, end: int, etag: str) -> tuple[Fetched, Spans]:
-        """The answer, and what of it is wrong each time that it is asked for. Raises as the client's `get`."""
+        """The answer, and the ranges of it that were wrong in every attempt. Raises as the client's `get`."""
         members = self._wrong_members if self._is_pack(key) else None
         if members is None and self._md5_etags is False:
             return await self._client.get(key, start, end, etag=etag), ()

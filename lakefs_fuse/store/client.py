@@ -44,7 +44,7 @@ from lakefs_fuse.store.protocol import (
     UploadRef,
 )
 from lakefs_fuse.sync.backoff import Backoff
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 
 BACKOFF_S_FIRST, BACKOFF_S_MAX = 0.1, 8.0
 BACKOFF_SCALE_THROTTLED = 5.0
@@ -234,20 +234,17 @@ class StoreClient:
         that has another version now is done with. The answer maps keys that may not be deleted to why. Raises other
         StoreErrors."""
         refused: dict[str, str] = {}
-        left = iter(versions)
 
-        async def work() -> None:
-            for key, etag in left:
-                try:
-                    await self.delete(key, etag=etag or None)
-                except PreconditionFailed:
-                    pass
-                except AccessDenied as error:
-                    refused[key] = str(error)
+        async def delete(version: tuple[str, str]) -> None:
+            key, etag = version
+            try:
+                await self.delete(key, etag=etag or None)
+            except PreconditionFailed:
+                pass
+            except AccessDenied as error:
+                refused[key] = str(error)
 
-        async with collecting() as nursery:
-            for _ in range(min(DELETES_AT_ONCE, len(versions))):
-                nursery.start_soon(work)
+        await for_each(versions, delete, min(DELETES_AT_ONCE, len(versions)))
         return refused
 
     async def delete_many(self, keys: Sequence[str]) -> Mapping[str, str]:

@@ -22,6 +22,7 @@ staging file, and count for a new file, which has no base to mix them with.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -81,9 +82,6 @@ class DraftTarget:
     path: str = ""
     """Where the file is in the lake, where that is not ``key``."""
 
-    def will_replace(self, etag: str, copied_from: str) -> None:
-        self.replaces, self.copied_from = etag, copied_from
-
 
 class Draft:
     """See the module's head. `vfs` makes drafts, and owns the names."""
@@ -98,8 +96,7 @@ class Draft:
         file: StagedFile | None = None,
         deferred: bool = False,
     ) -> None:
-        """``file`` has the staged bytes; without it a new staging file is made. Raises StagingFull, CacheError and
-        FileError(EMFILE)."""
+        """Without ``file`` a staging file is made. Raises StagingFull, CacheError and FileError(EMFILE)."""
         self.uploader = uploader
         self.id = draft_id
         self.target = target
@@ -137,8 +134,7 @@ class Draft:
         self._hurry = Wakeup()
         self.uploading = 0
         self.gate = SharedLock()
-        self.exclusive = self.gate.exclusive
-        """Keeps writers and truncation out, for `publish`."""
+        self.exclusive = self.gate.exclusive  # keeps writers and truncation out, for `publish`
         self._idle = Wakeup()
         self._staged_bytes = 0
         self._busy_parts: Counter[int] = Counter()
@@ -159,10 +155,10 @@ class Draft:
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
         """See `Stager`. The journal has it before the bytes go, or the next daemon would take the holes for bytes."""
-        if not self.uploader.client.capabilities.parts_replaceable:
-            return 0  # all of it may have to be sent again
         if self.unlinked or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
             return 0
+        if not self.uploader.client.capabilities.parts_replaceable:
+            return 0  # all of it may have to be sent again
         clean = sorted(index for index, part in self.parts.items() if part.state is PartState.CLEAN and index > 0)
         leaving = [i for i in (clean[:-RECENT_PARTS_KEPT] if keep_recent else clean) if self._can_drop(i)]
         if not leaving:
@@ -239,9 +235,8 @@ class Draft:
 
     def _can_drop(self, index: int) -> bool:
         start, end = self.uploader.layout.range(index)
-        return (
-            self.parts[index].length == end - start and not self._busy_parts[index] and self.pages.count(start, end) > 0
-        )
+        is_staged = self.pages.count(start, end) > 0
+        return is_staged and not self._busy_parts[index] and self.parts[index].length == end - start
 
     def _punch(self, index: int) -> int:
         """Delete the staged bytes of a part that the journal has as dropped; answers how many."""
@@ -357,8 +352,7 @@ class Draft:
             self.uploader.staging.mark_incomplete(self.id, False)
 
     async def _write(self, offset: int, end: int, data: Buffer) -> None:
-        if end > self.uploader.layout.file_bytes_max:
-            raise FileError(27, f"a file holds at most {self.uploader.layout.file_bytes_max} bytes on this mount")
+        self._check_size(end)
         reserved = 0
         if not self.pages.covers(offset, end):
             first, last = offset // PAGE_BYTES, -(-end // PAGE_BYTES)
@@ -374,21 +368,22 @@ class Draft:
                 added = self.pages.mark(offset, end) * PAGE_BYTES
                 self._staged_bytes += added
                 reserved -= added
-                self.size = max(self.size, end)
+                if end > self.size:
+                    self.hashes.pop(self.size // BLOCK_BYTES, None)  # the last block gets longer
+                    self.size = end
                 self._touch(offset, end)
         finally:
             self.uploader.staging.release(reserved)
 
     def begin_with(self, data: bytes) -> None:
         """Stage the first bytes of a new small file, even where there is no room. Raises as `write`."""
-        if not data:
-            return
-        self.file.begin_with(data)
-        taken = self.pages.mark(0, len(data)) * PAGE_BYTES
-        self.uploader.staging.reserve_now(taken)
-        self._staged_bytes = taken
-        self.size = len(data)
-        self._touch(0, self.size)
+        if data:
+            self.file.begin_with(data)
+            staged_bytes = self.pages.mark(0, len(data)) * PAGE_BYTES
+            self.uploader.staging.reserve_now(staged_bytes)
+            self._staged_bytes = staged_bytes
+            self.size = len(data)
+            self._touch(0, self.size)
 
     async def _write_staged(self, offset: int, data: Buffer) -> None:
         try:
@@ -409,6 +404,12 @@ class Draft:
                 async with self.gate.exclusive():
                     self._check_alive()
                     await self.fill(at, at + PAGE_BYTES)
+
+    def _check_size(self, size: int) -> None:
+        if size > self.uploader.layout.file_bytes_max:
+            raise FileError(
+                errno.EFBIG, f"a file holds at most {self.uploader.layout.file_bytes_max} bytes on this mount"
+            )
 
     def _check_alive(self) -> None:
         if self.accepted or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
@@ -479,6 +480,7 @@ class Draft:
                 self.start_if_complete(index)
 
     def start_if_complete(self, index: int) -> None:
+        """Begin to upload a dirty part if every page of it is local."""
         part = self.parts.get(index)
         if part is None or part.state is not PartState.DIRTY or self.error is not None or self.unlinked:
             return
@@ -504,12 +506,13 @@ class Draft:
     async def truncate(self, size: int) -> None:
         """Cut or extend (with zeros) to ``size`` bytes. Raises StagingFull where the cut goes through a dropped part,
         FileError(EFBIG), DraftEnded and LakeError."""
-        if size > self.uploader.layout.file_bytes_max:
-            raise FileError(27, f"a file holds at most {self.uploader.layout.file_bytes_max} bytes on this mount")
+        self._check_size(size)
         async with self.gate.exclusive():
             self._begin_change()
             if size < self.size:
                 await self._cut(size)
+            unchanged = min(size, self.size) // BLOCK_BYTES
+            self.hashes = {block: found for block, found in self.hashes.items() if block < unchanged}
             undone, self._undo_expected = self._undo_expected and size == self.size, False
             self.size = size
             if self.refused and not undone:
@@ -527,8 +530,6 @@ class Draft:
         gone = self.pages.truncate(size) * PAGE_BYTES
         self._unstage(gone)
         self.base_limit = min(self.base_limit, size)
-        for block in [block for block in self.hashes if (block + 1) * BLOCK_BYTES > size]:
-            del self.hashes[block]
         self.parts.cut(size)
 
     # -- uploading
@@ -546,10 +547,9 @@ class Draft:
         """Send a QUEUED part, counted in ``uploading``. Raises nothing but Cancelled."""
         try:
             await self._upload_patiently(index)
-        except LakeError as error:
-            self._fail_upload(error)
-        except OSError as error:
-            self._fail_upload(self.uploader.staging.translate(error))
+        except (LakeError, OSError) as error:
+            self.error = error if isinstance(error, LakeError) else self.uploader.staging.translate(error)
+            self.uploader.metrics.failures += 1
         except Exception as error:
             log.exception("uploading part %d of %s", index, self.target.key)
             self.error = LakeError(f"uploading failed: {error!r}")
@@ -561,10 +561,6 @@ class Draft:
             self.uploader.staging.notify()
         if self.state in (DraftState.WRITING, DraftState.ACKNOWLEDGED):
             self.start_if_complete(index)
-
-    def _fail_upload(self, error: LakeError) -> None:
-        self.error = error
-        self.uploader.metrics.failures += 1
 
     async def _upload_patiently(self, index: int) -> None:
         """Send the part, again and again while the store is away, with the bytes staged at the time. `publish` does not

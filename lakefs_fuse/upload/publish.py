@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 
 import msgspec
-import trio
 
 from lakefs_fuse.blockcache.cache_file import block_hash, hash_blocks, hash_zeros
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
@@ -35,7 +34,7 @@ from lakefs_fuse.errors import (
 )
 from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft
 from lakefs_fuse.upload.parts import STORED, PartState
 
@@ -162,21 +161,23 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
     layout, client, key = draft.uploader.layout, draft.uploader.client, draft.target.key
     upload_id = await draft.begin_upload()
     count = layout.count(draft.size)
-    few = trio.CapacityLimiter(2 * draft.uploader.slots.slots)
+    unsent: list[tuple[int, int, int]] = []
+    for index in range(count):
+        part = draft.parts[index]
+        start, end = layout.range(index)
+        length = min(end, draft.size) - start
+        if part.state is PartState.DROPPED and not part.etag:
+            raise StoreError(f"{key}: the store ended its upload, and bytes {start} to {end} are not staged any more")
+        if part.state not in STORED or part.length != length:
+            unsent.append((index, start, start + length))
     copies_zeros = _copies_zeros(draft)
-    async with collecting() as nursery:
-        for index in range(count):
-            part = draft.parts[index]
-            start, end = layout.range(index)
-            length = min(end, draft.size) - start
-            if part.state is PartState.DROPPED and not part.etag:
-                raise StoreError(
-                    f"{key}: the store ended its upload, and bytes {start} to {end} are not staged any more"
-                )
-            if part.state in STORED and part.length == length:
-                continue
-            copy = _copy_zeros if copies_zeros and _is_zeros(draft, start, start + length) else _copy_or_send_part
-            nursery.start_soon(_send_part, draft, index, start, start + length, few, copy)
+
+    async def send(part: tuple[int, int, int]) -> None:
+        copy = _copy_zeros if copies_zeros and _is_zeros(draft, part[1], part[2]) else _copy_or_send_part
+        await copy(draft, *part)
+
+    # A bound, because parts that have to be fetched first take room on the disk.
+    await for_each(unsent, send, 2 * draft.uploader.slots.slots)
     refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
     try:
         poll = partial(_find_completed, draft)
@@ -233,15 +234,6 @@ async def _zeros_copied(draft: Draft, index: int, length: int) -> PartRef:
     source = await draft.uploader.zeros.ensure(end - start)
     client, key = draft.uploader.client, draft.target.key
     return await client.upload_part_copy(key, draft.upload_id, index + 1, source, 0, length)
-
-
-SendPart = Callable[[Draft, int, int, int], Awaitable[None]]
-
-
-async def _send_part(draft: Draft, index: int, start: int, end: int, few: trio.CapacityLimiter, send: SendPart) -> None:
-    """``few`` keeps parts that have to be fetched first from filling the disk."""
-    async with few:
-        await send(draft, index, start, end)
 
 
 async def _copy_or_send_part(draft: Draft, index: int, start: int, end: int) -> None:

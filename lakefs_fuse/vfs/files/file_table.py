@@ -314,7 +314,7 @@ class FileTable:
         for each in file.versions if file is not None else ():
             each.entry = msgspec.structs.replace(each.entry, place=entry.place, offset=entry.offset)
             if each.draft is not None:
-                each.draft.target.will_replace(entry.etag, copied_from)
+                each.draft.target.replaces, each.draft.target.copied_from = entry.etag, copied_from
 
     def forget_record(self, draft_id: str) -> None:
         self._journal.remove(draft_id)
