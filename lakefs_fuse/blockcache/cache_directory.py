@@ -226,18 +226,14 @@ class CacheDirectory:
             if excess > 0 and self._evict(excess) < excess:
                 raise OSError(errno.ENOSPC, "no room in the cache for a file just written")
             self._remove(digest)
-            target = eviction.file_path(self._root, digest)
-            os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
-            with self._lock:
-                self._presence.add(digest)
-            os.rename(path, target)
+            self._move_in(path, digest)
             with self._lock:
                 self._count(digest, allocated)
 
     def transfer(self, old: Version, new: Version) -> bool:
         """Make the file of ``old`` that of ``new``; False where there is none. Raises OSError."""
         source, target = name_digest(old), name_digest(new)
-        path, aim = eviction.file_path(self._root, source), eviction.file_path(self._root, target)
+        path = eviction.file_path(self._root, source)
         with self._files_lock:
             with self._lock:
                 file = self._open.get(source)
@@ -253,11 +249,7 @@ class CacheDirectory:
                 self.count_damaged()
                 return False
             self._remove(target)
-            os.makedirs(os.path.dirname(aim), mode=0o700, exist_ok=True)
-            with self._lock:
-                self._presence.add(target)
-            os.rename(path, aim)
-            allocated = local_disk.allocated_bytes(aim)
+            allocated = local_disk.allocated_bytes(self._move_in(path, target))
             with self._lock:
                 file = self._open.pop(source, None)
                 if file is not None:  # its readers and writers go on: the bytes are the same
@@ -267,6 +259,15 @@ class CacheDirectory:
             if file is not None and file.is_idle:
                 file.close()
         return True
+
+    def _move_in(self, path: str, digest: bytes) -> str:
+        """Rename ``path`` to the file of this name, under the files lock; answers where that is. Raises OSError."""
+        target = eviction.file_path(self._root, digest)
+        os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
+        with self._lock:
+            self._presence.add(digest)
+        os.rename(path, target)
+        return target
 
     def close(self) -> None:
         """Close the files and leave the count for the next start. Nothing else may be running or called after."""

@@ -68,11 +68,6 @@ class RecentBlocks:
         while self.bytes_used > self.bytes_max:
             self._let_go(self._entries.popitem(last=False)[1])
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._entries.clear()
-        self.bytes_used = 0
-
     def _let_go(self, entry: tuple[memoryview, _Slab] | None) -> None:
         if entry is not None:
             slab = entry[1]

@@ -20,10 +20,6 @@ class Version(msgspec.Struct, frozen=True):
         """How many blocks the object has; none where it is empty."""
         return -(-self.size // BLOCK_BYTES)
 
-    def block_bytes(self, index: int) -> int:
-        """Length of block ``index``, 0 beyond the end."""
-        return max(0, min(BLOCK_BYTES, self.size - index * BLOCK_BYTES))
-
 
 class Extent(msgspec.Struct, frozen=True):
     """Bytes [offset, offset + size) of a version: all of a plain object, or a file in a pack."""

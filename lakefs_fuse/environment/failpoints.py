@@ -19,16 +19,16 @@ from lakefs_fuse.product import ENVIRONMENT_PREFIX
 VARIABLE = f"{ENVIRONMENT_PREFIX}FAILPOINT"
 NAMES = {
     "accept.synced": "the bytes of a closed file are on the local disk, its journal record does not say so yet",
-    "accept.recorded": "the file is accepted, close() has not returned",
+    "accept.recorded": "the file is acknowledged, close() has not returned",
     "publish.begun": "an upload is asked for and not yet under way",
-    "publish.sent": "every part is in the store, or the object was put; nothing here knows of it",
+    "publish.sent": "every part is in the store, or the object was put; the node has not recorded it",
     "publish.noted": "the new version is visible and known here, the staged bytes are not deleted yet",
     "commit.noted": "a commit is about to be sent",
-    "commit.sent": "a commit is in the store; nothing here knows of it",
+    "commit.sent": "a commit is in the store; the node has not recorded it",
     "rename.moved": "a file not yet in the store has its new name in memory, and perhaps in the journal",
-    "discard.begun": "a version that is not wanted any more is about to go",
+    "discard.begun": "a superseded version is about to be deleted",
     "apply.step": "a large commit of another node is applied in part",
-    "replay.restored": "accepted files are back at mount, no upload was resumed yet",
+    "replay.restored": "acknowledged files are back at mount, no upload was resumed yet",
 }
 
 _name, _, _count = os.environ.get(VARIABLE, "").partition(":")

@@ -189,13 +189,11 @@ class Draft:
         return self.uploader.client.capabilities.spills and self.size > self.uploader.layout.single_bytes_max
 
     def _fullest_part(self) -> int | None:
-        best, most = None, SPILL_BYTES_MIN // PAGE_BYTES - 1
-        for index, part in self.parts.items():
-            if part.state is PartState.DIRTY and not self._busy_parts[index]:
-                count = self.pages.count(*self.uploader.layout.range(index))
-                if count > most:
-                    best, most = index, count
-        return best
+        """The dirty part with most staged pages, where it is worth a request."""
+        dirty = [i for i, part in self.parts.items() if part.state is PartState.DIRTY and not self._busy_parts[i]]
+        pages = {index: self.pages.count(*self.uploader.layout.range(index)) for index in dirty}
+        fullest = max(pages, key=pages.__getitem__, default=None)
+        return fullest if fullest is not None and pages[fullest] * PAGE_BYTES >= SPILL_BYTES_MIN else None
 
     async def _spill_part(self, index: int) -> int:
         start, part_end = self.uploader.layout.range(index)
@@ -257,11 +255,7 @@ class Draft:
         try:
             yield
         finally:
-            for index in indexes:
-                if self._busy_parts[index] > 1:
-                    self._busy_parts[index] -= 1
-                else:
-                    del self._busy_parts[index]
+            self._busy_parts -= Counter(indexes)
 
     # -- reading and writing
 

@@ -84,11 +84,6 @@ class UploadSlots:
         self._busy = 0
         self._since = 0.0
 
-    @property
-    def active(self) -> int:
-        """Uploads announced or running."""
-        return self._ready + self._busy
-
     def _account(self) -> None:
         now = trio.current_time()
         if self._ready and self._busy < self.slots:
@@ -96,14 +91,9 @@ class UploadSlots:
         self._since = now
 
     def ready(self) -> None:
-        """Something to upload is complete. ``slot(announced=True)`` must follow, or `withdraw`."""
+        """Something to upload is complete. ``slot(announced=True)`` must follow."""
         self._account()
         self._ready += 1
-
-    def withdraw(self) -> None:
-        """What was announced is not to be uploaded any more."""
-        self._account()
-        self._ready -= 1
 
     @asynccontextmanager
     async def slot(self, *, announced: bool = False) -> AsyncIterator[None]:
@@ -113,11 +103,9 @@ class UploadSlots:
         token = object()
         try:
             await self._limiter.acquire_on_behalf_of(token)
-        except BaseException:
-            self.withdraw()
-            raise
-        self._account()
-        self._ready -= 1
+        finally:
+            self._account()
+            self._ready -= 1
         self._busy += 1
         try:
             yield
