@@ -15,19 +15,15 @@ class Clock(Protocol):
 
     def wall_ns(self) -> int:
         """Time of day in nanoseconds since 1970; an administrator or NTP may set it at any moment."""
-        ...
 
     def mono_s(self) -> float:
         """Seconds since an arbitrary moment; never goes back, stands still while the machine is suspended."""
-        ...
 
     def boot_ns(self) -> int:
         """Nanoseconds since the machine was started, suspension included (CLOCK_BOOTTIME); never set."""
-        ...
 
     def sleep(self, seconds: float) -> None:
         """Block this worker thread; tasks use `trio.sleep`."""
-        ...
 
 
 class SystemClock:

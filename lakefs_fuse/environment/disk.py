@@ -29,37 +29,29 @@ class Disk(Protocol):
 
     def sync_data(self, fd: int) -> None:
         """The bytes of an open file survive a power cut (fdatasync). Raises OSError."""
-        ...
 
     def begin_writeout(self, fd: int, offset: int, length: int) -> None:
         """Writes of the range start now, so that a later sync is short. A hint, never an error."""
-        ...
 
     def free_bytes(self, path: str | os.PathLike[str]) -> int:
         """What an ordinary user may still write on the filesystem that holds ``path``. Raises OSError."""
-        ...
 
     def temporary_file(self, directory: str | os.PathLike[str]) -> BinaryIO:
         """A file without a name, open for reading and writing, that goes with its last descriptor. Raises OSError."""
-        ...
 
     def temporary_name(self, prefix: str) -> str:
         """``prefix`` and a random suffix that no file has."""
-        ...
 
     def close_removed(self, fd: int) -> None:
         """Close a file that has no name any more; a large one in a thread. Raises OSError for a bad descriptor."""
-        ...
 
     @property
     def is_freeing(self) -> bool:
         """Room of removed files is being given back."""
-        ...
 
     @property
     def descriptors_max(self) -> int:
         """How many files one part of the node (block cache, staging) may hold open."""
-        ...
 
 
 class LocalDisk:

@@ -27,11 +27,9 @@ class Threads(Protocol):
     ) -> T:
         """What ``call`` answers or raises. ``limiter`` bounds calls that run at once (None: trio's own, 40). With
         ``abandon_on_cancel`` a cancelled caller leaves at once and the call ends by itself, else the caller waits."""
-        ...
 
     def start(self, call: Callable[[], None], name: str) -> None:
         """Run ``call`` and do not wait for it; it must not raise. Raises RuntimeError where no thread can be had."""
-        ...
 
 
 class WorkerThreads:

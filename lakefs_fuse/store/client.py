@@ -74,7 +74,6 @@ class Transport(Protocol):
     async def run(self, kind: str, call: Callable[[], T], *, abandon: bool) -> T:
         """What ``call`` answers or raises. ``kind`` is one of `metrics.REQUEST_KINDS`. With ``abandon`` a cancelled
         caller leaves at once and the request ends by itself, else the caller waits for its end."""
-        ...
 
 
 class ThreadTransport:

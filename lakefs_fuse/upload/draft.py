@@ -822,11 +822,11 @@ class Draft:
     def save(self, *, sync: bool = False) -> DraftRecord:
         """Journal what the draft is; answers the record. Raises CacheError, and StagingFull where the draft is FAILED
         and its bytes were in memory."""
-        record = self.noted()
+        record = self.prepare_record()
         self.uploader.save(record, sync)
         return record
 
-    def noted(self) -> DraftRecord:
+    def prepare_record(self) -> DraftRecord:
         """The record, which the caller saves. Raises StagingFull and CacheError."""
         if self.state is DraftState.FAILED and not self.accepted:
             self.file.keep_on_disk()

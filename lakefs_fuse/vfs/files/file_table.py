@@ -305,7 +305,7 @@ class FileTable:
                 self._renamed.add(each.entry.inode)
             else:
                 self.aim(each, draft.id, draft.target)
-            self._journal.put(batch, draft.id, encode(draft.noted()))
+            self._journal.put(batch, draft.id, encode(draft.prepare_record()))
 
     def replaces(self, entry: Entry, copied_from: str) -> None:
         """A file not stored yet will replace the plain object with its row's ETag (empty: none), which may be a copy of

@@ -112,7 +112,7 @@ class NewFiles:
     def _note(self, batch: Batch, file: OpenFile) -> None:
         """With the batch the journal hears of the file's draft. Raises CacheError."""
         if file.draft is not None:
-            self._journal.put(batch, file.draft.id, encode(file.draft.noted()))
+            self._journal.put(batch, file.draft.id, encode(file.draft.prepare_record()))
 
     def _drop(self, file: OpenFile) -> None:
         """Of a file with one handle there shall be nothing."""

@@ -69,7 +69,7 @@ class IncompleteFiles:
         draft = None if file.draft is None or file.draft.accepted else file.draft
         parent, name = file.entry.parent, file.entry.name
         row, batch = self._ns.tree.entry(file.entry.inode), Batch()
-        record = draft.noted() if draft is not None else None
+        record = draft.prepare_record() if draft is not None else None
         if record is not None:
             self._journal.put(batch, record.id, encode(record))
         self._ns.changing(parent, name)

@@ -171,7 +171,7 @@ class GroupCommit:
                 segment.write()
         except OSError as error:
             for _, draft in files:
-                self._journal.put(batch, draft.id, encode(draft.noted()))
+                self._journal.put(batch, draft.id, encode(draft.prepare_record()))
             self._db.commit(batch)
             return group[0].draft.uploader.staging.translate(error)
         self._journal_all(group, batch)

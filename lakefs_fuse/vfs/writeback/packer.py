@@ -227,7 +227,7 @@ class Packer:
             batch = Batch()
             for draft in drafts[at : at + FILES_BETWEEN_PAUSES]:
                 draft.name_commit(key)
-                self._journal.put(batch, draft.id, encode(draft.noted()))
+                self._journal.put(batch, draft.id, encode(draft.prepare_record()))
             self._db.commit(batch)
             await trio.lowlevel.checkpoint()
         if any(draft.accepted for draft in drafts):
