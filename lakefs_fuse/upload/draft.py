@@ -316,13 +316,13 @@ class Draft:
         except BaseException as error:  # cancelled: the mount ends
             self.refused.add(offset, end, error)
             raise
-        if self.refused:
+        if self.refused.ranges:
             self.refused.remove(offset, end)
             self._record_completeness()
 
     def refuse(self, start: int, end: int, error: Exception) -> None:
         """Journal, synced, that a write of [start, end) failed."""
-        is_first = not self.refused
+        is_first = not self.refused.ranges
         self._undo_expected = end > self.size
         self.refused.add(start, end, error)
         try:
@@ -336,7 +336,7 @@ class Draft:
     def _record_completeness(self) -> None:
         """Journal that the last refused range was written again or cut off. Where that fails, the next daemon knows of
         more refusals than there are."""
-        if self.refused:
+        if self.refused.ranges:
             return
         try:
             self.save(sync=True)
@@ -509,7 +509,7 @@ class Draft:
             self.hashes = {block: found for block, found in self.hashes.items() if block < unchanged}
             undone, self._undo_expected = self._undo_expected and size == self.size, False
             self.size = size
-            if self.refused and not undone:
+            if self.refused.ranges and not undone:
                 self.refused.cut(size)
                 self._record_completeness()
 
