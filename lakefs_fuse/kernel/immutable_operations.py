@@ -22,9 +22,10 @@ import trio
 from lakefs_fuse.kernel.features import KernelFeatures
 from lakefs_fuse.kernel.invalidation import notify_kernel
 from lakefs_fuse.kernel.native.hooks import Feature
+from lakefs_fuse.kernel.operations import upcall
 from lakefs_fuse.kernel.page_cache_push import PageCachePush
 from lakefs_fuse.kernel.readdir import RowReplies
-from lakefs_fuse.kernel.reply import absent_for, attributes_of, reply_dots, size_of_lake, upcall
+from lakefs_fuse.kernel.reply import absent_for, attributes_of, reply_dots, size_of_lake
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.vfs.immutable.filesystem import ImmutableFilesystem

@@ -2,21 +2,24 @@
 
 The kernel's write-back cache is on: it sends large writes, keeps what was written in the page cache, and owns the
 size and the mtime of a file for as long as it knows the inode. Invariant *one version, one inode*: another version of
-a file is another inode here. Timeouts are what is left of the TTL of the listing that an answer came from.
+a file is another inode here. Timeouts are what is left of the TTL of the listing that an answer came from. No exception
+but FUSEError leaves a handler (`upcall`): anything else would end the daemon.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import stat
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
 
+from lakefs_fuse.errors import LakeError
 from lakefs_fuse.kernel.create_offload import CreateOffload
 from lakefs_fuse.kernel.features import KernelFeatures
 from lakefs_fuse.kernel.invalidation import Invalidations
@@ -30,15 +33,58 @@ from lakefs_fuse.kernel.reply import (
     attributes_of,
     reply_dots,
     size_of_lake,
-    upcall,
 )  # fmt: skip
-from lakefs_fuse.meta.barrier import About
+from lakefs_fuse.meta.barrier import About, Barrier
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.vfs.files.open_file import Handle
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.ops.attributes import AttributeChange
 
+UNREMARKABLE = (
+    errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP, errno.ENAMETOOLONG
+)  # fmt: skip
+"""Errors of everyday use, which are not logged."""
 log = logging.getLogger(__name__)
+
+
+class Counted(Protocol):
+    """Handlers of requests, with the counters of these."""
+
+    upcalls: dict[str, int]
+    barrier: Barrier
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound=Counted)
+Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
+
+
+def upcall(name: str, *, about: About | None = None) -> Callable[[Handler[S, P, T]], Handler[S, P, T]]:
+    """Count a request and turn its errors into errnos. While a commit is applied to what it is ``about`` (its first
+    argument, or for a name its first two) it waits."""
+
+    def decorate(handler: Handler[S, P, T]) -> Handler[S, P, T]:
+        @functools.wraps(handler)
+        async def answered(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+            self.upcalls[name] += 1
+            try:
+                if about is not None and self.barrier.is_up:
+                    await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
+                return await handler(self, *args, **kwargs)
+            except pyfuse3.FUSEError:
+                raise
+            except LakeError as error:
+                if error.errno not in UNREMARKABLE:
+                    log.warning("%s: %s", name, error)
+                raise pyfuse3.FUSEError(error.errno) from error
+            except Exception as error:
+                log.exception("%s failed", name)
+                raise pyfuse3.FUSEError(errno.EIO) from error
+
+        return cast("Handler[S, P, T]", answered)
+
+    return decorate
 
 
 class Operations(pyfuse3.Operations):
@@ -250,19 +296,18 @@ class Operations(pyfuse3.Operations):
 
     @upcall("flush")
     async def flush(self, fh: int) -> None:
-        closer = hooks.flush_pid() if hooks.active() else 0
-        handle = self.fs.handle(fh)
-        if handle.writable and closer and handle.opener and self._is_written_on(handle, closer):
-            return
-        await self.fs.flush(fh)
+        await self.fs.flush(fh, self._is_written_on)
 
-    def _is_written_on(self, handle: Handle, closer: int) -> bool:
-        """A descriptor is closed, but its writer has not finished.
+    def _is_written_on(self, handle: Handle) -> bool:
+        """A descriptor is closed, but its writer has not finished. Asked before the handler's first await.
 
         A child process closes what it inherited while its parent still writes; a shell opens a file for a command,
         duplicates the descriptor and closes the first one before anything was written. Publishing then would show
         other nodes a part of a file. The last close of all always publishes.
         """
+        closer = hooks.flush_pid() if hooks.active() else 0
+        if not closer:
+            return False
         if closer != handle.opener:
             opener = hooks.process_of(handle.opener)
             if opener and not handle.closed_by_opener and hooks.process_of(closer) not in (0, opener):

@@ -1,22 +1,13 @@
-"""Answers that both kinds of mount share: errors as errnos, entries as attributes, the size of a lake.
-
-No exception but FUSEError leaves a handler: anything else would end the daemon.
-"""
+"""Answers that both kinds of mount share: entries as attributes, the first names of a listing, the size of a lake."""
 
 from __future__ import annotations
 
-import errno
-import functools
-import logging
-from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, TypeVar, cast
+from typing import Protocol
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  # noqa: F401  (loaded before pyfuse3, which it wraps)
 import pyfuse3
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.errors import LakeError
-from lakefs_fuse.meta.barrier import About, Barrier
 from lakefs_fuse.meta.entry import UNSET, Entry
 from lakefs_fuse.vfs.ops.attributes import file_type_and_mode
 
@@ -31,19 +22,6 @@ STATFS_BLOCKS = 1 << 30
 DOT_COOKIE, DOTDOT_COOKIE = 1, (1 << 63) - 1
 """d_off of the names ``.`` and ``..`` in a listing; those of entries begin with 2, and never get so large."""
 
-UNREMARKABLE = (
-    errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ESTALE, errno.ENODATA, errno.EOPNOTSUPP, errno.ENAMETOOLONG
-)  # fmt: skip
-"""Errors of everyday use, which are not logged."""
-log = logging.getLogger(__name__)
-
-
-class Counted(Protocol):
-    """Handlers of requests, with the counters of these."""
-
-    upcalls: dict[str, int]
-    barrier: Barrier
-
 
 class Owned(Protocol):
     """What attributes of entries are made from: a filesystem."""
@@ -55,42 +33,6 @@ class Owned(Protocol):
     def default_uid(self) -> int: ...
     @property
     def default_gid(self) -> int: ...
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-S = TypeVar("S", bound=Counted)
-Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
-
-
-def upcall(name: str, *, about: About | None = None) -> Callable[[Callable[Concatenate[S, P], Coroutine[Any, Any, T]]],
-                                                     Callable[Concatenate[S, P], Coroutine[Any, Any, T]]]:  # fmt: skip
-    """Count a request and turn its errors into errnos. While a commit is applied to what it is ``about`` (its first
-    argument, or for a name its first two) it waits."""
-
-    def decorate(
-        handler: Callable[Concatenate[S, P], Coroutine[Any, Any, T]],
-    ) -> Callable[Concatenate[S, P], Coroutine[Any, Any, T]]:
-        @functools.wraps(handler)
-        async def answered(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-            self.upcalls[name] += 1
-            try:
-                if about is not None and self.barrier.is_up:
-                    await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
-                return await handler(self, *args, **kwargs)
-            except pyfuse3.FUSEError:
-                raise
-            except LakeError as error:
-                if error.errno not in UNREMARKABLE:
-                    log.warning("%s: %s", name, error)
-                raise pyfuse3.FUSEError(error.errno) from error
-            except Exception as error:
-                log.exception("%s failed", name)
-                raise pyfuse3.FUSEError(errno.EIO) from error
-
-        return cast("Callable[Concatenate[S, P], Coroutine[Any, Any, T]]", answered)
-
-    return decorate
 
 
 def attributes_of(entry: Entry, fs: Owned, timeout_s: float) -> pyfuse3.EntryAttributes:

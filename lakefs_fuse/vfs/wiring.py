@@ -218,10 +218,14 @@ class Assembly:
         self._commits = commits = Commits(ground, namespace, FilesWatcher(namespace, files))
         self.committer, self.deletions = committer, deletions = commits.committer, commits.deletions
         reader = ground.reader(events.announce_metadata)
+        units = Units(config.rules)
         self.pinner = Pinner(
-            database, namespace, ground.cache, Units(config.rules), threads,
+            database, namespace, ground.cache, units, threads,
             is_dirty=files.is_dirty, bytes_max=config.cache_bytes_max // 2,
         )  # fmt: skip
+        if units.any:
+            events.version_stored.append(self.pinner.published)
+            events.path_renamed.append(self.pinner.renamed)
         tasks = RelocationTasks(
             database, metrics.commits, ground.node.clock, after_s=config.relocate_after_s,
             check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
@@ -308,8 +312,6 @@ class Assembly:
     def _subscribe(self, events: ChangeEvents, copies: BegunCopies) -> None:
         events.keys_unlisted.append(copies.paths)
         events.key_reservations.append(self.committer.journal.reserves)
-        events.version_stored.append(self.pinner.published)
-        events.path_renamed.append(self.pinner.renamed)
 
     @property
     def poller(self) -> Poller:

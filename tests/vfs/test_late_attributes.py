@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import trio
 
 from lakefs_fuse.commits import committer
-from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.writeback import publisher
-from lakefs_fuse.vfs.writeback.publisher import LateAttributes, Publisher
+from lakefs_fuse.vfs.writeback.publisher import Publication, Publisher
 from tests.memory_store import MemoryStore, Pause, Request
 from tests.upload.drafting import reached
 from tests.vfs.lakes import Clock, lake, permissions
@@ -74,15 +75,13 @@ async def test_of_two_the_later_stays_though_it_was_held_when_the_earlier_was_se
     store, left = MemoryStore(), tmp_path / "left"
     slow = Clock()
     slow.advance(-1000)  # the store's dates are all later than what this node does
-    commit = Publisher._commit  # noqa: SLF001  # no failpoint has both sides of it
+    record = Publisher._record  # noqa: SLF001  # no failpoint has both sides of it
 
-    def dying(self: Publisher, batch: Batch, late: list[LateAttributes | None]) -> None:
-        if when == "after":
-            commit(self, batch, late)
+    def dying(self: Publisher, published: Sequence[Publication]) -> list[Draft]:
+        older = record(self, published) if when == "after" else None
         if not left.exists():
             die(tmp_path / "cache", left)
-        if when == "before":
-            commit(self, batch, late)
+        return record(self, published) if older is None else older
 
     pause = Pause(lambda request: request.what == "upload_part")
     async with writing_back(store, tmp_path / "cache", pack="always", delay_s=NEVER_S, clock=slow) as m:
@@ -98,7 +97,7 @@ async def test_of_two_the_later_stays_though_it_was_held_when_the_earlier_was_se
         await m.close(handle)
         await m.unlink("gone")  # waits for it, and what comes after waits, too
         await m.set_xattr("f", "user.a", b"later")
-        monkeypatch.setattr(Publisher, "_commit", dying)
+        monkeypatch.setattr(Publisher, "_record", dying)
         with trio.move_on_after(1):
             await m.fs.make_durable("f")
         assert left.exists()

@@ -56,6 +56,8 @@ class OpenFile:
     """Set while a version was being stored, which may not tell them."""
     is_redated: bool = False
     """Another node changed the mtime, which the kernel ignores for this inode: the file gets a new one when closed."""
+    described: tuple[Entry, Mapping[str, str], Mapping[str, str]] | None = None
+    """The entry that `describe` was asked for last, and its answers: with the mtime, and as it is fixed before that."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
     beginning: trio.Lock | None = None
     """Made, and held, by the one who makes the copy that the next version begins with."""
@@ -69,13 +71,18 @@ class OpenFile:
         """Created or emptied, and not written to since."""
         return self.draft is not None and self.draft.size == 0 and self.draft.base is None
 
-    def describe(self) -> tuple[dict[str, str], dict[str, str]]:
+    def describe(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
         """Metadata of the object, for a single request and for a multipart upload. The latter is fixed when the upload
         begins, before the last write has a time."""
-        described = attributes.describe(self.entry, with_mtime=True)
-        if self.entry.flags & Flag.MTIME_KEPT:
-            return described, described
-        return described, {name: value for name, value in described.items() if name != "mtime"}
+        if self.described is None or self.described[0] is not self.entry:
+            with_mtime = attributes.describe(self.entry, with_mtime=True)
+            fixed = {name: value for name, value in with_mtime.items() if name != attributes.MTIME}
+            self.described = self.entry, with_mtime, with_mtime if self.entry.flags & Flag.MTIME_KEPT else fixed
+        return self.described[1:]
+
+    def is_told_by(self, metadata: Mapping[str, str]) -> bool:
+        """An object's metadata says what the attributes are; an mtime that no user chose is its LastModified."""
+        return self.describe()[1].items() <= metadata.items()
 
     @property
     def replaces(self) -> str:
@@ -100,13 +107,13 @@ class OpenFile:
     @property
     def is_incomplete(self) -> bool:
         """Writes to it were refused, and it may not be published."""
-        return bool(self.refused) or (self.draft is not None and bool(self.draft.refused))
+        return bool(self.refused.ranges or (self.draft is not None and self.draft.refused.ranges))
 
     def check_complete(self) -> None:
         """Raises FileError while writes are missing."""
-        self.refused.check(self.key)
-        if self.draft is not None:
-            self.draft.refused.check(self.key)
+        for refused in (self.refused, self.draft.refused) if self.draft is not None else (self.refused,):
+            if refused.ranges:
+                refused.check(self.key)
 
     @property
     def is_promised(self) -> bool:

@@ -17,6 +17,7 @@ from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 
 NS = 1_000_000_000
 PERMISSIONS = 0o7777
+MTIME = "mtime"
 MODE_MAX = 0o177777
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
@@ -38,13 +39,13 @@ def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
         described["gid"] = str(entry.gid)
     if with_mtime:
         sign, ns = "-" if entry.mtime_ns < 0 else "", abs(entry.mtime_ns)
-        described["mtime"] = f"{sign}{ns // NS}.{ns % NS:09d}"
+        described[MTIME] = f"{sign}{ns // NS}.{ns % NS:09d}"
     return described
 
 
 def learn(entry: Entry, metadata: Mapping[str, str]) -> Entry:
     """The entry with what its object's metadata says; known from now on even where that is nothing."""
-    mode, mtime_ns = _mode(metadata.get("mode", "")), _mtime_ns(metadata.get("mtime", ""))
+    mode, mtime_ns = _mode(metadata.get("mode", "")), _mtime_ns(metadata.get(MTIME, ""))
     uid, gid = _number(metadata.get("uid", "")), _number(metadata.get("gid", ""))
     return msgspec.structs.replace(
         entry,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.environment.clock import Clock
@@ -123,12 +124,14 @@ class Handles:
         file.written(self._clock.wall_ns())
         return len(data)
 
-    async def flush(self, number: int) -> None:
+    async def flush(self, number: int, is_written_on: Callable[[Handle], bool] | None = None) -> None:
         """What close() waits for: afterwards the bytes are in the store, or under write-back on the local disk, or the
-        error is answered."""
+        error is answered. ``is_written_on`` tells of a handle whose opener is known whether its writer goes on; then
+        nothing is published."""
         handle = self.handle(number)
-        if handle.writable:
-            await self._io.close(handle.file)
+        if not handle.writable or (handle.opener and is_written_on is not None and is_written_on(handle)):
+            return
+        await self._io.close(handle.file)
 
     async def fsync(self, number: int) -> None:
         await (self._publish_leased(number) if number & LENT else self._io.publish(self.handle(number).file))

@@ -158,8 +158,6 @@ class Pinner:
 
     def renamed(self, old: str, new: str) -> None:
         """A file or directory has another name, on this node at least. To be called when the tree says so."""
-        if not self._units.any:
-            return
         moved = {path: row for path, row in self._rows.items() if path == old or path.startswith(old + "/")}
         batch = Batch()
         for path, row in moved.items():

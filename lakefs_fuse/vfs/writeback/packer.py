@@ -8,8 +8,7 @@ way the next gathers, and it waits for as many as were seen at work at once. Tri
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -85,25 +84,24 @@ class Packer:
         self._waiting: list[Waiting] = []
         self._arrived = trio.Event()
         self._working = False
-        self._alone = 0
         self._in_flight = 0
         self._at_once = 0
         self._idle = 0
 
-    def are_others_closing(self, threshold_bytes: int) -> bool:
-        """Other small files close now, or are being written: one that closes can share a commit with them."""
-        return bool(self._others) or self._others_write(threshold_bytes)
+    def are_others_closing(self, threshold_bytes: int, plain: int) -> bool:
+        """Other small files close now, or are being written: one that closes can share a commit with them. ``plain``
+        are being stored as plain objects."""
+        return bool(self._waiting or self._in_flight or plain) or self._others_write(threshold_bytes)
 
-    @property
-    def _others(self) -> int:
-        return len(self._waiting) + self._in_flight + self._alone
-
-    async def submit(self, file: OpenFile, draft: Draft, threshold_bytes: int, *, alone_is_plain: bool) -> bool:
-        """Commit a small file with others; False where none joined and it is to be a plain object (`storing_plain`).
+    async def submit(
+        self, file: OpenFile, draft: Draft, threshold_bytes: int, plain: int, *, alone_is_plain: bool
+    ) -> bool:
+        """Commit a small file with others; False where none joined and it is to be a plain object. ``plain`` others are
+        being stored as such.
 
         The caller holds ``draft.exclusive()``. Raises LakeError.
         """
-        others = self._others
+        others = len(self._waiting) + self._in_flight + plain
         await draft.fill(0, draft.size)
         waiting = Waiting(file, draft, await draft.file.read(0, draft.size), alone_is_plain)
         self._waiting.append(waiting)
@@ -131,15 +129,6 @@ class Packer:
         for waiting in batch:
             if waiting.error is not None:
                 raise waiting.error
-
-    @contextmanager
-    def storing_plain(self) -> Iterator[None]:
-        """A file is stored as a plain object inside: those that close meanwhile are not alone."""
-        self._alone += 1
-        try:
-            yield
-        finally:
-            self._alone -= 1
 
     async def _work(self, threshold: int) -> None:
         batch: list[Waiting] = []

@@ -7,8 +7,9 @@ from any thread; nothing here survives a crash.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
@@ -27,8 +28,7 @@ class Form(StrEnum):
     """A commit, if others join while it gathers; else the version is planned again, as a plain object."""
 
 
-@dataclass(frozen=True, slots=True)
-class VersionFacts:
+class VersionFacts(msgspec.Struct, frozen=True):
     """A version that is about to be published, and what this node knows of its name and of the keys it may get."""
 
     path: str
@@ -46,7 +46,7 @@ class VersionFacts:
     if_absent: bool = False
     """The name was created: nothing may be there."""
     own_etag: str = ""
-    """Of the plain object that is known to lie at the file's own key, seen or hidden."""
+    """With ``if_absent``: of the plain object that is known to lie at the file's own key, seen or hidden."""
     place: int = 0
     """Number of the object that the file's row names; 0 where that is its own key."""
     place_at_key: int = 0
@@ -55,8 +55,7 @@ class VersionFacts:
     """A change that is journaled, and may be sent, names the object at the key."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublishPlan:
+class PublishPlan(msgspec.Struct, frozen=True):
     """What is to be done, in the order of the fields."""
 
     key: str

@@ -16,9 +16,8 @@ name means. A name that commits speak of is committed again, and so is one whose
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import msgspec
 import trio
@@ -53,7 +52,6 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     Form,
     PublishPlan,
     VersionFacts,
-    is_packable,
     needs_commit,
     plan_publish,
     superseded_at,
@@ -68,27 +66,46 @@ RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
 """So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
+UNRECORDED = "what was stored just now is in the store, but that could not be recorded: %s"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LateAttributes:
-    """Attributes that were set while the version was being stored; ``xattrs`` is None where none of those were."""
+class LateAttributes(msgspec.Struct, frozen=True):
+    """Attributes that were set while a version was being stored; ``xattrs`` is None where none of those were."""
 
-    file: OpenFile
+    path: str
     entry: Entry
     xattrs: dict[str, bytes] | None
 
+    @classmethod
+    def of(cls, path: str, row: Entry, now: Entry, xattrs: dict[str, bytes] | None) -> LateAttributes:
+        """The version that ``row`` tells, with the attributes of ``now``."""
+        attributes_now = {"mode": now.mode, "uid": now.uid, "gid": now.gid, "mtime_ns": now.mtime_ns}
+        return cls(path, msgspec.structs.replace(row, **attributes_now), xattrs)
 
-@dataclass(frozen=True, slots=True)
-class StoredVersion:
-    """``entry`` is the file's row now, ``extent`` where its bytes are; ``described`` are the attributes that the store
-    was given. ``published`` is None for a file in a pack."""
+
+class StoredVersion(msgspec.Struct, frozen=True):
+    """A version that the store has, and what the tree says of it at the same moment."""
 
     entry: Entry
+    """What its row is to be."""
+    row: Entry | None
+    """Of its inode; None where the name has another version here."""
+    is_removed: bool
+    """Another node saw these bytes, and removed or renamed them, before their writer heard that they are there."""
     extent: Extent
     described: Mapping[str, str]
+    """The attributes that the store was given."""
     published: Published | None
+    """None for a file in a pack."""
+
+
+class Publication(msgspec.Struct, frozen=True):
+    """A version of a file that is in the store, and not recorded here yet."""
+
+    file: OpenFile
+    draft: Draft
+    stored: StoredVersion
 
 
 class ObjectWriter:
@@ -109,6 +126,8 @@ class ObjectWriter:
         self._ns, self._committer, self._deletions = namespace, committer, deletions
         self._relocator, self._packer, self._files = relocator, packer, files
         self._rules, self._shown = rules, shown
+        self._storing_plain = 0
+        """Files that are being stored as plain objects: those that close meanwhile are not alone."""
 
     @property
     def are_names_held(self) -> bool:
@@ -127,38 +146,39 @@ class ObjectWriter:
             policy = self._rules.pack_for(file.key)
             plan = await self._plan(file, draft, policy, alone=alone)
             if plan.form is not Form.PLAIN:
-                plain = plan.form is Form.PACK_WITH_OTHERS
-                if await self._packer.submit(file, draft, policy.threshold_bytes, alone_is_plain=plain):
+                plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
+                if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
                     return self._retire(before, self._packed(file, draft))
                 plan = await self._plan(file, draft, policy, alone=True)
             return self._retire(before, await self._plain(file, draft, plan))
 
     async def _plan(self, file: OpenFile, draft: Draft, policy: PackPolicy, *, alone: bool) -> PublishPlan:
         """Plan the version with the facts of one moment, and give its draft the key."""
-        if draft.size <= policy.threshold_bytes and not alone:
+        if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
             await draft.wait_idle()
         await self._deletions.wait_deleted(draft.target.key)
-        key, path = draft.target.key, file.key
-        packable = is_packable(policy, draft.size, has_upload=bool(draft.upload_intent_ns))
-        used = self._ns.tree.objects.used(key) if draft.upload_intent_ns else None
+        target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
+        used = self._ns.tree.objects.used(target.key) if has_upload else None
+        shares = not alone and not has_upload and policy.mode != "never" and draft.size <= policy.threshold_bytes
         plan = plan_publish(
             VersionFacts(
                 path,
                 draft.id,
                 draft.size,
                 policy,
-                upload_key=key if draft.upload_intent_ns else "",
-                is_key_taken=not draft.upload_intent_ns and self._files.is_key_taken(path),
+                upload_key=target.key if has_upload else "",
+                is_key_taken=not has_upload and self._files.is_key_taken(path),
                 is_alone=alone,
-                are_others_closing=packable and not alone and self._packer.are_others_closing(policy.threshold_bytes),
-                if_absent=draft.target.if_absent,
-                own_etag=self._ns.own_etag(path, file.entry.parent),
+                are_others_closing=shares
+                and self._packer.are_others_closing(policy.threshold_bytes, self._storing_plain),
+                if_absent=target.if_absent,
+                own_etag=self._ns.own_etag(path, file.entry.parent) if target.if_absent else "",
                 place=file.entry.place,
                 place_at_key=0 if used is None else used.number,
-                is_key_journaled=self._committer.mentions(key),
+                is_key_journaled=self._committer.mentions(target.key),
             )
         )
-        draft.target.key, draft.target.path, draft.target.if_absent = plan.key, plan.path, plan.if_absent
+        target.key, target.path, target.if_absent = plan.key, plan.path, plan.if_absent
         return plan
 
     async def store_pack(
@@ -182,55 +202,59 @@ class ObjectWriter:
     def _packed(self, file: OpenFile, draft: Draft) -> StoredVersion:
         draft.end_publish()
         assert draft.packed is not None, "its commit is in the store"
-        entry = self._ns.tree.entry(file.entry.inode)
+        row = entry = self._ns.tree.entry(file.entry.inode)
         extent = self._ns.extent(entry) if entry is not None else None
         if entry is None or extent is None or extent.version != draft.packed.version:
             if extent is not None and entry is not None:  # another node's version is newer
                 self._ns.renew_inode(entry)
+                row = None
             entry = msgspec.structs.replace(file.entry, size=draft.packed.size, flags=file.entry.flags & ~Flag.LOCAL)
             extent = draft.packed
-        return StoredVersion(entry, extent, attributes.describe(entry, with_mtime=True), None)
+        is_removed = row is not None and self._ns.is_removed(entry)
+        return StoredVersion(entry, row, is_removed, extent, attributes.describe(entry, with_mtime=True), None)
 
     # -- as a plain object
 
     async def _plain(self, file: OpenFile, draft: Draft, plan: PublishPlan) -> StoredVersion:
         key = plan.key
-        with self._packer.storing_plain():
+        self._storing_plain += 1
+        try:
             async with self._deletions.keeping(key):
                 if plan.frees_key:
                     await self._relocator.free(key)
                 if plan.commits_first:
                     await self._committer.flush()
                 published = await publish(draft)
+        finally:
+            self._storing_plain -= 1
+        path, meta = file.key, published.meta
         row = self._ns.tree.entry(file.entry.inode)
-        owner = file.owner_of(draft) or file  # not ``file`` where another version has begun meanwhile
+        now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
-            owner.entry,
-            flags=(owner.entry.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED)) | Flag.ATTRIBUTES_KNOWN,
-            etag=published.meta.etag,
-            size=published.meta.size,
+            now,
+            flags=(now.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED)) | Flag.ATTRIBUTES_KNOWN,
+            etag=meta.etag,
+            size=meta.size,
             stamp=0 if row is None else row.stamp,  # what was pending when the file was opened is in a commit, perhaps
             place=0,
             offset=0,
         )
-        extent = Extent.whole(Version(key, published.meta.etag, published.meta.size))
-        is_named = bool(row is not None and row.stamp) or self._has_tombstone(file.key)
-        if needs_commit(owner.entry, self._shown, key=key, path=file.key, is_named_by_commit=is_named):
-            entry = await self._commit_location(file, entry, key)
-        return StoredVersion(entry, extent, published.described, published)
+        has_tombstone = self._has_tombstone(path)
+        is_named = has_tombstone or bool(row is not None and row.stamp)
+        commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named) and not file.unlinked
+        if commits:  # journaled, so that it will be made even if this fails
+            self._enqueue_location(path, entry, key)
+            if key != path:
+                await self._committer.flush()
+            row = self._ns.tree.entry(entry.inode)
+            entry = row or entry
+        is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(entry)
+        extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
+        return StoredVersion(entry, row, is_removed, extent, published.described, published)
 
     def _has_tombstone(self, path: str) -> bool:
         """A commit removed, or hid, the plain object at a path."""
         return self._ns.tree.tombstones.get(path.encode()) is not None
-
-    async def _commit_location(self, file: OpenFile, entry: Entry, key: str) -> Entry:
-        """A commit that the name is the object at ``key``; journaled, so it will be made even if this fails."""
-        if file.unlinked:
-            return entry
-        self._enqueue_location(file.key, entry, key)
-        if key != file.key:
-            await self._committer.flush()
-        return self._ns.tree.entry(entry.inode) or entry
 
     def _enqueue_location(self, path: str, entry: Entry, key: str) -> None:
         """Journal that a name is the plain object at ``key``, and that no other name is."""
@@ -288,11 +312,7 @@ class ObjectWriter:
         CacheError."""
         builder = ChangeBuilder(self._ns.tree)
         for late in late_attributes:
-            entry = late.entry
-            changed = msgspec.structs.replace(
-                late.file.entry, mode=entry.mode, uid=entry.uid, gid=entry.gid, mtime_ns=entry.mtime_ns
-            )
-            builder.set_attributes(late.file.key, changed, late.xattrs)
+            builder.set_attributes(late.path, late.entry, late.xattrs)
         self._committer.enqueue(builder.change(), batch)
 
 
@@ -324,9 +344,9 @@ class Publisher:
         if draft is None or file.unlinked or draft.accepted:
             return
         if not self._queue.is_for(file.key):
-            await self.publish(file)
+            await self._publish_newest(file)
             return
-        async with draft.exclusive():
+        async with draft.gate.exclusive():
             if file.draft is draft and draft.state in (DraftState.WRITING, DraftState.FAILED):
                 await self._stage_whole(draft)
                 file.check_complete()
@@ -349,7 +369,10 @@ class Publisher:
         before in its directory. Raises LakeError."""
         if not file.unlinked:
             file.check_complete()
-        if len(self._queue):
+        await self._publish_newest(file)
+
+    async def _publish_newest(self, file: OpenFile) -> None:
+        if self._queue.versions:
             await self._drain_before(file)
         if file.draft is not None:
             await self._publish(file, file.draft)
@@ -360,7 +383,7 @@ class Publisher:
 
     async def _publish(self, file: OpenFile, draft: Draft, item: AcknowledgedVersion | None = None) -> None:
         async with file.publishing:
-            owner = file.owner_of(draft)
+            owner = _owner(file, draft)
             if owner is None or file.unlinked:
                 if draft.accepted:
                     self._queue.end(draft)
@@ -369,34 +392,26 @@ class Publisher:
                 if item.state is VersionState.SUPERSEDED:
                     return
                 item.begin_publishing()
-            async with draft.exclusive():
-                draft.refused.check(owner.key)
+            async with draft.gate.exclusive():
+                if draft.refused.ranges:
+                    draft.refused.check(owner.key)
                 reached("publish.begun")
                 stored = await self._writer.store(owner, draft, alone=item is not None)
                 reached("publish.sent")
-                batch = Batch()
-                older = self._supersede_older(file, draft, batch)
-                late = self._install(file, draft, stored, batch)
-                self._commit(batch, [late])
+                published = [Publication(file, draft, stored)]
+                older = self._record(published)
             reached("publish.noted")
-            if draft.accepted:
-                await self._threads.run(self._sync)
-            for each in older:
-                self._queue.discard_superseded(each)
-            if stored.published is not None:
-                await self._threads.run(self._to_cache, draft, stored)
-            self._end(draft, stored)
-            if not file.unlinked:
-                self._announce_stored(owner.key, stored.extent)
-        self._files.forget_if_idle(file)
+            await self._finish(published, older)
+        if not file.handles:
+            self._files.forget_if_idle(file)
 
     async def publish_pack(self, items: list[AcknowledgedVersion]) -> bool:
         """Publish acknowledged versions in one pack; False where none could be. Raises LakeError, and then none is."""
         taken: dict[int, tuple[AcknowledgedVersion, OpenFile]] = {}  # of several versions of a file the last
-        passed: list[tuple[AcknowledgedVersion, OpenFile]] = []
+        passed: list[Draft] = []
         with ExitStack() as held:
             for item in items:
-                owner, file = item.file.owner_of(item.draft), id(item.file)
+                owner, file = _owner(item.file, item.draft), id(item.file)
                 if owner is not None and item.file.publishing.locked() and file not in taken:
                     break  # what comes after it in the order waits for the next pack
                 if owner is None or item.file.unlinked:
@@ -405,7 +420,7 @@ class Publisher:
                 if item.state is VersionState.SUPERSEDED:
                     continue
                 if file in taken:
-                    passed.append(taken[file])
+                    passed.append(taken[file][0].draft)
                 else:
                     item.file.publishing.acquire_nowait()
                     held.callback(item.file.publishing.release)
@@ -420,57 +435,47 @@ class Publisher:
                 await trio.lowlevel.checkpoint()
         return True
 
-    async def _publish_taken(
-        self, taken: list[tuple[AcknowledgedVersion, OpenFile]], passed: list[tuple[AcknowledgedVersion, OpenFile]]
-    ) -> None:
+    async def _publish_taken(self, taken: list[tuple[AcknowledgedVersion, OpenFile]], passed: list[Draft]) -> None:
         """In one pack, which has newer versions of what is ``passed``. Recorded a few at a time: readers wait."""
-        files = [(owner, item.draft) for item, owner in taken]
-        stored = await self._writer.store_pack(files, [item.draft for item, _ in passed])
-        published: list[tuple[AcknowledgedVersion, OpenFile, StoredVersion]] = []
+        stored = await self._writer.store_pack([(owner, item.draft) for item, owner in taken], passed)
+        published: list[Publication] = []
         older: list[Draft] = []
         for at in range(0, len(taken), RECORDED_AT_ONCE):
-            now = [(item, owner, stored(owner, item.draft)) for item, owner in taken[at : at + RECORDED_AT_ONCE]]
+            now = [
+                Publication(item.file, item.draft, stored(owner, item.draft))
+                for item, owner in taken[at : at + RECORDED_AT_ONCE]
+            ]
             published += now
-            older += self._record_all(now)
+            older += self._record(now)
             await trio.lowlevel.checkpoint()
-        await self._threads.run(self._sync)
-        for at in range(0, len(taken), RECORDED_AT_ONCE):
-            self._end_all(published[at : at + RECORDED_AT_ONCE])
-            await trio.lowlevel.checkpoint()
-        for each in older:
-            self._queue.discard_superseded(each)
+        await self._finish(published, older)
 
-    def _sync(self) -> None:
-        """Records that went are gone even after a power cut: the bytes that they name may go. In a worker thread."""
+    # -- what is recorded
+
+    def _record(self, published: Sequence[Publication]) -> list[Draft]:
+        """Make versions in the store those of their files, in one batch: rows, the ends of journal records, and what
+        was set meanwhile. Answers the drafts that they supersede. Where the batch fails the bytes are durable all the
+        same; the next listing, or the next mount, finds out."""
+        batch, older, late = Batch(), list[Draft](), list[LateAttributes]()
+        for each in published:
+            if each.file.behind:
+                older += self._end_older(batch, each.file, each.draft)
+            if (attributes_set := self._install(each)) is not None:
+                late.append(attributes_set)
+            self._record_row(batch, each.stored)
+            self._files.holes.note_stored(each.stored.entry, each.draft)
+            each.draft.file.mark_ended()
+            self._journal.delete(batch, each.draft.id)
         try:
-            self._db.sync()
+            if late:
+                self._writer.set_attributes(late, batch)  # with the records, or a death between would lose them
+            else:
+                self._db.commit(batch)
         except CacheError as error:
-            log.error("what was stored just now is in the store, but that could not be recorded: %s", error)
-
-    def _record_all(self, published: list[tuple[AcknowledgedVersion, OpenFile, StoredVersion]]) -> list[Draft]:
-        """Answers the versions that these supersede."""
-        batch = Batch()
-        older = [each for item, *_ in published for each in self._supersede_older(item.file, item.draft, batch)]
-        late = [self._install(item.file, item.draft, stored, batch) for item, _, stored in published]
-        self._commit(batch, late)
+            log.error(UNRECORDED, error)
         return older
 
-    def _announce_stored(self, path: str, extent: Extent) -> None:
-        for listener in self._ns.events.version_stored:
-            listener(path, extent)
-
-    def _end_all(self, published: list[tuple[AcknowledgedVersion, OpenFile, StoredVersion]]) -> None:
-        for item, owner, stored in published:
-            self._end(item.draft, stored)
-            if not item.file.unlinked:
-                self._announce_stored(owner.key, stored.extent)
-
-    def _end(self, draft: Draft, stored: StoredVersion) -> None:
-        draft.close(unlink=stored.published is None)
-        if draft.accepted:
-            self._queue.end(draft)
-
-    def _supersede_older(self, file: OpenFile, draft: Draft, batch: Batch) -> list[Draft]:
+    def _end_older(self, batch: Batch, file: OpenFile, draft: Draft) -> list[Draft]:
         """Older versions that did not come before this one, because they were refused or a pack passed them, end:
         neither a later attempt nor the next mount takes them for newest."""
         older = [each for each in file.behind if each.draft is not None and each.draft.accepted < draft.accepted]
@@ -485,13 +490,14 @@ class Publisher:
                 self._journal.put(batch, each.id, encode(each.record()))
         return passed
 
-    def _install(self, file: OpenFile, draft: Draft, stored: StoredVersion, batch: Batch) -> LateAttributes | None:
-        """Make these bytes the file's version in the store, whatever was written since; recorded in ``batch``."""
+    def _install(self, each: Publication) -> LateAttributes | None:
+        """Make these bytes the file's version in the store, whatever was written since."""
+        file, stored = each.file, each.stored
         self._cache.pin(stored.extent.version)
         if file.extent is not None:
             self._cache.unpin(file.extent.version)
-        owner = file.owner_of(draft) or file
-        now = owner.entry
+        owner = _owner(file, each.draft) or file
+        now, is_told = owner.entry, owner.is_told_by(stored.described)
         file.extent, file.if_absent = stored.extent, False
         if owner is file:
             file.entry, file.draft = stored.entry, None
@@ -500,20 +506,9 @@ class Publisher:
             owner.entry = stored.entry
             self._rebase_later(file, stored)
         xattrs, file.late_xattrs = file.late_xattrs, None
-        self._record(batch, stored, draft)
-        if file.unlinked or (xattrs is None and _is_described(now, stored.described)):
+        if file.unlinked or (xattrs is None and is_told):
             return None
-        return LateAttributes(owner, now, xattrs)
-
-    def _commit(self, batch: Batch, attributes_set: list[LateAttributes | None]) -> None:
-        """Where that fails the bytes are durable all the same; the next listing, or the next mount, finds out."""
-        try:
-            if late := [each for each in attributes_set if each is not None]:
-                self._writer.set_attributes(late, batch)  # with the records, or a death between would lose them
-            else:
-                self._db.commit(batch)
-        except CacheError as error:
-            log.error("what was stored just now is in the store, but that could not be recorded: %s", error)
+        return LateAttributes.of(owner.key, stored.entry, now, xattrs)
 
     @staticmethod
     def _rebase_later(file: OpenFile, stored: StoredVersion) -> None:
@@ -529,27 +524,46 @@ class Publisher:
                 later.draft.target.replaces, later.draft.target.if_absent = stored.extent.version.etag, False
                 later.draft.save()
 
-    def _record(self, batch: Batch, stored: StoredVersion, draft: Draft) -> None:
+    def _record_row(self, batch: Batch, stored: StoredVersion) -> None:
         entry = stored.entry
         self._ns.changing(entry.parent, entry.name)
-        row = self._ns.tree.entry(entry.inode)
-        if row is not None and self._ns.is_removed(entry):
-            # Another node saw these bytes, and removed or renamed them, before their writer heard that they are there.
-            self._ns.tree.remove(batch, row)
-            self._ns.announce_name(entry.parent, entry.name)
-        elif row is not None and stored.published is not None:  # a pack's commit told the rows itself
-            self._ns.tree.update(batch, entry)
-        elif row is None:  # somebody else's version has the name on this node, and ours replaced it: look again
+        if stored.row is None:  # another version has the name on this node, and ours replaced it: look again
             self._ns.tree.forget_listing(batch, entry.parent)
-        self._files.holes.note_stored(entry, draft)
-        draft.file.mark_ended()
-        self._journal.delete(batch, draft.id)
+        elif stored.is_removed:
+            self._ns.tree.remove(batch, stored.row)
+            self._ns.announce_name(entry.parent, entry.name)
+        elif stored.published is not None:  # a pack's commit told the rows itself
+            self._ns.tree.update(batch, entry)
 
-    def _to_cache(self, draft: Draft, stored: StoredVersion) -> None:
+    async def _finish(self, published: Sequence[Publication], older: list[Draft]) -> None:
+        """Let go of what is staged of recorded versions, and of those ``older``, which they supersede."""
+        if any(each.draft.accepted for each in published):
+            await self._threads.run(self._sync)
+        for draft in older:
+            self._queue.discard_superseded(draft)
+        for number, each in enumerate(published, 1):
+            file, draft, stored = each.file, each.draft, each.stored
+            if stored.published is not None:
+                await self._threads.run(self._to_cache, draft, stored.extent.version, stored.published)
+            draft.close(unlink=stored.published is None)
+            if draft.accepted:
+                self._queue.end(draft)
+            if not file.unlinked:
+                for listener in self._ns.events.version_stored:
+                    listener(file.key, stored.extent)
+            if not number % RECORDED_AT_ONCE:
+                await trio.lowlevel.checkpoint()
+
+    def _sync(self) -> None:
+        """Records that went are gone even after a power cut: the bytes that they name may go. In a worker thread."""
+        try:
+            self._db.sync()
+        except CacheError as error:
+            log.error(UNRECORDED, error)
+
+    def _to_cache(self, draft: Draft, version: Version, published: Published) -> None:
         """What was just written is read back from local disk. A cache that cannot take it loses nothing."""
-        if stored.published is not None:
-            path = self._services.staging.path(draft.id)
-            self._cache.adopt(path, stored.extent.version, stored.published.hashes)
+        self._cache.adopt(self._services.staging.path(draft.id), version, published.hashes)
 
     # -- changing what was acknowledged
 
@@ -609,7 +623,6 @@ class Publisher:
             self._queue.discard(earlier.draft)
 
 
-def _is_described(entry: Entry, described: Mapping[str, str]) -> bool:
-    """An object's metadata says what the entry does; an mtime that no user chose is its LastModified."""
-    expected = attributes.describe(entry, with_mtime=bool(entry.flags & Flag.MTIME_KEPT))
-    return all(described.get(name) == value for name, value in expected.items())
+def _owner(file: OpenFile, draft: Draft) -> OpenFile | None:
+    """The file, or the version behind it, whose draft it is; None where it has ended."""
+    return file if file.draft is draft else file.owner_of(draft)

@@ -171,6 +171,8 @@ class WriteBack:
         deletions: DeletionQueue,
     ) -> None:
         self._journal, self._nursery, self._rules = Journal(database), nursery, rules
+        self.is_for = rules.is_writeback
+        """Files at a path are under write-back."""
         self._metrics, self._deletions = metrics, deletions
         self.progressed = Wakeup()
         """Rings when a version has left the queue, or was refused: changes of names may follow."""
@@ -185,7 +187,8 @@ class WriteBack:
         self.bursts = Bursts()
         self._backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         self._attempts = 0
-        self._versions: dict[int, AcknowledgedVersion] = {}
+        self.versions: dict[int, AcknowledgedVersion] = {}
+        """What is on its way, by number, in the order of acknowledgement; changed by the methods here only."""
         self._standing_in: dict[int, AcknowledgedVersion] = {}
         """Those that superseded others."""
         self._drains: list[Drain] = []
@@ -194,21 +197,17 @@ class WriteBack:
 
     # -- what is on its way
 
-    def is_for(self, path: str) -> bool:
-        """Files at this path are under write-back."""
-        return self._rules.is_writeback(path)
-
     @property
     def items(self) -> Iterable[AcknowledgedVersion]:
         """In the order of acknowledgement."""
-        return self._versions.values()
+        return self.versions.values()
 
     def __len__(self) -> int:
-        return len(self._versions)
+        return len(self.versions)
 
     def is_durable_up_to(self, sequence: int) -> bool:
         """Every version acknowledged up to this number is in the store, superseded, or refused by it."""
-        for item in self._versions.values():
+        for item in self.versions.values():
             if item.sequence > sequence:
                 break
             if item.state is not VersionState.REFUSED:
@@ -218,7 +217,7 @@ class WriteBack:
         )
 
     def item_of(self, draft: Draft) -> AcknowledgedVersion | None:
-        return self._versions.get(draft.accepted) if draft.accepted else None
+        return self.versions.get(draft.accepted) if draft.accepted else None
 
     def _behind(self, file: OpenFile) -> list[tuple[OpenFile, AcknowledgedVersion | None]]:
         """Older versions of a file, oldest first, with their places in the queue."""
@@ -227,11 +226,11 @@ class WriteBack:
     async def wait_room(self, timeout_s: float) -> None:
         """Until one more file may be acknowledged. Raises StagingFull."""
         with trio.move_on_after(timeout_s):
-            while len(self._versions) >= FILES_MAX:
+            while len(self.versions) >= FILES_MAX:
                 self.changed.wake_all()
                 await self._room.wait()
             return
-        raise StagingFull(f"{len(self._versions)} files wait for the store: see `lakefs-fuse stats`")
+        raise StagingFull(f"{len(self.versions)} files wait for the store: see `lakefs-fuse stats`")
 
     # -- acknowledging
 
@@ -246,7 +245,7 @@ class WriteBack:
             return False
         if file.is_incomplete:
             return False
-        return len(self._versions) < FILES_MAX and draft.uploader.staging.fits
+        return len(self.versions) < FILES_MAX and draft.uploader.staging.fits
 
     def add(self, file: OpenFile, draft: Draft, *, is_unreconciled: bool = False) -> None:
         """An acknowledged draft is to be published; those that it superseded end."""
@@ -256,7 +255,7 @@ class WriteBack:
         item = AcknowledgedVersion(
             draft.accepted, draft.began, file, draft, trio.current_time(), is_unreconciled=is_unreconciled
         )
-        self._versions[draft.accepted] = item
+        self.versions[draft.accepted] = item
         if item.place < item.sequence:
             self._standing_in[draft.accepted] = item
         if not self.is_packable(item):
@@ -279,7 +278,7 @@ class WriteBack:
 
     def end(self, draft: Draft) -> None:
         """The version is durable, or unlinked: it leaves the queue."""
-        item = self._versions.pop(draft.accepted, None)
+        item = self.versions.pop(draft.accepted, None)
         self._standing_in.pop(draft.accepted, None)
         if item is None:
             return
@@ -317,7 +316,7 @@ class WriteBack:
         """Another file comes after this version, so that a newer one in its place would come too early."""
         if any(draft.began >= item.place for draft in before):
             return True
-        return any(other.barrier >= item.place and other.file is not item.file for other in self._versions.values())
+        return any(other.barrier >= item.place and other.file is not item.file for other in self.versions.values())
 
     def restore_superseded(self, file: OpenFile) -> None:
         """The newer version could not be acknowledged: those before it are to become visible after all."""
@@ -423,7 +422,7 @@ class WriteBack:
 
     @property
     def is_half_full(self) -> bool:
-        return len(self._versions) > FILES_MAX // 2
+        return len(self.versions) > FILES_MAX // 2
 
     def begin_attempt(self, items: list[AcknowledgedVersion]) -> None:
         self._attempts += 1
@@ -450,7 +449,7 @@ class WriteBack:
         waits = is_of_all or isinstance(error, WAITABLE)
         if waits:
             if self.error is None:
-                log.warning("%d acknowledged files wait for the store: %s", len(self._versions), error)
+                log.warning("%d acknowledged files wait for the store: %s", len(self.versions), error)
             self.error = error
             self.resume_s = trio.current_time() + self._backoff.next_s()
         else:
@@ -471,15 +470,15 @@ class WriteBack:
 
     def before(self, path: str, *, are_names_held: bool) -> list[AcknowledgedVersion]:
         """What has to be durable before the file at ``path``, and the file itself."""
-        return list(self._versions.values()) if are_names_held else self.below(path.rpartition("/")[0])
+        return list(self.versions.values()) if are_names_held else self.below(path.rpartition("/")[0])
 
     def below(self, directory: str) -> list[AcknowledgedVersion]:
         """What was acknowledged at or below a path."""
         if not directory:
-            return list(self._versions.values())
+            return list(self.versions.values())
         return [
             item
-            for item in self._versions.values()
+            for item in self.versions.values()
             if item.file.key == directory or item.file.key.startswith(directory + "/")
         ]
 
@@ -512,7 +511,7 @@ class WriteBack:
         finally:
             self._drains.remove(drain)
             if not any(drain.sequences for drain in self._drains):
-                for item in self._versions.values():
+                for item in self.versions.values():
                     item.is_urgent = False
 
     def _with_older_versions(self, items: list[AcknowledgedVersion]) -> list[AcknowledgedVersion]:
@@ -520,7 +519,7 @@ class WriteBack:
         newest: dict[int, int] = {}
         for item in items:
             newest[id(item.file)] = max(item.sequence, newest.get(id(item.file), 0))
-        return [item for item in self._versions.values() if item.sequence <= newest.get(id(item.file), 0)]
+        return [item for item in self.versions.values() if item.sequence <= newest.get(id(item.file), 0)]
 
     async def retry_while_away(self, path: str, attempt: Callable[[], Awaitable[None]], patience_s: float) -> None:
         """Where ``path`` is write-back's, ``attempt`` is made again while the store is away, as long as a writer would

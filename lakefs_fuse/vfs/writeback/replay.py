@@ -172,7 +172,7 @@ class Replay:
             late = None
         told, now = (attributes.describe(each, with_mtime=True) for each in (row, wanted))
         if late is not None or told != now:
-            self._writer.set_attributes([LateAttributes(OpenFile(row, file.key, None), wanted, late)])
+            self._writer.set_attributes([LateAttributes.of(file.key, row, wanted, late)])
 
     def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int) -> None:
         """The row tells of the plain object that the draft became."""
