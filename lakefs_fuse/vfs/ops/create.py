@@ -20,14 +20,13 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 from lakefs_fuse.meta.rows import Journal
 from lakefs_fuse.staging.draft_record import encode
-from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS
 from lakefs_fuse.vfs.namespace.key_mapping import KEY_BYTES_MAX
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.io import FileIO
-from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
+from lakefs_fuse.vfs.writeback.group_commit import Closing, GroupCommit
 
 NAMES_MAX = 8192
 """A directory with more is not lent: telling all of them takes too long."""
@@ -135,54 +134,49 @@ class NewFiles:
         ``told`` has those, by their inodes, whose creators have closed them, and need no handle any more. It is called
         when what `close()` waits for has come, with the error if there is one, but not for those that cannot be taken.
         """
-        batch = Batch()
+        batch, closings, waiting = Batch(), list[Closing](), list[tuple[OpenFile, Told]]()
         taken = [self._try_to_take(batch, each) for each in received]
-        closed = {
-            id(file): (file, told[each.inode])
-            for each, file in zip(received, taken, strict=True)
-            if isinstance(file, OpenFile) and each.inode in told
-        }
-        now = [
-            (file, file.draft) for file, _ in closed.values() if file.draft and self._writeback.may_acknowledge(file)
-        ]
-        if not self._group_commit.may_acknowledge_now([draft for _, draft in now]):
-            now = []
-        try:
-            error = self._commit(batch, received, taken, now)
-        except CacheError as failed:
-            for file in taken:
-                if isinstance(file, OpenFile):
-                    self._drop(file)
-            return [failed for _ in taken]
-        for file, _ in now:
-            told_of = closed.pop(id(file))[1]
-            self._let_go(file)
-            told_of(error)
-        for file, told_of in closed.values():
-            self._close(file, told_of)
-        return taken
-
-    def _commit(
-        self,
-        batch: Batch,
-        received: Sequence[Received],
-        taken: Sequence[OpenFile | LakeError],
-        now: Sequence[tuple[OpenFile, Draft]],
-    ) -> LakeError | None:
-        """The rows, and what the journal has to know; those of ``now`` are accepted, or have the error."""
-        touched, at_once = dict[int, int](), {id(file) for file, _ in now}
+        touched: dict[int, int] = {}
         for each, file in zip(received, taken, strict=True):
             if isinstance(file, LakeError):
                 continue
             touched[each.parent] = max(each.created_ns, touched.get(each.parent, 0))
-            if id(file) not in at_once:
-                self._note(batch, file)
-        for directory, at_ns in touched.items():
-            self._ns.touch(directory, batch, at_ns)
-        if now:
-            return self._group_commit.acknowledge_now(now, batch)
-        self._db.commit(batch)
-        return None
+            answer = told.get(each.inode)
+            if answer is not None and (closing := self._closing(file, answer)) is not None:
+                closings.append(closing)
+                continue
+            self._note(batch, file)
+            if answer is not None:
+                waiting.append((file, answer))
+        try:
+            for directory, at_ns in touched.items():
+                self._ns.touch(directory, batch, at_ns)
+            self._group_commit.submit(closings, batch)
+        except CacheError as failed:
+            for closing in closings:
+                closing.draft.gate.release_exclusive()
+            for file in taken:
+                if isinstance(file, OpenFile):
+                    self._drop(file)
+            return [failed for _ in taken]
+        for file in (*(closing.file for closing in closings), *(file for file, _ in waiting)):
+            file.handles -= 1
+            file.writers -= 1
+        for file, answer in waiting:
+            self._services.nursery.start_soon(self._close_patiently, file, answer)
+        return taken
+
+    def _closing(self, file: OpenFile, answer: Told) -> Closing | None:
+        """To acknowledge the file without waiting for anything else; None where that cannot be."""
+        draft = file.draft
+        if draft is None or not self._writeback.may_acknowledge(file) or not draft.gate.acquire_exclusive_nowait():
+            return None
+
+        def done(error: LakeError | None) -> None:
+            draft.gate.release_exclusive()
+            answer(error)
+
+        return Closing(file, draft, done)
 
     def _try_to_take(self, batch: Batch, received: Received) -> OpenFile | LakeError:
         try:
@@ -246,25 +240,7 @@ class NewFiles:
             raise FileError(errno.ESTALE)
         return self._files.acquire(entry, writer=True)
 
-    @staticmethod
-    def _let_go(file: OpenFile) -> None:
-        file.handles -= 1
-        file.writers -= 1
-
-    def _close(self, file: OpenFile, told: Told) -> None:
-        self._let_go(file)
-        draft = file.draft
-        if draft is None or not self._writeback.may_acknowledge(file) or not draft.gate.acquire_exclusive_nowait():
-            self._services.nursery.start_soon(self._close_patiently, file, told)
-            return
-
-        def done(error: LakeError | None) -> None:
-            draft.gate.release_exclusive()
-            told(error)
-
-        self._group_commit.submit(file, draft, done)
-
-    async def _close_patiently(self, file: OpenFile, told: Callable[[LakeError | None], None]) -> None:
+    async def _close_patiently(self, file: OpenFile, told: Told) -> None:
         """Where that takes waiting."""
         error: LakeError | None = LakeError("the mount is ending")
         try:

@@ -11,8 +11,7 @@ writer was answered. Trio thread only, but for such syncing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import trio
@@ -37,27 +36,25 @@ PROMPT_S = 0.004
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Closing:
-    """A file whose `close()` waits; ``done`` is called when it waits no more."""
+class Closing(msgspec.Struct, eq=False):
+    """A file whose `close()` waits. ``done`` is called once, with the error, if any; until then the draft is held
+    alone."""
 
     file: OpenFile
     draft: Draft
-    done: Callable[[], None]
+    done: Callable[[LakeError | None], None]
     sequence: int = 0
     spot: Spot | None = None
     raw: bytes = b""
     saves: int = 0
+    is_journaled: bool = False
     error: LakeError | None = None
-    has_ended: bool = False
 
     def end(self) -> None:
-        if not self.has_ended:
-            self.has_ended = True
-            try:
-                self.done()
-            except Exception:
-                log.exception("%s was closed", self.file.key)
+        try:
+            self.done(self.error)
+        except Exception:
+            log.exception("%s was closed", self.file.key)
 
 
 class GroupCommit:
@@ -84,10 +81,10 @@ class GroupCommit:
         draft is as it was."""
         if not draft.file.is_in_memory:
             await draft.file.sync()
-        done = trio.Event()
-        closing = Closing(file, draft, done.set)
-        self._add(closing)
-        await done.wait()
+        ended = trio.Event()
+        closing = Closing(file, draft, lambda _: ended.set())
+        self.submit([closing])
+        await ended.wait()
         if closing.error is None:
             return
         if not draft.accepted:
@@ -95,14 +92,18 @@ class GroupCommit:
             self.queue.restore_superseded(file)
         raise closing.error
 
-    def submit(self, file: OpenFile, draft: Draft, done: Callable[[LakeError | None], None]) -> None:
-        """As `acknowledge`, of a draft in memory that supersedes none; ``done`` is called with the error, if any."""
-        closing = Closing(file, draft, lambda: done(closing.error))
-        self._add(closing)
+    def submit(self, closings: Sequence[Closing], rows: Batch | None = None) -> None:
+        """Acknowledge files with the next group; where the disk is prompt, new ones before this returns.
 
-    def _add(self, closing: Closing) -> None:
-        self._closing.append(closing)
-        if not self._working:  # others come before it runs
+        ``rows`` are of new files, all in memory, that the journal has no records of: committed with those when this
+        returns. Raises CacheError where they are not; then there is nothing of the files, and none is ``done``."""
+        if rows is not None:
+            if closings and not self._working and self._is_quick(closings):
+                self._commit_now(closings, rows)
+                return
+            self._journal_drafts(closings, rows)
+        self._closing += closings
+        if self._closing and not self._working:  # others come before it runs
             self._working = True
             self._nursery.start_soon(self._work)
 
@@ -122,8 +123,12 @@ class GroupCommit:
         linked = [closing for closing in group if not closing.file.unlinked]
         failure: LakeError | None = LakeError("the mount is ending")
         try:
-            if linked:
-                await self._commit_linked(linked)
+            for write in self._steps(linked, Batch()) if linked else ():
+                if self._is_quick(linked):
+                    with self._disk.timed():
+                        write()
+                else:
+                    await self._threads.run(write)
             failure = None
         except OSError as error:
             failure = linked[0].draft.uploader.staging.translate(error)
@@ -135,70 +140,49 @@ class GroupCommit:
             for closing in group:
                 closing.end()
 
-    async def _commit_linked(self, group: list[Closing]) -> None:
-        segment, batch = self._reserve_all(group), Batch()
-        await self._write(group, segment.write)
-        self._journal_all(group, batch)
-        self._db.commit(batch)
-        segment.keep()  # whether or not the records are safe, they name it
-        await self._write(group, self._db.sync)
-        self._end_all(group)
-
-    async def _write(self, group: list[Closing], write: Callable[[], None]) -> None:
-        """Writing something of the group to the disk, in a thread where that may take long."""
-        if not self._is_quick([closing.draft for closing in group]):
-            await self._threads.run(write)
-            return
-        with self._disk.timed():
-            write()
-
-    def _is_quick(self, drafts: Iterable[Draft]) -> bool:
-        return self._disk.is_prompt and sum(draft.size for draft in drafts) <= INLINE_BYTES_MAX
-
-    # -- new files, without waiting
-
-    def may_acknowledge_now(self, drafts: Sequence[Draft]) -> bool:
-        """`acknowledge_now` is worth it, of drafts that are all in memory, and whose gates nobody holds."""
-        return bool(drafts) and not self._working and self._is_quick(drafts)
-
-    def acknowledge_now(self, files: Sequence[tuple[OpenFile, Draft]], batch: Batch) -> LakeError | None:
-        """As `acknowledge`, of files whose rows are in ``batch``, and that the journal has no records of. Answers the
-        error, if any: then the files are there, and their drafts as they were. Raises CacheError: nothing is there."""
-        group = [Closing(file, draft, lambda: None) for file, draft in files]
+    def _commit_now(self, group: Sequence[Closing], rows: Batch) -> None:
+        failure: LakeError | None = None
         try:
-            segment = self._reserve_all(group)
-            with self._disk.timed():
-                segment.write()
-        except OSError as error:
-            for _, draft in files:
-                self._journal.put(batch, draft.id, encode(draft.prepare_record()))
-            self._db.commit(batch)
-            return group[0].draft.uploader.staging.translate(error)
-        self._journal_all(group, batch)
-        self._db.commit(batch)
-        segment.keep()
-        try:
-            with self._disk.timed():
-                self._db.sync()
+            for write in self._steps(group, rows):
+                with self._disk.timed():
+                    write()
+        except OSError as error:  # of the bytes: the files are there, and their drafts as they were
+            self._journal_drafts(group, rows)
+            failure = group[0].draft.uploader.staging.translate(error)
         except CacheError as error:
-            return error
-        self._end_all(group)
-        return None
+            if not group[0].is_journaled:
+                raise
+            failure = error
+        for closing in group:
+            closing.error = closing.error or failure
+            closing.end()
+
+    def _is_quick(self, group: Sequence[Closing]) -> bool:
+        return self._disk.is_prompt and sum(closing.draft.size for closing in group) <= INLINE_BYTES_MAX
+
+    def _journal_drafts(self, closings: Sequence[Closing], rows: Batch) -> None:
+        """As being written."""
+        for closing in closings:
+            self._journal.put(rows, closing.draft.id, encode(closing.draft.prepare_record()))
+        self._db.commit(rows)
 
     # -- what is done to all of a group
 
-    def _reserve_all(self, group: list[Closing]) -> Group:
+    def _steps(self, group: Sequence[Closing], batch: Batch) -> Iterator[Callable[[], None]]:
+        """What is written to the disk for a group, one after the other; the rest is done before each and at the end.
+        The records go with ``batch``."""
         segment = group[0].draft.uploader.staging.segments.group()
         for closing in group:
             self._reserve(closing, segment)
-        return segment
-
-    def _journal_all(self, group: list[Closing], batch: Batch) -> None:
+        yield segment.write
         reached("accept.synced")
         for index, closing in enumerate(group):
             self._journal_one(closing, group[:index], batch)
-
-    def _end_all(self, group: list[Closing]) -> None:
+        self._db.commit(batch)
+        segment.keep()  # whether or not the records are safe, they name it
+        for closing in group:
+            closing.is_journaled = True
+        yield self._db.sync
         reached("accept.recorded")
         for closing in group:
             self._end(closing)
@@ -219,7 +203,7 @@ class GroupCommit:
         if data is not None:
             segment.add(data, closing.raw)
 
-    def _journal_one(self, closing: Closing, before: list[Closing], batch: Batch) -> None:
+    def _journal_one(self, closing: Closing, before: Sequence[Closing], batch: Batch) -> None:
         """The record as things are now: while the bytes were written, a version before may have been stored, or the
         file renamed. ``before`` are of the same group, with lower numbers."""
         superseded: list[Draft] = []
