@@ -60,14 +60,15 @@ class Drafts:
         self.files.aim(file, draft.id, draft.target)
         deferred, unlinked = self._writeback.is_for(file.key), self.files.is_nameless(file)
         draft.begin(self._writeback.sequence, deferred=deferred, unlinked=unlinked)
-        file.draft = draft
+        file.begin(draft)
         file.refused.move_to(draft.refused)
 
     async def discard(self, file: OpenFile) -> None:
         """Throw away what is being written to a file that was removed."""
-        draft, file.draft = file.draft, None
+        draft = file.draft
         if draft is None:
             return
+        file.end_draft()
         await draft.discard()
         if draft.error is None:
             self.files.forget_record(draft.id)

@@ -29,11 +29,12 @@ from lakefs_fuse.staging.part_layout import PAGE_BYTES
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftTarget
 from lakefs_fuse.vfs.change_events import ChangeEvents
-from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.key_mapping import extent_of, key_of
 from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 
+DIRTY = OpenState.WRITING, OpenState.ACKNOWLEDGED
 KNOWN_MAX = 1000
 """A listing looks at all of them."""
 
@@ -123,11 +124,8 @@ class FileTable:
         """The entry is, or a directory holds, a file whose newest bytes are not in the store."""
         if not entry.is_dir:
             file = self._files.get(entry.inode)
-            return file is not None and file.draft is not None and not file.unlinked
-        return any(
-            file.draft is not None and not file.unlinked and self._is_below(file.entry, entry.inode)
-            for file in self._files.values()
-        )
+            return file is not None and file.state in DIRTY
+        return any(file.state in DIRTY and self._is_below(file.entry, entry.inode) for file in self._files.values())
 
     def _is_below(self, entry: Entry, directory: int) -> bool:
         parent = entry.parent

@@ -1,6 +1,8 @@
 """One file in use: what `FileTable` keeps of it while a handle is open or its newest bytes are not in the store.
 
-Trio thread only; nothing of it survives a crash but what the journal and the rows say.
+What always holds (*states*): only the methods here change ``draft`` and ``state``, by the table `TRANSITIONS`; one that
+is unlinked stays so, whatever is written to it, unless its removal fails. Trio thread only; nothing of it survives a
+crash but what the journal and the rows say.
 """
 
 from __future__ import annotations
@@ -35,7 +37,28 @@ class FileState(StrEnum):
     """The store refused it, or did not answer a caller that waited; the bytes are on the local disk."""
 
 
-@dataclass(slots=True)
+class OpenState(StrEnum):
+    """What becomes of the newest version of a file in use; `TRANSITIONS` is the table."""
+
+    CLEAN = "clean"
+    """No draft: the newest bytes are those of ``extent``, or of the last version behind."""
+    WRITING = "writing"
+    """A draft is written to, or is being stored."""
+    ACKNOWLEDGED = "acknowledged"
+    """Write-back has acknowledged the draft: a write begins the next version."""
+    UNLINKED = "unlinked"
+    """Its name is gone, or is being removed: nothing of it is published, with a draft or without."""
+
+
+TRANSITIONS = {
+    OpenState.CLEAN: {OpenState.WRITING, OpenState.ACKNOWLEDGED, OpenState.UNLINKED},
+    OpenState.WRITING: {OpenState.CLEAN, OpenState.ACKNOWLEDGED, OpenState.UNLINKED},
+    OpenState.ACKNOWLEDGED: {OpenState.CLEAN, OpenState.UNLINKED},
+    OpenState.UNLINKED: {OpenState.CLEAN, OpenState.WRITING, OpenState.ACKNOWLEDGED},
+}
+
+
+@dataclass(slots=True, eq=False)
 class OpenFile:
     """One inode in use. ``entry`` is what is known of the file now; its size is the draft's while there is one. ``key``
     is its path, and the key that a plain object of it would have; ``extent`` where its bytes are."""
@@ -43,10 +66,10 @@ class OpenFile:
     entry: Entry
     key: str
     extent: Extent | None
-    draft: Draft | None = None
+    draft: Draft | None = field(default=None, init=False)
     handles: int = 0
     writers: int = 0
-    unlinked: bool = False
+    state: OpenState = field(default=OpenState.CLEAN, init=False)
     if_absent: bool = False
     behind: list[OpenFile] = field(default_factory=list)
     """Versions that write-back accepted before ``draft`` began, oldest first, as they were then, with the same lock."""
@@ -61,6 +84,44 @@ class OpenFile:
     publishing: trio.Lock = field(default_factory=trio.Lock)
     beginning: trio.Lock | None = None
     """Made, and held, by the one who makes the copy that the next version begins with."""
+
+    def transition(self, to: OpenState) -> None:
+        assert to in TRANSITIONS[self.state], f"{self.key}: {self.state} cannot become {to}"
+        self.state = to
+
+    def begin(self, draft: Draft) -> None:
+        """The draft is the newest version from here on."""
+        self.draft = draft
+        self.follow_draft()
+
+    def end_draft(self) -> None:
+        """The draft is stored, or discarded."""
+        self.draft = None
+        self.follow_draft()
+
+    def follow_draft(self) -> None:
+        """The draft has changed, or its state."""
+        if self.state is not OpenState.UNLINKED and (to := self._state_of_draft()) is not self.state:
+            self.transition(to)
+
+    def _state_of_draft(self) -> OpenState:
+        if self.draft is None:
+            return OpenState.CLEAN
+        return OpenState.ACKNOWLEDGED if self.draft.accepted else OpenState.WRITING
+
+    @property
+    def unlinked(self) -> bool:
+        return self.state is OpenState.UNLINKED
+
+    def unlink(self) -> None:
+        """Its name is gone, or is about to be removed."""
+        if self.state is not OpenState.UNLINKED:
+            self.transition(OpenState.UNLINKED)
+
+    def relink(self) -> None:
+        """Its name could not be removed."""
+        if self.state is OpenState.UNLINKED:
+            self.transition(self._state_of_draft())
 
     @property
     def current(self) -> Entry:
@@ -80,9 +141,37 @@ class OpenFile:
             self.described = self.entry, with_mtime, with_mtime if self.entry.flags & Flag.MTIME_KEPT else fixed
         return self.described[1:]
 
-    def is_told_by(self, metadata: Mapping[str, str]) -> bool:
-        """An object's metadata says what the attributes are; an mtime that no user chose is its LastModified."""
-        return self.describe()[1].items() <= metadata.items()
+    def install(
+        self, draft: Draft, entry: Entry, extent: Extent, described: Mapping[str, str]
+    ) -> tuple[Entry, dict[str, bytes] | None] | None:
+        """The bytes of a draft are the file's version in the store, whatever was written since: ``entry`` is its row.
+        Answers what was set since the store was told what it ``described``: the attributes, and the extended ones where
+        those were set; None for nothing."""
+        owner = self.owner_of(draft) or self
+        now, xattrs, self.late_xattrs = owner.entry, self.late_xattrs, None
+        _, expected = owner.describe()  # an mtime that no user chose is the object's LastModified
+        self.extent, self.if_absent = extent, False
+        owner.entry = entry
+        if owner is self:
+            self.end_draft()
+        else:
+            self.behind.remove(owner)
+            for later in self.versions:
+                later.replace_stored(entry, extent)
+        if self.state is OpenState.UNLINKED or (xattrs is None and expected.items() <= described.items()):
+            return None
+        return now, xattrs
+
+    def replace_stored(self, entry: Entry, extent: Extent) -> None:
+        """This version is to replace one that was stored since it began."""
+        flags = int(self.entry.flags & ~Flag.LOCAL)
+        self.entry = msgspec.structs.replace(
+            self.entry, flags=flags, etag=entry.etag, stamp=entry.stamp, place=entry.place, offset=entry.offset
+        )
+        self.extent, self.if_absent = extent, False
+        if self.draft is not None:
+            self.draft.target.replaces, self.draft.target.if_absent = extent.version.etag, False
+            self.draft.save()
 
     @property
     def replaces(self) -> str:
@@ -128,24 +217,23 @@ class OpenFile:
     def leave_behind(self) -> OpenFile:
         """The accepted draft becomes a version of its own, with the attributes it has now; another may begin."""
         assert self.draft is not None
-        earlier = OpenFile(
-            self.entry, self.key, self.extent, self.draft, if_absent=self.if_absent, publishing=self.publishing
-        )
+        earlier = OpenFile(self.entry, self.key, self.extent, if_absent=self.if_absent, publishing=self.publishing)
+        earlier.begin(self.draft)
         self.draft.target.describe = earlier.describe
         self.behind.append(earlier)
-        self.draft = None
+        self.end_draft()
         return earlier
 
     def take_up(self) -> None:
         """The newest draft is gone: the version that it left behind last, if any, is the newest again."""
-        self.draft = None
+        self.end_draft()
         if not self.behind:
             return
         earlier = self.behind.pop()
-        self.entry, self.draft = earlier.entry, earlier.draft
-        self.extent, self.if_absent = earlier.extent, earlier.if_absent
-        if self.draft is not None:
-            self.draft.target.describe = self.describe
+        self.entry, self.extent, self.if_absent = earlier.entry, earlier.extent, earlier.if_absent
+        if earlier.draft is not None:
+            self.begin(earlier.draft)
+            earlier.draft.target.describe = self.describe
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.files.drafts import Drafts
+from lakefs_fuse.vfs.files.open_file import OpenState
 from lakefs_fuse.vfs.namespace.attributes import PERMISSIONS, without_privileges
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.namespace.namespace import Namespace
@@ -142,7 +143,7 @@ class Attributes:
         file = self._files.get(inode)
         if change.size is None and self.is_unlinked(inode):
             return self._set_unlinked(entry, change)
-        if change.size is None and (file is None or (file.draft is None and not file.unlinked)):
+        if change.size is None and (file is None or file.state is OpenState.CLEAN):
             return self._set_attributes(entry, change)
         if entry.is_dir:
             raise FileError(errno.EISDIR)

@@ -115,7 +115,7 @@ class NewFiles:
 
     def _drop(self, file: OpenFile) -> None:
         """Of a file with one handle there shall be nothing."""
-        file.unlinked = True
+        file.unlink()
         self._services.nursery.start_soon(self._release, file)
 
     async def _release(self, file: OpenFile) -> None:

@@ -102,7 +102,7 @@ class Directories:
             await self._unlinker.unlink(file, self._unlink)
         opened = self._files.get(entry.inode)
         if opened is not None:  # meanwhile
-            opened.unlinked = True
+            opened.unlink()
         self._unlinker.forget_name(entry)
         self._ns.touch(parent)
 

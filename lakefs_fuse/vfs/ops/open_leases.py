@@ -15,7 +15,7 @@ from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.file_table import FileTable
-from lakefs_fuse.vfs.files.open_file import READING, OpenFile
+from lakefs_fuse.vfs.files.open_file import READING, OpenFile, OpenState
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.io import FileIO
 
@@ -35,7 +35,7 @@ class Lending:
 
     def allowed_s(self, file: OpenFile) -> float:
         """For how many seconds a file that is open may be opened for reading without asking; 0 where it may not."""
-        if file.draft is not None or file.unlinked or file.entry.is_local or file.is_redated:
+        if file.state is not OpenState.CLEAN or file.entry.is_local or file.is_redated:
             return 0.0
         return self._ns.answer_fresh_s(file.entry.parent, file.entry.name)
 

@@ -82,7 +82,7 @@ class Unlinker:
         back. Where ``delete`` fails, the file is as it was."""
         try:
             async with file.publishing:
-                file.unlinked = True  # not before: what is being published is visible with its name until then
+                file.unlink()  # not before: what is being published is visible with its name until then
                 if file.draft is not None:  # what is being accepted is accepted first
                     async with file.draft.exclusive():
                         pass
@@ -90,7 +90,7 @@ class Unlinker:
                 late, newest = await self._with_late_object(file), self._committer.journal.newest
                 await delete(late)
         except BaseException:
-            file.unlinked = False
+            file.relink()
             self._io.unpin(file)  # its close may have ended while the file was unlinked
             raise
         await self._drop_accepted(file, newest)
@@ -147,7 +147,7 @@ class Unlinker:
             if draft is not file.draft or not file.handles:
                 self._writeback.discard(draft)
         if file.draft in gone and not file.handles:
-            file.draft = None
+            file.end_draft()
 
     def forget_name(self, entry: Entry) -> None:
         """The entry lost its last name, which is a change of the inode."""

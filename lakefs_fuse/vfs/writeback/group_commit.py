@@ -227,6 +227,7 @@ class GroupCommit:
         if closing.spot is not None:
             draft.file.keep_in(closing.spot)
         draft.acknowledge(closing.sequence)
+        closing.file.follow_draft()
         if draft.saves != closing.saves:  # it was renamed meanwhile, or its attributes changed
             try:
                 draft.save(sync=True)

@@ -41,7 +41,7 @@ from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
 from lakefs_fuse.upload.publish import Published, publish
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
-from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
@@ -339,9 +339,9 @@ class Publisher:
     async def close(self, file: OpenFile) -> None:
         """What `close()` waits for: the store, or under write-back the local disk. Raises LakeError."""
         draft = file.draft
-        if not file.unlinked:
+        if file.state is not OpenState.UNLINKED:
             file.check_complete()
-        if draft is None or file.unlinked or draft.accepted:
+        if draft is None or file.state is not OpenState.WRITING:
             return
         if not self._queue.is_for(file.key):
             await self._publish_newest(file)
@@ -384,7 +384,7 @@ class Publisher:
     async def _publish(self, file: OpenFile, draft: Draft, item: AcknowledgedVersion | None = None) -> None:
         async with file.publishing:
             owner = _owner(file, draft)
-            if owner is None or file.unlinked:
+            if owner is None or file.state is OpenState.UNLINKED:
                 if draft.accepted:
                     self._queue.end(draft)
                 return
@@ -491,38 +491,12 @@ class Publisher:
         return passed
 
     def _install(self, each: Publication) -> LateAttributes | None:
-        """Make these bytes the file's version in the store, whatever was written since."""
         file, stored = each.file, each.stored
         self._cache.pin(stored.extent.version)
         if file.extent is not None:
             self._cache.unpin(file.extent.version)
-        owner = _owner(file, each.draft) or file
-        now, is_told = owner.entry, owner.is_told_by(stored.described)
-        file.extent, file.if_absent = stored.extent, False
-        if owner is file:
-            file.entry, file.draft = stored.entry, None
-        else:
-            file.behind.remove(owner)
-            owner.entry = stored.entry
-            self._rebase_later(file, stored)
-        xattrs, file.late_xattrs = file.late_xattrs, None
-        if file.unlinked or (xattrs is None and is_told):
-            return None
-        return LateAttributes.of(owner.key, stored.entry, now, xattrs)
-
-    @staticmethod
-    def _rebase_later(file: OpenFile, stored: StoredVersion) -> None:
-        """Later versions of the file replace this one."""
-        now = stored.entry
-        for later in file.versions:
-            flags = int(later.entry.flags & ~Flag.LOCAL)
-            later.entry = msgspec.structs.replace(
-                later.entry, flags=flags, etag=now.etag, stamp=now.stamp, place=now.place, offset=now.offset
-            )
-            later.extent, later.if_absent = stored.extent, False
-            if later.draft is not None:
-                later.draft.target.replaces, later.draft.target.if_absent = stored.extent.version.etag, False
-                later.draft.save()
+        late = file.install(each.draft, stored.entry, stored.extent, stored.described)
+        return None if late is None else LateAttributes.of(file.key, stored.entry, *late)
 
     def _record_row(self, batch: Batch, stored: StoredVersion) -> None:
         entry = stored.entry
@@ -548,7 +522,7 @@ class Publisher:
             draft.close(unlink=stored.published is None)
             if draft.accepted:
                 self._queue.end(draft)
-            if not file.unlinked:
+            if file.state is not OpenState.UNLINKED:
                 for listener in self._ns.events.version_stored:
                     listener(file.key, stored.extent)
             if not number % RECORDED_AT_ONCE:

@@ -101,7 +101,7 @@ class Replay:
         file.entry = attributes.learn(file.entry, record.metadata)
         file.late_xattrs = self._ns.tree.xattrs(entry.inode)  # before what the store says is applied over them
         draft.count_staged()
-        file.draft = draft
+        file.begin(draft)
         self._files.restore(file)
         self.records.add(record.id)
         self._metrics.replayed += 1
@@ -201,7 +201,7 @@ class Replay:
             self._files.forget_record(draft.id)  # before anybody renames the file: it would come back under this name
             owner = file.owner_of(draft)
             if owner is file:
-                file.draft = None
+                file.end_draft()
             elif owner is not None:
                 file.behind.remove(owner)
             for later in file.versions:
