@@ -246,7 +246,7 @@ def test_documents_name_source_files_that_exist() -> None:
 PATCHED_PRIVATE = {
     "vfs/test_create.py": {"_unlink_now"},
     "vfs/test_late_attributes.py": {"_record"},
-    "vfs/test_replay_exact.py": {"_drop_accepted"},
+    "vfs/test_replay_exact.py": {"_drop_acknowledged"},
 }
 """Private names that tests replace, for want of a public way; SLF001 sees those in code. Only ever fewer."""
 

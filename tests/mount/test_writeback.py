@@ -403,8 +403,9 @@ def test_a_newer_version_of_somebody_else(back: Lake, faults: tuple[Server, Faul
     assert (back.path / "model").read_bytes() == b"theirs"
     assert (back.path / conflict).read_bytes() == noise(size, 1)
     assert back.number("writeback.conflicts") == 1
-    assert f"model was changed by somebody else since: both versions are kept, the one accepted here as {conflict}" in (
-        back.log()
+    assert (
+        f"model was changed by somebody else since: both versions are kept, the one acknowledged here as {conflict}"
+        in (back.log())
     )
     assert back.outside.uploads() == []
     back.remount(empty_cache=True)

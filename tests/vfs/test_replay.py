@@ -892,7 +892,7 @@ async def test_staged_bytes_that_are_gone_are_told_and_the_rest_comes_back(
     store.hook = lambda _request, _when: None
     async with writing_back(store, dead) as m:
         assert await m.read("kept") == b"kept"
-        assert "lost was accepted, and cannot be brought back" in caplog.text
+        assert "lost was acknowledged, and cannot be brought back" in caplog.text
         await m.fs.make_durable()
         assert store.data("kept") == b"kept"
         assert "lost" not in store.objects

@@ -371,7 +371,7 @@ async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_no
 ) -> None:
     """Both have versions that were accepted and are not in the store; what is replaced has the newer one."""
     store, clock = MemoryStore(), Clock()
-    drop = Unlinker._drop_accepted  # noqa: SLF001  # no failpoint lies before it
+    drop = Unlinker._drop_acknowledged  # noqa: SLF001  # no failpoint lies before it
     dead = tmp_path / "dead"
 
     async def dying(files: Unlinker, file: OpenFile, newest: int) -> None:
@@ -389,9 +389,9 @@ async def test_a_death_in_a_rename_over_a_file_that_waits_leaves_all_of_it_or_no
         else:
             await m.write("source", b"source")
             await m.write("target", b"target")
-        monkeypatch.setattr(Unlinker, "_drop_accepted", dying)
+        monkeypatch.setattr(Unlinker, "_drop_acknowledged", dying)
         await m.rename("source", "target")
-        monkeypatch.setattr(Unlinker, "_drop_accepted", drop)
+        monkeypatch.setattr(Unlinker, "_drop_acknowledged", drop)
         Outage(store)
     store.hook = lambda request, when: None
     async with writing_back(store, dead, clock=clock, delay_s=NEVER_S) as m:

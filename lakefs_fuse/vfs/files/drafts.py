@@ -29,21 +29,21 @@ class Drafts:
         self.files, self.services, self.new_id = files, services, new_id
         self._writeback = writeback
 
-    def draft(self, file: OpenFile, *, anew: bool = False) -> Draft:
-        """The file's draft, begun now where it has none; ``anew`` where nothing of the old version counts."""
-        return file.draft or self.begin(file, self._new_draft(file, anew=anew))
+    def draft(self, file: OpenFile, *, is_emptied: bool = False) -> Draft:
+        """The file's draft, begun now where it has none; ``is_emptied`` where nothing of the old version counts."""
+        return file.draft or self.begin(file, self._new_draft(file, is_emptied=is_emptied))
 
     def add_new(self, entry: Entry, key: str, *, if_absent: bool = False) -> OpenFile:
         """A file that was just created, with its first handle. Its record is the caller's to journal."""
         file = OpenFile(entry, key, None, if_absent=if_absent)
-        self._begin(file, self._new_draft(file, anew=True))
+        self._begin(file, self._new_draft(file, is_emptied=True))
         self.files.add(file)
         return file
 
-    def _new_draft(self, file: OpenFile, *, anew: bool) -> Draft:
+    def _new_draft(self, file: OpenFile, *, is_emptied: bool) -> Draft:
         draft_id, if_absent = self.new_id(), file.if_absent and not file.behind
         target = DraftTarget(file.key, file.describe, replaces=file.replaces, if_absent=if_absent)
-        base = None if anew or file.behind else file.extent
+        base = None if is_emptied or file.behind else file.extent
         small = StagedFile(self.services.staging, draft_id, file.key) if self._writeback.is_for(file.key) else None
         if base is None:
             for listener in self.files.events.file_emptied:

@@ -143,7 +143,7 @@ class FileTable:
         return [file for file in self._files.values() if file.draft is not None]
 
     def being_written(self, bytes_max: int) -> int:
-        """Files no larger than this that somebody writes and does not close yet."""
+        """Files no larger than this that a program writes and does not close yet."""
         return sum(
             file.writers > 0
             and not file.publishing.locked()
@@ -181,7 +181,7 @@ class FileTable:
         self._files[file.entry.inode] = file
 
     def restore(self, file: OpenFile) -> None:
-        """A file that write-back accepted is back, without a handle."""
+        """A file that write-back acknowledged is back, without a handle."""
         if file.entry.inode not in self._files and file.extent is not None:
             self._cache.pin(file.extent.version)
         self._files[file.entry.inode] = file
@@ -290,7 +290,7 @@ class FileTable:
                 continue
             batch = Batch()
             self.move(batch, file, key)
-            self._db.commit(batch, sync=file.is_promised)
+            self._db.commit(batch, sync=file.is_acknowledged)
 
     def move(self, batch: Batch, file: OpenFile, key: str) -> None:
         """A file, all its versions, has another name when the batch is committed, which also tells the journal."""

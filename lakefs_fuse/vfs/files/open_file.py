@@ -21,7 +21,7 @@ from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace import attributes
 
 READING = 1 << 62
-"""In the numbers of handles that were opened for reading: whoever closes one need not be asked what that means."""
+"""In the numbers of handles that were opened for reading: closing one publishes nothing."""
 
 
 class FileState(StrEnum):
@@ -29,7 +29,7 @@ class FileState(StrEnum):
     attempt takes back to ``uploading``; a write takes any of them to ``dirty``."""
 
     DIRTY = "dirty"
-    """Being written, or accepted and waiting."""
+    """Being written, or acknowledged and waiting."""
     UPLOADING = "uploading"
     """Parts of it, or the pack that it is in, are on their way or in the store already."""
     DURABLE = "durable"
@@ -72,7 +72,7 @@ class OpenFile:
     state: OpenState = field(default=OpenState.CLEAN, init=False)
     if_absent: bool = False
     behind: list[OpenFile] = field(default_factory=list)
-    """Versions that write-back accepted before ``draft`` began, oldest first, as they were then, with the same lock."""
+    """Versions that were acknowledged before ``draft`` began, oldest first, as they were then, with the same lock."""
     refused: RefusedRanges = field(default_factory=RefusedRanges)
     """Writes that were refused before the version that they were for could begin."""
     late_xattrs: dict[str, bytes] | None = None
@@ -152,15 +152,20 @@ class OpenFile:
         _, expected = owner.describe()  # an mtime that no user chose is the object's LastModified
         self.extent, self.if_absent = extent, False
         owner.entry = entry
-        if owner is self:
-            self.end_draft()
-        else:
-            self.behind.remove(owner)
-            for later in self.versions:
-                later.replace_stored(entry, extent)
+        self.end_version(draft)
+        for later in self.versions if owner is not self else ():
+            later.replace_stored(entry, extent)
         if self.state is OpenState.UNLINKED or (xattrs is None and expected.items() <= described.items()):
             return None
         return now, xattrs
+
+    def end_version(self, draft: Draft) -> None:
+        """The version of a draft is stored: it is no draft any more, or not behind."""
+        owner = self.owner_of(draft)
+        if owner is self:
+            self.end_draft()
+        elif owner is not None:
+            self.behind.remove(owner)
 
     def replace_stored(self, entry: Entry, extent: Extent) -> None:
         """This version is to replace one that was stored since it began."""
@@ -205,9 +210,8 @@ class OpenFile:
                 refused.check(self.key)
 
     @property
-    def is_promised(self) -> bool:
-        """Write-back accepted a version that is not in the store: it survives a crash of the machine, under the name
-        that the file has."""
+    def is_acknowledged(self) -> bool:
+        """A version that is not in the store survives a crash of the machine, under the name that the file has."""
         return any(each.draft is not None and each.draft.accepted for each in self.versions)
 
     def owner_of(self, draft: Draft) -> OpenFile | None:
@@ -215,7 +219,7 @@ class OpenFile:
         return next((each for each in self.versions if each.draft is draft), None)
 
     def leave_behind(self) -> OpenFile:
-        """The accepted draft becomes a version of its own, with the attributes it has now; another may begin."""
+        """The acknowledged draft becomes a version of its own, with the attributes it has now; another may begin."""
         assert self.draft is not None
         earlier = OpenFile(self.entry, self.key, self.extent, if_absent=self.if_absent, publishing=self.publishing)
         earlier.begin(self.draft)

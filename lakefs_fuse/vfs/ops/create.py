@@ -1,7 +1,7 @@
 """Files that are new: their rows, and those that were received whole before anybody here heard of them.
 
 A new file is in the tree and in the journal from the moment it is made, in one batch. What was received (`Received`)
-is taken as if it had been created, and its bytes written, just then; until it is taken, nobody was promised anything of
+is taken as if it had been created, and its bytes written, just then; until it is taken, nothing was promised of
 it. The kernel knows it by an inode that was set aside for that, and which is its row's. Trio thread only.
 """
 
@@ -218,7 +218,7 @@ class NewFiles:
         return file
 
     def _take_over(self, known: Entry, key: str, received: Received) -> OpenFile:
-        """Somebody else made a file of the name meanwhile: this is its next version."""
+        """Another client made a file of the name meanwhile: this is its next version."""
         if known.is_dir or known.is_symlink or self._files.is_dirty(known):
             raise FileError(errno.ESTALE, f"{key} is something else by now")
         batch = Batch()
@@ -226,7 +226,7 @@ class NewFiles:
         self._db.commit(batch)
         file = self._files.acquire(entry, writer=True)
         try:
-            self._drafts.draft(file, anew=True).begin_with(received.data)
+            self._drafts.draft(file, is_emptied=True).begin_with(received.data)
         except LakeError:
             self._drop(file)
             raise

@@ -5,7 +5,7 @@ What always holds (*refused writes unpublished*): the name is what it was before
 that the kernel knows nothing of, so that neither pages nor sizes of the failed version are shown. The rows change and
 the journal record is synced in one batch; a crash before leaves the record of a file being written, of which the next
 daemon makes the same orphan. Where that batch cannot be written, the file stays in use and `make_durable` tries
-again. An orphan is dropped when its name is created or emptied anew, as truncation would have dropped it. Trio thread
+again. An orphan is dropped when its name is created or emptied again, as truncation would have dropped it. Trio thread
 only.
 """
 

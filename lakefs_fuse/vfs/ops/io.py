@@ -110,7 +110,7 @@ class FileIO:
 
     async def _draft_to_change(self, file: OpenFile) -> Draft:
         if file.draft is not None and file.draft.accepted:
-            await self._publisher.begin_anew(file, file.draft)
+            await self._publisher.begin_next(file, file.draft)
         return self._drafts.draft(file)
 
     async def truncate(self, file: OpenFile, size: int) -> None:
@@ -119,16 +119,16 @@ class FileIO:
                 if size == 0:
                     self._publisher.leave_behind(file)
                 else:
-                    await self._publisher.begin_anew(file, file.draft)
+                    await self._publisher.begin_next(file, file.draft)
             try:
-                await self._drafts.draft(file, anew=size == 0).truncate(size)
+                await self._drafts.draft(file, is_emptied=size == 0).truncate(size)
                 return
             except DraftEnded:
                 await self._wait_published(file)
 
     @staticmethod
     async def _wait_published(file: OpenFile) -> None:
-        """The draft has ended: it was accepted, or the task that ended it is about to detach it."""
+        """The draft has ended: it was acknowledged, or the task that ended it is about to detach it."""
         if file.draft is not None and file.draft.accepted:
             return
         async with file.publishing:

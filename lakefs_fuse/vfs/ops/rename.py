@@ -268,7 +268,7 @@ class Renames:
         self._files.replaces(moved, plan.copied_from)
         if file is not None:
             self._files.move(batch, file, self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass"))
-        self._ns.database.commit(batch, sync=file is not None and file.is_promised)
+        self._ns.database.commit(batch, sync=file is not None and file.is_acknowledged)
         self._files.updated(moved)
         reached("rename.moved")
 

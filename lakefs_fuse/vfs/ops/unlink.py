@@ -83,7 +83,7 @@ class Unlinker:
         try:
             async with file.publishing:
                 file.unlink()  # not before: what is being published is visible with its name until then
-                if file.draft is not None:  # what is being accepted is accepted first
+                if file.draft is not None:  # what is being acknowledged is acknowledged first
                     async with file.draft.exclusive():
                         pass
                 await self._keep_for_handles(file)
@@ -93,7 +93,7 @@ class Unlinker:
             file.relink()
             self._io.unpin(file)  # its close may have ended while the file was unlinked
             raise
-        await self._drop_accepted(file, newest)
+        await self._drop_acknowledged(file, newest)
         if file.draft is not None:
             file.draft.unlink()
             if file.handles:
@@ -129,8 +129,8 @@ class Unlinker:
         self._writeback.delete_object(meta)
         return file.entry
 
-    async def _drop_accepted(self, file: OpenFile, newest: int) -> None:
-        """Versions that write-back accepted are wanted only by who has the file open. ``newest``: journaled before."""
+    async def _drop_acknowledged(self, file: OpenFile, newest: int) -> None:
+        """Acknowledged versions stay for programs that have the file open only. ``newest``: journaled before."""
         batch = Batch()
         gone = [each.draft for each in file.versions if each.draft is not None and each.draft.accepted]
         for draft in gone:

@@ -215,12 +215,7 @@ class GroupCommit:
             self._encode(closing)
         self._journal.put(batch, closing.draft.id, closing.raw)
         for older in superseded:
-            if older.is_unknown_to_store:
-                older.file.mark_ended()
-                self._journal.delete(batch, older.id)
-            else:  # what the store has of it has to go, or is recognised as ours, even if this daemon dies
-                gone = msgspec.structs.replace(older.record(), unlinked=True)
-                self._journal.put(batch, older.id, encode(gone))
+            self.queue.journal_superseded(batch, older)
 
     def _end(self, closing: Closing) -> None:
         draft = closing.draft

@@ -164,7 +164,7 @@ class Packer:
                 self._idle = self._being_written(threshold)
 
     def _others_write(self, threshold: int) -> bool:
-        """Somebody else may be about to close a small file. Files that stay open, as logs do, are waited for once."""
+        """Another writer may be about to close a small file. Files that stay open, as logs do, are waited for once."""
         writing = self._being_written(threshold)
         self._idle = min(self._idle, writing)
         return writing > self._idle
@@ -210,8 +210,8 @@ class Packer:
         self._nursery.start_soon(partial(self._threads.run, self._cache.write_runs, [(version, 0, blocks)]))
 
     async def _note(self, drafts: list[Draft], key: str) -> None:
-        """So that they are recognised in the commit, should this daemon die; accepted ones even if the machine does.
-        Raises CacheError."""
+        """So that they are recognised in the commit, should this daemon die; acknowledged ones even if the machine
+        does. Raises CacheError."""
         for at in range(0, len(drafts), FILES_BETWEEN_PAUSES):
             batch = Batch()
             for draft in drafts[at : at + FILES_BETWEEN_PAUSES]:

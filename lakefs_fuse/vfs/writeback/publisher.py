@@ -35,7 +35,7 @@ from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.path_rules import PackPolicy, Rules
-from lakefs_fuse.staging.draft_record import DraftState, encode
+from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
 from lakefs_fuse.upload.publish import Published, publish
@@ -482,12 +482,7 @@ class Publisher:
         file.behind = [each for each in file.behind if each not in older]
         passed = [each.draft for each in older if each.draft is not None]
         for each in passed:
-            each.unlink()
-            if each.is_unknown_to_store:
-                each.file.mark_ended()
-                self._journal.delete(batch, each.id)
-            else:
-                self._journal.put(batch, each.id, encode(each.record()))
+            self._queue.journal_superseded(batch, each)
         return passed
 
     def _install(self, each: Publication) -> LateAttributes | None:
@@ -541,7 +536,7 @@ class Publisher:
 
     # -- changing what was acknowledged
 
-    async def begin_anew(self, file: OpenFile, acknowledged: Draft) -> None:
+    async def begin_next(self, file: OpenFile, acknowledged: Draft) -> None:
         """The version after an acknowledged one that is not in the store yet begins: as a copy of it, or where it is
         large, after it was published. Of many writers at once the first does it. Raises LakeError."""
         file.beginning = file.beginning or trio.Lock()

@@ -32,11 +32,11 @@ from lakefs_fuse.errors import (
     StoreFull,
     Unavailable,
 )
-from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.path_rules import Rules
-from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.staging.draft_record import DraftState, encode
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.wakeup import Wakeup
@@ -295,7 +295,7 @@ class WriteBack:
     # -- superseding
 
     def supersede_older(self, file: OpenFile, before: list[Draft], *, are_names_held: bool) -> list[Draft]:
-        """The file is acknowledged anew, after ``before``: older versions do not become visible, from the newest back
+        """The file is acknowledged again, after ``before``: older versions do not become visible, from the newest back
         to one that has to. ``are_names_held``: changes of names wait for the queue. Answers their drafts."""
         superseded: list[Draft] = []
         for _, item in reversed(self._behind(file)):
@@ -360,6 +360,16 @@ class WriteBack:
             draft.save(sync=True)
         except CacheError as error:
             log.error("what is staged of %s could not be journaled: %s", draft.target.key, error)
+
+    def journal_superseded(self, batch: Batch, draft: Draft) -> None:
+        """With the batch the draft's record goes, or says that it is superseded: what the store has of it has to go, or
+        is recognised as ours, even if this daemon dies."""
+        draft.unlink()
+        if draft.is_unknown_to_store:
+            draft.file.mark_ended()
+            self._journal.delete(batch, draft.id)
+        else:
+            self._journal.put(batch, draft.id, encode(draft.record()))
 
     def discard_superseded(self, draft: Draft) -> None:
         """A newer version is visible, or will be: this one ends."""

@@ -62,14 +62,14 @@ class Replay:
         self.records: set[str] = set()
         """Drafts that came back."""
         self._ours: set[str] = set()
-        """Drafts that the journal knows, those that nobody wants any more among them."""
+        """Drafts that the journal knows, superseded ones among them."""
         self.uncovered = False
-        """A name had to be made anew: what commits say of it has to be read again."""
+        """A name had to be created again: what commits say of it has to be read again."""
 
     # -- at mount
 
     def restore(self) -> None:
-        """Bring back everything that was accepted. Raises CacheError."""
+        """Bring back every acknowledged version. Raises CacheError."""
         records = []
         for _, raw in self._journal.records():
             try:
@@ -84,9 +84,9 @@ class Replay:
             try:
                 self._restore(record)
             except LakeError as error:
-                log.error("%s was accepted, and cannot be brought back: %s", path_of(record), error)
+                log.error("%s was acknowledged, and cannot be brought back: %s", path_of(record), error)
         if self.records:
-            log.warning("%d files that were accepted before are on their way into the store", len(self.records))
+            log.warning("%d files that were acknowledged before are on their way into the store", len(self.records))
         reached("replay.restored")
 
     def _restore(self, record: DraftRecord) -> None:
@@ -125,8 +125,8 @@ class Replay:
     # -- before it is published
 
     async def reconcile(self, item: AcknowledgedVersion) -> bool:
-        """Whether the store has the bytes already; then nothing of the item is left. Where the name is somebody
-        else's now, the item has another when this returns. Raises LakeError."""
+        """Whether the store has the bytes already; then nothing of the item is left. Where the name is another
+        client's now, the item has another when this returns. Raises LakeError."""
         record = item.draft.record()
         if await self.evidence.is_in_pack(record):
             etag = (await self.evidence.visible(record)).etag
@@ -142,12 +142,12 @@ class Replay:
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
         if not expected and not await self.evidence.is_relocated(there, record):
             await self.rename_conflict(item)
-        item.is_unreconciled, item.file.late_xattrs = False, None  # stored anew, it is told with all of them
+        item.is_unreconciled, item.file.late_xattrs = False, None  # stored again, it is told with all of them
         return False
 
     @staticmethod
     def _is_gone(item: AcknowledgedVersion) -> bool:
-        """Nobody wants it any more: its name went while the store was asked. Who takes that away looks once more."""
+        """It is superseded, or its name went while the store was asked. Who takes that away looks once more."""
         return item.file.unlinked or item.file.owner_of(item.draft) is None
 
     def _tell_object(self, item: AcknowledgedVersion, meta: ObjectMeta, is_newest: bool) -> None:
@@ -190,8 +190,8 @@ class Replay:
         self, item: AcknowledgedVersion, etag: str, tell: Callable[[], None], is_ours: Callable[[Version], bool]
     ) -> bool:
         """``etag`` is that of the object that has the bytes: later versions of the file replace it. What the store does
-        not say of it yet is left to ``tell``. ``is_ours`` whether a version is these bytes. False where nobody wants it
-        any more. Raises CacheError."""
+        not say of it yet is left to ``tell``. ``is_ours`` whether a version is these bytes. False where it is
+        superseded. Raises CacheError."""
         file, draft = item.file, item.draft
         async with file.publishing:
             if self._is_gone(item):
@@ -199,11 +199,7 @@ class Replay:
             tell()
             draft.file.mark_ended()
             self._files.forget_record(draft.id)  # before anybody renames the file: it would come back under this name
-            owner = file.owner_of(draft)
-            if owner is file:
-                file.end_draft()
-            elif owner is not None:
-                file.behind.remove(owner)
+            file.end_version(draft)
             for later in file.versions:
                 if later.draft is not None:
                     later.draft.target.replaces = etag
@@ -223,7 +219,7 @@ class Replay:
         return True
 
     async def rename_conflict(self, item: AcknowledgedVersion) -> None:
-        """The name has a version of somebody else: the accepted bytes get a name beside it. Raises LakeError."""
+        """The name has another client's version: the acknowledged bytes get a name beside it. Raises LakeError."""
         file, draft = item.file, item.draft
         if draft.upload_intent_ns:
             if draft.parts.bytes_dropped:
@@ -268,7 +264,9 @@ class Replay:
         self._ns.announce_name(parent, name)
         self._metrics.conflicts += 1
         log.error(
-            "%s was changed by somebody else since: both versions are kept, the one accepted here as %s", old, file.key
+            "%s was changed by somebody else since: both versions are kept, the one acknowledged here as %s",
+            old,
+            file.key,
         )
 
 
