@@ -57,6 +57,10 @@ class Filesystem:
         self.make_durable, self.sync_names = durability.make_durable, durability.sync_names
         self.finish_orphan, self.abort_orphan = durability.finish_orphan, durability.abort_orphan
         self.look_again = durability.poll
+        self.listing_fresh_s, self.more_names = namespace.listing_fresh_s, namespace.wait_for_more
+        self.knows_holes_in = handles.files.holes.any_in
+        self.files_in_use: Mapping[int, OpenFile] = handles.files.by_inode
+        """Not to be changed. Their rows, as a directory's reader sees them, are those of `row_of`."""
 
     # -- names and attributes
 
@@ -80,14 +84,6 @@ class Filesystem:
         else:
             await self._ns.begin_reading(inode)
 
-    async def more_names(self, inode: int, after: int) -> None:
-        """What `readdir` answers now begins with the next entry beyond ``after``, if there is any."""
-        await self._ns.wait_for_more(inode, after)
-
-    def listing_fresh_s(self, inode: int) -> float:
-        """For how many seconds more the listing of a directory may be remembered."""
-        return self._ns.listing_fresh_s(inode)
-
     def readdir(self, inode: int, after: int) -> Iterator[Entry]:
         """Entries with cookies beyond ``after``, in cookie order, attributes of files being written included."""
         for entry in self._ns.tree.children(inode, after):
@@ -96,19 +92,10 @@ class Filesystem:
             file = self._files.get(entry.inode)
             yield entry if file is None else file.current
 
-    @property
-    def files_in_use(self) -> Mapping[int, OpenFile]:
-        """By inode; not to be changed. Their rows, as a directory's reader sees them, are those of `row_of`."""
-        return self._files.by_inode
-
     def data_bytes(self, entry: Entry) -> int:
         """Bytes of a file that are not known to be holes."""
         file = self._files.get(entry.inode)
         return self._files.holes.data_bytes(entry, file.draft if file is not None else None)
-
-    def knows_holes_in(self, directory: int) -> bool:
-        """Some file in it is known to have holes."""
-        return self._files.holes.any_in(directory)
 
     def row_of(self, inode: int) -> bytes:
         """The row of a file in use, with the size that it has now."""

@@ -253,7 +253,8 @@ class Assembly:
         )  # fmt: skip
         self._reader, self._group_commit = reader, group_commit
         self.filesystem = self._filesystem(services, publisher)
-        self._subscribe(events, copies)
+        events.keys_unlisted.append(copies.paths)
+        events.key_reservations.append(committer.journal.reserves)
         if not config.read_only:
             events.object_overridden.append(commits.foreign_objects(ground, namespace).add)
 
@@ -308,10 +309,6 @@ class Assembly:
             self.namespace, self.committer, self.deletions, self.relocator, packer, self.files,
             Rules.of(ground.config), ground.shown,
         )  # fmt: skip
-
-    def _subscribe(self, events: ChangeEvents, copies: BegunCopies) -> None:
-        events.keys_unlisted.append(copies.paths)
-        events.key_reservations.append(self.committer.journal.reserves)
 
     @property
     def poller(self) -> Poller:

@@ -66,8 +66,8 @@ class Holes:
         base = 0
         if draft.base is not None:
             base = min(draft.base_limit, self._stored(entry.inode, draft.base.version.etag, draft.base.size))
-        pages = draft.pages.pages + draft.spills.pages.pages
-        return min(draft.size, base + pages * PAGE_BYTES + draft.parts.bytes_dropped)
+        staged = base + (draft.pages.pages + draft.spills.pages.pages) * PAGE_BYTES
+        return draft.size if staged >= draft.size else min(draft.size, staged + draft.parts.bytes_dropped)
 
     def note_stored(self, entry: Entry, draft: Draft) -> None:
         """The draft is the version that the row ``entry`` tells."""
@@ -95,6 +95,7 @@ class FileTable:
         self._journal = Journal(database)
         self.holes = Holes()
         self.by_inode = self._files = dict[int, OpenFile]()  # the first name is for readers
+        self.get, self.forget_record = self._files.get, self._journal.remove
         self._renamed: set[int] = set()
         events.inode_dropped.append(self.hold)
         events.metadata_read.append(self.learn_from)
@@ -107,9 +108,6 @@ class FileTable:
         self._db.commit(batch, sync=sync)
 
     # -- the table
-
-    def get(self, inode: int) -> OpenFile | None:
-        return self._files.get(inode)
 
     def hold(self, inode: int) -> OpenFile | None:
         """The file in use. Leases on it end: handles that were opened under them are counted from here on."""
@@ -313,9 +311,6 @@ class FileTable:
             each.entry = msgspec.structs.replace(each.entry, place=entry.place, offset=entry.offset)
             if each.draft is not None:
                 each.draft.target.replaces, each.draft.target.copied_from = entry.etag, copied_from
-
-    def forget_record(self, draft_id: str) -> None:
-        self._journal.remove(draft_id)
 
     def learn_from(self, meta: ObjectMeta) -> None:
         """Keep the metadata that a GET answered where it belongs to a file in use."""

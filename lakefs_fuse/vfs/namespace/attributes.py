@@ -29,10 +29,10 @@ def without_privileges(mode: int) -> int:
 
 
 def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:
-    """Metadata of an entry. Without mtime the object's LastModified stands for it."""
+    """Metadata of a file. Without mtime the object's LastModified stands for it."""
     described = {}
     if entry.mode != UNSET:
-        described["mode"] = str(entry.file_type | entry.mode)
+        described["mode"] = str(stat.S_IFREG | entry.mode)
     if entry.uid != UNSET:
         described["uid"] = str(entry.uid)
     if entry.gid != UNSET:

@@ -18,11 +18,11 @@ import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 import trio
 
-from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, NotFound, Unavailable
@@ -82,6 +82,10 @@ class Namespace:
         files: FileTable,
     ) -> None:
         self.tree, self.events = tree, files.events
+        self.announce_name = self.events.announce_name
+        self.prefix, self.key = partial(prefix_of, tree), partial(key_of, tree)
+        """As those of `key_mapping`."""
+        self.extent = partial(extent_of, tree)
         self.events.listing_dropped.append(self._mark_listings_stale)
         self.events.redated_file_closed.append(self._renew_redated)
         self.root = Entry(ROOT_INODE, 0, b"", ROOT_INODE, Flag.DIRECTORY | Flag.ATTRIBUTES_KNOWN | Flag.MARKER)
@@ -102,14 +106,6 @@ class Namespace:
         self.touch(ROOT_INODE)
 
     # -- keys
-
-    def prefix(self, directory: int) -> str:
-        """Keys of a directory's children begin with this; empty for the root. Raises FileError(ESTALE)."""
-        return prefix_of(self.tree, directory)
-
-    def key(self, entry: Entry) -> str:
-        """The key of a file, or of a directory's marker."""
-        return key_of(self.tree, entry)
 
     def checked_key(self, prefix: str, component: str) -> str:
         """The key of a name below a prefix. Raises FileError(ENAMETOOLONG) where no store would take it."""
@@ -183,10 +179,6 @@ class Namespace:
     def at(self, path: str) -> Entry | None:
         """What is known under a path; None for nothing, and for the root."""
         return self.tree.resolve([name.encode("utf-8", "surrogatepass") for name in path.split("/")])
-
-    def extent(self, entry: Entry) -> Extent | None:
-        """Where a file's bytes are; None for one that is not in the store yet. Raises FileError(EIO)."""
-        return extent_of(self.tree, entry)
 
     def own_etag(self, path: str, parent: int | None = None) -> str:
         """ETag of the plain object that is known to lie at a path's own key, seen or hidden, or that may come there;
@@ -545,10 +537,6 @@ class Namespace:
             if at is None:
                 break
             directory, name = at.parent, at.name
-
-    def announce_name(self, directory: int, name: bytes) -> None:
-        """A name means something else than the kernel may have cached."""
-        self.events.announce_name(directory, name)
 
     def renew_inode(self, entry: Entry) -> None:
         """Give the version that a name has now an inode of its own: the kernel keeps the size that it knows of one.

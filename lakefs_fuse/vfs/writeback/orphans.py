@@ -314,11 +314,7 @@ class Recovery:
             await self._services.client.abort_multipart(record.key, record.upload_id)
         if record.spilled:
             await self._services.delete_spills(record.id)
-        await self._abort_unknown_upload(record)
-
-    async def _abort_unknown_upload(self, record: DraftRecord) -> None:
-        """An upload was asked for and the daemon died before it learnt the id."""
-        if record.upload_intent_ns and not record.upload_id:
+        if record.upload_intent_ns and not record.upload_id:  # the daemon died before it learnt the id
             await self._services.abort_lost_uploads(record.key, record.upload_intent_ns)
 
 

@@ -478,9 +478,8 @@ class Publisher:
     def _end_older(self, batch: Batch, file: OpenFile, draft: Draft) -> list[Draft]:
         """Older versions that did not come before this one, because they were refused or a pack passed them, end:
         neither a later attempt nor the next mount takes them for newest."""
-        older = [each for each in file.behind if each.draft is not None and each.draft.accepted < draft.accepted]
-        file.behind = [each for each in file.behind if each not in older]
-        passed = [each.draft for each in older if each.draft is not None]
+        passed = [each.draft for each in file.behind if each.draft is not None and each.draft.accepted < draft.accepted]
+        file.behind = [each for each in file.behind if each.draft not in passed]
         for each in passed:
             self._queue.journal_superseded(batch, each)
         return passed

@@ -15,7 +15,7 @@ two awaits is atomic. A crash leaves the journal, from which `replay` makes the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -189,6 +189,7 @@ class WriteBack:
         self._attempts = 0
         self.versions: dict[int, AcknowledgedVersion] = {}
         """What is on its way, by number, in the order of acknowledgement; changed by the methods here only."""
+        self.items = self.versions.values()
         self._standing_in: dict[int, AcknowledgedVersion] = {}
         """Those that superseded others."""
         self._drains: list[Drain] = []
@@ -196,11 +197,6 @@ class WriteBack:
         self._small_bytes = self._small_files = 0
 
     # -- what is on its way
-
-    @property
-    def items(self) -> Iterable[AcknowledgedVersion]:
-        """In the order of acknowledgement."""
-        return self.versions.values()
 
     def __len__(self) -> int:
         return len(self.versions)
@@ -217,11 +213,12 @@ class WriteBack:
         )
 
     def item_of(self, draft: Draft) -> AcknowledgedVersion | None:
-        return self.versions.get(draft.accepted) if draft.accepted else None
+        return self.versions.get(draft.accepted)
 
-    def _behind(self, file: OpenFile) -> list[tuple[OpenFile, AcknowledgedVersion | None]]:
-        """Older versions of a file, oldest first, with their places in the queue."""
-        return [(each, self.item_of(each.draft) if each.draft is not None else None) for each in file.behind]
+    def _behind(self, file: OpenFile) -> list[tuple[OpenFile, AcknowledgedVersion]]:
+        """Older versions of a file that are in the queue, oldest first."""
+        items = ((each, self.item_of(each.draft) if each.draft is not None else None) for each in file.behind)
+        return [(each, item) for each, item in items if item is not None]
 
     async def wait_room(self, timeout_s: float) -> None:
         """Until one more file may be acknowledged. Raises StagingFull."""
@@ -299,8 +296,6 @@ class WriteBack:
         to one that has to. ``are_names_held``: changes of names wait for the queue. Answers their drafts."""
         superseded: list[Draft] = []
         for _, item in reversed(self._behind(file)):
-            if item is None:
-                continue
             is_late = item.state is VersionState.PUBLISHING or item.is_unreconciled
             if is_late or are_names_held or self._is_waited_for(item, before):
                 break
@@ -321,8 +316,6 @@ class WriteBack:
     def restore_superseded(self, file: OpenFile) -> None:
         """The newer version could not be acknowledged: those before it are to become visible after all."""
         for _, item in self._behind(file):
-            if item is None:
-                continue
             if item.state is VersionState.SUPERSEDED:
                 item.transition(VersionState.WAITING)
             item.draft.unlink(unlinked=False)
@@ -333,7 +326,7 @@ class WriteBack:
 
     def _end_superseded(self, file: OpenFile, draft: Draft) -> None:
         for earlier, item in self._behind(file):
-            if item is None or item.state is not VersionState.SUPERSEDED:
+            if item.state is not VersionState.SUPERSEDED:
                 continue
             file.behind.remove(earlier)
             if item.draft.is_unknown_to_store and item.draft.target.if_absent:
@@ -342,16 +335,16 @@ class WriteBack:
 
     def supersede_all(self, file: OpenFile) -> None:
         """Only the newest version is to become visible, whatever waits for those before."""
-        for earlier, item in self._behind(file):
-            if item is not None and item.state is VersionState.PUBLISHING:
+        behind = self._behind(file)
+        file.behind = [each for each, item in behind if item.state is VersionState.PUBLISHING]
+        for _, item in behind:
+            if item.state is VersionState.PUBLISHING:
                 continue
-            file.behind = [each for each in file.behind if each is not earlier]
-            if item is not None:
-                if file.draft is not None:
-                    file.draft.supersede(file.draft.stands_for or item.place)
-                item.draft.unlink()
-                self._save(item.draft)
-                self.discard_superseded(item.draft)
+            if file.draft is not None:
+                file.draft.supersede(file.draft.stands_for or item.place)
+            item.draft.unlink()
+            self._save(item.draft)
+            self.discard_superseded(item.draft)
 
     @staticmethod
     def _save(draft: Draft) -> None:
