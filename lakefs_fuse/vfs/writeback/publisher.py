@@ -52,6 +52,7 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     Form,
     PublishPlan,
     VersionFacts,
+    is_packable,
     needs_commit,
     plan_publish,
     superseded_at,
@@ -159,7 +160,7 @@ class ObjectWriter:
         await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
         used = self._ns.tree.objects.used(target.key) if has_upload else None
-        shares = not alone and not has_upload and policy.mode != "never" and draft.size <= policy.threshold_bytes
+        packable = not alone and is_packable(policy, draft.size, has_upload=has_upload)
         plan = plan_publish(
             VersionFacts(
                 path,
@@ -169,7 +170,7 @@ class ObjectWriter:
                 upload_key=target.key if has_upload else "",
                 is_key_taken=not has_upload and self._files.is_key_taken(path),
                 is_alone=alone,
-                are_others_closing=shares
+                are_others_closing=packable
                 and self._packer.are_others_closing(policy.threshold_bytes, self._storing_plain),
                 if_absent=target.if_absent,
                 own_etag=self._ns.own_etag(path, file.entry.parent) if target.if_absent else "",
