@@ -7,6 +7,7 @@ crash but what the journal and the rows say.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -79,7 +80,7 @@ class OpenFile:
     """Set while a version was being stored, which may not tell them."""
     is_redated: bool = False
     """Another node changed the mtime, which the kernel ignores for this inode: the file gets a new one when closed."""
-    described: tuple[Entry, Mapping[str, str], Mapping[str, str]] | None = None
+    described: tuple[Entry, dict[str, str], dict[str, str]] | None = None
     """The entry that `describe` was asked for last, and its answers: with the mtime, and as it is fixed before that."""
     publishing: trio.Lock = field(default_factory=trio.Lock)
     beginning: trio.Lock | None = None
@@ -132,7 +133,7 @@ class OpenFile:
         """Created or emptied, and not written to since."""
         return self.draft is not None and self.draft.size == 0 and self.draft.base is None
 
-    def describe(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    def describe(self) -> tuple[dict[str, str], dict[str, str]]:
         """Metadata of the object, for a single request and for a multipart upload. The latter is fixed when the upload
         begins, before the last write has a time."""
         if self.described is None or self.described[0] is not self.entry:
