@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -41,7 +41,6 @@ class FileSlice:
     fd: int
     offset: int
     length: int
-    seen: Callable[[int, bytes], None] | None = None
 
     def data(self) -> Iterator[FileSlice]:
         """The ranges that are not holes of the file, in order; all of it where its filesystem cannot tell."""
@@ -56,7 +55,7 @@ class FileSlice:
                 begin, stop = at, end
             if begin >= end:
                 return
-            yield FileSlice(self.fd, begin, stop - begin, self.seen)
+            yield FileSlice(self.fd, begin, stop - begin)
             at = stop
 
     def pieces(self, piece_bytes_max: int = 1 << 20) -> Iterator[bytes]:
@@ -64,8 +63,6 @@ class FileSlice:
         at, end = self.offset, self.offset + self.length
         while at < end:
             piece = self.read(at, min(piece_bytes_max, end - at))
-            if self.seen is not None:
-                self.seen(at, piece)
             at += len(piece)
             yield piece
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import trio
 
-from lakefs_fuse.blockcache.cache_file import BlockHasher, hash_blocks
+from lakefs_fuse.blockcache.cache_file import hash_blocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.environment.local_disk import data_runs
 from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
@@ -631,15 +631,12 @@ class Draft:
             self.parts.transition(index, PartState.UPLOADING)
             try:
                 upload_id = await self.begin_upload()
-                hasher = BlockHasher(start, start + length, self.size)
                 with self.file.held():
-                    body = FileSlice(self.file.fd, start, length, hasher.saw)
+                    body = FileSlice(self.file.fd, start, length)
                     ref = await self.uploader.client.upload_part(self.target.key, upload_id, index + 1, body)
-                    hashes = hasher.seen()
-                    if hashes is None:
-                        hashes = await self.uploader.staging.threads.run(
-                            hash_blocks, self.file.fd, start, start + length, self.size
-                        )
+                    hashes = await self.uploader.staging.threads.run(
+                        hash_blocks, self.file.fd, start, start + length, self.size
+                    )
             except BaseException:
                 self.parts.transition(index, PartState.DIRTY)
                 self.upload_failed = True
