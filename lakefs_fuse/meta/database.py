@@ -40,11 +40,6 @@ OPEN_FILES_MAX = 256
 REOPEN_PAUSE_S = 1.0
 PROBE_BYTES = 64 << 10
 """Opening the database anew writes less."""
-ROWS_KEPT = 4096
-"""Rows, and keys without one, that were read lately: OPEN reads its directory five times, and again what LOOKUP just
-read; RocksDB takes some 10 µs for each."""
-ROW_BYTES_MAX = 1024
-"""Longer ones are not kept."""
 DAMAGED_MAX = 10_000
 """Keys of damaged rows in memory, so that each is counted once; no more are counted."""
 INODES_RESERVED = 1 << 20
@@ -56,12 +51,10 @@ log = logging.getLogger(__name__)
 class Batch:
     """Changes that become visible, and survive a crash, together or not at all."""
 
-    __slots__ = ("_raw", "keys", "shares")
+    __slots__ = ("_raw", "shares")
 
     def __init__(self) -> None:
         self._raw = WriteBatch(raw_mode=True)
-        self.keys: list[bytes] | None = []
-        """What it changes; None: whole ranges."""
         self.shares: dict[int, list[int]] = {}
         """Changes of object rows, by number: entries, bytes (see `object_table`)."""
 
@@ -77,17 +70,12 @@ class Batch:
 
     def put(self, key: bytes, value: bytes) -> None:
         self._raw.put(key, value)
-        if self.keys is not None:
-            self.keys.append(key)
 
     def delete(self, key: bytes) -> None:
         self._raw.delete(key)
-        if self.keys is not None:
-            self.keys.append(key)
 
     def delete_range(self, begin: bytes, end: bytes) -> None:
         self._raw.delete_range(begin, end)
-        self.keys = None
 
     def __len__(self) -> int:
         return len(self._raw)
@@ -128,7 +116,6 @@ class Database:
         """``identity`` names the lake. Raises CacheError where the database holds another lake's names, or cannot be
         opened even after repair; then nothing in it was changed."""
         self._directory, self._clock, self._disk = directory, clock, disk
-        self._kept: dict[bytes, bytes | None] = {}
         self._failed_at: float | None = None
         self._damaged: set[bytes] = set()
         self._raw, self.lost_rows = _open_or_repair(directory, clock)
@@ -136,7 +123,7 @@ class Database:
         if not self._is_whole():
             self.close()
             _move_aside(directory, clock)
-            self._raw, self._kept = Rdict(str(directory), options()), {}
+            self._raw = Rdict(str(directory), options())
         self._write_shares: Callable[[Batch], None] = lambda _: None
         self._synced = WriteOptions()
         self._synced.sync = True
@@ -174,17 +161,9 @@ class Database:
     def get(self, key: bytes) -> bytes | None:
         """Raises CacheError."""
         try:
-            return self._kept[key]
-        except KeyError:
-            pass
-        try:
             value: bytes | None = self._raw.get(key)
         except Exception as error:
             raise self._broken(error) from error
-        if value is None or len(value) <= ROW_BYTES_MAX:
-            if len(self._kept) >= ROWS_KEPT:
-                self._kept.clear()
-            self._kept[key] = value
         return value
 
     def write_shares_by(self, write: Callable[[Batch], None]) -> None:
@@ -207,19 +186,11 @@ class Database:
             self._reopen()
         if batch.shares:
             self._write_shares(batch)
-        self._forget(batch.keys)
         try:
             self._raw.write(batch._raw, self._synced if sync else self._plain)
         except Exception as error:
             self._failed_at = self._clock.mono_s()
             raise self._broken(error) from error
-
-    def _forget(self, keys: list[bytes] | None) -> None:
-        if keys is None or len(keys) > ROWS_KEPT:
-            self._kept.clear()
-        else:
-            for key in keys:
-                self._kept.pop(key, None)
 
     @property
     def is_failing(self) -> bool:
@@ -246,7 +217,7 @@ class Database:
         try:
             self._check_disk()
             self.close()
-            self._raw, self._kept = Rdict(str(self._directory), options()), {}
+            self._raw = Rdict(str(self._directory), options())
         except Exception as error:
             raise self._broken(error) from error
         self._failed_at = None
@@ -295,7 +266,6 @@ class Database:
             self._raw.ingest_external_file([str(path) for path in paths], moving)
         except Exception as error:
             raise self._broken(error) from error
-        self._kept.clear()
         self._load_inodes()
 
     def copy_to(self, directory: Path) -> None:

@@ -54,55 +54,6 @@ def test_scans_are_ordered_and_bounded(
     database.close()
 
 
-few_keys = st.sampled_from([b"X%d" % number for number in range(9)])
-changes = st.lists(
-    st.one_of(
-        st.tuples(st.just("put"), few_keys, st.sampled_from([b"", b"short", b"longer than is kept"])),
-        st.tuples(st.just("delete"), few_keys, st.just(b"")),
-        st.tuples(st.just("range"), few_keys, few_keys),
-    ),
-    max_size=6,
-)
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(st.lists(st.tuples(changes, st.lists(few_keys, max_size=5)), max_size=12))
-def test_a_row_is_what_the_last_batch_made_it(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[list[tuple[str, bytes, bytes]], list[bytes]]]
-) -> None:
-    """However often it was read before, and whatever else was."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "ROWS_KEPT", 4)
-        patch.setattr(module, "ROW_BYTES_MAX", 8)
-        database = open_database(tmp_path_factory.mktemp("db") / "meta", "lake")
-        rows: dict[bytes, bytes] = {}
-        for changed, read in steps:
-            batch = Batch()
-            for what, key, value in changed:
-                if what == "put":
-                    batch.put(key, value)
-                    rows[key] = value
-                elif what == "delete":
-                    batch.delete(key)
-                    rows.pop(key, None)
-                elif key < value:
-                    batch.delete_range(key, value)
-                    rows = {other: row for other, row in rows.items() if not key <= other < value}
-            database.commit(batch)
-            assert [database.get(key) for key in read] == [rows.get(key) for key in read]
-        database.close()
-
-
-def test_a_row_that_was_read_is_not_asked_for_again(tmp_path: Path) -> None:
-    database = open_database(tmp_path / "meta", "lake")
-    put(database, b"Xa")
-    assert (database.get(b"Xa"), database.get(b"Xb")) == (b"=Xa", None)
-    database.close()  # RocksDB would refuse
-    assert (database.get(b"Xa"), database.get(b"Xb")) == (b"=Xa", None)
-    with pytest.raises(CacheError):
-        database.get(b"Xc")
-
-
 def test_a_scan_does_not_see_what_comes_later(tmp_path: Path) -> None:
     database = open_database(tmp_path / "meta", "lake")
     put(database, b"Xa", b"Xc")
