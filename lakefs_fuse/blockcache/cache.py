@@ -236,13 +236,9 @@ class BlockCache:
                 self.evict(wanted)  # a quota, which free space does not show: make room for the next attempt
 
     def _write_run(self, version: Version, first: int, blocks: Sequence[Buffer]) -> None:
-        whole = len(blocks) == version.blocks
-        with self.files.writing(version, whole=whole) as file:
-            if whole and file.blank:
-                file.write_all(blocks)
-            else:
-                for place, data in enumerate(blocks):
-                    file.write_block(first + place, data)
+        with self.files.writing(version) as file:
+            for place, data in enumerate(blocks):
+                file.write_block(first + place, data)
 
     def adopt(self, path: str | Path, version: Version, hashes: Sequence[int]) -> bool:
         """Make a file that holds the version's bytes (or holes, where ``hashes`` has 0) the version's cache file.

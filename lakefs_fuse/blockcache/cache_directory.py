@@ -194,20 +194,14 @@ class CacheDirectory:
             return self._open_file(version)
 
     @contextmanager
-    def writing(self, version: Version, *, whole: bool) -> Iterator[CacheFile]:
-        """The version's file for the block, made where there is none; with ``whole`` it is made blank. At the end its
-        size is counted again, and a file that is still blank is removed."""
+    def writing(self, version: Version) -> Iterator[CacheFile]:
+        """The version's file for the block, made where there is none. Its size is counted again at the end."""
         file = self._acquire_open(version, name_digest(version))
         if file is None:
             with self._files_lock:
-                file = self._open_file(version) or self._made_file(version, blank=whole)
+                file = self._open_file(version) or self._made_file(version)
         try:
             yield file
-        except BaseException:
-            if file.blank:
-                with self._files_lock:
-                    self._remove(file.digest)
-            raise
         finally:
             self._account(file)
             self._release(file)
@@ -235,10 +229,6 @@ class CacheDirectory:
         source, target = name_digest(old), name_digest(new)
         path = eviction.file_path(self._root, source)
         with self._files_lock:
-            with self._lock:
-                file = self._open.get(source)
-            if file is not None and file.blank:
-                return False  # its blocks are not there yet
             try:
                 relabel(path, old, new)
             except FileNotFoundError:
@@ -310,20 +300,20 @@ class CacheDirectory:
             self._keep_open(file)
         return file
 
-    def _made_file(self, version: Version, *, blank: bool) -> CacheFile:
+    def _made_file(self, version: Version) -> CacheFile:
         """Make the file, under the files lock; another process may have made it meanwhile."""
         try:
-            return self._create_file(version, blank=blank)
+            return self._create_file(version)
         except FileExistsError:
             self._doubtful = True
-            return self._open_file(version, look=True) or self._create_file(version, blank=blank)
+            return self._open_file(version, look=True) or self._create_file(version)
 
-    def _create_file(self, version: Version, *, blank: bool) -> CacheFile:
+    def _create_file(self, version: Version) -> CacheFile:
         """Under the files lock, where there is none."""
         digest = name_digest(version)
         with self._lock:
             self._presence.add(digest)
-        file = CacheFile.create(eviction.file_path(self._root, digest), version, digest, self._now_s(), blank=blank)
+        file = CacheFile.create(eviction.file_path(self._root, digest), version, digest, self._now_s())
         with self._lock:
             self._count(digest, file.accounted_bytes)
         self._keep_open(file)

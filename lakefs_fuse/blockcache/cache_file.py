@@ -213,7 +213,7 @@ def _closed_on_error(fd: int) -> Iterator[None]:
 class CacheFile:
     """An open cache file; owns its descriptor."""
 
-    __slots__ = ("accounted_bytes", "blank", "dead", "digest", "fd", "layout", "touched_s", "users", "version")
+    __slots__ = ("accounted_bytes", "dead", "digest", "fd", "layout", "touched_s", "users", "version")
 
     def __init__(
         self,
@@ -223,7 +223,6 @@ class CacheFile:
         digest: bytes,
         *,
         new_s: float | None = None,
-        blank: bool = False,
     ) -> None:
         """``new_s`` is the wall clock, in seconds, at which the file was made just now."""
         self.fd = fd
@@ -232,9 +231,7 @@ class CacheFile:
         self.digest = digest
         self.users = 0
         self.dead = False
-        self.blank = blank
-        """The file is empty, without a header, until `write_all`; readers find no block in it."""
-        self.accounted_bytes = 0 if blank else disk.allocated_bytes(fd)
+        self.accounted_bytes = disk.allocated_bytes(fd)
         self.touched_s = os.fstat(fd).st_mtime if new_s is None else new_s
 
     @classmethod
@@ -251,9 +248,8 @@ class CacheFile:
             return cls(fd, layout, version, digest)
 
     @classmethod
-    def create(cls, path: str, version: Version, digest: bytes, now_s: float, *, blank: bool = False) -> CacheFile:
-        """A new file without any block, or (``blank``) an empty one for `write_all`, and its directory. Raises OSError;
-        then there is no file."""
+    def create(cls, path: str, version: Version, digest: bytes, now_s: float) -> CacheFile:
+        """A new file without any block, and its directory. Raises OSError; then there is no file."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileNotFoundError:
@@ -261,8 +257,6 @@ class CacheFile:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         with _closed_on_error(fd):
             layout = Layout.for_size(version.size)
-            if blank:
-                return cls(fd, layout, version, digest, new_s=now_s, blank=True)
             try:
                 os.ftruncate(fd, layout.file_bytes)
                 disk.pwrite_all(fd, _header(layout, _check(version)).ljust(HEADER_BYTES, b"\0"), layout.data_end)
@@ -327,7 +321,7 @@ class CacheFile:
         Raises OSError; without ``wait`` BlockingIOError where the disk does not answer from memory.
         """
         first, stop = start // PIECE_BYTES, -(-end // PIECE_BYTES)
-        if not self.layout.has_pieces or self.blank:
+        if not self.layout.has_pieces:
             return None
         pread = os.pread if wait else disk.pread_now
         expected = pread(self.fd, (stop - first) * _HASH_BYTES, self.layout.piece_hash_at(first))
@@ -356,24 +350,6 @@ class CacheFile:
         if self.layout.has_pieces:
             disk.pwrite_all(self.fd, piece_hashes(data), self.layout.piece_hash_at(index * _PIECES))
         disk.pwrite_all(self.fd, block_hash(data).to_bytes(_HASH_BYTES, "little"), self.layout.hash_at(index))
-
-    def write_all(self, blocks: Sequence[Buffer]) -> None:
-        """Write all blocks of a small object, header and hashes, by one system call where the kernel takes it whole.
-        Raises OSError; then the file has to be removed."""
-        layout = self.layout
-        sizes = [min(BLOCK_BYTES, layout.size - start) for start in range(0, layout.size, BLOCK_BYTES)]
-        if [len(data) for data in blocks] != sizes:
-            raise ValueError(f"these are not all blocks of an object of {layout.size} bytes")
-        hashes = struct.pack(f"<{layout.blocks}Q", *map(block_hash, blocks))
-        if layout.has_pieces:
-            hashes = (hashes + b"".join(map(piece_hashes, blocks))).ljust(layout.index_bytes, b"\0")
-        header = _header(layout, _check(self.version)).ljust(HEADER_BYTES, b"\0")
-        tail = bytes(layout.data_end - layout.size) + header + hashes
-        if os.pwritev(self.fd, [*blocks, tail], 0) != layout.file_bytes:
-            for index, data in enumerate(blocks):
-                disk.pwrite_all(self.fd, data, index * BLOCK_BYTES)
-            disk.pwrite_all(self.fd, tail, layout.size)
-        self.blank = False
 
     def forget(self, first: int, stop: int) -> None:
         """Mark blocks [first, stop) absent. Raises OSError."""

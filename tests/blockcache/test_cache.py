@@ -282,82 +282,29 @@ WHOLE = Version("small", "etag", MIB + 777)
 BOTH = [block_of(DATA, 0), block_of(DATA, 1)[:777]]
 
 
-def test_a_small_object_is_written_at_once_and_laid_out_like_any_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adjacent_blocks_written_together_are_laid_out_like_single_ones(tmp_path: Path) -> None:
     blocks, one_by_one = make_cache(tmp_path / "blocks"), make_cache(tmp_path / "one")
     for index, data in enumerate(BOTH):
         write_block(one_by_one, WHOLE, index, data)
-    with monkeypatch.context() as patch:
-        failing(patch, "pwrite", errno.EIO)
-        write_blocks(blocks, WHOLE, 0, BOTH)
+    write_blocks(blocks, WHOLE, 0, BOTH)
     for cache in (blocks, one_by_one):
         assert cache.read_blocks(WHOLE, 0, 2) == BOTH
     (one,), (other,) = files_in(tmp_path / "blocks"), files_in(tmp_path / "one")
     assert one.read_bytes() == other.read_bytes()
     assert blocks.bytes_used == one.stat().st_blocks * 512
-    written = os.pwritev
-
-    def some(fd: int, buffers: list[bytes], offset: int) -> int:
-        return written(fd, [buffers[0][:1000]], offset)
-
-    blocks.evict(1 << 40)
-    monkeypatch.setattr(os, "pwritev", some)
-    write_blocks(blocks, WHOLE, 0, BOTH)
-    (one,) = files_in(tmp_path / "blocks")
-    assert one.read_bytes() == other.read_bytes(), "where the kernel writes less than all at once"
-
-
-def test_nothing_is_left_of_a_small_object_that_could_not_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    metrics = CacheMetrics()
-    cache = make_cache(tmp_path, metrics)
-    with pytest.raises(ValueError, match="all blocks"):
-        write_blocks(cache, WHOLE, 0, [BOTH[0], BOTH[1] + b"more"])
-    assert files_in(tmp_path) == []
-    with monkeypatch.context() as patch:
-        failing(patch, "pwritev", errno.ENOSPC)
-        write_blocks(cache, WHOLE, 0, BOTH)
-    assert cache.state is CacheState.FULL
-    assert files_in(tmp_path) == []
-    assert cache.bytes_used == metrics.damaged == 0
-    assert cache.statistics().files_open == 0
-    assert cache.read_blocks(WHOLE, 0, 2) == [None, None]
-
-
-def test_nobody_sees_a_small_object_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics = CacheMetrics()
-    cache = make_cache(tmp_path, metrics)
-    seen: list[object] = []
-    write = os.pwritev
-
-    def look(fd: int, buffers: list[bytes], offset: int) -> int:
-        seen.append(cache.read_blocks(WHOLE, 0, 2))
-        seen.append(cache.has_blocks(WHOLE, 0, 2))
-        seen.append(cache.transfer(WHOLE, Version("moved", "etag", WHOLE.size)))
-        write_block(cache, WHOLE, 1, BOTH[1])
-        seen.append(cache.read_blocks(WHOLE, 0, 2))
-        return write(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "pwritev", look)
-    write_blocks(cache, WHOLE, 0, BOTH)
-    assert seen == [[None, None], [False, False], False, [None, BOTH[1]]]
-    assert cache.read_blocks(WHOLE, 0, 2) == BOTH
-    assert metrics.damaged == 0
-    assert cache.bytes_used == sum(path.stat().st_blocks * 512 for path in files_in(tmp_path))
 
 
 def test_one_that_is_dropped_while_it_is_written_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = make_cache(tmp_path)
-    write = os.pwritev
+    write = os.pwrite
 
-    def drop(fd: int, buffers: list[bytes], offset: int) -> int:
-        cache.evict(1 << 40)
-        return write(fd, buffers, offset)
+    def drop(fd: int, data: bytes, offset: int) -> int:
+        if offset == 0:
+            cache.drop(WHOLE)
+        return write(fd, data, offset)
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "pwritev", drop)
+    monkeypatch.setattr(os, "pwrite", drop)
     write_blocks(cache, WHOLE, 0, BOTH)
     assert cache.read_blocks(WHOLE, 0, 2) == [None, None]
     assert files_in(tmp_path) == []
@@ -373,7 +320,6 @@ def test_a_quota_that_free_space_does_not_show_is_met_by_evicting(
         write_block(cache, Version(f"k{number}", "e", MIB), 0, content(number, MIB))
     used = cache.bytes_used
     with monkeypatch.context() as patch:
-        failing(patch, "pwritev", errno.EDQUOT)
         failing(patch, "pwrite", errno.EDQUOT)
         write_block(cache, VERSION, 0, block_of(DATA, 0))
     assert cache.state is CacheState.FULL
