@@ -1,31 +1,22 @@
 """READDIRPLUS answered by direntries.c: from packed rows, without an object for each entry.
 
 The bytes are those of an answer entry by entry, which is what `Operations.readdir` gives where the library is missing
-or pyfuse3 does not reach it (`RowReplies.possible` is false). A large directory is read front to back, and reading rows
-is two thirds of the work: the rows of the next request are read while the kernel takes in the last answer. One set of
-rows is kept at most, and dropped unless it is used before anything at all changes in the database. Trio thread only.
+or pyfuse3 does not reach it (`RowReplies.possible` is false). Trio thread only.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import islice
 
 from lakefs_fuse.kernel.native import hooks  # isort: skip  (loaded before pyfuse3, whose calls it receives)
 import pyfuse3
-import trio
 
 from lakefs_fuse.kernel.reply import DIRECTORY_BLKSIZE, FILE_BLKSIZE, Owned
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.vfs.ops.attributes import unasked_mode
 
-ROWS_MIN, ROWS_MAX = 500, 8192
-"""Rows that are read ahead: fewer are not worth a task; more than a request of 1 MiB holds are not used."""
 Rows = Iterator[tuple[bytes, bytes]]
-log = logging.getLogger(__name__)
 
 
 class Defaults(ctypes.Structure):
@@ -71,22 +62,11 @@ def _no_row(inode: int) -> bytes:
     raise KeyError(inode)
 
 
-@dataclass(slots=True)
-class _Prefetched:
-    tree: Tree
-    inode: int
-    after: int
-    changes: int
-    prefix: bytes
-    rows: list[tuple[bytes, bytes]]
-
-
 class RowReplies:
     """Answers to READDIRPLUS."""
 
     def __init__(self, fs: Owned) -> None:
         config = fs.config
-        self._prefetched: _Prefetched | None = None
         self._nothing = pyfuse3.EntryAttributes()
         self._defaults = Defaults(
             fs.default_uid, fs.default_gid, config.dir_mode, config.file_mode, unasked_mode(config),
@@ -108,28 +88,11 @@ class RowReplies:
     ) -> None:
         """As many entries of a directory beyond the cookie ``after`` as fit. The row of an inode in ``files``, a dict,
         is ``row_of(inode)``."""
-        prefix, rows = self._rows(tree, inode, after)
+        prefix, rows = tree.rows(inode, after)
         begin_entries(rows, {} if files is None else files, row_of, prefix, timeout_s, self._defaults)
         try:
             pyfuse3.readdir_reply(token, pyfuse3.FileNameT(b""), self._nothing, 0)
         finally:
-            count, last, damaged = end_entries()
+            _, _, damaged = end_entries()
         if damaged is not None:
             tree.entry_of_row(damaged)  # decoding it counts it
-        if after and count >= ROWS_MIN:
-            trio.lowlevel.spawn_system_task(self._prefetch, tree, inode, last, min(count + count // 8, ROWS_MAX))
-
-    def _rows(self, tree: Tree, inode: int, after: int) -> tuple[bytes, Rows]:
-        """As `Tree.rows`; perhaps not all of them."""
-        found, self._prefetched = self._prefetched, None
-        if found is None or (found.inode, found.after) != (inode, after) or found.tree is not tree:
-            return tree.rows(inode, after)
-        return tree.rows(inode, after) if found.changes != tree.changes else (found.prefix, iter(found.rows))
-
-    async def _prefetch(self, tree: Tree, inode: int, after: int, count: int) -> None:
-        try:
-            changes = tree.changes
-            prefix, rows = tree.rows(inode, after)
-            self._prefetched = _Prefetched(tree, inode, after, changes, prefix, list(islice(rows, count)))
-        except Exception as error:  # the READDIR itself will raise it
-            log.info("rows of inode %d were not read ahead: %s", inode, error)

@@ -172,11 +172,6 @@ class Tree:
         that is wanted, beyond the directory's end as well. To be let go before the database is closed."""
         return number_key(schema.ENTRY, parent), self.database.frozen(schema.ENTRY + _PAIR.pack(parent, after + 1))
 
-    @property
-    def changes(self) -> int:
-        """Two times the same number: `rows` has not changed in between."""
-        return self.database.changes
-
     def needing_object(self, parent: int, before: int) -> Iterator[list[int]]:
         """Cookies below ``before`` of all that a LIST might show (plain objects, files not stored yet, directories),
         some at a time: few of a million packed names are."""
