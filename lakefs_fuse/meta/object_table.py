@@ -19,7 +19,6 @@ from lakefs_fuse.product import RESERVED_PREFIX
 
 _ROW = struct.Struct("<QqqB")
 NUMBER_BYTES = 8
-REMEMBERED_MAX = 4096
 
 
 class ObjectRow(msgspec.Struct, frozen=True, gc=False):
@@ -56,7 +55,6 @@ class Objects:
     def __init__(self, database: Database) -> None:
         self._db = database
         database.write_shares_by(self._write_shares)
-        self._remembered: dict[int, ObjectRow] = {}
         self.packs = self.bytes_packed = self.bytes_live = self._others = 0
         """Packs known, their sizes, and what entries have in them; sums over the table. Others are plain objects."""
         for row in self.rows():
@@ -71,14 +69,8 @@ class Objects:
             self._others += sign
 
     def get(self, number: int) -> ObjectRow | None:
-        row = self._remembered.get(number)
-        if row is None:
-            raw = self._db.get(_number_key(number))
-            if raw is None:
-                return None
-            unpacked = self._read(number, raw)
-            row = None if unpacked is None else self._remember(unpacked)
-        return row
+        raw = self._db.get(_number_key(number))
+        return None if raw is None else self._read(number, raw)
 
     def _read(self, number: int, raw: bytes) -> ObjectRow | None:
         try:
@@ -93,13 +85,6 @@ class Objects:
             return int.from_bytes(raw, "big")
         self._db.note_damaged(key, ValueError(f"a number of {len(raw)} bytes"))
         return 0
-
-    def _remember(self, row: ObjectRow) -> ObjectRow:
-        self._remembered.pop(row.number, None)
-        self._remembered[row.number] = row
-        if len(self._remembered) > REMEMBERED_MAX:
-            del self._remembered[next(iter(self._remembered))]
-        return row
 
     def find(self, key: str, etag: str) -> ObjectRow | None:
         name = _name_key(key, etag)
@@ -137,13 +122,11 @@ class Objects:
     def _put(self, batch: Batch, row: ObjectRow) -> None:
         batch.put(_number_key(row.number), _pack(row))
         batch.put(_name_key(row.key, row.etag), schema.encode_number(row.number))
-        self._remember(row)
 
     def forget(self, batch: Batch, row: ObjectRow) -> None:
         """The object is gone from the store."""
         batch.delete(_number_key(row.number))
         batch.delete(_name_key(row.key, row.etag))
-        self._remembered.pop(row.number, None)
         self._count(row, -1)
 
     def _write_shares(self, batch: Batch) -> None:

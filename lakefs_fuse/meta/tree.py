@@ -80,8 +80,6 @@ class Tree:
         self.mirrored: set[int] = set()
         """Directories of which a part outside holds all names; it listens to the events that keep them right."""
         self.barrier = Barrier(self.entry, self.drop_mirror)
-        self.directories_moved = 0
-        """Goes up before a directory loses its name, or gets another one."""
         for listing in self.listings():
             self._count_hidden(listing, 1)
 
@@ -273,7 +271,6 @@ class Tree:
             listener(inode)
 
     def _detach(self, batch: Batch, entry: Entry) -> None:
-        self.directories_moved += entry.is_dir
         batch.delete(number_key(schema.NAME, entry.parent) + entry.sort_name)
         batch.delete(schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie))
         batch.delete(number_key(schema.INODE, entry.inode))

@@ -30,7 +30,6 @@ from lakefs_fuse.vfs.writeback.group_commit import Closing, GroupCommit
 
 NAMES_MAX = 8192
 """A directory with more is not lent: telling all of them takes too long."""
-PREFIXES_MAX = 1024
 log = logging.getLogger(__name__)
 
 Told = Callable[[LakeError | None], None]
@@ -70,9 +69,6 @@ class NewFiles:
         self._group_commit, self._writeback = group_commit, group_commit.queue
         self._clock_ns = clock.wall_ns
         self._journal = Journal(database)
-        self._prefixes: dict[int, str] = {}
-        """Of directories, while `_prefixes_of` is what the tree says."""
-        self._prefixes_of = 0
 
     async def wait_room(self, key: str) -> None:
         """Until write-back may acknowledge one more file. Raises StagingFull."""
@@ -184,18 +180,8 @@ class NewFiles:
         except LakeError as error:
             return error
 
-    def _prefix(self, directory: int) -> str:
-        """Of the keys in it. Raises FileError(ESTALE)."""
-        if self._prefixes_of != self._ns.tree.directories_moved or len(self._prefixes) > PREFIXES_MAX:
-            self._prefixes, self._prefixes_of = {}, self._ns.tree.directories_moved
-        prefix = self._prefixes.get(directory)
-        if prefix is None:
-            prefix = self._prefixes[directory] = self._ns.prefix(directory)
-        return prefix
-
     def _take(self, batch: Batch, received: Received) -> OpenFile:
-        prefix = self._prefix(received.parent)
-        key = self._ns.checked_key(prefix, received.name.decode())
+        key = self._ns.checked_key(self._ns.prefix(received.parent), received.name.decode())
         known = self._ns.tree.child(received.parent, received.name)
         file = self._take_new(batch, key, received) if known is None else self._take_over(known, key, received)
         file.written(received.written_ns)
