@@ -295,11 +295,6 @@ class Database:
         return first
 
     @property
-    def changes(self) -> int:
-        """Grows with every change."""
-        return self._raw.latest_sequence_number()
-
-    @property
     def inode_next(self) -> int:
         """Numbers below were given out, or never will be."""
         return self._inode_next

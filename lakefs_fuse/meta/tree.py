@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from stat import S_ISGID
 
 import msgspec
-import xxhash
 
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.barrier import Barrier
@@ -32,8 +31,6 @@ _PAIR = struct.Struct(">QQ")
 _LISTING = struct.Struct("<qQIIII")
 COOKIE_BYTES = 8
 
-HERE_BYTES = 1 << 20
-"""A filter for names: with 500,000 of them it cannot tell 6 in 100 others from those."""
 ROWS_AT_ONCE = 20_000
 """Rows read in one go: about 10 ms."""
 _KINDS = Flag.DIRECTORY | Flag.LOCAL
@@ -217,14 +214,9 @@ class Tree:
             batch.share(entry.place, 1, entry.size)
         return entry
 
-    def insert_plain(
-        self, batch: Batch, parent: int, files: Iterable[tuple[bytes, int, int, str]], here: bytearray | None
-    ) -> int:
+    def insert_plain(self, batch: Batch, parent: int, files: Iterable[tuple[bytes, int, int, str]]) -> int:
         """As `insert`, for files that a LIST shows and of which no more is known than name, size, mtime and ETag; those
-        that are there already are passed over. Answers how many were not. The quickest way for many.
-
-        ``here``, `HERE_BYTES` of zeros in the beginning, has a bit for each name that the directory has; names that it
-        cannot tell from those are looked up. Without it all are."""
+        that are there already are passed over. Answers how many were not. The quickest way for many."""
         get, put, new_inode, pack = self.database.get, batch.put, self.database.new_inode, HEAD.pack
         self.drop_mirror(parent)
         number = parent.to_bytes(8, "big")
@@ -232,15 +224,8 @@ class Tree:
         added = 0
         for name, size, mtime_ns, etag in files:
             key = names + name
-            if here is None:
-                if get(key) is not None:
-                    continue
-            else:
-                place = xxhash.xxh3_64_intdigest(name)
-                bit, place = 1 << (place & 7), place >> 3 & HERE_BYTES - 1
-                if here[place] & bit and get(key) is not None:
-                    continue
-                here[place] |= bit
+            if get(key) is not None:
+                continue
             inode = new_inode()
             cookie, tag = inode.to_bytes(8, "big"), etag.encode()
             put(key, cookie)

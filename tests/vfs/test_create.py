@@ -454,7 +454,7 @@ async def test_names_that_come_later_are_told(tmp_path: Path) -> None:
         await m.rename("from/file", "d/renamed")
         assert names == [b"created", b"directory", b"link", b"renamed"]
         batch = Batch()
-        tree.insert_plain(batch, directory, [(b"listed", 1, 1, "etag")], None)
+        tree.insert_plain(batch, directory, [(b"listed", 1, 1, "etag")])
         assert (forgotten, tree.mirrored) == ([directory], set())
         tree.mirrored.update((directory, ROOT_INODE))
         tree.forget_listings()

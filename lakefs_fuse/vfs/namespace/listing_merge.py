@@ -27,7 +27,7 @@ import xxhash
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.tombstones import NS
-from lakefs_fuse.meta.tree import HERE_BYTES, Listing, Tree
+from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
@@ -128,9 +128,6 @@ class DirectoryMerge:
         self._pages = 0
         self._is_blank = False
         """Nothing was known when the LIST began, but for what was changed here since."""
-        self._here: bytearray | None = None
-        """Of the names that were found since, as long as nobody else changes anything (`Tree.insert_plain`)."""
-        self._changes = 0
         self._earlier: set[int] | None = None
         self._look_at_earlier()
 
@@ -142,8 +139,6 @@ class DirectoryMerge:
         if len(earlier) <= EARLIER_MAX:
             self._earlier = {entry.cookie for entry in earlier if entry.flags & Flag.LISTED or _needs_object(entry)}
             self._is_blank = not earlier and not self._strays
-            self._here = bytearray(HERE_BYTES) if self._is_blank else None
-            self._changes = self._db.changes
 
     @property
     def is_readable(self) -> bool:
@@ -167,8 +162,6 @@ class DirectoryMerge:
         if names.marker:
             self._mark(batch)
         self._db.commit(batch)
-        if self._here is not None:
-            self._changes = self._db.changes
         self._announce_overridden()
         self._pages += 1
         self._metrics.listing_pages += 1
@@ -345,9 +338,7 @@ class DirectoryMerge:
             for each in found
             if each.meta is not None and each.sort_name not in self._touched
         ]
-        if self._db.changes != self._changes:
-            self._here = None
-        added = self._tree.insert_plain(batch, self._directory, files, self._here)
+        added = self._tree.insert_plain(batch, self._directory, files)
         self.names += added
         self._metrics.entries_added += added
         for each in found:
