@@ -1,4 +1,4 @@
-"""The blocks read last, in memory, and how much of other blocks was read in parts lately.
+"""The blocks read last, in memory.
 
 The kernel makes many small reads of one block: memory serves them.
 
@@ -12,16 +12,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
+from lakefs_fuse.blockcache.object_version import Version
 
 ENTRY_BYTES = 1024
 """Cost of an entry beside its bytes, so that a million tiny objects are bounded too."""
-
-
-PARTS_MAX = 64
-"""Blocks whose reads in parts are counted."""
-PARTS_BYTES_MAX = BLOCK_BYTES // 4
-"""A block of which more than this was read in parts is worth reading whole."""
 
 
 class _Slab:
@@ -74,22 +68,3 @@ class RecentBlocks:
             slab.entries -= 1
             if not slab.entries:
                 self.bytes_used -= slab.cost
-
-
-class RecentParts:
-    """Decides whether a small read is worth a whole block.
-
-    A reader that jumps wants parts of blocks; one that goes on within a block, backwards or by strides, all of it.
-    """
-
-    def __init__(self) -> None:
-        self._read: OrderedDict[tuple[Version, int], int] = OrderedDict()
-
-    def worth(self, version: Version, index: int, length: int) -> bool:
-        """Whether to read just ``length`` bytes of the block, which are about to be read; else all of it."""
-        key = (version, index)
-        read = self._read.pop(key, 0) + length
-        self._read[key] = read
-        if len(self._read) > PARTS_MAX:
-            self._read.popitem(last=False)
-        return read <= PARTS_BYTES_MAX or read == length

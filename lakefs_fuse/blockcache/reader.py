@@ -29,7 +29,7 @@ import trio
 from lakefs_fuse.blockcache.async_cache import AsyncBlockCache
 from lakefs_fuse.blockcache.cache import CacheState
 from lakefs_fuse.blockcache.fetches import Load, PendingBlock, runs
-from lakefs_fuse.blockcache.memory_cache import RecentBlocks, RecentParts
+from lakefs_fuse.blockcache.memory_cache import RecentBlocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.blockcache.prefetch import ObjectPrefetch
 from lakefs_fuse.blockcache.readahead import PIECE_BYTES, WHOLE_BYTES_MAX, Readahead
@@ -81,7 +81,6 @@ class BlockReader:
         self._blind_blocks_max = max(1, memory_blocks // 4)
         self._learned = learned
         self._recent = RecentBlocks(memory_blocks * BLOCK_BYTES)
-        self._parts = RecentParts()
         self._budget = ByteBudget(inflight_bytes_max)
         self._pending: dict[tuple[Version, int], PendingBlock] = {}
         self._whole = ObjectPrefetch(self._cache, metrics, nursery, self._fill, FETCH_BLOCKS_MAX)
@@ -118,7 +117,7 @@ class BlockReader:
                     self._ahead(version, readahead, offset, length)
                 return block[offset - first * BLOCK_BYTES : end - first * BLOCK_BYTES]
         jumps = jumps or (readahead is not None and not readahead.reads_on)
-        if jumps and not around and self._in_parts(version, first, stop, end - offset, readahead):
+        if jumps and not around and self._in_parts(version, first, stop, readahead):
             part = await self._disk.read_part(version, offset, end)
             if part is not None:
                 self._metrics.hits += stop - first
@@ -188,14 +187,12 @@ class BlockReader:
 
     # -- planning
 
-    def _in_parts(self, version: Version, first: int, stop: int, wanted: int, readahead: Readahead | None) -> bool:
-        """Whether to read just ``wanted`` bytes of blocks [first, stop) from the disk."""
+    def _in_parts(self, version: Version, first: int, stop: int, readahead: Readahead | None) -> bool:
+        """Whether to read just the bytes wanted of blocks [first, stop) from the disk."""
         if not self._cache.may_have(version) or version.size <= (BLOCK_BYTES if readahead is None else WHOLE_BYTES_MAX):
             return False
         keys = [(version, index) for index in range(first, stop)]
-        if any(key in self._pending or key in self._recent for key in keys):
-            return False
-        return self._parts.worth(version, first, wanted)
+        return not any(key in self._pending or key in self._recent for key in keys)
 
     def _gather(
         self, version: Version, first: int, stop: int, readahead: Readahead | None, scattered: bool

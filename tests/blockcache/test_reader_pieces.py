@@ -163,15 +163,6 @@ async def test_what_is_damaged_is_no_better_without_a_thread(tmp_path: Path) -> 
         assert (len(lake.store.gets), lake.metrics.damaged) == (1, 1)
 
 
-async def test_who_jumps_about_within_a_block_reads_it_once(tmp_path: Path, disk_bytes: list[int]) -> None:
-    async with lake_at(tmp_path) as lake:
-        await on_disk(lake)
-        disk_bytes.clear()
-        for offset in range(9 * MIB - 16 * KIB, 6 * MIB, -16 * KIB):  # backwards
-            assert await lake.read(offset, 16 * KIB, jumps=True) == DATA[offset : offset + 16 * KIB]
-        assert sum(disk_bytes) < 3 * (MIB + 600 * KIB)
-
-
 async def test_who_wants_what_is_around_gets_it_with_one_read(tmp_path: Path, disk_bytes: list[int]) -> None:
     async with lake_at(tmp_path) as lake:
         await on_disk(lake)
