@@ -491,7 +491,8 @@ MECHANISMS = (
     Mechanism(
         "memory-cache",
         replaced(("blockcache.memory_cache:RecentBlocks.put", "lambda *_: None")),
-        (ORDERED, LARGE_FAR),
+        (LARGE_CACHED,),
+        both=replaced(("kernel.features:READ_AHEAD_KIB", "0")),
     ),
     Mechanism(
         "partial-reads",
