@@ -40,8 +40,7 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import CommitRows
-from lakefs_fuse.meta.tombstones import Tombstone
-from lakefs_fuse.meta.tree import Tree
+from lakefs_fuse.meta.tree import Tombstone, Tree
 from lakefs_fuse.metrics import CommitMetrics
 
 NS = 1_000_000_000
@@ -186,7 +185,7 @@ class Applier:
                 self._tree.update(batch, msgspec.structs.replace(entry, stamp=time))
             tombstone = self._tree.tombstones.get(path)
             if tombstone is not None and tombstone.stamp == before:
-                self._tree.tombstones.put(batch, path, Tombstone(time, tombstone.etag))
+                self._tree.tombstones.write(batch, {path: Tombstone(time, tombstone.etag)})
             if not number % TOGETHER_MAX:
                 self._db.commit(batch)
                 batch = Batch()

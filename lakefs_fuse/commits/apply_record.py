@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from lakefs_fuse.commits.path_tree import PathTree, files_below
+from lakefs_fuse.commits.path_tree import PathTree
 from lakefs_fuse.commits.record import (
     OWN,
     THIS,
@@ -32,7 +32,7 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
-from lakefs_fuse.meta.tombstones import Tombstone
+from lakefs_fuse.meta.tree import Tombstone
 
 NS = 1_000_000_000
 TOGETHER_MAX = 512
@@ -285,7 +285,7 @@ class Application:
             flags |= Flag.XATTRS
         batch = self._batch
         if stamp is None:  # else it still hides what was removed: only this version may come into sight
-            self._tree.tombstones.delete(batch, raw)
+            self._tree.tombstones.write(batch, {raw: None})
         entry = Entry(
             parent, current.cookie if current else 0, name, current.inode if current else 0, flags, mode, uid, gid,
             size, mtime_ns, self._time, place.etag, self._stamp if stamp is None else stamp, place.number, place.offset,
@@ -350,7 +350,7 @@ class Application:
         if self._is_older(current, operation.path, operation.hides, directory=operation.directory):
             return
         batch = Batch()
-        self._tree.tombstones.put(batch, raw, Tombstone(self._stamp, operation.hides))
+        self._tree.tombstones.write(batch, {raw: Tombstone(self._stamp, operation.hides)})
         if current is None or parent is None:
             self._db.commit(batch)
             return
@@ -392,7 +392,7 @@ class Application:
             "ctime_ns": self._time, "stamp": self._stamp,
         }  # fmt: skip
         batch = Batch()
-        self._tree.tombstones.delete(batch, raw)
+        self._tree.tombstones.write(batch, {raw: None})
         if current is None:
             entry = self._paths.insert_directory(parent, operation.path, name, flags, self._time, **attributes)
         else:
@@ -586,7 +586,7 @@ def _is_covered(
     paths: PathTree, entry: Entry, source: str, target: str, record: Record, made: Made, stamp: int
 ) -> bool:
     """The record says of everything in sight where it is now, and is the newest to speak of it."""
-    every = [(target, entry), *(files_below(paths.tree, entry.inode, target) if entry.is_dir else ())]
+    every = [(target, entry), *(paths.tree.below(entry.inode, target) if entry.is_dir else ())]
     for path, found in every:
         if found.flags & (Flag.LOCAL | Flag.SHADOWED):
             if found.stamp > stamp:
@@ -618,7 +618,7 @@ def _free_from_key(paths: PathTree, entry: Entry, source: str) -> None:
     """Plain objects stay at their keys when their names move: from now on the rows say so."""
     every = [(source, entry)]
     if entry.is_dir:
-        every += files_below(paths.tree, entry.inode, source)
+        every += paths.tree.below(entry.inode, source)
     for path, found in every:
         if found.is_plain:
             number = paths.tree.objects.number(path, found.etag, found.size)
@@ -632,7 +632,7 @@ def _free_from_key(paths: PathTree, entry: Entry, source: str) -> None:
 def _uncover(paths: PathTree, entry: Entry) -> None:
     """What is not in the store yet replaces nothing at its new path, whatever it replaced before."""
     batch = Batch()
-    for _, found in files_below(paths.tree, entry.inode, "") if entry.is_dir else ():
+    for _, found in paths.tree.below(entry.inode, "") if entry.is_dir else ():
         if found.is_local and (found.etag or found.stamp):
             paths.tree.update(batch, msgspec.structs.replace(found, etag="", stamp=0, place=0, offset=0))
     paths.database.commit(batch)

@@ -149,12 +149,3 @@ class PathTree:
         self.watcher.changing(parent, name)
         if not self._is_quiet:
             self.watcher.changed(parent, name)
-
-
-def files_below(tree: Tree, directory: int, path: str) -> Iterator[tuple[str, Entry]]:
-    """Every entry below a directory with its path, directories before what is in them."""
-    for entry in tree.children(directory):
-        below = f"{path}/{entry.name.decode('utf-8', 'surrogatepass')}" if path else entry.name.decode()
-        yield below, entry
-        if entry.is_dir:
-            yield from files_below(tree, entry.inode, below)

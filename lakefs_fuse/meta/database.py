@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+import msgspec
 from rocksdict import (
     BlockBasedIndexType,
     BlockBasedOptions,
@@ -48,37 +49,25 @@ INODES_RESERVED = 1 << 20
 log = logging.getLogger(__name__)
 
 
-class Batch:
-    """Changes that become visible, and survive a crash, together or not at all."""
+class Batch(msgspec.Struct):
+    """Changes that become visible, and survive a crash, together or not at all.
 
-    __slots__ = ("_raw", "shares")
+    Callers in `meta` write ``rows`` themselves: a listing writes three for each name, and a call for each costs more.
+    """
 
-    def __init__(self) -> None:
-        self._raw = WriteBatch(raw_mode=True)
-        self.shares: dict[int, list[int]] = {}
-        """Changes of object rows, by number: entries, bytes (see `object_table`)."""
-
-    def share(self, number: int, entries: int, size: int) -> None:
-        """So many entries more, or fewer, have so many bytes in an object."""
-        change = self.shares.setdefault(number, [0, 0])
-        change[0] += entries
-        change[1] += size
-
-    def pop_shares(self) -> dict[int, list[int]]:
-        shares, self.shares = self.shares, {}
-        return shares
-
-    def put(self, key: bytes, value: bytes) -> None:
-        self._raw.put(key, value)
-
-    def delete(self, key: bytes) -> None:
-        self._raw.delete(key)
+    rows: dict[bytes, bytes | None] = {}
+    """Values by key; None deletes a row."""
+    shares: list[tuple[int, int, int]] = []
+    """Numbers of objects, and by how much their entries and live bytes change (see `object_table`)."""
+    ranges: list[tuple[dict[bytes, bytes | None], bytes, bytes]] = []
+    """Keys in [begin, end) are deleted, each time after the rows that were in the batch by then."""
 
     def delete_range(self, begin: bytes, end: bytes) -> None:
-        self._raw.delete_range(begin, end)
+        self.ranges.append((self.rows.copy(), begin, end))
+        self.rows.clear()
 
-    def __len__(self) -> int:
-        return len(self._raw)
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.ranges)
 
 
 def options() -> Options:
@@ -131,10 +120,11 @@ class Database:
         stored = self.get(schema.SINGLE_IDENTITY)
         if stored is None:
             self.lost_rows = True
-            batch = Batch()
-            batch.put(schema.SINGLE_IDENTITY, identity.encode())
-            batch.put(schema.SINGLE_VERSION, schema.VERSION)
-            self.commit(batch, sync=True)
+            rows: dict[bytes, bytes | None] = {
+                schema.SINGLE_IDENTITY: identity.encode(),
+                schema.SINGLE_VERSION: schema.VERSION,
+            }
+            self.commit(Batch(rows), sync=True)
         elif stored.decode(errors="replace") != identity or self.get(schema.SINGLE_VERSION) != schema.VERSION:
             self.close()
             raise CacheError(
@@ -145,7 +135,7 @@ class Database:
 
     def _load_inodes(self) -> None:
         reserved = self.get(schema.SINGLE_INODE)
-        self._inode_next = schema.decode_number(reserved) or 2
+        self._inode_next = int.from_bytes(reserved or b"", "big") or 2
         self._inode_reserved = self._inode_next
 
     def _is_whole(self) -> bool:
@@ -166,6 +156,13 @@ class Database:
             raise self._broken(error) from error
         return value
 
+    def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """As `get`, of each key. Raises CacheError."""
+        try:
+            return list(self._raw.get(list(keys))) if keys else []
+        except Exception as error:
+            raise self._broken(error) from error
+
     def write_shares_by(self, write: Callable[[Batch], None]) -> None:
         """``write`` turns the shares of a batch into rows of it, before it is committed."""
         self._write_shares = write
@@ -180,14 +177,14 @@ class Database:
 
     def commit(self, batch: Batch, *, sync: bool = False) -> None:
         """Raises CacheError; then nothing of the batch is there."""
-        if not len(batch):
+        if not batch:
             return
         if self._failed_at is not None:
             self._reopen()
         if batch.shares:
             self._write_shares(batch)
         try:
-            self._raw.write(batch._raw, self._synced if sync else self._plain)
+            self._raw.write(_raw_batch(batch), self._synced if sync else self._plain)
         except Exception as error:
             self._failed_at = self._clock.mono_s()
             raise self._broken(error) from error
@@ -280,9 +277,7 @@ class Database:
         """A number that was never used in this cache directory before."""
         if self._inode_next >= self._inode_reserved:
             reserved = self._inode_next + INODES_RESERVED
-            batch = Batch()
-            batch.put(schema.SINGLE_INODE, schema.encode_number(reserved))
-            self.commit(batch)
+            self.commit(Batch({schema.SINGLE_INODE: schema.NUMBER.pack(reserved)}))
             self._inode_reserved = reserved
         self._inode_next += 1
         return self._inode_next - 1
@@ -313,6 +308,20 @@ class Database:
             self._raw.close()
         except Exception as error:  # what could not be written was refused to its writer already
             log.warning("closing %s: %s", self._directory, error)
+
+
+def _raw_batch(batch: Batch) -> WriteBatch:
+    raw = WriteBatch(raw_mode=True)
+    put, delete = raw.put, raw.delete
+    for rows, begin, end in (*batch.ranges, (batch.rows, b"", b"")):
+        for key, value in rows.items():
+            if value is None:
+                delete(key)
+            else:
+                put(key, value)
+        if end:
+            raw.delete_range(begin, end)
+    return raw
 
 
 def _open_or_repair(directory: Path, clock: Clock) -> tuple[Rdict, bool]:

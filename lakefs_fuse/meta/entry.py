@@ -1,7 +1,7 @@
-"""One name in a directory, and its fixed-layout row.
+"""One name in a directory, and the layout of its row.
 
 A row is packed little-endian as ``HEAD``, then the ETag, then the name; readdir scans thousands of them, so reading
-one is a single ``unpack_from``. The layout is part of the schema version in `database`.
+one is a single ``unpack_from`` (`tree.unpack_entry`). The layout is part of the version in `schema`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class Flag:
     """A commit changed the attributes of this version, at ``ctime_ns``."""
 
 
-_DOTS = b".", b".."
 _NO_OBJECT = Flag.DIRECTORY | Flag.LOCAL | Flag.SYMLINK
 
 PENDING = 1 << 63
@@ -108,28 +107,3 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         if self.flags & Flag.DIRECTORY:
             return stat.S_IFDIR
         return stat.S_IFLNK if self.flags & Flag.SYMLINK else stat.S_IFREG
-
-    def pack(self) -> bytes:
-        etag = self.etag.encode()
-        return (
-            HEAD.pack(
-                self.inode, self.flags, self.mode, self.uid, self.gid, self.size, self.mtime_ns, self.ctime_ns,
-                self.stamp, self.place, self.offset, len(etag),
-            )
-            + etag
-            + self.name
-        )  # fmt: skip
-
-
-def unpack(parent: int, cookie: int, row: bytes) -> Entry:
-    """The entry of a row; `parent` and `cookie` are its key. Raises struct.error for a row that was cut, ValueError for
-    one that has no name that the kernel would take: one such name ends the listing of its whole directory."""
-    (inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns, stamp, place, offset, etag_length) = HEAD.unpack_from(row)
-    at = HEAD.size + etag_length
-    name = row[at:]
-    if not 0 < len(name) <= NAME_BYTES_MAX or b"/" in name or b"\0" in name or name in _DOTS:
-        raise ValueError(f"a name {name[:40]!r}")
-    return Entry(
-        parent, cookie, name, inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns,
-        row[HEAD.size : at].decode(), stamp, place, offset,
-    )  # fmt: skip

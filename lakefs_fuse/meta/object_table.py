@@ -1,7 +1,7 @@
 """The object table: packs, and plain objects that are not at the key of the name they have.
 
 Entries name an object by number, so that a row stays small. What always holds (*counted shares*): a row counts the
-entries that have bytes in its object, and those bytes; `Batch.share` changes both in the batch that writes the entry.
+entries that have bytes in its object, and those bytes; `Batch.shares` changes both in the batch that writes the entry.
 The row of a plain object goes with its last entry. The row of a pack stays, as its dead bytes decide on its repacking.
 Trio thread only; a crash leaves rows and counts of whole batches.
 """
@@ -9,7 +9,7 @@ Trio thread only; a crash leaves rows and counts of whole batches.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -19,6 +19,7 @@ from lakefs_fuse.product import RESERVED_PREFIX
 
 _ROW = struct.Struct("<QqqB")
 NUMBER_BYTES = 8
+PACKS = f"{RESERVED_PREFIX}commits/"
 
 
 class ObjectRow(msgspec.Struct, frozen=True, gc=False):
@@ -38,15 +39,15 @@ class ObjectRow(msgspec.Struct, frozen=True, gc=False):
 
 def is_pack_key(key: str) -> bool:
     """The object is a commit, whose other bytes may be other files'."""
-    return key.startswith(f"{RESERVED_PREFIX}commits/")
+    return key.startswith(PACKS)
 
 
 def _number_key(number: int) -> bytes:
-    return schema.number_key(schema.OBJECT, number)
+    return schema.OBJECT + schema.NUMBER.pack(number)
 
 
 def _name_key(key: str, etag: str) -> bytes:
-    return schema.OBJECT_NUMBER + schema.encode_path(key) + b"\0" + etag.encode()
+    return schema.OBJECT_NUMBER + key.encode(*schema.PATH) + b"\0" + etag.encode()
 
 
 class Objects:
@@ -55,18 +56,18 @@ class Objects:
     def __init__(self, database: Database) -> None:
         self._db = database
         database.write_shares_by(self._write_shares)
-        self.packs = self.bytes_packed = self.bytes_live = self._others = 0
-        """Packs known, their sizes, and what entries have in them; sums over the table. Others are plain objects."""
+        self.packs = self.bytes_packed = self.bytes_live = self.plain = 0
+        """Packs known, their sizes, and what entries have in them; plain objects. Sums over the table."""
         for row in self.rows():
             self._count(row, 1)
 
     def _count(self, row: ObjectRow, sign: int) -> None:
-        if row.is_pack:
+        if is_pack_key(row.key):
             self.packs += sign
             self.bytes_packed += sign * row.size
             self.bytes_live += sign * row.bytes_live
         else:
-            self._others += sign
+            self.plain += sign
 
     def get(self, number: int) -> ObjectRow | None:
         raw = self._db.get(_number_key(number))
@@ -93,7 +94,7 @@ class Objects:
 
     def used(self, key: str) -> ObjectRow | None:
         """The version of the object with this key that some entry has its bytes in, though it is not its own key."""
-        if self._others <= 0:
+        if not self.plain:
             return None
         return next((row for row in self.versions(key) if row.entries > 0), None)
 
@@ -107,35 +108,51 @@ class Objects:
 
     def number(self, key: str, etag: str, size: int) -> int:
         """The number of an object, new where it has none; written at once, and counted when an entry shares it."""
-        known = self.find(key, etag)
-        if known is not None:
-            return known.number
-        last = schema.decode_number(self._db.get(schema.SINGLE_OBJECT))
-        row = ObjectRow(last + 1, key, etag, size)
-        batch = Batch()
-        batch.put(schema.SINGLE_OBJECT, schema.encode_number(row.number))
-        self._put(batch, row)
+        return self.numbers([(key, etag, size)])[0]
+
+    def numbers(self, objects: Sequence[tuple[str, str, int]]) -> list[int]:
+        """As `number`, of keys, ETags and sizes of different objects; all new rows in one batch."""
+        names = [_name_key(key, etag) for key, etag, _ in objects]
+        numbers = [
+            0 if raw is None or self.get(number := self._number(name, raw)) is None else number
+            for name, raw in zip(names, self._db.get_many(names), strict=True)
+        ]
+        if all(numbers):
+            return numbers
+        last = int.from_bytes(self._db.get(schema.SINGLE_OBJECT) or b"", "big")
+        batch, added = Batch(), []
+        for at, (key, etag, size) in enumerate(objects):
+            if not numbers[at]:
+                numbers[at] = last = last + 1
+                added.append(ObjectRow(last, key, etag, size))
+                self._put(batch, added[-1])
+        batch.rows[schema.SINGLE_OBJECT] = schema.NUMBER.pack(last)
         self._db.commit(batch)
-        self._count(row, 1)
-        return row.number
+        for row in added:
+            self._count(row, 1)
+        return numbers
 
     def _put(self, batch: Batch, row: ObjectRow) -> None:
-        batch.put(_number_key(row.number), _pack(row))
-        batch.put(_name_key(row.key, row.etag), schema.encode_number(row.number))
+        batch.rows[_number_key(row.number)] = _pack(row)
+        batch.rows[_name_key(row.key, row.etag)] = schema.NUMBER.pack(row.number)
 
     def forget(self, batch: Batch, row: ObjectRow) -> None:
         """The object is gone from the store."""
-        batch.delete(_number_key(row.number))
-        batch.delete(_name_key(row.key, row.etag))
+        batch.rows[_number_key(row.number)] = batch.rows[_name_key(row.key, row.etag)] = None
         self._count(row, -1)
 
     def _write_shares(self, batch: Batch) -> None:
-        for number, (entries, size) in batch.pop_shares().items():
+        changes: dict[int, tuple[int, int]] = {}
+        for number, entries, size in batch.shares:
+            before = changes.get(number, (0, 0))
+            changes[number] = before[0] + entries, before[1] + size
+        batch.shares.clear()
+        for number, (entries, size) in changes.items():
             row = self.get(number)
             if row is None:
                 continue
             changed = msgspec.structs.replace(row, entries=row.entries + entries, bytes_live=row.bytes_live + size)
-            if changed.entries <= 0 and not changed.is_pack:
+            if changed.entries <= 0 and not is_pack_key(row.key):
                 self.forget(batch, row)
                 continue
             self._count(row, -1)
@@ -151,12 +168,13 @@ class Objects:
 
 def _pack(row: ObjectRow) -> bytes:
     etag = row.etag.encode()
-    return _ROW.pack(row.size, row.entries, row.bytes_live, len(etag)) + etag + schema.encode_path(row.key)
+    key = row.key.encode(*schema.PATH)
+    return _ROW.pack(row.size, row.entries, row.bytes_live, len(etag)) + etag + key
 
 
 def unpack_object(number: int, raw: bytes) -> ObjectRow:
     """Raises struct.error or ValueError for a row that is none."""
     size, entries, live, length = _ROW.unpack_from(raw)
     at = _ROW.size + length
-    key = schema.decode_path(raw[at:])
+    key = raw[at:].decode(*schema.PATH)
     return ObjectRow(number, key, raw[_ROW.size : at].decode(), size, entries, live)

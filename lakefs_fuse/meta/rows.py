@@ -29,10 +29,10 @@ class Journal:
         self._db = database
 
     def put(self, batch: Batch, draft_id: str, record: bytes) -> None:
-        batch.put(schema.DRAFT + draft_id.encode("ascii"), record)
+        batch.rows[schema.DRAFT + draft_id.encode("ascii")] = record
 
     def delete(self, batch: Batch, draft_id: str) -> None:
-        batch.delete(schema.DRAFT + draft_id.encode("ascii"))
+        batch.rows[schema.DRAFT + draft_id.encode("ascii")] = None
 
     def remove(self, draft_id: str, *, sync: bool = False) -> None:
         """Delete a record by itself. Raises CacheError."""
@@ -52,14 +52,14 @@ class SequenceRows(Generic[T]):
         self._db, self._kind, self._type = database, kind, row_type
 
     def put(self, batch: Batch, number: int, row: T) -> None:
-        batch.put(schema.number_key(self._kind, number), msgspec.msgpack.encode(row))
+        batch.rows[self._kind + schema.NUMBER.pack(number)] = msgspec.msgpack.encode(row)
 
     def delete(self, batch: Batch, number: int) -> None:
-        batch.delete(schema.number_key(self._kind, number))
+        batch.rows[self._kind + schema.NUMBER.pack(number)] = None
 
     def items(self) -> Iterator[tuple[int, T]]:
         for key, raw in self._db.scan(self._kind, schema.end_of(self._kind)):
-            yield schema.decode_number(key[1:]), msgspec.msgpack.decode(raw, type=self._type)
+            yield int.from_bytes(key[1:], "big"), msgspec.msgpack.decode(raw, type=self._type)
 
 
 class PathRows(Generic[T]):
@@ -69,18 +69,18 @@ class PathRows(Generic[T]):
         self._db, self._kind, self._type = database, kind, row_type
 
     def get(self, path: str) -> T | None:
-        raw = self._db.get(self._kind + schema.encode_path(path))
+        raw = self._db.get(self._kind + path.encode(*schema.PATH))
         return None if raw is None else msgspec.msgpack.decode(raw, type=self._type)
 
     def put(self, batch: Batch, path: str, row: T) -> None:
-        batch.put(self._kind + schema.encode_path(path), msgspec.msgpack.encode(row))
+        batch.rows[self._kind + path.encode(*schema.PATH)] = msgspec.msgpack.encode(row)
 
     def delete(self, batch: Batch, path: str) -> None:
-        batch.delete(self._kind + schema.encode_path(path))
+        batch.rows[self._kind + path.encode(*schema.PATH)] = None
 
     def items(self) -> Iterator[tuple[str, T]]:
         for key, raw in self._db.scan(self._kind, schema.end_of(self._kind)):
-            yield schema.decode_path(key[1:]), msgspec.msgpack.decode(raw, type=self._type)
+            yield key[1:].decode(*schema.PATH), msgspec.msgpack.decode(raw, type=self._type)
 
 
 class TimedRows(Generic[T]):
@@ -90,21 +90,21 @@ class TimedRows(Generic[T]):
         self._db, self._kind, self._type = database, kind, row_type
 
     def _key(self, due_ns: int, path: str) -> bytes:
-        return schema.number_key(self._kind, due_ns) + schema.encode_path(path)
+        return self._kind + schema.NUMBER.pack(due_ns) + path.encode(*schema.PATH)
 
     def has(self, due_ns: int, path: str) -> bool:
         return self._db.get(self._key(due_ns, path)) is not None
 
     def put(self, batch: Batch, due_ns: int, path: str, row: T) -> None:
-        batch.put(self._key(due_ns, path), msgspec.msgpack.encode(row))
+        batch.rows[self._key(due_ns, path)] = msgspec.msgpack.encode(row)
 
     def delete(self, batch: Batch, due_ns: int, path: str) -> None:
-        batch.delete(self._key(due_ns, path))
+        batch.rows[self._key(due_ns, path)] = None
 
     def due(self, now_ns: int) -> Iterator[tuple[int, str, T]]:
         """Rows of this time and earlier, the oldest first."""
-        for key, raw in self._db.scan(self._kind, schema.number_key(self._kind, now_ns + 1)):
-            time_ns, path = schema.decode_number(key[1:9]), schema.decode_path(key[9:])
+        for key, raw in self._db.scan(self._kind, self._kind + schema.NUMBER.pack(now_ns + 1)):
+            time_ns, path = int.from_bytes(key[1:9], "big"), key[9:].decode(*schema.PATH)
             yield time_ns, path, msgspec.msgpack.decode(raw, type=self._type)
 
     def count(self) -> int:
@@ -125,9 +125,9 @@ class SingleRow(Generic[T]):
         """None removes it. Raises CacheError."""
         batch = Batch()
         if row is None:
-            batch.delete(self._key)
+            batch.rows[self._key] = None
         else:
-            batch.put(self._key, msgspec.msgpack.encode(row))
+            batch.rows[self._key] = msgspec.msgpack.encode(row)
         self._db.commit(batch, sync=sync)
 
 
@@ -158,7 +158,7 @@ class DeletionRows:
         """Answers whether the key had none before."""
         had = self.delete(batch, deletion.key)
         self._rows.put(batch, deletion.key, deletion)
-        batch.put(_due_key(deletion), b"")
+        batch.rows[_due_key(deletion)] = b""
         return not had
 
     def delete(self, batch: Batch, key: str) -> bool:
@@ -166,14 +166,14 @@ class DeletionRows:
         known = self.get(key)
         if known is None:
             return False
-        batch.delete(_due_key(known))
+        batch.rows[_due_key(known)] = None
         self._rows.delete(batch, key)
         return True
 
     def due(self, now_ns: int) -> Iterator[Deletion]:
         """Those whose time has come, the oldest first; the others cost nothing."""
-        for key, _ in self._db.scan(schema.DELETION_DUE, schema.number_key(schema.DELETION_DUE, now_ns + 1)):
-            deletion = self.get(schema.decode_path(key[9:]))
+        for key, _ in self._db.scan(schema.DELETION_DUE, schema.DELETION_DUE + schema.NUMBER.pack(now_ns + 1)):
+            deletion = self.get(key[9:].decode(*schema.PATH))
             if deletion is not None:
                 yield deletion
 
@@ -182,7 +182,7 @@ class DeletionRows:
 
 
 def _due_key(deletion: Deletion) -> bytes:
-    return schema.number_key(schema.DELETION_DUE, deletion.due_ns) + schema.encode_path(deletion.key)
+    return schema.DELETION_DUE + schema.NUMBER.pack(deletion.due_ns) + deletion.key.encode(*schema.PATH)
 
 
 class CommitRows:
@@ -196,20 +196,20 @@ class CommitRows:
 
     def newest(self) -> int:
         """Time of the newest commit applied; 0 where there is none."""
-        return schema.decode_number(self._db.get(schema.SINGLE_NEWEST))
+        return int.from_bytes(self._db.get(schema.SINGLE_NEWEST) or b"", "big")
 
     def record_applied(self, time: int, writer: str) -> None:
         batch = Batch()
-        batch.put(_commit_key(schema.APPLIED, time, writer), b"")
-        batch.delete(_commit_key(schema.REFUSED, time, writer))
+        batch.rows[_commit_key(schema.APPLIED, time, writer)] = b""
+        batch.rows[_commit_key(schema.REFUSED, time, writer)] = None
         if time > self.newest():
-            batch.put(schema.SINGLE_NEWEST, schema.encode_number(time))
+            batch.rows[schema.SINGLE_NEWEST] = schema.NUMBER.pack(time)
         self._db.commit(batch)
 
     def record_refused(self, time: int, writer: str) -> None:
         """A commit is left out: what is known here must not be folded into an index that stands for it."""
         batch = Batch()
-        batch.put(_commit_key(schema.REFUSED, time, writer), b"")
+        batch.rows[_commit_key(schema.REFUSED, time, writer)] = b""
         self._db.commit(batch)
 
     def forget_before(self, time: int) -> None:
@@ -222,7 +222,7 @@ class CommitRows:
         """The next poll applies every commit again, which changes nothing that is newer."""
         batch = Batch()
         batch.delete_range(schema.APPLIED, schema.end_of(schema.APPLIED))
-        batch.delete(schema.SINGLE_NEWEST)
+        batch.rows[schema.SINGLE_NEWEST] = None
         self._db.commit(batch)
 
     def forget_since(self, time: int) -> None:
@@ -230,21 +230,21 @@ class CommitRows:
         set later than the store's clock may be among those here."""
         batch = Batch()
         batch.delete_range(_commit_key(schema.APPLIED, time, ""), schema.end_of(schema.APPLIED))
-        batch.put(schema.SINGLE_NEWEST, schema.encode_number(time))
-        batch.put(schema.SINGLE_OUTDATED, b"")
+        batch.rows[schema.SINGLE_NEWEST] = schema.NUMBER.pack(time)
+        batch.rows[schema.SINGLE_OUTDATED] = b""
         self._db.commit(batch)
 
     def refused(self) -> list[tuple[int, str]]:
         """Commits that were left out since the names here began, and not applied since."""
         rows = self._db.scan(schema.REFUSED, schema.end_of(schema.REFUSED))
-        return [(schema.decode_number(key[1:9]), key[9:].decode()) for key, _ in rows]
+        return [(int.from_bytes(key[1:9], "big"), key[9:].decode()) for key, _ in rows]
 
     def forget_refused(self, time: int, writer: str) -> None:
         """The commit is not in the store any more."""
         batch = Batch()
-        batch.delete(_commit_key(schema.REFUSED, time, writer))
+        batch.rows[_commit_key(schema.REFUSED, time, writer)] = None
         self._db.commit(batch)
 
 
 def _commit_key(kind: bytes, time: int, writer: str) -> bytes:
-    return schema.number_key(kind, time) + writer.encode("ascii")
+    return kind + schema.NUMBER.pack(time) + writer.encode("ascii")

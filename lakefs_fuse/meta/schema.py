@@ -8,6 +8,8 @@ Pure functions, callable from any thread.
 
 from __future__ import annotations
 
+from struct import Struct
+
 VERSION = b"2"
 
 APPLIED = b"A"
@@ -41,7 +43,7 @@ REFUSED = b"R"
 SYMLINK = b"S"
 """``inode``: target of a symbolic link."""
 TOMBSTONE = b"T"
-"""``path`` of a removed name, with a slash behind directories: packed `tombstones.Tombstone`."""
+"""``path`` of a removed name, with a slash behind directories: packed `tree.Tombstone`."""
 XATTRS = b"X"
 """``inode``: extended attributes, msgpack of a map."""
 COPY = b"Y"
@@ -75,29 +77,10 @@ NAME_KINDS = (APPLIED, ENTRY, INODE, LISTING, NAME, OBJECT, OBJECT_NUMBER, SYMLI
 """Rows of names and what belongs to them, in the order of keys: an index of a lake has these."""
 LOCAL_KINDS = (CHANGE, DRAFT)
 """Rows of names and bytes that are in no store yet."""
-NUMBER_BYTES = 8
-
-
-def encode_number(number: int) -> bytes:
-    return number.to_bytes(NUMBER_BYTES, "big")
-
-
-def decode_number(raw: bytes | None) -> int:
-    """0 where there is no row."""
-    return int.from_bytes(raw or b"", "big")
-
-
-def encode_path(path: str) -> bytes:
-    """Bytes of a path, or of an object's key, in a row's key: UTF-8, and surrogates for what is not."""
-    return path.encode("utf-8", "surrogatepass")
-
-
-def decode_path(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogatepass")
-
-
-def number_key(kind: bytes, number: int) -> bytes:
-    return kind + number.to_bytes(NUMBER_BYTES, "big")
+NUMBER = Struct(">Q")
+"""Numbers in keys, and counters; a row that is not there counts as 0."""
+PATH = ("utf-8", "surrogatepass")
+"""The codec of paths, and of objects' keys, in the keys of rows: surrogates stand for what is not UTF-8."""
 
 
 def end_of(kind: bytes) -> bytes:

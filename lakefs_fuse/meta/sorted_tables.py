@@ -58,9 +58,9 @@ class DumpedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 def marks_of(database: Database) -> Marks:
     return Marks(
-        inode=schema.decode_number(database.get(schema.SINGLE_INODE)) or 2,
-        object=schema.decode_number(database.get(schema.SINGLE_OBJECT)),
-        newest=schema.decode_number(database.get(schema.SINGLE_NEWEST)),
+        inode=int.from_bytes(database.get(schema.SINGLE_INODE) or b"", "big") or 2,
+        object=int.from_bytes(database.get(schema.SINGLE_OBJECT) or b"", "big"),
+        newest=int.from_bytes(database.get(schema.SINGLE_NEWEST) or b"", "big"),
     )
 
 
@@ -93,7 +93,7 @@ class Dump:
     def _rows_of_names(
         self, everything: Iterator[tuple[bytes, bytes]], applied_since: int
     ) -> Iterator[tuple[bytes, bytes]]:
-        since = schema.number_key(schema.APPLIED, max(0, applied_since))
+        since = schema.APPLIED + schema.NUMBER.pack(max(0, applied_since))
         for key, value in everything:
             kind = key[0]
             if kind not in KINDS or key < since:
@@ -209,7 +209,7 @@ def ingest(database: Database, paths: list[Path], marks: Marks, directory: Path)
         writer = SstFileWriter(options())
         writer.open(str(path))
         for key, number in sorted(rows.items()):
-            writer[key] = schema.encode_number(number)
+            writer[key] = schema.NUMBER.pack(number)
         writer.finish()
     except Exception as error:
         raise CacheError(f"{path} cannot be written: {error}") from error
@@ -225,9 +225,9 @@ def drop_names(database: Database) -> None:
     batch = Batch()
     for kind in (*schema.NAME_KINDS, schema.REFUSED):
         batch.delete_range(kind, schema.end_of(kind))
-    batch.delete(schema.SINGLE_NEWEST)
-    batch.delete(schema.SINGLE_OUTDATED)
-    batch.put(schema.SINGLE_REAPPLY, b"")
+    batch.rows[schema.SINGLE_NEWEST] = None
+    batch.rows[schema.SINGLE_OUTDATED] = None
+    batch.rows[schema.SINGLE_REAPPLY] = b""
     database.commit(batch, sync=True)
 
 
@@ -237,7 +237,7 @@ def reapply_wanted(database: Database) -> bool:
 
 def reapplied(database: Database) -> None:
     batch = Batch()
-    batch.delete(schema.SINGLE_REAPPLY)
+    batch.rows[schema.SINGLE_REAPPLY] = None
     database.commit(batch)
 
 
@@ -252,22 +252,22 @@ def writer_of(database: Database) -> str:
 
 def set_writer(database: Database, writer: str) -> None:
     batch = Batch()
-    batch.put(schema.SINGLE_WRITER, writer.encode())
+    batch.rows[schema.SINGLE_WRITER] = writer.encode()
     database.commit(batch)
 
 
 def missing_before(database: Database) -> int:
     """Commits before this time were collected, and what they said is not among the names here; 0 where none is
     missing."""
-    return schema.decode_number(database.get(schema.SINGLE_MISSING))
+    return int.from_bytes(database.get(schema.SINGLE_MISSING) or b"", "big")
 
 
 def set_missing_before(database: Database, time: int) -> None:
     batch = Batch()
     if time:
-        batch.put(schema.SINGLE_MISSING, schema.encode_number(time))
+        batch.rows[schema.SINGLE_MISSING] = schema.NUMBER.pack(time)
     else:
-        batch.delete(schema.SINGLE_MISSING)
+        batch.rows[schema.SINGLE_MISSING] = None
     database.commit(batch, sync=True)
 
 

@@ -13,7 +13,7 @@ holds the sums of hidden keys only. Trio thread only; a crash leaves the rows of
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from stat import S_ISGID
 
 import msgspec
@@ -21,15 +21,29 @@ import msgspec
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.barrier import Barrier
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import FLAGS_LOW, HEAD, NOWHERE, PLACE, ROOT_INODE, UNSET, Entry, Flag, unpack
+from lakefs_fuse.meta.entry import (
+    FLAGS_LOW,
+    HEAD,
+    NAME_BYTES_MAX,
+    NOWHERE,
+    PLACE,
+    ROOT_INODE,
+    UNSET,
+    Entry,
+    Flag,
+)
 from lakefs_fuse.meta.object_table import NUMBER_BYTES, Objects, unpack_object
-from lakefs_fuse.meta.schema import number_key
-from lakefs_fuse.meta.tombstones import Tombstones, unpack_tombstone
+from lakefs_fuse.meta.schema import NUMBER
 from lakefs_fuse.meta.tree_events import TreeEvents
 
 _PAIR = struct.Struct(">QQ")
 _LISTING = struct.Struct("<qQIIII")
 COOKIE_BYTES = 8
+_DOTS = b".", b".."
+NS = 1_000_000_000
+SAME_VERSION_NS = 2 * NS
+"""An object dated so much later than its removal was put again, even with the same bytes (stores date to the
+second)."""
 
 ROWS_AT_ONCE = 20_000
 """Rows read in one go: about 10 ms."""
@@ -65,6 +79,91 @@ def unpack_xattrs(row: bytes) -> dict[str, bytes]:
     return msgspec.msgpack.decode(row, type=dict[str, bytes])
 
 
+def pack_entry(entry: Entry) -> bytes:
+    """The row of an entry."""
+    etag = entry.etag.encode()
+    return (
+        HEAD.pack(
+            entry.inode, entry.flags, entry.mode, entry.uid, entry.gid, entry.size, entry.mtime_ns, entry.ctime_ns,
+            entry.stamp, entry.place, entry.offset, len(etag),
+        )
+        + etag
+        + entry.name
+    )  # fmt: skip
+
+
+def unpack_entry(parent: int, cookie: int, row: bytes) -> Entry:
+    """The entry of a row; `parent` and `cookie` are its key. Raises struct.error for a row that was cut, ValueError for
+    one that has no name that the kernel would take: one such name ends the listing of its whole directory."""
+    (inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns, stamp, place, offset, etag_length) = HEAD.unpack_from(row)
+    at = HEAD.size + etag_length
+    name = row[at:]
+    if not 0 < len(name) <= NAME_BYTES_MAX or b"/" in name or b"\0" in name or name in _DOTS:
+        raise ValueError(f"a name {name[:40]!r}")
+    return Entry(
+        parent, cookie, name, inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns,
+        row[HEAD.size : at].decode(), stamp, place, offset,
+    )  # fmt: skip
+
+
+class Tombstone(msgspec.Struct, frozen=True, gc=False):
+    """The removal of a name by a commit: its ``stamp`` as in `Entry`, and the ``etag`` of the plain object that counts
+    as removed at the name's key, where it may lie for a while (empty: nothing in particular)."""
+
+    stamp: int
+    etag: str = ""
+
+    def hides(self, etag: str, mtime_ns: int) -> bool:
+        """The plain object of this ETag and LastModified counts as removed."""
+        if self.etag and etag == self.etag:
+            return mtime_ns < self.stamp + SAME_VERSION_NS
+        return mtime_ns + NS <= self.stamp
+
+
+def unpack_tombstone(raw: bytes) -> Tombstone:
+    """Raises ValueError for a row that is none."""
+    if len(raw) < 8:
+        raise ValueError(f"a tombstone of {len(raw)} bytes")
+    return Tombstone(int.from_bytes(raw[:8], "big"), raw[8:].decode())
+
+
+class Tombstones:
+    """Tombstones by path, because a removed directory has no inode. Paths end in a slash for directories."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def get(self, path: bytes) -> Tombstone | None:
+        key = schema.TOMBSTONE + path
+        return self._read(key, self._db.get(key))
+
+    def get_many(self, paths: Iterable[bytes]) -> list[Tombstone | None]:
+        """As `get`, of each path."""
+        keys = [schema.TOMBSTONE + path for path in paths]
+        return [self._read(key, raw) for key, raw in zip(keys, self._db.get_many(keys), strict=True)]
+
+    def _read(self, key: bytes, raw: bytes | None) -> Tombstone | None:
+        try:
+            return None if raw is None else unpack_tombstone(raw)
+        except ValueError as error:
+            self._db.note_damaged(key, error)
+            return None
+
+    def write(self, batch: Batch, tombstones: Mapping[bytes, Tombstone | None]) -> None:
+        """Put tombstones at paths, and delete those of paths with None."""
+        for path, tombstone in tombstones.items():
+            row = None if tombstone is None else NUMBER.pack(tombstone.stamp) + tombstone.etag.encode()
+            batch.rows[schema.TOMBSTONE + path] = row
+
+    def below(self, prefix: bytes) -> Iterator[tuple[bytes, Tombstone]]:
+        """Paths that begin with ``prefix`` (empty, or ending in a slash), in order."""
+        end = schema.TOMBSTONE + prefix[:-1] + b"0" if prefix else schema.end_of(schema.TOMBSTONE)
+        for key, raw in self._db.scan(schema.TOMBSTONE + prefix, end):
+            tombstone = self._read(key, raw)
+            if tombstone is not None:
+                yield key[1:], tombstone
+
+
 class Tree:
     """See the module's head."""
 
@@ -89,36 +188,34 @@ class Tree:
 
     def entry(self, inode: int) -> Entry | None:
         """The entry an inode is reached by; None for the root and for inodes that no name leads to any more."""
-        key = number_key(schema.INODE, inode)
+        key = schema.INODE + NUMBER.pack(inode)
         place = self.database.get(key)
-        if place is None:
+        if place is None or not self._is_long(key, place, _PAIR.size):
             return None
-        try:
-            parent, cookie = _PAIR.unpack(place)
-        except struct.error as error:
-            self.database.note_damaged(key, error)
-            return None
-        return self._at(parent, cookie)
+        return self.entry_of_row(schema.ENTRY + place)
 
     def at(self, parent: int, cookie: int) -> Entry | None:
         """The entry of a cookie, if it is still there."""
-        return self._at(parent, cookie)
+        return self.entry_of_row(schema.ENTRY + _PAIR.pack(parent, cookie))
 
-    def _at(self, parent: int, cookie: int) -> Entry | None:
-        key = schema.ENTRY + _PAIR.pack(parent, cookie)
+    def entry_of_row(self, key: bytes) -> Entry | None:
+        """As `at`, by the key of the row."""
         row = self.database.get(key)
-        return None if row is None else self._read(parent, cookie, key, row)
+        return None if row is None else self._read(key, row)
 
-    def _read(self, parent: int, cookie: int, key: bytes, row: bytes) -> Entry | None:
+    def _read(self, key: bytes, row: bytes) -> Entry | None:
         try:
-            return unpack(parent, cookie, row)
+            parent, cookie = _PAIR.unpack_from(key, 1)
+            return unpack_entry(parent, cookie, row)
         except (struct.error, ValueError) as error:
             self.database.note_damaged(key, error)
             return None
 
-    def entry_of_row(self, key: bytes) -> Entry | None:
-        """As `at`, by the key of the row."""
-        return self._at(*_PAIR.unpack(key[1:]))
+    def _is_long(self, key: bytes, row: bytes, length: int) -> bool:
+        """A row has the length that all of its kind have; else it is damaged."""
+        if len(row) != length:
+            self.database.note_damaged(key, ValueError(f"{len(row)} bytes"))
+        return len(row) == length
 
     def path_of_row(self, key: bytes) -> list[bytes] | None:
         """The path that a row, perhaps a damaged one, belongs to; None where it is unknown."""
@@ -133,7 +230,7 @@ class Tree:
             return above
         if kind == schema.NAME:
             return [*above, rest[8:].rstrip(b"/")]
-        for name, cookie in self.database.scan(number_key(schema.NAME, inode), number_key(schema.NAME, inode + 1)):
+        for name, cookie in self.database.scan(schema.NAME + NUMBER.pack(inode), schema.NAME + NUMBER.pack(inode + 1)):
             if cookie == rest[8:]:
                 return [*above, name[9:].rstrip(b"/")]
         return above
@@ -143,14 +240,28 @@ class Tree:
         return self.named(parent, name + b"/") or self.named(parent, name)
 
     def named(self, parent: int, sort_name: bytes) -> Entry | None:
-        key = number_key(schema.NAME, parent) + sort_name
+        key = schema.NAME + NUMBER.pack(parent) + sort_name
         cookie = self.database.get(key)
-        if cookie is None:
+        if cookie is None or not self._is_long(key, cookie, COOKIE_BYTES):
             return None
-        if len(cookie) != COOKIE_BYTES:
-            self.database.note_damaged(key, ValueError(f"a cookie of {len(cookie)} bytes"))
-            return None
-        return self._at(parent, int.from_bytes(cookie, "big"))
+        return self.entry_of_row(schema.ENTRY + key[1:9] + cookie)
+
+    def named_many(self, names: Iterable[tuple[int, bytes]]) -> list[Entry | None]:
+        """As `named`, of each pair of a parent (0: a directory that is not there) and a sort name."""
+        keys = [schema.NAME + NUMBER.pack(parent) + sort_name for parent, sort_name in names]
+        at = [
+            schema.ENTRY + key[1:9] + cookie
+            if cookie is not None and self._is_long(key, cookie, COOKIE_BYTES)
+            else schema.ENTRY
+            for key, cookie in zip(keys, self.database.get_many(keys), strict=True)
+        ]
+        rows = zip(at, self.database.get_many(at), strict=True)
+        return [None if row is None else self._read(key, row) for key, row in rows]
+
+    def child_many(self, names: Sequence[tuple[int, bytes]]) -> list[Entry | None]:
+        """As `child`, of each pair of a parent (0: a directory that is not there) and a name."""
+        found = self.named_many([*((parent, name + b"/") for parent, name in names), *names])
+        return [directory or file for directory, file in zip(found, found[len(names) :], strict=False)]
 
     def children(self, parent: int, after: int = 0, until: int = COOKIE_MAX) -> Iterator[Entry]:
         """Entries of a directory with a cookie greater than ``after`` and less than ``until``, in cookie order."""
@@ -158,20 +269,30 @@ class Tree:
             schema.ENTRY + _PAIR.pack(parent, max(0, after + 1)), schema.ENTRY + _PAIR.pack(parent, until)
         )
         for key, row in scan:
-            entry = self._read(parent, int.from_bytes(key[9:17], "big"), key, row)
+            entry = self._read(key, row)
             if entry is not None:
                 yield entry
+
+    def below(self, directory: int, path: str) -> Iterator[tuple[str, Entry]]:
+        """Every entry below the directory at a path ("" is the root) with its path, directories before what is in
+        them."""
+        for entry in self.children(directory):
+            name = entry.name.decode(*schema.PATH)
+            below = f"{path}/{name}" if path else name
+            yield below, entry
+            if entry.flags & Flag.DIRECTORY:
+                yield from self.below(entry.inode, below)
 
     def rows(self, parent: int, after: int = 0) -> tuple[bytes, Iterator[tuple[bytes, bytes]]]:
         """As `children`, not unpacked: what the keys of the directory's rows begin with, and rows from the first on
         that is wanted, beyond the directory's end as well. To be let go before the database is closed."""
-        return number_key(schema.ENTRY, parent), self.database.frozen(schema.ENTRY + _PAIR.pack(parent, after + 1))
+        return schema.ENTRY + NUMBER.pack(parent), self.database.frozen(schema.ENTRY + _PAIR.pack(parent, after + 1))
 
     def needing_object(self, parent: int, before: int) -> Iterator[list[int]]:
         """Cookies below ``before`` of all that a LIST might show (plain objects, files not stored yet, directories),
         some at a time: few of a million packed names are."""
         prefix, rows = self.rows(parent)
-        end = prefix + before.to_bytes(8, "big")
+        end = prefix + NUMBER.pack(before)
         some: list[int] = []
         for passed, (key, row) in enumerate(rows, 1):
             if key >= end or not key.startswith(prefix):
@@ -187,6 +308,36 @@ class Tree:
         for listener in self._events.names_requested:
             listener()
         return next(self.children(directory), None) is not None
+
+    def hidden_etag(self, entry: Entry) -> str:
+        """What a removal of the name hides: the plain object at its own key. Where there is none, the copy of its bytes
+        that the node which renamed it may be making there just now."""
+        if entry.etag or not entry.place or entry.flags & Flag.LOCAL:
+            return entry.etag
+        row = self.objects.get(entry.place)
+        return "" if row is None or row.is_pack or entry.offset or entry.size != row.size else row.etag
+
+    def own_etags(self, paths: Sequence[str], parent: int | None = None) -> list[str]:
+        """For each path the ETag of the plain object that is known to lie at its own key, seen or hidden, or that may
+        come there; empty for none. ``parent`` is the inode of the directory of all, where that is known."""
+        directories: dict[bytes, int] = {}
+        raw_paths = [path.encode(*schema.PATH) for path in paths]
+        names = []
+        for raw in raw_paths:
+            above, _, name = raw.rpartition(b"/")
+            if above not in directories:
+                directories[above] = (self.directory(above) or 0) if parent is None else parent
+            names.append((directories[above], name))
+        entries, tombstones = self.named_many(names), self.tombstones.get_many(raw_paths)
+        etags = []
+        for path, entry, tombstone in zip(paths, entries, tombstones, strict=True):
+            etag = "" if entry is None else self.hidden_etag(entry)
+            if not etag and tombstone is not None:
+                etag = tombstone.etag
+            if not etag and self.objects.plain and (used := self.objects.used(path)) is not None:
+                etag = used.etag
+            etags.append(etag)
+        return etags
 
     def path(self, inode: int) -> list[bytes] | None:
         """Names from the root down to an inode ([] for the root); None where the chain is broken."""
@@ -211,35 +362,36 @@ class Tree:
         entry = Entry(parent, cookie or inode, name, inode, flags, **attributes)  # type: ignore[arg-type]
         self._attach(batch, entry)
         if entry.place:
-            batch.share(entry.place, 1, entry.size)
+            batch.shares.append((entry.place, 1, entry.size))
         return entry
 
     def insert_plain(self, batch: Batch, parent: int, files: Iterable[tuple[bytes, int, int, str]]) -> int:
         """As `insert`, for files that a LIST shows and of which no more is known than name, size, mtime and ETag; those
         that are there already are passed over. Answers how many were not. The quickest way for many."""
-        get, put, new_inode, pack = self.database.get, batch.put, self.database.new_inode, HEAD.pack
+        get, rows, new_inode = self.database.get, batch.rows, self.database.new_inode
+        pack, pack_number = HEAD.pack, NUMBER.pack
         self.drop_mirror(parent)
-        number = parent.to_bytes(8, "big")
-        names, rows = schema.NAME + number, schema.ENTRY + number
+        number = NUMBER.pack(parent)
+        names, entries = schema.NAME + number, schema.ENTRY + number
         added = 0
         for name, size, mtime_ns, etag in files:
             key = names + name
             if get(key) is not None:
                 continue
             inode = new_inode()
-            cookie, tag = inode.to_bytes(8, "big"), etag.encode()
-            put(key, cookie)
-            put(schema.INODE + cookie, number + cookie)
+            cookie, tag = pack_number(inode), etag.encode()
+            rows[key] = cookie
+            rows[schema.INODE + cookie] = number + cookie
             head = pack(inode, 0, UNSET, UNSET, UNSET, size, mtime_ns, mtime_ns, 0, 0, 0, len(tag))
-            put(rows + cookie, head + tag + name)
+            rows[entries + cookie] = head + tag + name
             added += 1
         return added
 
     def _attach(self, batch: Batch, entry: Entry) -> None:
         place = _PAIR.pack(entry.parent, entry.cookie)
-        batch.put(number_key(schema.NAME, entry.parent) + entry.sort_name, entry.cookie.to_bytes(8, "big"))
-        batch.put(number_key(schema.INODE, entry.inode), place)
-        batch.put(schema.ENTRY + place, entry.pack())
+        batch.rows[_name_key(entry)] = place[8:]
+        batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = place
+        batch.rows[schema.ENTRY + place] = pack_entry(entry)
         if entry.parent in self.mirrored:
             for listener in self._events.mirrored_name_added:
                 listener(entry.parent, entry.name)
@@ -256,36 +408,43 @@ class Tree:
             listener(inode)
 
     def _detach(self, batch: Batch, entry: Entry) -> None:
-        batch.delete(number_key(schema.NAME, entry.parent) + entry.sort_name)
-        batch.delete(schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie))
-        batch.delete(number_key(schema.INODE, entry.inode))
+        batch.rows[_name_key(entry)] = None
+        batch.rows[schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)] = None
+        batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = None
 
     def update(self, batch: Batch, entry: Entry) -> None:
         """Write an entry's attributes; name, parent, cookie and inode are those it was read with."""
-        if entry.is_dir:
+        key = schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)
+        if entry.flags & Flag.DIRECTORY:
             for listener in self._events.directory_updated:
                 listener(entry)
             if entry.mode != UNSET and entry.mode & S_ISGID:
                 self.drop_mirror(entry.inode)  # whoever makes files in it gives them its group
         else:
-            self._share(batch, self._at(entry.parent, entry.cookie), entry)
-        batch.put(schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie), entry.pack())
+            self._share(batch, self.entry_of_row(key), entry)
+        batch.rows[key] = pack_entry(entry)
+
+    def update_files(self, batch: Batch, changes: Iterable[tuple[Entry, Entry]]) -> None:
+        """As `update`, of files: each as it was read, and as it is now."""
+        for before, after in changes:
+            self._share(batch, before, after)
+            batch.rows[schema.ENTRY + _PAIR.pack(after.parent, after.cookie)] = pack_entry(after)
 
     @staticmethod
     def _share(batch: Batch, before: Entry | None, after: Entry | None) -> None:
         if before is not None and before.place:
-            batch.share(before.place, -1, -before.size)
+            batch.shares.append((before.place, -1, -before.size))
         if after is not None and after.place:
-            batch.share(after.place, 1, after.size)
+            batch.shares.append((after.place, 1, after.size))
 
     def renew_inode(self, batch: Batch, entry: Entry, inode: int = 0) -> Entry:
         """Somebody else put another version under the name: it gets an inode of its own, and handles keep the old.
         ``inode`` is one that was set aside for it."""
         self._drop_inode(entry.inode)
         renewed = msgspec.structs.replace(entry, inode=inode or self.database.new_inode())
-        batch.delete(number_key(schema.INODE, entry.inode))
+        batch.rows[schema.INODE + NUMBER.pack(entry.inode)] = None
         self._forget_rows(batch, entry)
-        batch.put(number_key(schema.INODE, renewed.inode), _PAIR.pack(entry.parent, entry.cookie))
+        batch.rows[schema.INODE + NUMBER.pack(renewed.inode)] = _PAIR.pack(entry.parent, entry.cookie)
         self.update(batch, renewed)
         return renewed
 
@@ -304,7 +463,7 @@ class Tree:
 
     def _forget_rows(self, batch: Batch, entry: Entry) -> None:
         for kind in (schema.SYMLINK, schema.XATTRS):
-            batch.delete(number_key(kind, entry.inode))
+            batch.rows[kind + NUMBER.pack(entry.inode)] = None
 
     def remove(self, batch: Batch, entry: Entry) -> None:
         """Take a name away, and everything below it."""
@@ -320,27 +479,27 @@ class Tree:
             directory = below.pop()
             for child in self.children(directory):
                 self._drop_inode(child.inode)
-                batch.delete(number_key(schema.INODE, child.inode))
+                batch.rows[schema.INODE + NUMBER.pack(child.inode)] = None
                 self._share(batch, child, None)
                 if child.flags & (Flag.SYMLINK | Flag.XATTRS):
                     self._forget_rows(batch, child)
                 if child.is_dir:
                     below.append(child.inode)
             for kind in (schema.NAME, schema.ENTRY):
-                batch.delete_range(number_key(kind, directory), number_key(kind, directory + 1))
+                batch.delete_range(kind + NUMBER.pack(directory), kind + NUMBER.pack(directory + 1))
             self.forget_listing(batch, directory)
 
     # -- what some entries have beside their row
 
     def target(self, inode: int) -> bytes:
         """Of a symbolic link; empty where there is none."""
-        return self.database.get(number_key(schema.SYMLINK, inode)) or b""
+        return self.database.get(schema.SYMLINK + NUMBER.pack(inode)) or b""
 
     def set_target(self, batch: Batch, inode: int, target: bytes) -> None:
-        batch.put(number_key(schema.SYMLINK, inode), target)
+        batch.rows[schema.SYMLINK + NUMBER.pack(inode)] = target
 
     def xattrs(self, inode: int) -> dict[str, bytes]:
-        key = number_key(schema.XATTRS, inode)
+        key = schema.XATTRS + NUMBER.pack(inode)
         raw = self.database.get(key)
         try:
             return {} if raw is None else unpack_xattrs(raw)
@@ -350,15 +509,12 @@ class Tree:
 
     def set_xattrs(self, batch: Batch, inode: int, xattrs: dict[str, bytes]) -> None:
         """The entry's flag is the caller's."""
-        if xattrs:
-            batch.put(number_key(schema.XATTRS, inode), msgspec.msgpack.encode(xattrs))
-        else:
-            batch.delete(number_key(schema.XATTRS, inode))
+        batch.rows[schema.XATTRS + NUMBER.pack(inode)] = msgspec.msgpack.encode(xattrs) if xattrs else None
 
     # -- listings
 
     def listing(self, directory: int) -> Listing | None:
-        key = number_key(schema.LISTING, directory)
+        key = schema.LISTING + NUMBER.pack(directory)
         row = self.database.get(key)
         return None if row is None else self._read_listing(key, row)
 
@@ -372,14 +528,14 @@ class Tree:
     def set_listing(self, batch: Batch, directory: int, listing: Listing) -> None:
         self._count_hidden(self.listing(directory), -1)
         self._count_hidden(listing, 1)
-        batch.put(number_key(schema.LISTING, directory), _LISTING.pack(*msgspec.structs.astuple(listing)))
+        batch.rows[schema.LISTING + NUMBER.pack(directory)] = _LISTING.pack(*msgspec.structs.astuple(listing))
 
     def forget_listing(self, batch: Batch, directory: int) -> None:
         self.drop_mirror(directory)
         for listener in self._events.listing_dropped:
             listener(directory)
         self._count_hidden(self.listing(directory), -1)
-        batch.delete(number_key(schema.LISTING, directory))
+        batch.rows[schema.LISTING + NUMBER.pack(directory)] = None
 
     def forget_listings(self) -> None:
         """Every directory has to be listed again by whoever wants to know what is in it."""
@@ -406,6 +562,18 @@ class Tree:
             parent = entry.inode
         return entry
 
+    def directory(self, path: bytes) -> int | None:
+        """Inode of a directory by its path; None where it is not known."""
+        if not path:
+            return ROOT_INODE
+        entry = self.resolve(path.split(b"/"))
+        return entry.inode if entry is not None and entry.flags & Flag.DIRECTORY else None
+
+
+def _name_key(entry: Entry) -> bytes:
+    slash = b"/" if entry.flags & Flag.DIRECTORY else b""
+    return schema.NAME + NUMBER.pack(entry.parent) + entry.name + slash
+
 
 def damaged_rows(database: Database) -> Iterator[tuple[bytes, str]]:
     """Keys of the rows of names that cannot be decoded, and why; everything else leaves such rows out."""
@@ -426,7 +594,7 @@ def _of_bytes(count: int) -> Callable[[bytes], object]:
 
 
 _DECODERS: dict[bytes, Callable[[bytes], object]] = {
-    schema.ENTRY: lambda row: unpack(0, 0, row),
+    schema.ENTRY: lambda row: unpack_entry(0, 0, row),
     schema.INODE: _of_bytes(_PAIR.size),
     schema.LISTING: unpack_listing,
     schema.NAME: _of_bytes(COOKIE_BYTES),

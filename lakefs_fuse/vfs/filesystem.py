@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.tree import pack_entry
 from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.vfs.durability import Durability
 from lakefs_fuse.vfs.files.open_file import OpenFile
@@ -99,7 +100,7 @@ class Filesystem:
 
     def row_of(self, inode: int) -> bytes:
         """The row of a file in use, with the size that it has now."""
-        return self._files.by_inode[inode].current.pack()
+        return pack_entry(self._files.by_inode[inode].current)
 
     # -- changes of names
 

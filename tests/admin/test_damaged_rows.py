@@ -21,7 +21,7 @@ FILES = dataset(6, size=100)
 
 def damage(database: Database, key: bytes, row: bytes) -> None:
     batch = Batch()
-    batch.put(key, row)
+    batch.rows[key] = row
     database.commit(batch)
 
 

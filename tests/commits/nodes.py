@@ -11,7 +11,7 @@ import msgspec
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.change import Change, merged
-from lakefs_fuse.commits.path_tree import Watcher, files_below
+from lakefs_fuse.commits.path_tree import Watcher
 from lakefs_fuse.commits.record import THIS, ObjectRef, Operation, Put, Record, Remove
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
@@ -135,7 +135,7 @@ class Node:
     def rename(self, old: str, new: str) -> Change:
         builder = self.change()
         entry = self.found(old)
-        moving = [(old, entry), *(files_below(self.tree, entry.inode, old) if entry.is_dir else ())]
+        moving = [(old, entry), *(self.tree.below(entry.inode, old) if entry.is_dir else ())]
         for path, below in moving:
             target = new + path[len(old) :]
             if below.is_dir:
@@ -152,7 +152,7 @@ class Node:
     def shown(self) -> dict[str, tuple[object, ...]]:
         """Everything an observer can tell of every name; no inodes, no cookies."""
         seen: dict[str, tuple[object, ...]] = {}
-        for path, entry in files_below(self.tree, ROOT_INODE, ""):
+        for path, entry in self.tree.below(ROOT_INODE, ""):
             xattrs = self.tree.xattrs(entry.inode) if entry.flags & Flag.XATTRS else {}
             attributes: tuple[object, ...] = entry.mode, entry.uid, entry.gid, sorted(xattrs.items())
             if entry.is_dir:
@@ -170,7 +170,7 @@ class Node:
 
     def counted_anew(self) -> dict[str, tuple[int, int]]:
         counts: dict[str, tuple[int, int]] = {}
-        for _, entry in files_below(self.tree, ROOT_INODE, ""):
+        for _, entry in self.tree.below(ROOT_INODE, ""):
             row = self.tree.objects.get(entry.place) if entry.place else None
             if row is not None:
                 entries, size = counts.get(row.key, (0, 0))

@@ -56,7 +56,7 @@ def opener(tmp_path: Path) -> Iterator[Opener]:
 
 def note_newest(database: Database, time: int) -> None:
     batch = Batch()
-    batch.put(b"Mnewest", time.to_bytes(8, "big"))
+    batch.rows[b"Mnewest"] = time.to_bytes(8, "big")
     database.commit(batch)
 
 
@@ -74,11 +74,11 @@ def fill(database: Database, names: int = NAMES, newest: int = START_NS) -> Tree
         tree.insert(batch, directory.inode, b"%06d" % each, 0, size=10, place=number, offset=10 * each, stamp=7)
     database.commit(batch)
     batch = Batch()
-    batch.put(b"T" + b"gone", (9).to_bytes(8, "big"))
-    batch.put(b"A" + (START_NS - 1000).to_bytes(8, "big") + b"0badcafe", b"")
-    batch.put(b"A" + START_NS.to_bytes(8, "big") + b"0badcafe", b"")
-    batch.put(b"Gplain", b"of this node alone")
-    batch.put(b"R" + START_NS.to_bytes(8, "big") + b"0badcafe", b"")
+    batch.rows[b"T" + b"gone"] = (9).to_bytes(8, "big")
+    batch.rows[b"A" + (START_NS - 1000).to_bytes(8, "big") + b"0badcafe"] = b""
+    batch.rows[b"A" + START_NS.to_bytes(8, "big") + b"0badcafe"] = b""
+    batch.rows[b"Gplain"] = b"of this node alone"
+    batch.rows[b"R" + START_NS.to_bytes(8, "big") + b"0badcafe"] = b""
     database.commit(batch)
     note_newest(database, newest)
     return tree

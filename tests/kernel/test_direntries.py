@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from lakefs_fuse.kernel import readdir
 from lakefs_fuse.kernel.native import hooks
-from lakefs_fuse.meta.entry import HEAD, UNSET, Entry, Flag, unpack
+from lakefs_fuse.meta.entry import HEAD, UNSET, Entry, Flag
+from lakefs_fuse.meta.tree import pack_entry, unpack_entry
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from tests.tiers import examples
 
@@ -32,7 +33,7 @@ def prefix_of(parent: int) -> bytes:
 
 
 def item(entry: Entry) -> tuple[bytes, bytes]:
-    return prefix_of(entry.parent) + entry.cookie.to_bytes(8, "big"), entry.pack()
+    return prefix_of(entry.parent) + entry.cookie.to_bytes(8, "big"), pack_entry(entry)
 
 
 def expected(entry: Entry, timeout_s: float) -> bytes:
@@ -80,7 +81,7 @@ def written(
     """How many entries, and their bytes."""
     used = files or {}
     buffer = ctypes.create_string_buffer(b"\xee" * (room + 8), room + 8)
-    readdir.begin_entries(pairs, used, lambda inode: used[inode].pack(), prefix_of(PARENT), timeout_s, SHOWN)
+    readdir.begin_entries(pairs, used, lambda inode: pack_entry(used[inode]), prefix_of(PARENT), timeout_s, SHOWN)
     length = library().fuse_add_direntry_plus(None, buffer, ctypes.c_size_t(room), b"", None, ctypes.c_int64(0))
     count, _, _ = readdir.end_entries()
     assert length <= room
@@ -177,7 +178,7 @@ def test_rows_that_are_none_are_told(pair: object) -> None:
 )  # fmt: skip
 def test_direntries_damaged_row_is_passed_over_and_told(row: bytes) -> None:
     with pytest.raises((struct.error, ValueError)):
-        unpack(PARENT, 7, row)
+        unpack_entry(PARENT, 7, row)
     key = prefix_of(PARENT) + (7).to_bytes(8, "big")
     rows = [item(entry_of(1)), (key, row), item(entry_of(9))]
     assert written(iter(rows), 4096) == (2, expected(entry_of(1), 60.0) + expected(entry_of(9), 60.0))

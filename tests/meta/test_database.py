@@ -20,7 +20,7 @@ from tests.tiers import examples
 def put(database: Database, *keys: bytes) -> None:
     batch = Batch()
     for key in keys:
-        batch.put(key, b"=" + key)
+        batch.rows[key] = b"=" + key
     database.commit(batch)
 
 
@@ -28,9 +28,9 @@ def test_what_is_committed_stays(tmp_path: Path) -> None:
     database = open_database(tmp_path / "meta", "lake")
     put(database, b"Da", b"Db", b"Dc")
     batch = Batch()
-    batch.delete(b"Da")
+    batch.rows[b"Da"] = None
     batch.delete_range(b"Db", b"Dc")
-    batch.put(b"Dd", b"d")
+    batch.rows[b"Dd"] = b"d"
     database.commit(batch, sync=True)
     database.commit(Batch())
     database.new_inode()
@@ -51,6 +51,43 @@ def test_scans_are_ordered_and_bounded(
     put(database, *keys)
     expected = sorted(key for key in keys if b"X" + begin <= key < b"X" + end)
     assert [key for key, _ in database.scan(b"X" + begin, b"X" + end)] == expected
+    database.close()
+
+
+few_keys = st.sampled_from([b"X%d" % number for number in range(9)])
+changes = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), few_keys, st.sampled_from([b"", b"short", b"longer"])),
+        st.tuples(st.just("delete"), few_keys, st.just(b"")),
+        st.tuples(st.just("range"), few_keys, few_keys),
+    ),
+    max_size=6,
+)
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.tuples(changes, st.lists(few_keys, max_size=5)), max_size=12))
+def test_a_row_is_what_the_last_batch_made_it(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[list[tuple[str, bytes, bytes]], list[bytes]]]
+) -> None:
+    """Read one by one and together."""
+    database = open_database(tmp_path_factory.mktemp("db") / "meta", "lake")
+    rows: dict[bytes, bytes] = {}
+    for changed, read in steps:
+        batch = Batch()
+        for what, key, value in changed:
+            if what == "put":
+                batch.rows[key] = value
+                rows[key] = value
+            elif what == "delete":
+                batch.rows[key] = None
+                rows.pop(key, None)
+            elif key < value:
+                batch.delete_range(key, value)
+                rows = {other: row for other, row in rows.items() if not key <= other < value}
+        database.commit(batch)
+        at_once = database.get_many(read)
+        assert at_once == [database.get(key) for key in read] == [rows.get(key) for key in read]
     database.close()
 
 
@@ -153,7 +190,7 @@ def test_names_without_what_guards_their_numbers_are_put_aside(tmp_path: Path, l
     database.new_inode()
     put(database, b"Da")
     batch = Batch()
-    batch.delete(lost)
+    batch.rows[lost] = None
     database.commit(batch, sync=True)
     database.close()
     database = open_database(tmp_path / "meta", "lake")

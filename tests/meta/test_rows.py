@@ -24,8 +24,7 @@ from lakefs_fuse.meta.rows import (
     SingleRow,
     TimedRows,
 )
-from lakefs_fuse.meta.tombstones import Tombstone
-from lakefs_fuse.meta.tree import Listing, Tree
+from lakefs_fuse.meta.tree import Listing, Tombstone, Tree
 from lakefs_fuse.vfs.pinning.pinner import Row
 from lakefs_fuse.vfs.relocation.pending_copies import BegunCopy
 from lakefs_fuse.vfs.relocation.relocator import Task
@@ -66,7 +65,7 @@ def test_tree_rows_have_these_bytes(database: Database) -> None:
     tree.set_xattrs(batch, entry.inode, {"user.a": b"v"})
     tree.set_target(batch, entry.inode, b"target")
     tree.set_listing(batch, ROOT_INODE, Listing(8, 1, 0, 0, 0, 2))
-    tree.tombstones.put(batch, b"gone/", Tombstone(9, "t"))
+    tree.tombstones.write(batch, {b"gone/": Tombstone(9, "t")})
     database.commit(batch)
     inode, root = entry.inode.to_bytes(8, "big"), (1).to_bytes(8, "big")
     numbered = number.to_bytes(8, "big")

@@ -64,7 +64,7 @@ def test_changes_that_are_not_in_the_store_are_known(tmp_path: Path, kind: bytes
     database = open_database(tmp_path / "meta", "lake")
     assert not tables.has_local_changes(database)
     batch = Batch()
-    batch.put(kind + b"1", b"x")
+    batch.rows[kind + b"1"] = b"x"
     database.commit(batch)
     assert tables.has_local_changes(database)
     database.close()

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag, unpack
+from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.meta.rows import Journal
-from lakefs_fuse.meta.tree import Listing, Tree
+from lakefs_fuse.meta.tree import Listing, Tree, pack_entry, unpack_entry
 from tests.fakes import open_database
 from tests.tiers import examples
 
@@ -41,7 +41,7 @@ entries = st.builds(
 
 @given(entries)
 def test_rows(entry: Entry) -> None:
-    assert unpack(entry.parent, entry.cookie, entry.pack()) == entry
+    assert unpack_entry(entry.parent, entry.cookie, pack_entry(entry)) == entry
 
 
 class TreeMachine(RuleBasedStateMachine):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
+from lakefs_fuse.meta.tree import pack_entry
 from lakefs_fuse.vfs.namespace.attributes import describe, learn, without_privileges
 
 FILE = Entry(1, 2, b"name", 3, size=5, mtime_ns=77, etag="e")
@@ -42,7 +43,7 @@ def test_garbage_is_left_out(metadata: dict[str, str]) -> None:
     assert 0 <= learnt.uid <= UNSET
     assert 0 <= learnt.gid <= UNSET
     assert -(1 << 62) <= learnt.mtime_ns <= 1 << 62
-    assert learnt.pack()
+    assert pack_entry(learnt)
 
 
 @pytest.mark.parametrize(

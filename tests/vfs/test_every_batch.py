@@ -114,9 +114,9 @@ class Deaths:
         commit = Database.commit
 
         def committed(database: Database, batch: Batch, *, sync: bool = False) -> None:
-            changes = len(batch)
+            is_empty = not batch
             commit(database, batch, sync=sync)
-            if changes:
+            if not is_empty:
                 dead = die(self._cache, self._cache.with_name(f"{self._cache.name}.{len(self.left)}"))
                 self.left.append((dead, as_left(self._store)))
 

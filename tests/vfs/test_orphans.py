@@ -531,7 +531,7 @@ async def test_another_lakes_cache_is_refused(tmp_path: Path) -> None:
         pass
     database = open_database(tmp_path / "meta", "file:///nowhere")
     batch = Batch()
-    batch.put(b"Midentity", b"s3://another")
+    batch.rows[b"Midentity"] = b"s3://another"
     database.commit(batch, sync=True)
     database.close()
     with pytest.raises(CacheError, match="s3://another"):

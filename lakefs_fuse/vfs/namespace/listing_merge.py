@@ -26,8 +26,7 @@ import xxhash
 
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
-from lakefs_fuse.meta.tombstones import NS
-from lakefs_fuse.meta.tree import Listing, Tree
+from lakefs_fuse.meta.tree import NS, Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta

@@ -170,11 +170,7 @@ class Namespace:
 
     def directory(self, path: str) -> int | None:
         """Inode of a directory by its path; None where it is not known."""
-        if not path:
-            return ROOT_INODE
-        names = [name.encode("utf-8", "surrogatepass") for name in path.split("/")]
-        entry = self.tree.resolve(names)
-        return entry.inode if entry is not None and entry.is_dir else None
+        return self.tree.directory(path.encode("utf-8", "surrogatepass"))
 
     def at(self, path: str) -> Entry | None:
         """What is known under a path; None for nothing, and for the root."""
@@ -183,42 +179,7 @@ class Namespace:
     def own_etag(self, path: str, parent: int | None = None) -> str:
         """ETag of the plain object that is known to lie at a path's own key, seen or hidden, or that may come there;
         empty for none. ``parent`` is the inode of its directory, where that is known."""
-        directory = self.directory(path.rpartition("/")[0]) if parent is None else parent
-        return self._own_etag(path, directory)
-
-    def own_etags(self, paths: Iterable[str]) -> dict[str, str]:
-        """As `own_etag`, of many paths; each directory is resolved once."""
-        directories: dict[str, int | None] = {}
-        etags = {}
-        for path in paths:
-            above = path.rpartition("/")[0]
-            if above not in directories:
-                directories[above] = self.directory(above)
-            etags[path] = self._own_etag(path, directories[above])
-        return etags
-
-    def _own_etag(self, path: str, directory: int | None) -> str:
-        name = path.rpartition("/")[2]
-        entry = None if directory is None else self.tree.named(directory, name.encode("utf-8", "surrogatepass"))
-        if entry is not None and (etag := self.hidden_etag(entry)):
-            return etag
-        tombstone = self.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
-        if tombstone is not None and tombstone.etag:
-            return tombstone.etag
-        used = self.tree.objects.used(path)
-        return "" if used is None else used.etag
-
-    def hidden_etag(self, entry: Entry) -> str:
-        """What whoever takes the name away hides: the plain object at its own key. Where there is none, the copy of its
-        bytes that the node which renamed it may be making there just now."""
-        if entry.etag or not entry.place or entry.is_local:
-            return entry.etag
-        row = self.tree.objects.get(entry.place)
-        return "" if row is None or row.is_pack or entry.offset or entry.size != row.size else row.etag
-
-    def hidden_etags(self, entries: Iterable[Entry]) -> list[str]:
-        """As `hidden_etag`, of each."""
-        return [entry.etag or self.hidden_etag(entry) for entry in entries]
+        return self.tree.own_etags([path], parent)[0]
 
     # -- freshness
 

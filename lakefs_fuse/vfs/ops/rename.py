@@ -20,7 +20,6 @@ import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
-from lakefs_fuse.commits.path_tree import files_below
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch
@@ -214,8 +213,9 @@ class Renames:
             orphaned = self._names.orphaned(new, target)
             replaced = [msgspec.structs.replace(doomed, due_ns=due_ns) for doomed in orphaned]
         entries = [entry for _, _, entry in moving]
-        hides = self._ns.own_etags([after for _, after, entry in moving if not entry.flags & Flag.DIRECTORY])
-        leaves = self._ns.hidden_etags(entries)
+        own = [after for _, after, entry in moving if not entry.flags & Flag.DIRECTORY]
+        hides = dict(zip(own, self._ns.tree.own_etags(own), strict=True))
+        leaves = [entry.etag or self._ns.tree.hidden_etag(entry) for entry in entries]
         ends = (source.inode, target.inode if target is not None else 0)
         names = []
         for (before, after, entry), left in zip(moving, leaves, strict=True):
@@ -244,7 +244,7 @@ class Renames:
         """Everything, with its path before and after; below a directory also what is not in the store yet."""
         yield old, new, entry
         if entry.is_dir:
-            for path, below in files_below(self._ns.tree, entry.inode, old):
+            for path, below in self._ns.tree.below(entry.inode, old):
                 yield path, new + path[len(old) :], below
 
     # -- what is not in the store

@@ -25,7 +25,6 @@ from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.path_tree import files_below
 from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Put, Relocate
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsupported
@@ -238,7 +237,7 @@ class Relocator:
         row = self._ns.tree.objects.used(key)
         if row is None:
             return
-        for path, entry in files_below(self._ns.tree, ROOT_INODE, ""):
+        for path, entry in self._ns.tree.below(ROOT_INODE, ""):
             if entry.place == row.number and not entry.is_local:
                 with suppress(_NotCopied):
                     await self._copy(path, row, await self._token_at(key), must=True)
