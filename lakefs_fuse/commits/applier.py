@@ -148,9 +148,8 @@ class Applier:
         last = next((each for each in reversed(operations) if not isinstance(each, SetAttr | Relocate)), None)
         if last is None:
             return not operations
-        directory = isinstance(last, Mkdir) or (isinstance(last, Remove) and last.directory)
-        entry = self.paths.find(last.path, directory)
-        tombstone = self._tree.tombstones.get(last.path.encode() + (b"/" if directory else b""))
+        path = _row_path(last)
+        (entry,), tombstone = self.paths.find_many([path]), self._tree.tombstones.get(path)
         return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.stamp == stamp)
 
     def restamp(self, record: Record, pending: int, time: int) -> None:
@@ -167,26 +166,30 @@ class Applier:
         left = [each for each in original.record.operations if id(each) not in numbers]
         self._restamp(kept, original.record.time, time)
         self._restamp(left, original.record.time, original.made_ns)
+        attributed = [operation.path.encode() for operation in kept if isinstance(operation, SetAttr)]
         batch = Batch()
-        for operation in kept:
-            entry = self.paths.find(operation.path, False) if isinstance(operation, SetAttr) else None
+        for entry in self.paths.find_many(attributed):
             if entry is not None and entry.ctime_ns > time:  # else nobody's later attributes would count here
                 self._tree.update(batch, msgspec.structs.replace(entry, ctime_ns=time))
         self._db.commit(batch)
 
     def _restamp(self, operations: Sequence[Operation], before: int, time: int) -> None:
         """Names that were set, or removed, at one time were so at another."""
-        batch = Batch()
-        for number, operation in enumerate(operations, 1):
-            directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
-            path = operation.path.encode() + (b"/" if directory else b"")
-            entry = self.paths.find(operation.path, directory)
-            if entry is not None and entry.stamp == before:
-                self._tree.update(batch, msgspec.structs.replace(entry, stamp=time))
-            tombstone = self._tree.tombstones.get(path)
-            if tombstone is not None and tombstone.stamp == before:
-                self._tree.tombstones.write(batch, {path: Tombstone(time, tombstone.etag)})
-            if not number % TOGETHER_MAX:
-                self._db.commit(batch)
-                batch = Batch()
-        self._db.commit(batch)
+        for first in range(0, len(operations), TOGETHER_MAX):
+            paths = list({_row_path(operation): None for operation in operations[first : first + TOGETHER_MAX]})
+            tombstones = zip(paths, self._tree.tombstones.get_many(paths), strict=True)
+            batch = Batch()
+            for entry in self.paths.find_many(paths):
+                if entry is not None and entry.stamp == before:
+                    self._tree.update(batch, msgspec.structs.replace(entry, stamp=time))
+            self._tree.tombstones.write(
+                batch,
+                {path: Tombstone(time, each.etag) for path, each in tombstones if each and each.stamp == before},
+            )
+            self._db.commit(batch)
+
+
+def _row_path(operation: Operation) -> bytes:
+    """The path of a name's tombstone: that of a directory ends in a slash."""
+    is_directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
+    return operation.path.encode() + (b"/" if is_directory else b"")

@@ -1,4 +1,4 @@
-"""The tree by paths, as commits name it: directories made where they are missing, and removed where they are empty.
+"""The tree by paths, as commits name it: directories made where they are missing, removed where they are empty, moved.
 
 What always holds (*implied directories*): a directory that no commit, marker or listing names exists only while
 something is below it. Every change of a name is announced to the `Watcher` in the step in which it is made. Trio
@@ -7,18 +7,29 @@ thread only. Inodes of paths are remembered within one `editing` block; a crash 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
+from lakefs_fuse.commits.record import THIS, Mkdir, Put, Record, Symlink
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
+
+ROWS_MAX = 512
+"""Names that are read, or written, at once."""
+T = TypeVar("T")
 
 
 class Watcher:
     """A listener for what commits change; the filesystem overrides what it needs."""
+
+    in_use: Container[int] = ()
+    """Inodes of the files that are open or not durable: others are not worth a call of `keeps`, `ctime_ns`, `updated`
+    and `relocated`."""
 
     def keeps(self, entry: Entry) -> bool:
         """The file is being written here: its inode stays."""
@@ -39,10 +50,10 @@ class Watcher:
     def changed(self, parent: int, name: bytes) -> None:
         """The kernel may remember the name wrongly."""
 
-    def updated(self, entry: Entry) -> None:
-        """A file's row has other attributes, another place or another name."""
+    def updated(self, entries: Sequence[Entry]) -> None:
+        """The rows of files have other attributes, another place or another name."""
 
-    def relocated(self, entry: Entry) -> None:
+    def relocated(self, entries: Sequence[Entry]) -> None:
         """The same bytes are in another place."""
 
     def moved(self) -> None:
@@ -72,13 +83,23 @@ class PathTree:
         """Paths lead elsewhere now, or other tasks ran."""
         self._directories.clear()
 
-    def find(self, path: str, directory: bool) -> Entry | None:
-        """The directory, or the file, of a path."""
+    def find_many(self, paths: Sequence[bytes]) -> list[Entry | None]:
+        """The directory of each path that ends in a slash, the file of each other."""
+        names = []
+        for path in paths:
+            above, _, name = path.removesuffix(b"/").rpartition(b"/")
+            names.append((self.directory(above.decode()) or 0, name + b"/" if path.endswith(b"/") else name))
+        return self.tree.named_many(names)
+
+    def child(self, path: str) -> Entry | None:
+        """The directory of a path, else the file."""
         above, _, name = path.rpartition("/")
         parent = self.directory(above)
-        if parent is None:
-            return None
-        return self.tree.named(parent, name.encode() + (b"/" if directory else b""))
+        return None if parent is None else self.tree.child(parent, name.encode())
+
+    def keeps(self, entry: Entry) -> bool:
+        """See `Watcher.keeps`."""
+        return entry.inode in self.watcher.in_use and self.watcher.keeps(entry)
 
     def directory(self, path: str) -> int | None:
         """Inode of a directory by its path ("" is the root); None where there is none."""
@@ -101,35 +122,31 @@ class PathTree:
             return found
         above, _, name = path.rpartition("/")
         parent = self.ensure_directory(above, time)
-        return self.insert_directory(parent, path, name.encode(), Flag.DIRECTORY, time).inode
+        batch, raw = Batch(), name.encode()
+        entry = self.insert_directory(
+            batch, parent, path, Flag.DIRECTORY, self.tree.named(parent, raw), mtime_ns=time, ctime_ns=time
+        )
+        self.database.commit(batch)
+        self.notify(parent, raw)
+        return entry.inode
 
-    def insert_directory(self, parent: int, path: str, name: bytes, flags: int, time: int, **attributes: int) -> Entry:
-        batch = Batch()
-        file = self.tree.named(parent, name)
-        if file is not None and (file.stamp or self.watcher.keeps(file)):
+    def insert_directory(
+        self, batch: Batch, parent: int, path: str, flags: int, file: Entry | None, **attributes: int
+    ) -> Entry:
+        """A directory that is not there; ``file`` has its name. `notify` is the caller's."""
+        if file is not None and (file.stamp or self.keeps(file)):
             self.tree.update(batch, msgspec.structs.replace(file, flags=file.flags | Flag.SHADOWED))
         elif file is not None:
             self.tree.remove(batch, file)
             self.tree.forget_listing(batch, parent)
-        attributes = {"mtime_ns": time, "ctime_ns": time, **attributes}
-        entry = self.tree.insert(batch, parent, name, flags, **attributes)
-        self.database.commit(batch)
+        entry = self.tree.insert(batch, parent, path.rpartition("/")[2].encode(), flags, **attributes)
         self._directories[path] = entry.inode
-        self.notify(parent, name)
         return entry
-
-    def remove_directory(self, entry: Entry, batch: Batch | None = None) -> None:
-        """An empty directory's row goes, and what ``batch`` says is noted; a file of the same name comes into sight."""
-        batch = Batch() if batch is None else batch
-        self.tree.remove(batch, entry)
-        self.show_file(batch, entry)
-        self.database.commit(batch)
-        self._directories.clear()
-        self.notify(entry.parent, entry.name)
 
     def show_file(self, batch: Batch, directory: Entry) -> None:
         """A directory goes: a file of the same name comes into sight."""
-        file = self.tree.named(directory.parent, directory.name) if directory.is_dir else None
+        is_dir = directory.flags & Flag.DIRECTORY
+        file = self.tree.named(directory.parent, directory.name) if is_dir else None
         if file is not None and file.flags & Flag.SHADOWED:
             self.tree.update(batch, msgspec.structs.replace(file, flags=file.flags & ~Flag.SHADOWED))
 
@@ -141,7 +158,12 @@ class PathTree:
                 return
             if self.tree.has_children(inode):
                 return
-            self.remove_directory(entry)
+            batch = Batch()
+            self.tree.remove(batch, entry)
+            self.show_file(batch, entry)
+            self.database.commit(batch)
+            self._directories.clear()
+            self.notify(entry.parent, entry.name)
             inode = entry.parent
 
     def notify(self, parent: int, name: bytes) -> None:
@@ -149,3 +171,142 @@ class PathTree:
         self.watcher.changing(parent, name)
         if not self._is_quiet:
             self.watcher.changed(parent, name)
+
+
+# -- moves: renames keep identity. The rows of what a commit moved move too, before its operations are applied to them.
+#
+# Only a hint, and followed only where nothing is lost by it: everything known below the source is named by an operation
+# of the record (or not in the store yet), nothing newer is known of either name, and no directory with something in it
+# is in the way. Otherwise the operations alone make the same names, with other inodes.
+
+Made: TypeAlias = dict[bytes, Put | Symlink | Mkdir]
+"""What a record says of a path, which ends in a slash for a directory."""
+
+
+def carry_over(paths: PathTree, record: Record, stamp: int) -> list[int]:
+    """Move the rows of a record's ``moves``; answers the directories that they left, none where nothing moved."""
+    made: Made = {
+        operation.path.encode() + (b"/" if isinstance(operation, Mkdir) else b""): operation
+        for operation in record.operations
+        if isinstance(operation, Put | Symlink | Mkdir)
+    }
+    inodes = set[int]()
+    sources = {source for source, _ in record.moves}
+    for source, target in record.moves:
+        entry = paths.child(source)
+        if entry is None or not _is_covered(paths, entry, source, target, record, made, stamp):
+            return []
+        if target not in sources and not _is_free(paths, entry, target, stamp):
+            return []
+        inodes.add(entry.inode)
+    if len(inodes) < len(record.moves):
+        return []  # several renames in one commit: of one name again, once another had it
+    for source, _ in record.moves:
+        _free_from_keys(paths, source)
+    moving = [(found, target) for source, target in record.moves if (found := paths.child(source)) is not None]
+    batch = Batch()
+    for found, _ in moving:
+        paths.tree.detach(batch, found)
+        paths.show_file(batch, found)
+    paths.database.commit(batch)
+    for found, _ in moving:
+        paths.notify(found.parent, found.name)
+    paths.forget_paths()
+    for found, target in moving:
+        _attach(paths, found, target, record.time)
+    return [found.parent for found, _ in moving]
+
+
+def _is_free(paths: PathTree, entry: Entry, target: str, stamp: int) -> bool:
+    """What is at the target, if anything, is what the record replaces."""
+    raw = target.encode()
+    file, directory = paths.find_many([raw, raw + b"/"])
+    there, other = (directory, file) if entry.flags & Flag.DIRECTORY else (file, directory)
+    if other is not None:
+        return False
+    return there is None or (there.stamp <= stamp and not paths.tree.has_children(there.inode))
+
+
+def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
+    iterator = iter(items)
+    while chunk := list(islice(iterator, ROWS_MAX)):
+        yield chunk
+
+
+def _with_all_below(tree: Tree, entry: Entry, path: str) -> Iterator[list[tuple[str, Entry]]]:
+    """An entry that has this path, and all that is below it."""
+    below = tree.below(entry.inode, path) if entry.flags & Flag.DIRECTORY else ()
+    return _chunks(chain([(path, entry)], below))
+
+
+def _is_covered(
+    paths: PathTree, entry: Entry, source: str, target: str, record: Record, made: Made, stamp: int
+) -> bool:
+    """The record says of everything in sight where it is now, and is the newest to speak of it."""
+    for chunk in _with_all_below(paths.tree, entry, target):
+        names = [path.encode() + (b"/" if found.flags & Flag.DIRECTORY else b"") for path, found in chunk]
+        tombstones = paths.tree.tombstones.get_many(names)
+        for (path, found), name, tombstone in zip(chunk, names, tombstones, strict=True):
+            if found.stamp > stamp:
+                return False
+            if found.flags & (Flag.LOCAL | Flag.SHADOWED):
+                continue
+            operation = made.get(name)
+            if (
+                operation is None
+                or not _is_meant(found, source + path[len(target) :], operation, record)
+                or (tombstone is not None and tombstone.stamp > stamp)
+            ):
+                return False
+    return True
+
+
+def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record: Record) -> bool:
+    """A plain object carries no commit's time: the one under the name may be newer than what was renamed."""
+    if found.place or found.flags & NO_OBJECT:
+        return True
+    if not isinstance(operation, Put) or operation.object <= THIS:
+        return False
+    ref = record.objects[operation.object]
+    return ref.key == path and ref.etag == found.etag
+
+
+def _free_from_keys(paths: PathTree, source: str) -> None:
+    """Plain objects stay at their keys when their names move: from now on the rows say so. What is not in the store yet
+    replaces nothing at its new path, whatever it replaced before."""
+    tree, entry = paths.tree, paths.child(source)
+    for chunk in _with_all_below(tree, entry, source) if entry is not None else ():
+        plain = [(path, found) for path, found in chunk if not found.place and not found.flags & NO_OBJECT]
+        numbers = tree.objects.numbers([(path, found.etag, found.size) for path, found in plain]) if plain else []
+        changes = [
+            (found, msgspec.structs.replace(found, place=number, etag=""))
+            for (_, found), number in zip(plain, numbers, strict=True)
+        ]
+        relocated = [freed for _, freed in changes if freed.inode in paths.watcher.in_use]
+        changes += [
+            (found, msgspec.structs.replace(found, etag="", stamp=0, place=0, offset=0))
+            for _, found in chunk
+            if found.flags & (Flag.LOCAL | Flag.DIRECTORY) == Flag.LOCAL
+            and (found.etag or found.stamp)
+            and found is not entry
+        ]
+        batch = Batch()
+        tree.update_files(batch, changes)
+        paths.database.commit(batch)
+        if relocated:
+            paths.watcher.relocated(relocated)
+
+
+def _attach(paths: PathTree, entry: Entry, target: str, time: int) -> None:
+    above, _, last = target.rpartition("/")
+    parent, name = paths.ensure_directory(above, time), last.encode()
+    batch = Batch()
+    for there in paths.tree.named_many([(parent, name), (parent, name + b"/")]):
+        if there is not None:
+            paths.tree.remove(batch, there)
+    moved = paths.tree.attach(batch, entry, parent, name)
+    paths.database.commit(batch)
+    paths.forget_paths()
+    if moved.inode in paths.watcher.in_use:
+        paths.watcher.updated([moved])
+    paths.notify(parent, name)

@@ -47,7 +47,8 @@ class Flag:
     """A commit changed the attributes of this version, at ``ctime_ns``."""
 
 
-_NO_OBJECT = Flag.DIRECTORY | Flag.LOCAL | Flag.SYMLINK
+NO_OBJECT = Flag.DIRECTORY | Flag.LOCAL | Flag.SYMLINK
+"""Of what is no object at its own key, whatever its ``place``."""
 
 PENDING = 1 << 63
 """Stamps from here on are sequence numbers of changes made here and not committed yet: newer than any commit."""
@@ -100,7 +101,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_plain(self) -> bool:
         """A file that is the plain object at its own key, and in the store."""
-        return not self.place and not self.flags & _NO_OBJECT
+        return not self.place and not self.flags & NO_OBJECT
 
     @property
     def file_type(self) -> int:

@@ -358,8 +358,12 @@ class Tree:
     ) -> Entry:  # fmt: skip
         """A new name; the caller knows that there is none of that sort name. ``cookie`` is that of a name which the
         same batch removed, ``inode`` one that was set aside for it."""
-        inode = inode or self.database.new_inode()
-        entry = Entry(parent, cookie or inode, name, inode, flags, **attributes)  # type: ignore[arg-type]
+        return self.insert_entry(batch, Entry(parent, cookie, name, inode, flags, **attributes))  # type: ignore[arg-type]
+
+    def insert_entry(self, batch: Batch, entry: Entry) -> Entry:
+        """As `insert`: the entry gets an inode and a cookie where it has none."""
+        inode = entry.inode or self.database.new_inode()
+        entry = msgspec.structs.replace(entry, inode=inode, cookie=entry.cookie or inode)
         self._attach(batch, entry)
         if entry.place:
             batch.shares.append((entry.place, 1, entry.size))
@@ -534,8 +538,10 @@ class Tree:
         self.drop_mirror(directory)
         for listener in self._events.listing_dropped:
             listener(directory)
-        self._count_hidden(self.listing(directory), -1)
-        batch.rows[schema.LISTING + NUMBER.pack(directory)] = None
+        key = schema.LISTING + NUMBER.pack(directory)
+        if batch.rows.get(key, b"") is not None:
+            self._count_hidden(self.listing(directory), -1)
+        batch.rows[key] = None
 
     def forget_listings(self) -> None:
         """Every directory has to be listed again by whoever wants to know what is in it."""

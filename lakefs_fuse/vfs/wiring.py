@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +76,7 @@ class FilesWatcher(Watcher):
     """Passes what the applier of commits changes on to listings under way, files in use and the kernel."""
 
     def __init__(self, namespace: Namespace, files: FileTable) -> None:
-        self._namespace, self._files = namespace, files
+        self._namespace, self._files, self.in_use = namespace, files, files.by_inode
 
     def keeps(self, entry: Entry) -> bool:
         return self._files.is_dirty(entry)
@@ -98,11 +98,13 @@ class FilesWatcher(Watcher):
     def changed(self, parent: int, name: bytes) -> None:
         self._namespace.announce_name(parent, name)
 
-    def updated(self, entry: Entry) -> None:
-        self._files.updated(entry)
+    def updated(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._files.updated(entry)
 
-    def relocated(self, entry: Entry) -> None:
-        self._files.relocated(entry)
+    def relocated(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            self._files.relocated(entry)
 
     def moved(self) -> None:
         self._files.moved()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,10 +54,16 @@ def put(
     return Put(path, THIS, offset, size, mode, 0, 0, 0, hides=hides, xattrs=xattrs or {})
 
 
+class AnyInode:
+    def __contains__(self, inode: object) -> bool:
+        return True
+
+
 class Recorder(Watcher):
     """Notes what it is told; ``kept`` are inodes that are being written here, ``used`` those that are open."""
 
     def __init__(self) -> None:
+        self.in_use = AnyInode()
         self.kept: set[int] = set()
         self.used: set[int] = set()
         self.told: list[bytes] = []
@@ -72,8 +78,8 @@ class Recorder(Watcher):
     def changed(self, parent: int, name: bytes) -> None:
         self.told.append(name)
 
-    def relocated(self, entry: Entry) -> None:
-        self.places.append(entry)
+    def relocated(self, entries: Sequence[Entry]) -> None:
+        self.places += entries
 
 
 class Node:
