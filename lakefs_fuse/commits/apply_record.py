@@ -122,7 +122,7 @@ class Application:
         self._record, self._this, self._stamp = record, this, stamp
         self._time = record.time if stamp < PENDING else now_ns
         self._numbers: dict[int, int] = {}
-        """Numbers of the objects that the operations now applied name, by their index in the record."""
+        """Numbers of objects by their index in the record, as they were when they were needed last."""
         self._changes = _Changes()
         self._parent: tuple[str, int | None] | None = None
         """The directory that was asked for last, until something is written."""
@@ -219,10 +219,12 @@ class Application:
             others = self._tree.named_many([(parent, _other_name(step.name)) for parent, step in new])
             for (_, step), entry in zip(new, others, strict=True):
                 step.other = entry
-        refs = {index: self._ref(index) for step in steps for index in self._elsewhere(step.operation)}
+        named = {index for step in steps for index in self._elsewhere(step.operation)}
+        known, get = self._numbers, self._tree.objects.get
+        refs = {index: self._ref(index) for index in named if index not in known or get(known[index]) is None}
         if refs:
             numbers = self._tree.objects.numbers([(ref.key, ref.etag, ref.size) for ref in refs.values()])
-            self._numbers = dict(zip(refs, numbers, strict=True))
+            known.update(zip(refs, numbers, strict=True))
 
     def _apply(self, step: _Step, operation: Operation) -> None:
         match operation:
@@ -323,8 +325,7 @@ class Application:
 
     def doubts(self) -> Iterator[Doubt | None]:
         """What to ask the store for, before the record is applied: an answer for each operation."""
-        for operation in self._record.operations:
-            yield self._doubt(operation)
+        return map(self._doubt, self._record.operations)
 
     def _doubt(self, operation: Operation) -> Doubt | None:
         if not isinstance(operation, Put | Symlink | Remove) or (isinstance(operation, Remove) and operation.directory):

@@ -260,9 +260,10 @@ class Committer:
         self._db.commit(batch)
 
     def _record_passed(self, sending: Sending) -> None:
-        batch = Batch()
-        self._supersede(batch, set(sending.paths), sending.passed, sending.time - 1)
-        self._db.commit(batch)
+        if sending.passed:
+            batch = Batch()
+            self._supersede(batch, set(sending.paths), sending.passed, sending.time - 1)
+            self._db.commit(batch)
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:

@@ -111,26 +111,25 @@ class Objects:
         return self.numbers([(key, etag, size)])[0]
 
     def numbers(self, objects: Sequence[tuple[str, str, int]]) -> list[int]:
-        """As `number`, of keys, ETags and sizes of different objects; all new rows in one batch."""
+        """As `number`, of keys, ETags and sizes; all new rows in one batch."""
         names = [_name_key(key, etag) for key, etag, _ in objects]
-        numbers = [
-            0 if raw is None or self.get(number := self._number(name, raw)) is None else number
+        numbers = {
+            name: number
             for name, raw in zip(names, self._db.get_many(names), strict=True)
-        ]
-        if all(numbers):
-            return numbers
-        last = int.from_bytes(self._db.get(schema.SINGLE_OBJECT) or b"", "big")
-        batch, added = Batch(), []
-        for at, (key, etag, size) in enumerate(objects):
-            if not numbers[at]:
-                numbers[at] = last = last + 1
-                added.append(ObjectRow(last, key, etag, size))
-                self._put(batch, added[-1])
-        batch.rows[schema.SINGLE_OBJECT] = schema.NUMBER.pack(last)
-        self._db.commit(batch)
-        for row in added:
-            self._count(row, 1)
-        return numbers
+            if raw is not None and self.get(number := self._number(name, raw)) is not None
+        }
+        added = [(name, each) for name, each in dict(zip(names, objects, strict=True)).items() if name not in numbers]
+        if added:
+            last = int.from_bytes(self._db.get(schema.SINGLE_OBJECT) or b"", "big")
+            rows = [ObjectRow(number, *each) for number, (_, each) in enumerate(added, last + 1)]
+            batch = Batch({schema.SINGLE_OBJECT: schema.NUMBER.pack(last + len(rows))})
+            for row, (name, _) in zip(rows, added, strict=True):
+                self._put(batch, row)
+                numbers[name] = row.number
+            self._db.commit(batch)
+            for row in rows:
+                self._count(row, 1)
+        return [numbers[name] for name in names]
 
     def _put(self, batch: Batch, row: ObjectRow) -> None:
         batch.rows[_number_key(row.number)] = _pack(row)

@@ -7,7 +7,7 @@ the batches that were committed; what is only here and in no store is synced by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
 import msgspec
@@ -92,11 +92,11 @@ class TimedRows(Generic[T]):
     def _key(self, due_ns: int, path: str) -> bytes:
         return self._kind + schema.NUMBER.pack(due_ns) + path.encode(*schema.PATH)
 
-    def has(self, due_ns: int, path: str) -> bool:
-        return self._db.get(self._key(due_ns, path)) is not None
-
-    def put(self, batch: Batch, due_ns: int, path: str, row: T) -> None:
-        batch.rows[self._key(due_ns, path)] = msgspec.msgpack.encode(row)
+    def put(self, batch: Batch, due_ns: int, rows: Mapping[str, T]) -> int:
+        """Put rows, by their paths; answers how many there were not before."""
+        encoded = {self._key(due_ns, path): msgspec.msgpack.encode(row) for path, row in rows.items()}
+        batch.rows |= encoded
+        return self._db.get_many(list(encoded)).count(None)
 
     def delete(self, batch: Batch, due_ns: int, path: str) -> None:
         batch.rows[self._key(due_ns, path)] = None
@@ -123,12 +123,7 @@ class SingleRow(Generic[T]):
 
     def set(self, row: T | None, *, sync: bool = False) -> None:
         """None removes it. Raises CacheError."""
-        batch = Batch()
-        if row is None:
-            batch.rows[self._key] = None
-        else:
-            batch.rows[self._key] = msgspec.msgpack.encode(row)
-        self._db.commit(batch, sync=sync)
+        self._db.commit(Batch({self._key: None if row is None else msgspec.msgpack.encode(row)}), sync=sync)
 
 
 class Deletion(msgspec.Struct, frozen=True, array_like=True):
@@ -199,18 +194,14 @@ class CommitRows:
         return int.from_bytes(self._db.get(schema.SINGLE_NEWEST) or b"", "big")
 
     def record_applied(self, time: int, writer: str) -> None:
-        batch = Batch()
-        batch.rows[_commit_key(schema.APPLIED, time, writer)] = b""
-        batch.rows[_commit_key(schema.REFUSED, time, writer)] = None
+        batch = Batch({_commit_key(schema.APPLIED, time, writer): b"", _commit_key(schema.REFUSED, time, writer): None})
         if time > self.newest():
             batch.rows[schema.SINGLE_NEWEST] = schema.NUMBER.pack(time)
         self._db.commit(batch)
 
     def record_refused(self, time: int, writer: str) -> None:
         """A commit is left out: what is known here must not be folded into an index that stands for it."""
-        batch = Batch()
-        batch.rows[_commit_key(schema.REFUSED, time, writer)] = b""
-        self._db.commit(batch)
+        self._db.commit(Batch({_commit_key(schema.REFUSED, time, writer): b""}))
 
     def forget_before(self, time: int) -> None:
         """No poll asks for commits older than this any more."""
@@ -241,9 +232,7 @@ class CommitRows:
 
     def forget_refused(self, time: int, writer: str) -> None:
         """The commit is not in the store any more."""
-        batch = Batch()
-        batch.rows[_commit_key(schema.REFUSED, time, writer)] = None
-        self._db.commit(batch)
+        self._db.commit(Batch({_commit_key(schema.REFUSED, time, writer): None}))
 
 
 def _commit_key(kind: bytes, time: int, writer: str) -> bytes:

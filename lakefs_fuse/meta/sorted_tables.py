@@ -236,9 +236,7 @@ def reapply_wanted(database: Database) -> bool:
 
 
 def reapplied(database: Database) -> None:
-    batch = Batch()
-    batch.rows[schema.SINGLE_REAPPLY] = None
-    database.commit(batch)
+    database.commit(Batch({schema.SINGLE_REAPPLY: None}))
 
 
 def are_names_outdated(database: Database) -> bool:
@@ -251,9 +249,7 @@ def writer_of(database: Database) -> str:
 
 
 def set_writer(database: Database, writer: str) -> None:
-    batch = Batch()
-    batch.rows[schema.SINGLE_WRITER] = writer.encode()
-    database.commit(batch)
+    database.commit(Batch({schema.SINGLE_WRITER: writer.encode()}))
 
 
 def missing_before(database: Database) -> int:
@@ -263,12 +259,7 @@ def missing_before(database: Database) -> int:
 
 
 def set_missing_before(database: Database, time: int) -> None:
-    batch = Batch()
-    if time:
-        batch.rows[schema.SINGLE_MISSING] = schema.NUMBER.pack(time)
-    else:
-        batch.rows[schema.SINGLE_MISSING] = None
-    database.commit(batch, sync=True)
+    database.commit(Batch({schema.SINGLE_MISSING: schema.NUMBER.pack(time) if time else None}), sync=True)
 
 
 def empty_directory(directory: Path) -> Path:

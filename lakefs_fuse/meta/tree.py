@@ -200,10 +200,11 @@ class Tree:
 
     def entry_of_row(self, key: bytes) -> Entry | None:
         """As `at`, by the key of the row."""
-        row = self.database.get(key)
-        return None if row is None else self._read(key, row)
+        return self._read(key, self.database.get(key))
 
-    def _read(self, key: bytes, row: bytes) -> Entry | None:
+    def _read(self, key: bytes, row: bytes | None) -> Entry | None:
+        if row is None:
+            return None
         try:
             parent, cookie = _PAIR.unpack_from(key, 1)
             return unpack_entry(parent, cookie, row)
@@ -250,18 +251,29 @@ class Tree:
         """As `named`, of each pair of a parent (0: a directory that is not there) and a sort name."""
         keys = [schema.NAME + NUMBER.pack(parent) + sort_name for parent, sort_name in names]
         at = [
-            schema.ENTRY + key[1:9] + cookie
-            if cookie is not None and self._is_long(key, cookie, COOKIE_BYTES)
-            else schema.ENTRY
+            schema.ENTRY + key[1:9] + cookie if cookie is not None and self._is_long(key, cookie, COOKIE_BYTES) else b""
             for key, cookie in zip(keys, self.database.get_many(keys), strict=True)
         ]
-        rows = zip(at, self.database.get_many(at), strict=True)
-        return [None if row is None else self._read(key, row) for key, row in rows]
+        there = [key for key in at if key]
+        rows = dict(zip(there, self.database.get_many(there), strict=True)) if there else {}
+        return [self._read(key, rows.get(key)) for key in at]
 
-    def child_many(self, names: Sequence[tuple[int, bytes]]) -> list[Entry | None]:
-        """As `child`, of each pair of a parent (0: a directory that is not there) and a name."""
+    def children_at(self, paths: Iterable[bytes]) -> list[Entry | None]:
+        """The directory of each path, else the file; a slash at the end does not count."""
+        names = self._split([path.removesuffix(b"/") for path in paths])
         found = self.named_many([*((parent, name + b"/") for parent, name in names), *names])
         return [directory or file for directory, file in zip(found, found[len(names) :], strict=False)]
+
+    def _split(self, paths: Iterable[bytes]) -> list[tuple[int, bytes]]:
+        """The directory (0 where it is not known) and the last component of each path."""
+        directories: dict[bytes, int] = {}
+        names = []
+        for path in paths:
+            above, _, name = path.rpartition(b"/")
+            if above not in directories:
+                directories[above] = self.directory(above) or 0
+            names.append((directories[above], name))
+        return names
 
     def children(self, parent: int, after: int = 0, until: int = COOKIE_MAX) -> Iterator[Entry]:
         """Entries of a directory with a cookie greater than ``after`` and less than ``until``, in cookie order."""
@@ -320,14 +332,8 @@ class Tree:
     def own_etags(self, paths: Sequence[str], parent: int | None = None) -> list[str]:
         """For each path the ETag of the plain object that is known to lie at its own key, seen or hidden, or that may
         come there; empty for none. ``parent`` is the inode of the directory of all, where that is known."""
-        directories: dict[bytes, int] = {}
         raw_paths = [path.encode(*schema.PATH) for path in paths]
-        names = []
-        for raw in raw_paths:
-            above, _, name = raw.rpartition(b"/")
-            if above not in directories:
-                directories[above] = (self.directory(above) or 0) if parent is None else parent
-            names.append((directories[above], name))
+        names = self._split(raw_paths) if parent is None else [(parent, raw.rpartition(b"/")[2]) for raw in raw_paths]
         entries, tombstones = self.named_many(names), self.tombstones.get_many(raw_paths)
         etags = []
         for path, entry, tombstone in zip(paths, entries, tombstones, strict=True):

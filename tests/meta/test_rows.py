@@ -139,7 +139,7 @@ def test_pin_copy_and_relocation_rows_have_these_bytes(database: Database) -> No
     batch = Batch()
     PathRows(database, schema.PIN, Row).put(batch, "a/ü", Row(2, True))
     PathRows(database, schema.COPY, BegunCopy).put(batch, "a/ü", BegunCopy("e", "t"))
-    TimedRows(database, schema.RELOCATION, Task).put(batch, 258, "a", Task("a", True, 5, "t"))
+    TimedRows(database, schema.RELOCATION, Task).put(batch, 258, {"a": Task("a", True, 5, "t")})
     database.commit(batch)
     assert rows_of(database, b"K") == {b"Ka/\xc3\xbc": b"\x82\xa8sequence\x02\xa5whole\xc3"}
     assert rows_of(database, b"Y") == {b"Ya/\xc3\xbc": b"\x92\xa1e\xa1t"}

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.meta.rows import Journal
-from lakefs_fuse.meta.tree import Listing, Tree, pack_entry, unpack_entry
+from lakefs_fuse.meta.tree import Listing, Tombstone, Tree, pack_entry, unpack_entry
 from tests.fakes import open_database
 from tests.tiers import examples
 
@@ -211,3 +211,32 @@ def test_the_journal(database: Database) -> None:
     database.commit(batch)
     assert dict(journal.records()) == {"two": b"2"}
     database.close()
+
+
+def test_numbers_of_the_same_object_twice_is_one_number(database: Database) -> None:
+    objects = Tree(database).objects
+    known = objects.number("a", "e", 1)
+    assert objects.numbers([("b", "e", 1), ("a", "e", 1), ("b", "e", 1), ("c", "e", 2)]) == [2, known, 2, 3]
+    assert [(row.key, row.size) for row in objects.rows()] == [("a", 1), ("b", 1), ("c", 2)]
+    assert objects.plain == 3
+
+
+def test_children_at_paths_are_what_child_answers(database: Database) -> None:
+    tree, batch = Tree(database), Batch()
+    directory = tree.insert(batch, ROOT_INODE, b"d", Flag.DIRECTORY)
+    tree.insert(batch, ROOT_INODE, b"d", 0)
+    tree.insert(batch, directory.inode, b"f", 0)
+    database.commit(batch)
+    found = tree.children_at([b"d/f", b"d", b"d/", b"gone/f", b"d/gone", b"d/f"])
+    file, above = tree.child(directory.inode, b"f"), tree.child(ROOT_INODE, b"d")
+    assert found == [file, above, above, None, None, file]
+
+
+def test_own_etags_are_of_the_name_its_tombstone_or_its_object(database: Database) -> None:
+    tree, batch = Tree(database), Batch()
+    tree.insert(batch, ROOT_INODE, b"plain", 0, etag="p")
+    tree.insert(batch, ROOT_INODE, b"renamed", 0, place=tree.objects.number("old", "o", 1), size=1)
+    tree.tombstones.write(batch, {b"gone": Tombstone(1, "g")})
+    database.commit(batch)
+    assert tree.own_etags(["plain", "renamed", "gone", "old", "nothing", "no/where"]) == ["p", "o", "g", "o", "", ""]
+    assert tree.own_etags(["plain"], ROOT_INODE) == ["p"]

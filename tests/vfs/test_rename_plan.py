@@ -10,13 +10,13 @@ from lakefs_fuse.commits.record import Mkdir, ObjectRef, Operation, Put, Remove,
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion
+from lakefs_fuse.vfs.namespace.operations import RowSnapshot
 from lakefs_fuse.vfs.ops.rename_plan import (
     LocalRename,
     LocalRenameFacts,
     MovedName,
     RenameFacts,
     Route,
-    RowSnapshot,
     plan_local_rename,
     plan_rename,
     route_of,

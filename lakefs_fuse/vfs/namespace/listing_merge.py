@@ -250,10 +250,8 @@ class DirectoryMerge:
         if entry is None or name in self._touched or not self._is_bare(entry):
             return
         batch = Batch()
-        self._tree.remove(batch, entry)
+        self._drop(batch, entry)
         self._db.commit(batch)
-        self._metrics.entries_removed += 1
-        self._events.announce_name(self._directory, name)
 
     def _mark(self, batch: Batch) -> None:
         entry = self._tree.entry(self._directory)
@@ -268,16 +266,17 @@ class DirectoryMerge:
             return
         if self._keep(entry) or not _needs_object(entry):
             return
+        self._drop(batch, entry)
+
+    def _drop(self, batch: Batch, entry: Entry) -> None:
         self._tree.remove(batch, entry)
         self._metrics.entries_removed += 1
-        self._events.announce_name(self._directory, entry.name)
+        self._events.announce_name(entry.parent, entry.name)
 
     def _directory_vanished(self, batch: Batch, entry: Entry) -> None:
         """No key lies below it any more: what commits say of it and of names below it stays."""
         if not entry.stamp and not self._stays(entry.inode):
-            self._tree.remove(batch, entry)
-            self._metrics.entries_removed += 1
-            self._events.announce_name(self._directory, entry.name)
+            self._drop(batch, entry)
             return
         if entry.flags & (Flag.LISTED | Flag.MARKER):
             flags = entry.flags & ~(Flag.LISTED | Flag.MARKER)
@@ -302,9 +301,7 @@ class DirectoryMerge:
                     continue
             elif self._keep(child) or not _needs_object(child):
                 continue
-            self._tree.remove(batch, child)
-            self._metrics.entries_removed += 1
-            self._events.announce_name(directory, child.name)
+            self._drop(batch, child)
 
     def _merge(self, batch: Batch, found: Found) -> None:
         entry = self._tree.named(self._directory, found.sort_name)
@@ -354,11 +351,8 @@ class DirectoryMerge:
 
     def _attributed_in_vain(self, batch: Batch, entry: Entry) -> None:
         """A commit told attributes of a version that no listing had shown. What is there counts as removed."""
-        if self._keep(entry):
-            return
-        self._tree.remove(batch, entry)
-        self._metrics.entries_removed += 1
-        self._events.announce_name(self._directory, entry.name)
+        if not self._keep(entry):
+            self._drop(batch, entry)
 
     def _is_removed(self, name: bytes, meta: ObjectMeta) -> bool:
         tombstone = self._tree.tombstones.get(self._prefix + name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.record import OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.tree import Tree
 
@@ -30,6 +31,20 @@ class Rows(Protocol):
     def xattrs(self, inode: int) -> dict[str, bytes]: ...
 
 
+class RowSnapshot(msgspec.Struct, frozen=True):
+    """The rows that operations are made from, as they were at one moment."""
+
+    objects: dict[int, ObjectRow] = {}
+    target_by_inode: dict[int, bytes] = {}
+    xattrs_by_inode: dict[int, dict[str, bytes]] = {}
+
+    def target(self, inode: int) -> bytes:
+        return self.target_by_inode.get(inode, b"")
+
+    def xattrs(self, inode: int) -> dict[str, bytes]:
+        return self.xattrs_by_inode.get(inode, {})
+
+
 class ChangeBuilder:
     """Gathers operations and the objects they point into."""
 
@@ -39,6 +54,20 @@ class ChangeBuilder:
         self._numbers: dict[ObjectRef, int] = {}
         self.operations: list[Operation] = []
         self.moves: list[tuple[str, str]] = []
+
+    def add_moves(self, names: Iterable[tuple[str, str, Entry, str]]) -> None:
+        """Files and directories are at their next path now: that before it, that path, the entry, and ``hides`` as in
+        `put`."""
+        for before, after, entry, hides in names:
+            if entry.flags & Flag.DIRECTORY:
+                self.mkdir(after, entry)
+            else:
+                self.put(after, entry, key=before, hides=hides)
+
+    def add_removals(self, names: Iterable[tuple[str, Entry, str]]) -> None:
+        """As `remove`, of each."""
+        for path, entry, hides in names:
+            self.remove(path, entry, hides)
 
     def change(self) -> Change:
         return Change(operations=self.operations, objects=self._objects, moves=self.moves)
@@ -58,7 +87,7 @@ class ChangeBuilder:
         """A file, or symbolic link, is at ``path``; a plain object at ``key`` is its bytes (empty: at ``path``).
         ``hides`` is the ETag of the plain object at ``path`` where that is another."""
         xattrs = self._rows.xattrs(entry.inode)
-        if entry.is_symlink:
+        if entry.flags & Flag.SYMLINK:
             target = self._rows.target(entry.inode).decode()
             self.operations.append(
                 Symlink(path, target, entry.uid, entry.gid, entry.mtime_ns, hides=hides, xattrs=xattrs)
@@ -77,20 +106,21 @@ class ChangeBuilder:
             )
         )  # fmt: skip
 
-    def mkdir(self, path: str, entry: Entry) -> None:
-        xattrs = self._rows.xattrs(entry.inode)
-        self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=xattrs))
+    def mkdir(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
+        kept = self._rows.xattrs(entry.inode) if xattrs is None else xattrs
+        self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=kept))
 
     def remove(self, path: str, entry: Entry, hides: str = "") -> None:
         """The entry's name goes; what lies at its own key is hidden. ``hides`` is the ETag of something else there."""
-        self.operations.append(Remove(path, directory=entry.is_dir, hides=hides or entry.etag))
+        is_dir = bool(entry.flags & Flag.DIRECTORY)
+        self.operations.append(Remove(path, directory=is_dir, hides=hides or entry.etag))
 
     def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
         """Attributes of an entry, whatever it is."""
         kept = self._rows.xattrs(entry.inode) if xattrs is None else xattrs
-        if entry.is_dir:
-            self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=kept))
-        elif entry.is_symlink:
+        if entry.flags & Flag.DIRECTORY:
+            self.mkdir(path, entry, kept)
+        elif entry.flags & Flag.SYMLINK:
             target = self._rows.target(entry.inode).decode()
             self.operations.append(
                 Symlink(path, target, entry.uid, entry.gid, entry.mtime_ns, hides=entry.etag, xattrs=kept)
@@ -106,10 +136,9 @@ class ChangeBuilder:
 
 def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None:
     """The plain object at ``key`` with this ETag is not the file of that name, and nobody sees it there."""
-    *above, name = [each.encode("utf-8", "surrogatepass") for each in key.split("/")]
-    directory = tree.resolve(above)
-    parent = ROOT_INODE if not above else 0 if directory is None or not directory.is_dir else directory.inode
-    there = tree.named(parent, name) if parent else None
+    above, _, name = key.encode("utf-8", "surrogatepass").rpartition(b"/")
+    parent = tree.directory(above)
+    there = None if parent is None else tree.named(parent, name)
     if there is None or there.is_local:
         builder.operations.append(Remove(key, hides=etag))
     elif there.place or there.is_symlink:

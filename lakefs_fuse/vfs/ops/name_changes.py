@@ -7,12 +7,15 @@ read is refused before it is journaled. A crash leaves the committer's journal. 
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.record import Mkdir, SetAttr
 from lakefs_fuse.environment.clock import Clock
+from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import Deletion
@@ -29,7 +32,14 @@ class NameChanges:
 
     def path(self, entry: Entry) -> str:
         """Without a slash at the end."""
-        return self._ns.key(entry).removesuffix("/")
+        return self.path_in(entry.parent, entry.name)
+
+    def path_in(self, directory: int, name: bytes) -> str:
+        """The path of a name in a directory. Raises FileError(ESTALE) where that is gone."""
+        above = self._ns.tree.path(directory)
+        if above is None:
+            raise FileError(errno.ESTALE)
+        return b"/".join([*above, name]).decode("utf-8", "surrogatepass")
 
     def is_visible(self, path: str) -> bool:
         """A commit that this node journaled may show something under the path."""
@@ -95,7 +105,7 @@ class NameChanges:
     def mark_changed(self, inode: int) -> None:
         """The ctime of a directory or symbolic link is now; of a file the kernel keeps it."""
         entry = self._ns.tree.entry(inode)
-        if entry is not None and (entry.is_dir or entry.is_symlink):
+        if entry is not None and entry.flags & (Flag.DIRECTORY | Flag.SYMLINK):
             batch = Batch()
             self._ns.tree.update(batch, msgspec.structs.replace(entry, ctime_ns=self._clock.wall_ns()))
             self._ns.database.commit(batch)

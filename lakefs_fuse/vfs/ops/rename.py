@@ -13,8 +13,8 @@ thread only.
 from __future__ import annotations
 
 import errno
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
 import msgspec
 
@@ -29,13 +29,13 @@ from lakefs_fuse.meta.rows import Deletion
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.operations import RowSnapshot
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
 from lakefs_fuse.vfs.ops.rename_plan import (
     LocalRenameFacts,
     MovedName,
     RenameFacts,
     Route,
-    RowSnapshot,
     plan_local_rename,
     plan_rename,
     route_of,
@@ -87,7 +87,7 @@ class Renames:
                 await self._check_replaceable(source, target)
         ends = [source, target] if exchange and target is not None else [source]
         for entry in ends:
-            if entry.is_dir:
+            if entry.flags & Flag.DIRECTORY:
                 await self._preparation.list_below(self._names.path(entry), entry)
         if await self._rename(source, parent_new, name_new, ends):
             await self._names.flush()
@@ -95,8 +95,8 @@ class Renames:
             self._unlinker.forget_name(target)
         for entry in ends:
             self._names.mark_changed(entry.inode)
-        self._ns.touch(parent_old)
-        self._ns.touch(parent_new)
+        for parent in {parent_old, parent_new}:
+            self._ns.touch(parent)
 
     async def _check_replaceable(self, source: Entry, target: Entry) -> None:
         if target.is_dir:
@@ -112,15 +112,17 @@ class Renames:
         if exchange:
             await self._preparation.publish_local(ends)
         await self._preparation.drain_older(source)
-        if source.is_dir or exchange:
+        if source.flags & Flag.DIRECTORY or exchange:
             for entry in ends:
                 await self._preparation.drain_below(self._names.path(entry))
-        async with self._not_publishing(source):
+        file = self._files.get(source.inode)
+        # What is being stored when it is renamed is stored first, under its old name.
+        async with file.publishing if file is not None and file.draft is not None else nullcontext():
             now = self._ns.tree.entry(source.inode)
             if now is None:
                 raise FileError(errno.ENOENT)
             there = self._ns.tree.child(parent, name)
-            old, new = self._names.path(now), self._ns.prefix(parent) + name.decode()
+            old, new = self._names.path(now), self._names.path_in(parent, name)
             opened = None if there is None or (exchange and not now.is_local) else self._files.hold(there.inode)
             is_held = False
             renamed: list[str] = []
@@ -128,7 +130,7 @@ class Renames:
             async def execute(_: Entry) -> None:
                 nonlocal is_held
                 async with self._relocator.hold_copies(old, new):
-                    if now.is_local:
+                    if now.flags & Flag.LOCAL:
                         self._move_row(source.inode, parent, name)
                     else:
                         is_held = await self._commit(source, parent, name, exchange, opened, renamed)
@@ -144,16 +146,6 @@ class Renames:
                 self._relocator.tasks.schedule(renamed)
         return is_held
 
-    @asynccontextmanager
-    async def _not_publishing(self, source: Entry) -> AsyncIterator[None]:
-        """What is being stored when it is renamed is stored first, under its old name."""
-        file = self._files.get(source.inode)
-        if file is None or file.draft is None:
-            yield
-            return
-        async with file.publishing:
-            yield
-
     # -- what is in the store
 
     async def _commit(
@@ -161,7 +153,7 @@ class Renames:
     ) -> bool:
         """``renamed`` gets the paths of objects that are at other keys now. Whether a flush has to follow."""
         entry = self._ns.tree.entry(source.inode) or source
-        old, new = self._names.path(entry), self._ns.prefix(parent) + name.decode()
+        old, new = self._names.path(entry), self._names.path_in(parent, name)
 
         def plan() -> Change:
             change = plan_rename(self._read_facts(source.inode, parent, name, exchange))
@@ -203,7 +195,7 @@ class Renames:
         if source is None:
             raise FileError(errno.ENOENT)
         target = self._ns.tree.child(parent, name)
-        old, new = self._names.path(source), self._ns.prefix(parent) + name.decode()
+        old, new = self._names.path(source), self._names.path_in(parent, name)
         moving = list(self._below(old, new, source))
         replaced: Iterable[Deletion] = ()
         if exchange and target is not None:
@@ -215,7 +207,7 @@ class Renames:
         entries = [entry for _, _, entry in moving]
         own = [after for _, after, entry in moving if not entry.flags & Flag.DIRECTORY]
         hides = dict(zip(own, self._ns.tree.own_etags(own), strict=True))
-        leaves = [entry.etag or self._ns.tree.hidden_etag(entry) for entry in entries]
+        leaves = [self._ns.tree.hidden_etag(entry) if entry.place else entry.etag for entry in entries]
         ends = (source.inode, target.inode if target is not None else 0)
         names = []
         for (before, after, entry), left in zip(moving, leaves, strict=True):
@@ -243,7 +235,7 @@ class Renames:
     def _below(self, old: str, new: str, entry: Entry) -> Iterator[tuple[str, str, Entry]]:
         """Everything, with its path before and after; below a directory also what is not in the store yet."""
         yield old, new, entry
-        if entry.is_dir:
+        if entry.flags & Flag.DIRECTORY:
             for path, below in self._ns.tree.below(entry.inode, old):
                 yield path, new + path[len(old) :], below
 
@@ -267,7 +259,7 @@ class Renames:
         moved = tree.attach(batch, plan.row, parent, name, before=entry)
         self._files.replaces(moved, plan.copied_from)
         if file is not None:
-            self._files.move(batch, file, self._ns.prefix(parent) + name.decode("utf-8", "surrogatepass"))
+            self._files.move(batch, file, self._names.path_in(parent, name))
         self._ns.database.commit(batch, sync=file is not None and file.is_acknowledged)
         self._files.updated(moved)
         reached("rename.moved")

@@ -7,8 +7,6 @@ change between the two. A crash leaves what that step's one batch, or commit, ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 
 import msgspec
@@ -18,7 +16,7 @@ from lakefs_fuse.commits.record import Remove
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion
-from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, RowSnapshot
 
 
 class Route(Enum):
@@ -32,30 +30,14 @@ class Route(Enum):
 
 def route_of(source: Entry, *, exchange: bool, is_writeback: bool, is_held: bool) -> Route:
     """``is_writeback``: of both paths. ``is_held``: the committer holds changes that are not in the store."""
-    if source.is_local:
+    if source.flags & Flag.LOCAL:
         return Route.LOCAL
     if is_writeback and not exchange:
         return Route.JOURNALED
     return Route.HELD if is_held else Route.COMMITTED
 
 
-@dataclass(frozen=True, slots=True)
-class RowSnapshot:
-    """The rows that operations are made from; see `operations.Rows`."""
-
-    objects: Mapping[int, ObjectRow] = field(default_factory=dict)
-    target_by_inode: Mapping[int, bytes] = field(default_factory=dict)
-    xattrs_by_inode: Mapping[int, dict[str, bytes]] = field(default_factory=dict)
-
-    def target(self, inode: int) -> bytes:
-        return self.target_by_inode.get(inode, b"")
-
-    def xattrs(self, inode: int) -> dict[str, bytes]:
-        return self.xattrs_by_inode.get(inode, {})
-
-
-@dataclass(frozen=True, slots=True)
-class MovedName:
+class MovedName(msgspec.Struct, frozen=True):
     """A name that moves. ``hides`` is the ETag of the plain object at the key of its next path, ``leaves`` of what its
     removal hides; ``orphans`` are objects that only the name needs."""
 
@@ -69,8 +51,9 @@ class MovedName:
     """It is what the caller named, not something below it."""
 
     @property
-    def is_dir(self) -> bool:
-        return bool(self.entry.flags & Flag.DIRECTORY)
+    def row(self) -> tuple[str, bool]:
+        """Its path, and whether it is a directory: a file and a directory may have the same path."""
+        return self.before, bool(self.entry.flags & Flag.DIRECTORY)
 
     @property
     def moves_here_only(self) -> bool:
@@ -78,8 +61,7 @@ class MovedName:
         return not self.is_end and bool(self.entry.flags & Flag.LOCAL)
 
 
-@dataclass(frozen=True, slots=True)
-class RenameFacts:
+class RenameFacts(msgspec.Struct, frozen=True):
     """``names`` has the source and all that is below it, then in an exchange the target and all that is below it.
     ``replaced`` are objects that only the target needs; ``parent`` is the source's directory where that would not be
     visible without the source, and its path."""
@@ -100,12 +82,8 @@ def plan_rename(facts: RenameFacts) -> Change:
     builder.moves += facts.moves
     doomed = list(facts.replaced)
     moving = [name for name in facts.names if not name.moves_here_only]
-    made = {(name.after, name.is_dir) for name in moving}
-    for name in moving:
-        if name.is_dir:
-            builder.mkdir(name.after, name.entry)
-        else:
-            builder.put(name.after, name.entry, key=name.before, hides=name.hides)
+    made = {(name.after, name.row[1]) for name in moving}
+    builder.add_moves((name.before, name.after, name.entry, name.hides) for name in moving)
     if facts.parent is not None:
         builder.mkdir(*facts.parent)
     for name in facts.names:  # what a file not stored yet covers stays behind, and must not come back
@@ -113,14 +91,11 @@ def plan_rename(facts: RenameFacts) -> Change:
             doomed += name.orphans
             if (name.before, False) not in made:
                 builder.remove(name.before, name.entry)
-    for name in reversed(moving):
-        if (name.before, name.is_dir) not in made:
-            builder.remove(name.before, name.entry, name.leaves)
+    builder.add_removals((name.before, name.entry, name.leaves) for name in reversed(moving) if name.row not in made)
     return msgspec.structs.replace(builder.change(), doomed=doomed)
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRenameFacts:
+class LocalRenameFacts(msgspec.Struct, frozen=True):
     """Of a file not stored yet. ``is_visible``: others may see something under its name. ``there`` is what it replaces,
     with that one's ``there_etag`` (of the plain object at the path) and ``there_row`` (the object of its bytes)."""
 
@@ -133,8 +108,7 @@ class LocalRenameFacts:
     there_row: ObjectRow | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRename:
+class LocalRename(msgspec.Struct, frozen=True):
     """``removal`` hides what the file had replaced under its old name; ``row`` is the entry to attach; ``copied_from``
     the key of the object that others see under the new name until the file is stored."""
 

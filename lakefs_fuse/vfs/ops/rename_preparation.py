@@ -97,22 +97,16 @@ class RenamePreparation:
     def _unknown(self, objects: Sequence[ObjectMeta]) -> list[ObjectMeta]:
         """Those of which neither a name, nor a tombstone, nor an object of another name is known here."""
         tree = self._ns.tree
-        directories: dict[str, int | None] = {}
+        paths = [meta.key.removesuffix(PLACEHOLDER).encode("utf-8", "surrogatepass") for meta in objects]
         unknown = []
-        for meta in objects:
-            path = meta.key.removesuffix(PLACEHOLDER)
-            above, _, name = path.removesuffix("/").rpartition("/")
-            if above not in directories:
-                directories[above] = self._ns.directory(above)
-            parent = directories[above]
-            entry = None if parent is None else tree.child(parent, name.encode("utf-8", "surrogatepass"))
+        for meta, path, entry in zip(objects, paths, tree.children_at(paths), strict=True):
             is_dir = entry is not None and bool(entry.flags & Flag.DIRECTORY)
-            if path.endswith("/"):
+            if path.endswith(b"/"):
                 is_known = is_dir
             elif entry is not None and not is_dir:
-                is_known = entry.etag == meta.etag or entry.is_local
+                is_known = entry.etag == meta.etag or bool(entry.flags & Flag.LOCAL)
             else:
-                tombstone = tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+                tombstone = tree.tombstones.get(path)
                 hidden = tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
                 is_known = hidden or tree.objects.used(meta.key) is not None
             if not is_known:

@@ -31,7 +31,7 @@ from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unsuppor
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
-from lakefs_fuse.meta.object_table import ObjectRow, is_pack_key
+from lakefs_fuse.meta.object_table import PACKS, ObjectRow
 from lakefs_fuse.meta.rows import Deletion, TimedRows
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.client import StoreClient
@@ -93,29 +93,26 @@ class RelocationTasks:
     def load(self, paths: Iterable[str]) -> None:
         """Copies that a daemon which died had begun are due now. Raises CacheError."""
         batch = Batch()
-        for path in paths:
-            self._add(batch, self._clock.wall_ns(), Task(path, False))
+        self._add(batch, self._clock.wall_ns(), [Task(path, False) for path in paths])
         self._db.commit(batch)
 
     def schedule(self, paths: Iterable[str]) -> None:
         """These names were renamed, and their bytes were not. Raises CacheError."""
         now = self._clock.wall_ns()
+        copy_ns = now + self._after_ns if self._after_ns else 0
         batch = Batch()
-        for path in paths:
-            task = Task(path, True, now + self._after_ns if self._after_ns else 0)
-            self._add(batch, now + self._check_ns, task)
+        self._add(batch, now + self._check_ns, [Task(path, True, copy_ns) for path in paths])
         self._db.commit(batch)
 
-    def _add(self, batch: Batch, due_ns: int, task: Task) -> None:
+    def _add(self, batch: Batch, due_ns: int, tasks: Iterable[Task]) -> None:
         """In the order of their times, so that what waits for its own costs nothing."""
-        self.waiting += not self._rows.has(due_ns, task.path)
-        self._rows.put(batch, due_ns, task.path, task)
+        self.waiting += self._rows.put(batch, due_ns, {task.path: task for task in tasks})
 
     def finish(self, due_ns: int, task: Task, following: Task | None) -> None:
         """The task is done; ``following`` is due at its ``copy_ns``, or in LATER_NS if that is 0. Raises CacheError."""
         batch = Batch()
         if following is not None:
-            self._add(batch, task.copy_ns or self._clock.wall_ns() + LATER_NS, following)
+            self._add(batch, task.copy_ns or self._clock.wall_ns() + LATER_NS, [following])
         self._rows.delete(batch, due_ns, task.path)
         self._db.commit(batch)
         self.waiting -= 1
@@ -421,6 +418,6 @@ def renamed_objects(change: Change) -> list[str]:
         for operation in change.operations
         if isinstance(operation, Put)
         and operation.object > THIS
-        and not is_pack_key(change.objects[operation.object].key)
+        and not change.objects[operation.object].key.startswith(PACKS)
         and change.objects[operation.object].key != operation.path
     ]
