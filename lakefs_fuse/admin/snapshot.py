@@ -61,7 +61,7 @@ async def fold(
     if horizon > newest + 1:
         raise LakeError("commits were collected that this view lacks: run it again")
     for seen in (newest, *(await find(client))[:1]):
-        clock.seen(seen)
+        clock.follow(seen)
     dump = tables.Dump(
         database,
         tables.empty_directory(Path(fs.config.cache_dir).absolute() / "index"),

@@ -65,8 +65,8 @@ class Applier:
     # -- applying
 
     def doubts(self, record: Record) -> Iterator[Doubt | None]:
-        """Names of plain objects that the record's writer did not know of, and that are perhaps not older: one answer
-        for each operation. Whoever awaits in between calls `forget_paths`."""
+        """Plain objects that the record's writer did not know of, and that may be newer: one answer for each operation.
+        A caller that awaits in between calls `forget_paths`."""
         self.paths.forget_paths()
         return Application(self.paths, record, ObjectRef(), record.time, self._clock_ns()).doubts()
 
@@ -79,9 +79,9 @@ class Applier:
         outdated: Mapping[str, str] = NOTHING,
         whole: bool = True,
     ) -> None:
-        """``this`` is the archive as the store has it. ``own``: this node's kernel knows of the change already.
-        ``outdated``: the answer to `doubts`, paths and the ETags that are not there any more. ``whole``: the record is
-        all that its commit says."""
+        """Merge a commit into the tree. ``this`` is the archive as the store has it. ``own``: this node's kernel knows
+        of the change already. ``outdated``: the answer to `doubts`, paths and the ETags that are not there any more.
+        ``whole``: the record is all that its commit says."""
         self._run(record, this, record.time, own, outdated, whole=whole)
         self._end(record)
 
@@ -91,8 +91,8 @@ class Applier:
         self._metrics.operations_applied += len(record.operations)
 
     async def apply_in_steps(self, record: Record, this: ObjectRef, *, outdated: Mapping[str, str] = NOTHING) -> None:
-        """As `apply`, for a whole record of somebody else: other tasks go on after every STEP_OPERATIONS, and requests
-        about the names concerned wait for the end. One at a time."""
+        """As `apply`, of another node's whole record: other tasks run after every STEP_OPERATIONS, and requests about
+        its names wait for the end. One at a time."""
         application = Application(
             self.paths, record, this, record.time, self._clock_ns(), outdated=outdated, whole=True
         )
@@ -113,7 +113,7 @@ class Applier:
             self._tree.barrier.lower()
 
     async def _raise_barrier(self, record: Record) -> None:
-        """Before every name that the record changes; where its directory is missing, before that of the directory."""
+        """Add every name that the record changes, or the directory's where that is missing, to the barrier."""
         self.paths.forget_paths()
         for number, operation in enumerate(record.operations, 1):
             above, _, name = operation.path.rpartition("/")
@@ -125,7 +125,7 @@ class Applier:
                 self.paths.forget_paths()
 
     def apply_pending(self, record: Record, stamp: int) -> None:
-        """A change made here, before any commit has it."""
+        """Merge a change made here that is in no commit yet."""
         self._run(record, ObjectRef(), stamp, own=True)
 
     def _run(
@@ -153,15 +153,15 @@ class Applier:
         return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.stamp == stamp)
 
     def restamp(self, record: Record, pending: int, time: int) -> None:
-        """What `apply_pending` did under ``pending`` is in the commit of this time now, unless it changed since."""
+        """Give what `apply_pending` merged under ``pending``, and is unchanged, the time of the commit that has it."""
         attributes = [operation for operation in record.operations if isinstance(operation, SetAttr)]
         if attributes:
             self._run(msgspec.structs.replace(record, operations=attributes, moves=[]), ObjectRef(), time, own=True)
         self._restamp(record.operations, pending, time)
 
     def redate(self, original: Original, kept: Sequence[Operation], time: int) -> None:
-        """What a commit did here has another time now, as it was committed again; what was left out of that is as old
-        as the commit."""
+        """Give what a commit changed the time of the commit that repeats it; what that left out is as old as the
+        commit."""
         numbers = {id(each) for each in kept}
         left = [each for each in original.record.operations if id(each) not in numbers]
         self._restamp(kept, original.record.time, time)
@@ -174,7 +174,7 @@ class Applier:
         self._db.commit(batch)
 
     def _restamp(self, operations: Sequence[Operation], before: int, time: int) -> None:
-        """Names that were set, or removed, at one time were so at another."""
+        """Replace a stamp of names that were set, or removed, by another."""
         for first in range(0, len(operations), TOGETHER_MAX):
             paths = list({_row_path(operation): None for operation in operations[first : first + TOGETHER_MAX]})
             tombstones = zip(paths, self._tree.tombstones.get_many(paths), strict=True)

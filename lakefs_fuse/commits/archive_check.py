@@ -51,7 +51,7 @@ Fetch = Callable[[int, int], Awaitable[Buffer]]
 
 
 class Fault(Enum):
-    """What is wrong; each asks for another repair."""
+    """Kinds of damage; each needs another repair."""
 
     END = "the end of the object is missing or damaged: no mount can read the commit"
     RECORD = "the change record is damaged: no mount can read the commit"

@@ -71,7 +71,7 @@ class CommitLog:
         async for page in self.list_since(self.clock.now()):
             for meta in page.objects:
                 if named := parse_commit_key(meta.key):
-                    self.clock.seen(named[0])
+                    self.clock.follow(named[0])
         return self.clock.now()
 
     # -- writing

@@ -494,7 +494,7 @@ class Committer:
         self._drop(done, sending.time)
         self._record_passed(sending)
         if not self._applier.commits.is_applied(record.time, record.writer):
-            self._clock.seen(record.time)
+            self._clock.follow(record.time)
             this = ObjectRef(meta.key, meta.etag, meta.size)
             self._applier.apply(_own_part(record, sending), this, whole=False)
         self.journal.end_sending()

@@ -2,7 +2,7 @@
 
 What always holds:
 
-* monotonic: `now` grows with every call, and is later than every time that `seen` accepted, so what a daemon commits
+* monotonic: `now` grows with every call, and is later than every time that `follow` accepted, so what a daemon commits
   after it saw a commit sorts after it. The one exception: the store's clock was found far behind; then `now` goes back
   to it (`went_back`);
 * bounded: `now` is never more than COMMIT_AHEAD_MAX_S ahead of the store's time as it is known here;
@@ -65,16 +65,15 @@ class HybridClock:
         self._last = max(self._last + step_ns, wall_ns)
         return self._last
 
-    def seen(self, time: int) -> bool:
-        """Somebody else's commit has this time: `now` will be later. False where it is too far ahead to be
-        followed."""
+    def follow(self, time: int) -> bool:
+        """Make `now` later than another node's commit of this time; False where that is too far ahead."""
         if time > self.ahead_ns():
             return False
         self._last = max(self._last, time)
         return True
 
     @property
-    def is_settled(self) -> bool:
+    def is_confirmed(self) -> bool:
         """No difference from the store's clock waits for confirmation."""
         return self._unconfirmed is None
 

@@ -76,7 +76,7 @@ class Poller:
         while True:
             await trio.sleep(self._refresh_s)
             try:
-                if self._clock.jumps > jumps or not self._clock.is_settled:
+                if self._clock.jumps > jumps or not self._clock.is_confirmed:
                     check_s: float = CONFIRM_S
                 else:
                     check_s = CLOCK_CHECK_S
@@ -176,7 +176,7 @@ class Poller:
             record = records.pop(meta.key) if meta.key in records else await self._fetch(meta, RECORD_BYTES_MAX)
             if record is None or self._applier.commits.is_applied(record.time, record.writer):
                 continue
-            self._clock.seen(record.time)
+            self._clock.follow(record.time)
             self._ahead.discard(meta.key)
             self._metrics.lag_s = max(0.0, (self._clock.wall_ns() - record.time) / NS)
             outdated, is_sure = await self._outdated(record)

@@ -107,7 +107,7 @@ class Symlink(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="symli
 
 
 class Remove(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="remove"):
-    """The name is gone: a file or symbolic link, or (``directory``) a directory, which stays in sight for as long as
+    """The removal of a file or symbolic link, or (``directory``) of a directory, which is shown for as long as
     something is below it. ``hides`` as in `Put`."""
 
     path: str
@@ -132,7 +132,7 @@ class SetAttr(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="setat
 
 
 class Relocate(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="relocate"):
-    """The same bytes are now elsewhere. Applies to the file that is at ``from_object``, ``from_offset`` (OWN: whose
+    """The new place of a file's bytes. Applies to the file that is at ``from_object``, ``from_offset`` (OWN: whose
     ETag is ``from_etag``); it keeps its attributes and its commit time where it has them already. ``hides`` as in
     `Put`."""
 
@@ -222,13 +222,13 @@ class _Written(Record, frozen=True, kw_only=True):
 
 
 class _Reads(msgspec.Struct):
-    """Records without it are of programs older than the lake record."""
+    """The field that says what the writer reads; programs older than the lake record do not write it."""
 
     reads: int = 1
 
 
 def encode(record: Record, format: int = 1) -> bytes:
-    """``format`` is that of the lake, as `StoreClient` knows it."""
+    """The bytes of a record in the ``format`` of its lake (`StoreClient.commit_format`)."""
     fields = {**msgspec.structs.asdict(record), "operations": list(record.operations)}
     return msgspec.msgpack.encode(_Written(**{**fields, "format": max(record.format, format)}))
 
@@ -242,8 +242,7 @@ def newest_read(raw: Buffer) -> int:
 
 
 def decode(raw: Buffer) -> Record:
-    """A large ``raw`` is kept, and not to be changed. Raises DamagedCommit unless it is a record of which every field
-    can be used as it stands."""
+    """The checked record of some bytes; large ones are kept and must not be changed. Raises DamagedCommit."""
     try:
         record = msgspec.msgpack.decode(raw, type=Record) if len(raw) < LAZY_BYTES_MIN else _decode_lazily(raw)
         if record.format not in FORMATS:
@@ -262,13 +261,13 @@ def _decode_lazily(raw: Buffer) -> Record:
 
 
 class _Format(msgspec.Struct):
-    """What every format has, whatever else it has."""
+    """The field that every format has."""
 
     format: int
 
 
 def _check_format(raw: Buffer) -> None:
-    """Tells a record of another format from one that is damaged."""
+    """Raise DamagedCommit that names the format where a record has another one."""
     try:
         found = msgspec.msgpack.decode(raw, type=_Format).format
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -282,7 +281,7 @@ def _other_format(found: int) -> DamagedCommit:
 
 
 def check(record: Record) -> None:
-    """Raises DamagedCommit."""
+    """Raises DamagedCommit unless every field can be used as it stands."""
     if not 0 <= record.time <= TIME_NS_MAX or not WRITER.fullmatch(record.writer):
         raise DamagedCommit(f"a change record of time {record.time} by {record.writer[:80]!r}")
     if len(record.operations) > OPERATIONS_MAX:
@@ -321,7 +320,7 @@ def _encoded(text: str) -> bytes:
 
 
 def _check_etag(etag: str) -> None:
-    """ETags become header fields."""
+    """Raises DamagedCommit unless an ETag can be a header field."""
     if not _ETAG.fullmatch(etag):
         raise DamagedCommit(f"ETag {etag[:80]!r}")
 
@@ -368,7 +367,7 @@ def _check_attributes(operation: Put | Mkdir | Symlink | SetAttr | Relocate) -> 
 
 
 def _check_xattrs(path: str, xattrs: dict[str, bytes]) -> None:
-    """By the rules of `setxattr` on a mount, and of the kernel."""
+    """Raises DamagedCommit for extended attributes that `setxattr` on a mount, or the kernel, would refuse."""
     length = 0
     for name, value in xattrs.items():
         raw = _encoded(name)

@@ -54,7 +54,7 @@ from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
 from lakefs_fuse.vfs.pinning.pinner import Pinner, Units
-from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies
+from lakefs_fuse.vfs.relocation.pending_copies import PendingCopies
 from lakefs_fuse.vfs.relocation.relocator import RelocationTasks, Relocator
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
@@ -62,7 +62,7 @@ from lakefs_fuse.vfs.writeback.orphans import Recovery
 from lakefs_fuse.vfs.writeback.packer import Packer
 from lakefs_fuse.vfs.writeback.publisher import ObjectWriter, Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBack
-from lakefs_fuse.vfs.writeback.reconciliation import Evidence
+from lakefs_fuse.vfs.writeback.reconciliation import StoredVersions
 from lakefs_fuse.vfs.writeback.replay import Replay
 from lakefs_fuse.vfs.writeback.scheduler import PublishScheduler
 
@@ -193,7 +193,7 @@ class Commits:
         """Settle what was loaded with the store, and apply what others did since. Raises LakeError."""
         await self.poller.correct_clock()
         await self.committer.reconcile_journal()
-        self.clock.seen(self.applier.commits.newest())
+        self.clock.follow(self.applier.commits.newest())
         await self.poller.poll()
         if not self._is_read_only and await self.committer.redate_before():
             await self.poller.poll()
@@ -211,7 +211,7 @@ class Assembly:
 
     def __init__(self, ground: Ground) -> None:
         self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
-        events, copies, threads = ChangeEvents(), BegunCopies(database), ground.node.threads
+        events, copies, threads = ChangeEvents(), PendingCopies(database), ground.node.threads
         tree = Tree(database, events)
         self.files = files = FileTable(database, tree, ground.cache, events)
         self.namespace = namespace = Namespace(
@@ -238,9 +238,9 @@ class Assembly:
         self.writeback = writeback = commits.writeback
         self.drafts = drafts = Drafts(files, services, writeback, ground.draft_ids())
         writer = self._object_writer()
-        evidence = Evidence(namespace, ground.client, copies)
+        stored_versions = StoredVersions(namespace, ground.client, copies)
         self.replay = Replay(
-            database, namespace, drafts, writeback, evidence, writer, metrics.writeback,
+            database, namespace, drafts, writeback, stored_versions, writer, metrics.writeback,
             ensure_directory=lambda path: commits.applier.paths.ensure_directory(path, ground.clock_ns()),
         )  # fmt: skip
         group_commit = GroupCommit(database, ground.nursery, threads, ground.node.clock, writeback, committer)

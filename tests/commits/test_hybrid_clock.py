@@ -44,24 +44,24 @@ def test_it_grows_where_the_wall_clock_stands_or_goes_back() -> None:
 def test_what_was_seen_is_before() -> None:
     wall = Wall()
     clock = HybridClock(clock_of(wall))
-    assert clock.seen(START + 7 * S)
+    assert clock.follow(START + 7 * S)
     assert clock.now() == START + 7 * S + 1
-    assert clock.seen(START)
+    assert clock.follow(START)
     assert clock.now() == START + 7 * S + 2
 
 
 def test_the_far_future_is_not_followed() -> None:
     wall = Wall()
     clock = HybridClock(clock_of(wall))
-    assert not clock.seen(START + AHEAD_NS_MAX + 1)
+    assert not clock.follow(START + AHEAD_NS_MAX + 1)
     assert clock.now() == START
-    assert clock.seen(START + AHEAD_NS_MAX - 1)
+    assert clock.follow(START + AHEAD_NS_MAX - 1)
     assert clock.now() == START + AHEAD_NS_MAX
 
 
 def test_now_after_a_commit_at_the_bound_stays_within_it() -> None:
     clock = HybridClock(clock_of(Wall()), rng=random.Random(1))
-    assert clock.seen(START + AHEAD_NS_MAX - 1)
+    assert clock.follow(START + AHEAD_NS_MAX - 1)
     for _ in range(100):
         assert clock.now() <= START + AHEAD_NS_MAX + STEP_NS_MAX
 
@@ -70,8 +70,8 @@ def test_the_future_is_counted_from_the_corrected_clock() -> None:
     clock = HybridClock(clock_of(Wall()))
     assert clock.correct(START + AHEAD_NS_MAX)
     assert clock.wall_ns() == START + AHEAD_NS_MAX
-    assert clock.seen(START + 2 * AHEAD_NS_MAX)
-    assert not clock.seen(START + 2 * AHEAD_NS_MAX + 1)
+    assert clock.follow(START + 2 * AHEAD_NS_MAX)
+    assert not clock.follow(START + 2 * AHEAD_NS_MAX + 1)
 
 
 def test_small_differences_from_the_store_are_left_alone() -> None:
@@ -93,7 +93,7 @@ def test_correct_later_difference_counts_when_told_twice() -> None:
     clock = HybridClock(clock_of(wall))
     assert not clock.correct(START)
     assert not clock.correct(START + 3600 * S)
-    assert clock.is_settled is False
+    assert clock.is_confirmed is False
     wall.ns += (CONFIRM_S - 1) * S
     assert not clock.correct(wall.ns + 3600 * S)
     wall.ns += S
@@ -108,7 +108,7 @@ def test_correct_answers_that_disagree_are_not_followed() -> None:
     for difference in (3600, 7200, 3600, 0):
         assert not clock.correct(wall.ns + difference * S)
         wall.ns += 2 * CONFIRM_S * S
-    assert clock.is_settled
+    assert clock.is_confirmed
     assert clock.offset_ns == 0
 
 
@@ -139,7 +139,7 @@ def test_now_during_a_jump_of_the_wall_clock_goes_on(
     pass_s(CONFIRM_S)
     assert clock.now() == START + 20 * S + CONFIRM_S * S
     assert not clock.correct(wall.ns)
-    assert (clock.jumps, clock.offset_ns, clock.went_back, clock.is_settled) == (2, 0, False, True)
+    assert (clock.jumps, clock.offset_ns, clock.went_back, clock.is_confirmed) == (2, 0, False, True)
     caplog.clear()
 
 
@@ -175,8 +175,8 @@ def test_two_that_are_behind_do_not_take_the_same_time() -> None:
     """Both saw one commit that their own clocks have not reached."""
     for seed in range(20):
         one, other = (HybridClock(clock_of(Wall()), rng=random.Random(f"{seed} {name}")) for name in ("one", "other"))
-        assert one.seen(START + S)
-        assert other.seen(START + S)
+        assert one.follow(START + S)
+        assert other.follow(START + S)
         taken = one.now(), other.now()
         assert taken[0] != taken[1]
         assert all(START + S < time <= START + S + STEP_NS_MAX for time in taken)
@@ -206,7 +206,7 @@ def test_now_whatever_happens_grows_and_stays_within_the_bound(
             clock.correct(START + amount)
             last = 0 if clock.went_back else last
         elif what == "seen":
-            accepted = clock.seen(clock.wall_ns() + amount)
+            accepted = clock.follow(clock.wall_ns() + amount)
             assert accepted == (amount <= AHEAD_NS_MAX)
             last = max(last, clock.wall_ns() + amount) if accepted else last
         else:

@@ -26,7 +26,7 @@ from lakefs_fuse.meta.rows import (
 )
 from lakefs_fuse.meta.tree import Listing, Tombstone, Tree
 from lakefs_fuse.vfs.pinning.pinner import Row
-from lakefs_fuse.vfs.relocation.pending_copies import BegunCopy
+from lakefs_fuse.vfs.relocation.pending_copies import PendingCopy
 from lakefs_fuse.vfs.relocation.relocator import Task
 from tests.fakes import open_database
 
@@ -138,7 +138,7 @@ def test_commit_rows_have_these_bytes(database: Database) -> None:
 def test_pin_copy_and_relocation_rows_have_these_bytes(database: Database) -> None:
     batch = Batch()
     PathRows(database, schema.PIN, Row).put(batch, "a/ü", Row(2, True))
-    PathRows(database, schema.COPY, BegunCopy).put(batch, "a/ü", BegunCopy("e", "t"))
+    PathRows(database, schema.COPY, PendingCopy).put(batch, "a/ü", PendingCopy("e", "t"))
     TimedRows(database, schema.RELOCATION, Task).put(batch, 258, {"a": Task("a", True, 5, "t")})
     database.commit(batch)
     assert rows_of(database, b"K") == {b"Ka/\xc3\xbc": b"\x82\xa8sequence\x02\xa5whole\xc3"}

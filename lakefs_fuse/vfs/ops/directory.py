@@ -107,7 +107,7 @@ class Directories:
         self._ns.touch(parent)
 
     async def _unlink(self, entry: Entry) -> None:
-        if self._relocator.copies.are_begun:
+        if self._relocator.copies.any_pending:
             async with self._relocator.hold_copies(self._names.path(entry)):
                 self._unlink_now(entry)
         else:

@@ -1,10 +1,14 @@
-"""Copies of renamed objects to the keys of their names, from before the store is asked for them until it is known here.
+"""Copies of renamed objects to the keys of their names, from before the store is asked until their commit is journaled.
 
-What always holds: an object that this node's store may have copied to a key, and that no commit tells of, is noted here
-with what it looks like, through any number of deaths. So nobody takes it for a version that somebody else stored, even
-where the object that it is a copy of is gone. And while a name is changed here, or stored, no copy to its key is under
-way (`kept_off`): one that came later would lie over what was stored, or be taken for newer than the change. Trio thread
-only.
+What always holds:
+
+* *journal first*: a copy that the store may have made, and that no commit names, has a row here with its ETag and
+  token, through any number of crashes; so it is never taken for a version of another writer, even where its original is
+  gone;
+* *no copy during a change*: while a name is changed, or stored, no copy to its key is under way (`hold`): a late one
+  would replace what was stored, or look newer than the change.
+
+Trio thread only.
 """
 
 from __future__ import annotations
@@ -28,59 +32,58 @@ PATIENCE_S = 10.0
 log = logging.getLogger(__name__)
 
 
-class BegunCopy(msgspec.Struct, frozen=True, array_like=True):
-    """ETag of the object that is copied, and its draft's token: a copy in parts has another ETag, and the token. Both
-    may be empty."""
+class PendingCopy(msgspec.Struct, frozen=True, array_like=True):
+    """ETag and draft token of the original, which may be empty. A copy in parts has another ETag, and the token."""
 
     etag: str
     token: str
 
-    def is_it(self, meta: ObjectMeta, token: str) -> bool:
+    def matches(self, meta: ObjectMeta, token: str) -> bool:
         return meta.etag == self.etag or bool(token and token == self.token)
 
 
-class BegunCopies:
+class PendingCopies:
     """By the path that is copied to."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        self._rows = PathRows(database, schema.COPY, BegunCopy)
-        self._held = dict(self._rows.items())
+        self._rows = PathRows(database, schema.COPY, PendingCopy)
+        self._pending = dict(self._rows.items())
         self._under_way: dict[str, trio.Event] = {}
-        self._kept_off: Counter[str] = Counter()
+        self._held: Counter[str] = Counter()
+        """Paths to which no copy may begin, with the number of those who hold them."""
 
     def paths(self) -> list[str]:
-        return list(self._held)
+        return list(self._pending)
 
     @property
-    def are_begun(self) -> bool:
-        """Or nothing is to be waited for by who changes a name without waiting for anything else."""
-        return bool(self._held)
+    def any_pending(self) -> bool:
+        """Where none is, a change of a name need not call `hold`."""
+        return bool(self._pending)
 
-    def get(self, path: str) -> BegunCopy | None:
-        return self._held.get(path)
+    def get(self, path: str) -> PendingCopy | None:
+        return self._pending.get(path)
 
-    def begin(self, path: str, copy: BegunCopy) -> None:
+    def begin(self, path: str, copy: PendingCopy) -> None:
         """Raises CacheError."""
         batch = Batch()
         self._rows.put(batch, path, copy)
         self._db.commit(batch)
-        self._held[path] = copy
+        self._pending[path] = copy
 
     def end(self, path: str) -> None:
-        """The copy is told of, or gone, or never came. Raises CacheError."""
-        if path in self._held:
+        """The copy has a commit, or is gone, or was never made. Raises CacheError."""
+        if path in self._pending:
             batch = Batch()
             self._rows.delete(batch, path)
             self._db.commit(batch)
-            del self._held[path]
+            del self._pending[path]
 
     # -- one at a time
 
     @asynccontextmanager
     async def copying(self, path: str) -> AsyncIterator[None]:
-        """Inside the store may be asked for a copy to this path, and the path's row tells what is to be copied; nobody
-        else does, until it is known here what became of it."""
+        """Inside, the caller alone may ask the store for a copy to this path, and changes the path's row."""
         while path in self._under_way:
             await self._under_way[path].wait()
         done = self._under_way[path] = trio.Event()
@@ -90,18 +93,18 @@ class BegunCopies:
             del self._under_way[path]
             done.set()
 
-    def is_kept_off(self, path: str) -> bool:
-        """No copy to this path shall begin."""
-        if not self._kept_off:
+    def is_held(self, path: str) -> bool:
+        """No copy to this path may begin."""
+        if not self._held:
             return False
         parts = path.split("/")
-        return any("/".join(parts[:count]) in self._kept_off for count in range(1, len(parts) + 1))
+        return any("/".join(parts[:count]) in self._held for count in range(1, len(parts) + 1))
 
     @asynccontextmanager
-    async def kept_off(self, *paths: str, patience_s: float = math.inf) -> AsyncIterator[None]:
-        """Inside no copy to these paths, or to one below, begins; none is under way, unless ``patience_s`` was too
+    async def hold(self, *paths: str, patience_s: float = math.inf) -> AsyncIterator[None]:
+        """Inside, no copy to these paths, or to one below, begins; none is under way, unless ``patience_s`` was too
         short for it."""
-        self._kept_off.update(paths)
+        self._held.update(paths)
         try:
             with trio.move_on_after(patience_s) as patience:
                 while under_way := _at_or_below(self._under_way, paths):
@@ -110,12 +113,12 @@ class BegunCopies:
                 log.warning("the store still copies %s, whose name changes", under_way[0])
             yield
         finally:
-            self._kept_off.subtract(paths)
-            self._kept_off += Counter()  # nothing is kept of what is 0
+            self._held.subtract(paths)
+            self._held += Counter()  # drops paths that nobody holds
 
     def ended_at_or_below(self, paths: tuple[str, ...]) -> list[str]:
-        """Copies that were begun, and of which it is not known what became of them."""
-        return [path for path in _at_or_below(self._held, paths) if path not in self._under_way]
+        """Copies that are no longer under way, and whose outcome is unknown."""
+        return [path for path in _at_or_below(self._pending, paths) if path not in self._under_way]
 
 
 def _at_or_below(which: Iterable[str], paths: tuple[str, ...]) -> list[str]:

@@ -1,13 +1,14 @@
 """Plain objects follow their names: after a rename the store copies them to their new keys, for other S3 tools to find.
 
-A rename is a commit and moves no bytes. What it renamed is noted (journaled) and, `relocate_after_s` later, copied by
-the store itself to the key of its new name; a commit then says that the bytes are there, and the old object goes once
-every node had time to see that. A name that changed again, is being written, or whose key somebody else took, is left
-as it is: it stays readable through the commit that renamed it. Changes of a name and copies to its key wait for each
-other (`begun_copies`); a copy that comes too late all the same is hidden by a commit of its own, and goes. A while
-after a rename, whether or not anything is to be copied, the old key is looked at once: another node may have written
-there in place before it heard of the rename. After a crash the notes go on with the next mount, and a copy that nobody
-told of is told of, or goes. Trio thread only.
+A rename is a commit and moves no bytes. Its objects are journaled as tasks; ``relocate_after_s`` later the store copies
+each to the key of its new name, a commit says that the bytes are there, and the old object is deleted once every node
+had time to see that. A name that changed again, is being written, or whose key another writer took, stays as it is: it
+is readable through the commit that renamed it. A while after a rename the old key is checked once, whether or not the
+object is copied: another node may have written there in place before it saw the rename.
+
+What always holds (*one after the other*): changes of a name and copies to its key wait for each other
+(`pending_copies`); a copy that is late all the same is hidden by a commit of its own, and deleted. After a crash the
+next mount continues the tasks, and commits or deletes a copy without a commit. Trio thread only.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
 from lakefs_fuse.vfs.pinning.pinner import Pinner
-from lakefs_fuse.vfs.relocation.pending_copies import PATIENCE_S, BegunCopies, BegunCopy
+from lakefs_fuse.vfs.relocation.pending_copies import PATIENCE_S, PendingCopies, PendingCopy
 from lakefs_fuse.vfs.writeback.reconciliation import is_copy
 
 NS = 1_000_000_000
@@ -67,8 +68,8 @@ log = logging.getLogger(__name__)
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """What there is to do about a renamed object: look at its old key, or copy it. ``copy_ns``: when it is to be copied
-    once it was looked at; 0 where it is not. ``token`` is that of the object, as far as it was looked at."""
+    """A check of a renamed object's old key, or its copy. ``copy_ns``: when it is to be copied after the check (0:
+    never). ``token`` is the object's, once it was checked."""
 
     path: str
     is_check: bool
@@ -77,12 +78,12 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RelocationTasks:
-    """What there is to do about renamed objects, in the order of the times at which it is due; journaled."""
+    """A journaled queue of tasks, in the order of the times at which they are due."""
 
     def __init__(
         self, database: Database, metrics: CommitMetrics, clock: Clock, *, after_s: float, check_s: float
     ) -> None:
-        """Objects are copied ``after_s`` after a rename (0: never); ``check_s`` after it every node has heard of it."""
+        """Objects are copied ``after_s`` after a rename (0: never); ``check_s`` after it every node has seen it."""
         self._db, self._metrics, self._clock = database, metrics, clock
         self._after_ns, self._check_ns = int(after_s * NS), max(1, int(check_s * NS))
         self._rows = TimedRows(database, schema.RELOCATION, Task)
@@ -91,13 +92,13 @@ class RelocationTasks:
         """Renamed objects still to be checked or copied."""
 
     def load(self, paths: Iterable[str]) -> None:
-        """Copies that a daemon which died had begun are due now. Raises CacheError."""
+        """Schedule the copies that an earlier daemon began, for now. Raises CacheError."""
         batch = Batch()
         self._add(batch, self._clock.wall_ns(), [Task(path, False) for path in paths])
         self._db.commit(batch)
 
     def schedule(self, paths: Iterable[str]) -> None:
-        """These names were renamed, and their bytes were not. Raises CacheError."""
+        """Schedule checks, and copies, of objects whose names a rename changed. Raises CacheError."""
         now = self._clock.wall_ns()
         copy_ns = now + self._after_ns if self._after_ns else 0
         batch = Batch()
@@ -105,7 +106,6 @@ class RelocationTasks:
         self._db.commit(batch)
 
     def _add(self, batch: Batch, due_ns: int, tasks: Iterable[Task]) -> None:
-        """In the order of their times, so that what waits for its own costs nothing."""
         self.waiting += self._rows.put(batch, due_ns, {task.path: task for task in tasks})
 
     def finish(self, due_ns: int, task: Task, following: Task | None) -> None:
@@ -151,7 +151,7 @@ class Relocator:
     def __init__(
         self,
         tasks: RelocationTasks,
-        copies: BegunCopies,
+        copies: PendingCopies,
         namespace: Namespace,
         files: FileTable,
         committer: Committer,
@@ -162,9 +162,9 @@ class Relocator:
         self.tasks, self.copies, self.pinner = tasks, copies, pinner
         self._ns, self._files, self._client = namespace, files, client
         self._committer, self._deletions = committer, deletions
-        self._has_told = False
-        self._missed: set[str] = set()
-        """Copies that were begun, and that were looked for once."""
+        self._has_committed = False
+        self._not_found: set[str] = set()
+        """Pending copies that a HEAD did not find."""
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -178,18 +178,18 @@ class Relocator:
                 log.exception("copying renamed objects to their new keys")
 
     async def relocate_due(self) -> int:
-        """Deal with everything whose time has come; answers how many objects were copied. Raises LakeError."""
-        before, self._has_told = self.tasks.relocated, False
+        """Perform all tasks that are due; answers how many objects were copied. Raises LakeError."""
+        before, self._has_committed = self.tasks.relocated, False
         for due in self.tasks.take_due(is_rename_held=bool(self._committer.held_until)):
             few = trio.CapacityLimiter(AT_ONCE)
             async with collecting() as nursery:
                 for due_ns, task in due:
-                    nursery.start_soon(self._one, due_ns, task, few)
-        if self._has_told:
+                    nursery.start_soon(self._perform, due_ns, task, few)
+        if self._has_committed:
             await self._committer.flush()
         return self.tasks.relocated - before
 
-    async def _one(self, due_ns: int, task: Task, few: trio.CapacityLimiter) -> None:
+    async def _perform(self, due_ns: int, task: Task, few: trio.CapacityLimiter) -> None:
         async with few:
             following = None
             if task.is_check:
@@ -201,10 +201,9 @@ class Relocator:
             self.tasks.finish(due_ns, task, following)
 
     async def _check(self, path: str) -> str:
-        """Another node may have put new bytes at the old key in place, before it heard of the rename. Then the rename
-        came after that: the name means those bytes, and nobody sees them under the old name. Or it removed the old
-        name: then that came before the rename, which had nothing to rename any more. Answers the token of what is
-        there."""
+        """Answer the token of the object at a renamed file's old key, which another node may have changed before it
+        saw the rename. New bytes there came before the rename: the name means those, and the old name hides them. A
+        removal came before it, too: the name goes."""
         entry, row = self._renamed(path)
         if entry is None or row is None:
             return ""
@@ -229,8 +228,7 @@ class Relocator:
         return token_of(meta)
 
     async def free(self, key: str) -> None:
-        """Bytes are about to be put at a key where another name has its own: they are copied away first. Raises
-        LakeError."""
+        """Copy the objects of other names away from a key that is about to be replaced. Raises LakeError."""
         row = self._ns.tree.objects.used(key)
         if row is None:
             return
@@ -241,46 +239,48 @@ class Relocator:
         await self._committer.flush()
 
     async def _token_at(self, key: str) -> str:
-        there = await self._at(key)
+        there = await self._head(key)
         return "" if there is None else token_of(there)  # that it is gone the copy finds out, and tells
 
     async def _relocate(self, path: str, token: str) -> bool:
         """False where that has to be tried again later."""
-        row, begun = self._wanted(path), self.copies.get(path)
+        row, begun = self._object_elsewhere(path), self.copies.get(path)
         if begun is not None and (row is None or row.etag != begun.etag):
-            await self._look(path, again=path in self._missed)
-            row = self._wanted(path) if self.copies.get(path) is None else None  # a copy of another may still come
+            await self._reconcile_copy(path, again=path in self._not_found)
+            row = (
+                self._object_elsewhere(path) if self.copies.get(path) is None else None
+            )  # a copy of another may still come
         if row is not None:
             with suppress(_NotCopied):  # what waits there to be deleted still is, then
                 async with self._deletions.keeping(path):
                     await self._copy(path, row, token)
-        self._missed = {each for each in (*self._missed, path) if self.copies.get(each) is not None}
-        return path not in self._missed and not self.copies.is_kept_off(path)
+        self._not_found = {each for each in (*self._not_found, path) if self.copies.get(each) is not None}
+        return path not in self._not_found and not self.copies.is_held(path)
 
-    async def _look(self, path: str, *, again: bool = False) -> None:
-        """What became of a copy that was begun, and is not under way. It stays where somebody waits to be stored over
-        it, and is known for ours until then; so does one that is not there, until it is looked for ``again``: a daemon
-        that died may have asked for it a moment ago. Raises LakeError."""
+    async def _reconcile_copy(self, path: str, *, again: bool = False) -> None:
+        """Ask the store for the outcome of a copy that is not under way, and commit it. The row stays while a file
+        waits to be stored over the copy; and where there is none, until it is asked for ``again``: a daemon that
+        crashed may have sent the request a moment ago. Raises LakeError."""
         moved = None
         async with self.copies.copying(path):
             begun = self.copies.get(path)
-            copied = None if begun is None or self._files.is_aimed_at(path) else await self._at(path)
+            copied = None if begun is None or self._files.is_aimed_at(path) else await self._head(path)
             if begun is None or self._files.is_aimed_at(path) or (copied is None and not again):
                 return
-            if copied is not None and begun.is_it(copied, token_of(copied)):
-                moved = self._tell(path, copied, begun.etag)
+            if copied is not None and begun.matches(copied, token_of(copied)):
+                moved = self._commit_copy(path, copied, begun.etag)
             self.copies.end(path)
-        await self._keep(moved)
+        await self._move_pins(moved)
 
     @asynccontextmanager
     async def hold_copies(self, *paths: str) -> AsyncIterator[None]:
-        """As `BegunCopies.kept_off`, for a change of these names: what copies may have put there is known first, if the
+        """As `PendingCopies.hold`, for a change of these names: the outcome of pending copies is known first, if the
         store answers in time."""
-        async with self.copies.kept_off(*paths, patience_s=PATIENCE_S):
+        async with self.copies.hold(*paths, patience_s=PATIENCE_S):
             with trio.move_on_after(PATIENCE_S):
                 for path in self.copies.ended_at_or_below(paths):
                     try:
-                        await self._look(path)
+                        await self._reconcile_copy(path)
                     except LakeError as error:
                         log.warning("%s, whose name changes, may have been copied there: %s", path, error)
             yield
@@ -295,8 +295,8 @@ class Relocator:
             return None, None
         return entry, row
 
-    def _wanted(self, path: str) -> ObjectRow | None:
-        """The object elsewhere that the file at a path is, if its own key is free."""
+    def _object_elsewhere(self, path: str) -> ObjectRow | None:
+        """The object at another key that has the bytes of a path's file; None where its own key is not free."""
         if self._files.is_aimed_at(path) or self._ns.tree.objects.used(path) is not None:
             return None
         return self._renamed(path)[1]
@@ -306,7 +306,7 @@ class Relocator:
         are."""
         try:
             async with self._prepared(path, row) as finish, self.copies.copying(path):
-                if self.copies.is_kept_off(path) and not must:
+                if self.copies.is_held(path) and not must:
                     raise _NotCopied
                 moved = await self._finish(path, row, token, finish)
         except (NotFound, PreconditionFailed) as error:
@@ -317,19 +317,19 @@ class Relocator:
         except Unsupported as error:
             log.info("%s stays at %s: this store does not copy objects of %d bytes", path, row.key, row.size)
             raise _NotCopied from error
-        await self._keep(moved)
+        await self._move_pins(moved)
 
     async def _finish(
         self, path: str, row: ObjectRow, token: str, finish: Callable[[], Awaitable[ObjectMeta]]
     ) -> Moved | None:
-        """Ask the store for the copy, and tell of it."""
-        there = await self._at(path)
+        """Make the copy visible, and commit it."""
+        there = await self._head(path)
         entry, now = self._renamed(path)
         if entry is None or now is None or now.number != row.number:
             raise _NotCopied
         if there is None or there.etag == entry.etag:
             self._ns.changing(entry.parent, entry.name)
-            self.copies.begin(path, BegunCopy(row.etag, token))
+            self.copies.begin(path, PendingCopy(row.etag, token))
             try:
                 copied = await finish()
             except (NotFound, PreconditionFailed, Unsupported):
@@ -340,13 +340,14 @@ class Relocator:
         else:
             self.copies.end(path)
             raise _NotCopied  # somebody else's; the next listing shows it
-        moved = self._tell(path, copied, row.etag)
+        moved = self._commit_copy(path, copied, row.etag)
         self.copies.end(path)
         return moved
 
     @asynccontextmanager
     async def _prepared(self, path: str, row: ObjectRow) -> AsyncIterator[Callable[[], Awaitable[ObjectMeta]]]:
-        """The one request that makes a copy visible; parts are copied before, and go where it is not made."""
+        """Copy the parts of a large object; yields the one request that makes the copy visible. Without it the upload
+        is aborted."""
         in_parts = self._client.capabilities.part_copy and row.size > COPY_PART_BYTES
         if not in_parts and row.size > COPY_BYTES_MAX:
             raise Unsupported("parts cannot be copied")
@@ -376,10 +377,10 @@ class Relocator:
                 with trio.move_on_after(ABORT_S_MAX, shield=True):
                     await self._client.abort_multipart(path, upload_id)
 
-    def _tell(self, path: str, copied: ObjectMeta, etag: str) -> Moved | None:
-        """A copy of the object with this ETag is at the path's own key: the name is that now, or, if it is something
-        else by now, the copy is hidden and goes. Raises CacheError."""
-        self._has_told = True
+    def _commit_copy(self, path: str, copied: ObjectMeta, etag: str) -> Moved | None:
+        """Journal that a copy of the object with this ETag is at the path's own key: the name is that now, or, if it
+        changed meanwhile, the copy is hidden and deleted. Raises CacheError."""
+        self._has_committed = True
         entry, row = self._renamed(path)
         if entry is None or row is None or row.etag != etag:
             builder = ChangeBuilder(self._ns.tree)
@@ -396,11 +397,11 @@ class Relocator:
         self.tasks.count_relocated()
         return Version(row.key, row.etag, row.size), Version(path, copied.etag, row.size)
 
-    async def _keep(self, moved: Moved | None) -> None:
+    async def _move_pins(self, moved: Moved | None) -> None:
         if moved is not None:
             await self.pinner.moved(*moved)
 
-    async def _at(self, key: str) -> ObjectMeta | None:
+    async def _head(self, key: str) -> ObjectMeta | None:
         try:
             return await self._client.head(key)
         except NotFound:

@@ -54,7 +54,7 @@ class Recovery:
         in_use: Callable[[int], bool],
     ) -> None:
         """The records that ``replay`` restored belong to write-back; names of files ``in_use`` are not dropped."""
-        self._evidence, self._replayed, self._in_use = replay.evidence, replay.records, in_use
+        self._stored_versions, self._replayed, self._in_use = replay.stored_versions, replay.records, in_use
         self._db, self._ns, self._services = database, namespace, services
         self._writer, self._queue, self._read_only = writer, queue, read_only
         self._journal = Journal(database)
@@ -122,7 +122,7 @@ class Recovery:
         entry = self._ns.at(path_of(record))
         if entry is not None and self._in_use(entry.inode):
             return
-        meta = await self._evidence.published(record) if record.state is not DraftState.WRITING else None
+        meta = await self._stored_versions.published(record) if record.state is not DraftState.WRITING else None
         if meta is not None and not self._read_only:
             self._queue.delete_object(meta)
 
@@ -169,7 +169,7 @@ class Recovery:
         if not size and not self._db.lost_rows:
             return True
         try:
-            return await self._evidence.is_at(key, draft_id)
+            return await self._stored_versions.is_at(key, draft_id)
         except LakeError as error:
             log.warning("what became of %s cannot be told now: %s", key, error)
             return False
@@ -197,12 +197,12 @@ class Recovery:
     async def _is_published(self, record: DraftRecord) -> bool:
         if record.state is DraftState.WRITING:
             return False
-        if await self._evidence.is_in_pack(record):
+        if await self._stored_versions.is_in_pack(record):
             return True
-        meta = await self._evidence.published(record)
+        meta = await self._stored_versions.published(record)
         if meta is None:
             return False
-        if not self._read_only and (await self._evidence.visible(record)).etag in (record.replaces, meta.etag):
+        if not self._read_only and (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag):
             self._writer.announce_object(path_of(record), meta)
         return True
 
@@ -276,10 +276,10 @@ class Recovery:
             raise FileError(
                 errno.EBUSY, f"another version of {path_of(record)} is not in the store yet: try again later"
             )
-        there = await self._evidence.visible(record)
+        there = await self._stored_versions.visible(record)
         ours = there.draft_id == record.id or there.draft_id in self._replayed
         expected = there.etag == record.replaces or ours
-        if not expected and not await self._evidence.is_relocated(there, record):
+        if not expected and not await self._stored_versions.is_relocated(there, record):
             raise FileError(
                 errno.EEXIST,
                 f"{path_of(record)} was changed by somebody else since; the unfinished bytes are kept in "

@@ -142,7 +142,7 @@ class ObjectWriter:
         Raises LakeError; then nothing is lost, and it can be tried again.
         """
         await self._committer.reconcile()  # or these bytes may hit what a rename that seemed to fail has taken away
-        async with self._relocator.copies.kept_off(file.key, draft.target.key):
+        async with self._relocator.copies.hold(file.key, draft.target.key):
             before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
             policy = self._rules.pack_for(file.key)
             plan = await self._plan(file, draft, policy, alone=alone)
@@ -189,7 +189,7 @@ class ObjectWriter:
         earlier versions of some, which stay out of it."""
         await self._committer.reconcile()
         objects = self._ns.tree.objects
-        async with self._relocator.copies.kept_off(*(file.key for file, _ in files)):
+        async with self._relocator.copies.hold(*(file.key for file, _ in files)):
             before = {draft.id: objects.get(file.entry.place) if file.entry.place else None for file, draft in files}
             await self._packer.commit_pack(files, passed)
 
@@ -278,7 +278,7 @@ class ObjectWriter:
         """
         key = draft.target.key
         there = self._ns.at(path)
-        async with self._relocator.copies.kept_off(path, key), self._deletions.keeping(key):
+        async with self._relocator.copies.hold(path, key), self._deletions.keeping(key):
             used = self._ns.tree.objects.used(key) if draft.upload_intent_ns else None
             if used is not None and (there is None or there.place != used.number):
                 await self._relocator.free(key)

@@ -1,6 +1,7 @@
-"""What the store has under the name of a journal record: its own bytes after all, or somebody else's. Asks only.
+"""Which version the store has under the name of a journal record: the record's own, or that of another writer.
 
-Trio thread only; meant for mount and for what came back at mount, one HEAD a question.
+What always holds (*reads only*): nothing is changed, here or in the store; a question costs one HEAD. Used at mount,
+and for files that were restored then. Trio thread only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.publish import token_of
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.relocation.pending_copies import BegunCopies
+from lakefs_fuse.vfs.relocation.pending_copies import PendingCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,10 @@ class Visible:
         return self.token.partition(".")[0]
 
 
-class Evidence:
-    """See the module's head."""
+class StoredVersions:
+    """Answers which versions are in the store. See the module's head."""
 
-    def __init__(self, namespace: Namespace, client: StoreClient, copies: BegunCopies) -> None:
+    def __init__(self, namespace: Namespace, client: StoreClient, copies: PendingCopies) -> None:
         self._ns, self._client, self._copies = namespace, client, copies
         self._commits: dict[str, bool] = {}
         """Of daemons that ended: what the store said cannot change."""
@@ -77,7 +78,7 @@ class Evidence:
         if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
             return Visible()
         begun = self._copies.get(path) if key == path else None
-        if begun is not None and begun.is_it(meta, token_of(meta)):
+        if begun is not None and begun.matches(meta, token_of(meta)):
             return Visible()
         return Visible(meta.etag, token_of(meta))
 

@@ -32,7 +32,7 @@ from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.writeback.publisher import LateAttributes, ObjectWriter
 from lakefs_fuse.vfs.writeback.queue import AcknowledgedVersion, WriteBack
-from lakefs_fuse.vfs.writeback.reconciliation import Evidence, path_of
+from lakefs_fuse.vfs.writeback.reconciliation import StoredVersions, path_of
 
 CONFLICT_CHARACTERS = 8
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Replay:
         namespace: Namespace,
         drafts: Drafts,
         writeback: WriteBack,
-        evidence: Evidence,
+        stored_versions: StoredVersions,
         writer: ObjectWriter,
         metrics: WriteBackMetrics,
         *,
@@ -56,7 +56,7 @@ class Replay:
         """``ensure_directory(path)`` answers the inode of a directory, made where it is missing."""
         self._db, self._ns, self._files, self._writeback = database, namespace, drafts.files, writeback
         self._services = drafts.services
-        self.evidence, self._metrics, self._ensure_directory = evidence, metrics, ensure_directory
+        self.stored_versions, self._metrics, self._ensure_directory = stored_versions, metrics, ensure_directory
         self._writer = writer
         self._journal = Journal(database)
         self.records: set[str] = set()
@@ -128,11 +128,11 @@ class Replay:
         """Whether the store has the bytes already; then nothing of the item is left. Where the name is another
         client's now, the item has another when this returns. Raises LakeError."""
         record = item.draft.record()
-        if await self.evidence.is_in_pack(record):
-            etag = (await self.evidence.visible(record)).etag
+        if await self.stored_versions.is_in_pack(record):
+            etag = (await self.stored_versions.visible(record)).etag
             return await self._end(item, etag, partial(self._tell_late, item), lambda now: now.key == record.commit)
-        meta = await self.evidence.published(record)
-        there = await self.evidence.visible(record)
+        meta = await self.stored_versions.published(record)
+        there = await self.stored_versions.visible(record)
         if meta is not None:
             is_newest = there.etag in (record.replaces, meta.etag)
             tell = partial(self._tell_object, item, meta, is_newest)
@@ -140,7 +140,7 @@ class Replay:
         if self._is_gone(item):
             return False
         expected = there.etag in ("", item.draft.target.replaces) or there.draft_id in self._ours
-        if not expected and not await self.evidence.is_relocated(there, record):
+        if not expected and not await self.stored_versions.is_relocated(there, record):
             await self.rename_conflict(item)
         item.is_unreconciled, item.file.late_xattrs = False, None  # stored again, it is told with all of them
         return False
