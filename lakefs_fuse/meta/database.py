@@ -159,7 +159,7 @@ class Database:
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """As `get`, of each key. Raises CacheError."""
         try:
-            return list(self._raw.get(list(keys))) if keys else []
+            return list(self._raw.get(list[Any](keys)) or ()) if keys else []
         except Exception as error:
             raise self._broken(error) from error
 
