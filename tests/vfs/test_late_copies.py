@@ -11,7 +11,6 @@ import pytest
 import trio
 
 from lakefs_fuse.errors import LakeError, Unavailable
-from lakefs_fuse.vfs.relocation import pending_copies
 from lakefs_fuse.vfs.relocation import relocator as relocating
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import reached
@@ -166,7 +165,7 @@ async def test_a_change_waits_for_a_copy_to_its_name(
 @pytest.mark.parametrize("how", [how for how in CHANGES if how != "stored in place"])
 async def test_a_copy_that_comes_too_late_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """The store takes so long for it that the change goes on without."""
-    monkeypatch.setattr(pending_copies, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(relocating, "PATIENCE_S", 0.01)
     change, now = CHANGES[how]
     store, clock, kept = new_store()
     async with lake(store, tmp_path / "cache", clock=clock, pack="never", relocate_after_s=AFTER_S) as m:
