@@ -20,6 +20,9 @@ RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 UNIT := -n $(or $(JOBS),2) -m "not integration and not long" \
 	--ignore=tests/bench --ignore=tests/killed --ignore=tests/mount
 SHORT := -n $(or $(JOBS),3) -m "not long"
+# A machine may ask Python to write no bytecode. Each start of the program would then compile it, which is a third of the
+# CPU time of a mount, and each worker would compile all tests.
+unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/kernel/native/*.c)
 
 .PHONY: demo bench check test test-long lint unit short setup clean
