@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -21,8 +22,11 @@ from tests.mount.lakes import Bucket, Lake, eventually, noise
 FILES = 120
 FILE_BYTES = 40_000
 REFRESH = ("--refresh", "0.3")
+ROUND_PAUSE_S = 0.05
+"""A reader without a pause would take a core from what it is to run beside."""
 
 
+@functools.cache
 def data_of(number: int) -> bytes:
     return noise(FILE_BYTES, seed=number)
 
@@ -56,6 +60,7 @@ def reading(path: Path, numbers: list[int]) -> Iterator[Callable[[], int]]:
                 except OSError as error:
                     failures.append(f"{number}: {error}")
             rounds[0] += 1
+            ended.wait(ROUND_PAUSE_S)
 
     thread = threading.Thread(target=read)
     thread.start()
