@@ -384,7 +384,7 @@ def make_tree(root: Path) -> None:
     os.utime(root / "src", ns=(1, 1_400_000_000_000_000_000))
 
 
-@pytest.mark.parametrize("how", ["tar", "cp", "rsync"])
+@pytest.mark.parametrize("how", [*(pytest.param(how, marks=pytest.mark.long) for how in ("tar", "cp")), "rsync"])
 def test_copies_keep_everything(make_lake: LakeMaker, tmp_path: Path, how: str) -> None:
     """Modes, times to the nanosecond and links, here, after a remount, and on another node."""
     source = tmp_path / "source"

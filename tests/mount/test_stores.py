@@ -12,10 +12,9 @@ from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, noise, number
 
 MIB = 1 << 20
-STORES = ["file", "seaweedfs", "moto", "rclone"]
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=["file", "seaweedfs", "rclone", pytest.param("moto", marks=pytest.mark.long)])
 def anywhere(request: pytest.FixtureRequest, make_lake: LakeMaker) -> Lake:
     return make_lake(request.param).mount()
 

@@ -39,7 +39,7 @@ def theirs(request: pytest.FixtureRequest, user: User, new_bucket: Callable[[Ser
     shutil.rmtree(directory)
 
 
-@pytest.mark.parametrize("theirs", ["file", "seaweedfs"], indirect=True)
+@pytest.mark.parametrize("theirs", ["file", pytest.param("seaweedfs", marks=pytest.mark.long)], indirect=True)
 def test_an_ordinary_user_mounts_writes_reads_unmounts(theirs: Lake, user: User) -> None:
     theirs.outside.replace("more/theirs", noise(50_000))
     theirs.mount()

@@ -464,6 +464,7 @@ def torch_does(what: str, path: Path) -> None:
     subprocess.run([sys.executable, "-c", TORCH, what, str(path)], check=True)
 
 
+@pytest.mark.long
 def test_torch_saves_and_loads(make_lake: LakeMaker, tmp_path: Path) -> None:
     """The checkpoint just saved is loaded after a remount without a GET; without the cache directory, from the
     store."""
