@@ -26,7 +26,7 @@ from tests.mount.lakes import environment
 PACKAGE = Path(__file__).parents[2] / "lakefs_fuse"
 NOT_NEEDED = (
     "torch torch-* torchgen functorch nvidia* triton* sympy* moto* weed* seaweedfs* rclone* mypy* test idlelib "
-    "site-packages __pycache__ *.a"
+    "site-packages *.a"
 ).split()
 """Large, or useless to the program."""
 
