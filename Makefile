@@ -15,9 +15,9 @@ BENCH ?= --out docs/benchmarks/results.json --report docs/benchmarks.md
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
-# Workers steal single tests from each other's ends, so no core idles while another finishes a long module. Four of
-# them on two cores for tests with mounts and stores, which wait as long as they compute.
-UNIT := -n $(or $(JOBS),2) -m "not integration and not long" \
+# Workers steal single tests from each other's ends, so no core idles while another finishes a long module. On two cores
+# three of them for unit tests, a third of whose time are delays and disk syncs, and four for mounts and stores.
+UNIT := -n $(or $(JOBS),3) -m "not integration and not long" \
 	--ignore=tests/bench --ignore=tests/killed --ignore=tests/mount
 SHORT := -n $(or $(JOBS),4) -m "not long"
 # A machine may ask Python to write no bytecode. Each start of the program would then compile it, which is a third of the
