@@ -1,6 +1,6 @@
 """Commits as users see them: packs, atomic renames, and several nodes on one lake.
 
-Sizes are small; LAKEFS_TEST_PACKED_FILES (default 600) and LAKEFS_TEST_RENAMES (default 20) raise them.
+Sizes are small; LAKEFS_TEST_PACKED_FILES (default 600) and LAKEFS_TEST_RENAMES (default 8) raise them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.mount.lakes import Lake, eventually, noise, scale
 from tests.servers import Server, latency
 
 FILES = scale("PACKED_FILES", 600)
-RENAMES = scale("RENAMES", 20)
+RENAMES = scale("RENAMES", 20, short=8)
 WRITERS = 16
 COMMITS = ".lakefs/commits/"
 RENAME_EXCHANGE = 2

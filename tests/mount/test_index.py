@@ -77,7 +77,7 @@ def walk(lake: Lake) -> int:
     return sum(len(files) for _, _, files in os.walk(lake.path))
 
 
-@pytest.fixture(params=["file", "seaweedfs"])
+@pytest.fixture(params=["file", pytest.param("seaweedfs", marks=pytest.mark.long)])
 def lake(request: pytest.FixtureRequest, make_lake: LakeMaker) -> Lake:
     made = make_lake(request.param)
     fill(made)

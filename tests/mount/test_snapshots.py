@@ -42,7 +42,7 @@ def below(lake: Lake, what: str) -> set[str]:
 
 
 @pytest.mark.usefixtures("with_hooks")
-@pytest.mark.parametrize("store", ["file", "seaweedfs"])
+@pytest.mark.parametrize("store", [pytest.param("file", marks=pytest.mark.long), "seaweedfs"])
 def test_a_snapshot_is_what_the_lake_was(make_lake: LakeMaker, store: str) -> None:
     lake = make_lake(store).mount("--pack", "always")
     fill(lake, "first")

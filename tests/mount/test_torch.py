@@ -14,7 +14,7 @@ import pytest
 from tests.mount.conftest import STORES, LakeMaker
 from tests.mount.lakes import MIB, Lake, number, scale
 
-IMAGES = scale("IMAGES", 500)
+IMAGES = scale("IMAGES", 500, short=200)
 CHECKPOINT_BYTES = scale("CHECKPOINT_MIB", 48) * MIB
 READ_BYTES_MIN = 128 << 10
 """The kernel may cut what it wants into reads of this size."""

@@ -254,6 +254,10 @@ def test_flush_and_fsync_while_the_store_is_away(back: Lake, faults: tuple[Serve
         assert back.outside.read(f"ckpt/{name}") == data
 
 
+LIST_PAUSE_S = 0.02
+"""Shorter than any of the uploads that are watched, and long enough to leave a core to them."""
+
+
 def test_others_see_files_whole_and_in_order(
     make_lake: LakeMaker, faults: tuple[Server, Faults], tmp_path: Path
 ) -> None:
@@ -274,6 +278,7 @@ def test_others_see_files_whole_and_in_order(
                 wrong.extend(key for key, size in there.items() if key != "done" and size != len(shards[key]))
                 if "done" in there and len(there) <= len(shards):
                     wrong.append(f"{step}: {sorted(there)}")
+            stop.wait(LIST_PAUSE_S)
 
     with another(lake, tmp_path, "--refresh", "0.2") as reader, ThreadPoolExecutor(1) as pool:
         watching = pool.submit(watch)
