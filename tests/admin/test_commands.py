@@ -18,8 +18,9 @@ from lakefs_fuse.commits.archive import build
 from lakefs_fuse.commits.record import THIS, Put, Record, encode
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Bucket, Lake, eventually, noise
+from tests.tiers import sized
 
-FILES = 120
+FILES = sized(40, 120)
 FILE_BYTES = 40_000
 REFRESH = ("--refresh", "0.3")
 ROUND_PAUSE_S = 0.05

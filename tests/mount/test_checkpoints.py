@@ -208,6 +208,7 @@ def test_a_store_that_keeps_no_sums(lake: Lake) -> None:
     assert found["bad"] == ["2.pt"]
 
 
+@pytest.mark.long
 def test_sums_that_torch_was_told_not_to_write(s3: Lake) -> None:
     ckpt = s3.path / "ckpt"
     ckpt.mkdir()

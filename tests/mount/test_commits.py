@@ -1,6 +1,6 @@
 """Commits as users see them: packs, atomic renames, and several nodes on one lake.
 
-Sizes are small; LAKEFS_TEST_PACKED_FILES (default 600) and LAKEFS_TEST_RENAMES (default 8) raise them.
+Sizes are small; LAKEFS_TEST_PACKED_FILES (default 300) and LAKEFS_TEST_RENAMES (default 8) raise them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, eventually, noise, scale
 from tests.servers import Server, latency
 
-FILES = scale("PACKED_FILES", 600)
+FILES = scale("PACKED_FILES", 600, short=300)
 RENAMES = scale("RENAMES", 20, short=8)
 WRITERS = 16
 COMMITS = ".lakefs/commits/"

@@ -8,6 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import eventually
 from tests.mount.test_commits import another
@@ -117,6 +119,7 @@ def test_torch_distributed_checkpoint(make_lake: LakeMaker, tmp_path: Path) -> N
             assert (other.path / "dcp" / name).read_bytes() == (lake.path / "dcp" / name).read_bytes()
 
 
+@pytest.mark.long
 def test_safetensors_with_a_temporary_name(make_lake: LakeMaker, tmp_path: Path) -> None:
     lake = make_lake("seaweedfs").mount()
     run(SAFETENSORS, str(lake.path / "model.safetensors"))

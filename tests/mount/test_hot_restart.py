@@ -220,7 +220,7 @@ def test_a_supervisor_that_is_killed_leaves_the_daemon_serving(supervised: Lake)
     assert "lakefs_fuse.daemon.supervisor" in psutil.Process(psutil.Process(supervised.pid).ppid()).cmdline()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_signals_to_the_supervisor_unmount(supervised: Lake, number: signal.Signals) -> None:
     supervisor = supervisor_of(supervised)
     os.kill(supervisor, number)

@@ -200,7 +200,7 @@ def test_safetensors(either: Lake) -> None:
     run(SAFETENSORS, str(path), str(CHECKPOINT_BYTES))
 
 
-@pytest.mark.parametrize("size", [100_000, CHECKPOINT_BYTES])
+@pytest.mark.parametrize("size", [100_000, pytest.param(CHECKPOINT_BYTES, marks=pytest.mark.long)])
 def test_safetensors_save_file(either: Lake, size: int) -> None:
     """It writes a temporary file and renames it, over the one before as well."""
     path = either.path / "model.safetensors"
