@@ -15,12 +15,15 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def collecting() -> AsyncIterator[trio.Nursery]:
-    """As `trio.open_nursery`. Raises the first LakeError where all errors are such, else what the nursery raises."""
+    """As `trio.open_nursery`. Raises the first LakeError where all errors are such; where the caller is cancelled, that
+    alone; else what the nursery raises."""
     try:
         async with trio.open_nursery() as nursery:
             yield nursery
     except BaseExceptionGroup as group:
         errors, others = group.split(LakeError)
+        if others is not None and others.split(trio.Cancelled)[1] is None:
+            raise others from None
         if others is not None or errors is None:
             raise
         first: BaseException = errors
