@@ -537,17 +537,17 @@ MECHANISMS = (
     ),
     Mechanism("bursts", replaced(("vfs.writeback.queue:Bursts.is_lasting", "lambda *_: False")), (CREATE,)),
     Mechanism(
-        "segments", replaced(("staging.staged_file:MEMORY_BYTES_MAX", "0")), (CREATE, CREATE_ALONE), both=NO_OFFLOAD
+        "segments", replaced(("staging.staging_area:MEMORY_BYTES_MAX", "0")), (CREATE, CREATE_ALONE), both=NO_OFFLOAD
     ),
     Mechanism("early-writeout", replaced(("environment.disk:start_writeout", "lambda *_: None")), (SAVE,)),
     Mechanism("gathered-closes", replaced(("vfs.writeback.packer:GATHER_S_MAX", "0.0")), (CLOSE,)),
     Mechanism("zero-objects", replaced(("upload.publish:_copies_zeros", "lambda *_: False")), (SPARSE,)),
     Mechanism(
         "parallel-list",
-        replaced(("store.listing.parallel_listing:CHAINS_MAX", "1")),
+        replaced(("store.parallel_list:CHAINS_MAX", "1")),
         (LIST_FAR,),
     ),
-    Mechanism("list-expression", replaced(("store.s3.list_parser:parse_usual", "lambda *_: None")), (LIST_NEAR,)),
+    Mechanism("list-expression", replaced(("store.s3.list_pages:parse_usual", "lambda *_: None")), (LIST_NEAR,)),
     Mechanism("obstore", replaced(("store.s3.store:is_expressible", "lambda *_: False")), (EPOCH_NEAR,)),
     Mechanism("first-pages", replaced(("vfs.namespace.namespace:FIRST_PAGE_LOOKUPS", "-1")), (FEW_NAMES,)),
     Mechanism(
