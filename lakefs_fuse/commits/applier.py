@@ -179,9 +179,8 @@ class Applier:
             paths = list({_row_path(operation): None for operation in operations[first : first + TOGETHER_MAX]})
             tombstones = zip(paths, self._tree.tombstones.get_many(paths), strict=True)
             batch = Batch()
-            for entry in self.paths.find_many(paths):
-                if entry is not None and entry.stamp == before:
-                    self._tree.update(batch, msgspec.structs.replace(entry, stamp=time))
+            found = self.paths.find_many(paths)
+            self._tree.restamp(batch, [entry for entry in found if entry and entry.stamp == before], time)
             self._tree.tombstones.write(
                 batch,
                 {path: Tombstone(time, each.etag) for path, each in tombstones if each and each.stamp == before},

@@ -42,7 +42,7 @@ COUNTED_PER_OPERATION = 100
 CARRIED_OVER_MAX = 1_000_000
 """A rename of more names by another node gives them other inodes: to keep them takes 300 bytes of memory a name."""
 RELOCATED = 1
-"""Stamp of a plain object that was relocated: older than any commit, as nobody gave the name other bytes by it."""
+"""Stamp of a plain object that was relocated: older than any commit, because the name keeps its bytes."""
 NOTHING: Mapping[str, str] = MappingProxyType({})
 KNOWN = Flag.ATTRIBUTES_KNOWN | Flag.MTIME_KEPT
 
@@ -85,7 +85,7 @@ class _Step(msgspec.Struct):
 
 
 class _Changes(msgspec.Struct):
-    """What operations change: rows for one batch, and whom to tell of them then."""
+    """What operations change: rows for one batch, and the entries to announce afterwards."""
 
     batch: Batch = msgspec.field(default_factory=Batch)
     files: list[tuple[Entry, Entry]] = []
@@ -500,7 +500,7 @@ class Application:
         return True
 
     def _set_attributes(self, step: _Step, operation: SetAttr) -> None:
-        """The version's own stamp stays: whoever replaces it without knowing of this wins everywhere."""
+        """The version's own stamp stays: a writer that replaces it without knowing of this wins everywhere."""
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         current = step.current
         if not self._applies(step, place):

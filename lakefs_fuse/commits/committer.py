@@ -241,9 +241,9 @@ class Committer:
             self.journal.replace(batch, sequence, replace(change, operations=kept, moves=moves))
 
     def withhold(self, path: str, since: int, until: int, newest: int) -> None:
-        """Nobody wants the versions of a file that were accepted from ``since`` on. Held changes that came after them,
-        up to ``newest``, and name its older bytes do not show these in their place; the rest of them waits for what was
-        accepted up to ``until``. Raises CacheError."""
+        """The versions of a file that were acknowledged from ``since`` on are superseded. Held changes that came after
+        them, up to ``newest``, and name its older bytes do not show these in their place; the rest of them waits for
+        what was acknowledged up to ``until``. Raises CacheError."""
         batch = Batch()
         for sequence, change in self.journal.changes.items():
             if sequence > newest:

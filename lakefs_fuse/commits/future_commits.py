@@ -153,7 +153,7 @@ class Redater:
         await _for_each(metas, read)
 
     async def _still_newest(self, original: Original) -> list[Operation]:
-        """Operations on paths that nobody gave another version since. Raises LakeError."""
+        """Operations on paths that have had no other version since. Raises LakeError."""
         exact = 0 if original.meta.mtime_ns % NS else NS - 1  # LastModified may say no more than the second
         since_ns = original.made_ns + exact
         left = [each for each in original.record.operations if not self._is_superseded(each, since_ns)]

@@ -1,4 +1,4 @@
-"""The hybrid logical clock that names commits: the store's time, carried on by a clock that nobody sets.
+"""The hybrid logical clock that names commits: the store's time, carried on by a clock that cannot be set.
 
 What always holds:
 
@@ -23,7 +23,7 @@ from lakefs_fuse.environment.clock import Clock
 NS = 1_000_000_000
 COMMIT_AHEAD_MAX_S = 60
 """How far ahead of the store's time a commit is believed, and written. Half of the window in which polls look for
-commits (WINDOW_NS): a clock that followed one from farther ahead would hide others' commits from whoever polls."""
+commits (WINDOW_NS): a clock that followed one from farther ahead would hide others' commits from every poll."""
 AHEAD_NS_MAX = COMMIT_AHEAD_MAX_S * NS
 WINDOW_NS = 120_000_000_000
 """Polls look for commits whose time is no more than this behind the newest one seen. Half of it is for clocks that

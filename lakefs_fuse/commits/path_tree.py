@@ -70,7 +70,7 @@ class PathTree:
 
     @contextmanager
     def editing(self, *, quiet: bool = False) -> Iterator[None]:
-        """Paths are looked up anew inside, and after it. ``quiet``: the kernel of this node made the change itself."""
+        """Paths are looked up again inside, and after it. ``quiet``: the kernel of this node made the change itself."""
         self._is_quiet = quiet
         self._directories.clear()
         try:

@@ -45,7 +45,7 @@ OBJECTS = f"{RESERVED_PREFIX}objects/"
 """Where plain objects lie whose own key other bytes occupy. A record may point into no other place under
 ``.lakefs``."""
 UNSET = 0xFFFF_FFFF
-"""A mode, uid or gid that nobody has said."""
+"""A mode, uid or gid that was never set."""
 
 WRITER = re.compile(r"[0-9a-f]{8}")
 """What a daemon calls itself in its commits: random, new at each start."""

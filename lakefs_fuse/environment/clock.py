@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Time of day, time for timeouts, and time that nobody sets."""
+    """Time of day, time for timeouts, and time since boot, which cannot be set."""
 
     def wall_ns(self) -> int:
         """Time of day in nanoseconds since 1970; an administrator or NTP may set it at any moment."""

@@ -27,7 +27,7 @@ class RandomStreams:
 
     @classmethod
     def from_system(cls) -> RandomStreams:
-        """Streams that nobody can predict."""
+        """Unpredictable streams."""
         return cls(secrets.randbits(SEED_BITS))
 
     def stream(self, purpose: str, key: str = "", attempt: int = 0) -> random.Random:

@@ -54,7 +54,7 @@ class Barrier:
             self._names.add(_hash(directory, name))
 
     def lower(self) -> None:
-        """The commit is applied, or will be applied anew."""
+        """The commit is applied, or will be applied again."""
         self._directories, self._names = set(), set()
         self._lowered.set()
 

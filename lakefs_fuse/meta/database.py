@@ -40,7 +40,7 @@ WRITE_BUFFERS = 2
 OPEN_FILES_MAX = 256
 REOPEN_PAUSE_S = 1.0
 PROBE_BYTES = 64 << 10
-"""Opening the database anew writes less."""
+"""Reopening the database writes less."""
 DAMAGED_MAX = 10_000
 """Keys of damaged rows in memory, so that each is counted once; no more are counted."""
 INODES_RESERVED = 1 << 20
@@ -191,7 +191,7 @@ class Database:
 
     @property
     def is_failing(self) -> bool:
-        """The last write failed: the next is preceded by opening the database anew."""
+        """The last write failed: the database is reopened before the next."""
         return self._failed_at is not None
 
     def sync(self) -> None:
@@ -206,7 +206,7 @@ class Database:
         return CacheError(f"the metadata cache in {self._directory} cannot be used now: {error}")
 
     def _reopen(self) -> None:
-        """After a failed write (a full disk) RocksDB takes none until it is opened anew; tried once a second."""
+        """After a failed write (a full disk) RocksDB accepts none until it is reopened; tried once a second."""
         failed_at = self._failed_at or 0.0
         if self._clock.mono_s() - failed_at < REOPEN_PAUSE_S:
             raise CacheError(f"the metadata cache in {self._directory} could not be written a moment ago")

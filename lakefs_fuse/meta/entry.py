@@ -19,7 +19,7 @@ FLAGS_LOW, PLACE, NOWHERE = 8, slice(54, 58), bytes(4)
 """
 NAME_BYTES_MAX = 255
 UNSET = 0xFFFF_FFFF
-"""A mode, uid or gid nobody has said: the mount's default is shown."""
+"""A mode, uid or gid that was never set: the mount's default is shown."""
 
 
 class Flag:

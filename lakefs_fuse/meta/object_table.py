@@ -9,7 +9,7 @@ Trio thread only; a crash leaves rows and counts of whole batches.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -73,6 +73,11 @@ class Objects:
         raw = self._db.get(_number_key(number))
         return None if raw is None else self._read(number, raw)
 
+    def get_many(self, numbers: Collection[int]) -> list[ObjectRow | None]:
+        """As `get`, of each number."""
+        raws = self._db.get_many([_number_key(number) for number in numbers])
+        return [None if raw is None else self._read(number, raw) for number, raw in zip(numbers, raws, strict=True)]
+
     def _read(self, number: int, raw: bytes) -> ObjectRow | None:
         try:
             return unpack_object(number, raw)
@@ -113,11 +118,11 @@ class Objects:
     def numbers(self, objects: Sequence[tuple[str, str, int]]) -> list[int]:
         """As `number`, of keys, ETags and sizes; all new rows in one batch."""
         names = [_name_key(key, etag) for key, etag, _ in objects]
-        numbers = {
-            name: number
-            for name, raw in zip(names, self._db.get_many(names), strict=True)
-            if raw is not None and self.get(number := self._number(name, raw)) is not None
-        }
+        found = zip(names, self._db.get_many(names), strict=True)
+        numbers = {name: self._number(name, raw) for name, raw in found if raw is not None}
+        rows_found = zip(list(numbers), self.get_many(numbers.values()), strict=True)
+        for name in [name for name, row in rows_found if row is None]:
+            del numbers[name]
         added = [(name, each) for name, each in dict(zip(names, objects, strict=True)).items() if name not in numbers]
         if added:
             last = int.from_bytes(self._db.get(schema.SINGLE_OBJECT) or b"", "big")
@@ -146,8 +151,7 @@ class Objects:
             before = changes.get(number, (0, 0))
             changes[number] = before[0] + entries, before[1] + size
         batch.shares.clear()
-        for number, (entries, size) in changes.items():
-            row = self.get(number)
+        for row, (entries, size) in zip(self.get_many(changes.keys()), changes.values(), strict=True):
             if row is None:
                 continue
             changed = msgspec.structs.replace(row, entries=row.entries + entries, bytes_live=row.bytes_live + size)

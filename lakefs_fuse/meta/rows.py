@@ -217,7 +217,7 @@ class CommitRows:
         self._db.commit(batch)
 
     def forget_since(self, time: int) -> None:
-        """The next poll asks for commits from this time on, and the next mount reads all names anew: those that others
+        """The next poll asks for commits from this time on, and the next mount reads all names again: those that others
         set later than the store's clock may be among those here."""
         batch = Batch()
         batch.delete_range(_commit_key(schema.APPLIED, time, ""), schema.end_of(schema.APPLIED))

@@ -244,7 +244,7 @@ def are_names_outdated(database: Database) -> bool:
 
 
 def writer_of(database: Database) -> str:
-    """Who committed last from this cache directory; empty where nobody did."""
+    """Who committed last from this cache directory; empty before the first commit."""
     return (database.get(schema.SINGLE_WRITER) or b"").decode()
 
 

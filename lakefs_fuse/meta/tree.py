@@ -440,6 +440,12 @@ class Tree:
             self._share(batch, before, after)
             batch.rows[schema.ENTRY + _PAIR.pack(after.parent, after.cookie)] = pack_entry(after)
 
+    def restamp(self, batch: Batch, entries: Iterable[Entry], stamp: int) -> None:
+        """As `update`, of entries of which nothing else changes: the kernel does not see a stamp."""
+        for entry in entries:
+            stamped = msgspec.structs.replace(entry, stamp=stamp)
+            batch.rows[schema.ENTRY + _PAIR.pack(entry.parent, entry.cookie)] = pack_entry(stamped)
+
     @staticmethod
     def _share(batch: Batch, before: Entry | None, after: Entry | None) -> None:
         if before is not None and before.place:
@@ -448,7 +454,7 @@ class Tree:
             batch.shares.append((after.place, 1, after.size))
 
     def renew_inode(self, batch: Batch, entry: Entry, inode: int = 0) -> Entry:
-        """Somebody else put another version under the name: it gets an inode of its own, and handles keep the old.
+        """Another version has the name now: it gets an inode of its own, and handles keep the old.
         ``inode`` is one that was set aside for it."""
         self._drop_inode(entry.inode)
         renewed = msgspec.structs.replace(entry, inode=inode or self.database.new_inode())
@@ -550,7 +556,7 @@ class Tree:
         batch.rows[key] = None
 
     def forget_listings(self) -> None:
-        """Every directory has to be listed again by whoever wants to know what is in it."""
+        """Every directory has to be listed again before its names are used."""
         for directory in list(self.mirrored):
             self.drop_mirror(directory)
         batch = Batch()

@@ -134,7 +134,7 @@ class StoreClient:
 
     @property
     def is_away(self) -> bool:
-        """The store does not answer (see AWAY_S_MIN). Until its next answer, for which somebody has to ask."""
+        """The store does not answer (see AWAY_S_MIN). Until its next answer, which only another request brings."""
         now = self._clock.mono_s()
         if self._failing_since_s is not None and now - self._failing_since_s >= AWAY_S_MIN:
             return True

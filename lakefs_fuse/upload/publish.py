@@ -194,7 +194,7 @@ def _has_stale_parts(draft: Draft) -> bool:
 
 
 def _is_zeros(draft: Draft, start: int, end: int) -> bool:
-    """Nobody wrote to [start, end), which is beyond the base, and was neither let go nor spilled."""
+    """[start, end) was never written: it is beyond the base, and was neither dropped nor spilled."""
     dropped = draft.parts.is_dropped(draft.uploader.layout.index(start))
     written = draft.pages.count(start, end) or draft.spills.pages.count(start, end)
     return start >= draft.base_limit and not dropped and not written

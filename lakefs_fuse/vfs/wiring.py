@@ -190,7 +190,7 @@ class Commits:
         self.committer.load()
 
     async def begin(self) -> None:
-        """Settle what was loaded with the store, and apply what others did since. Raises LakeError."""
+        """Reconcile what was loaded with the store, and apply what other nodes did since. Raises LakeError."""
         await self.poller.correct_clock()
         await self.committer.reconcile_journal()
         self.clock.follow(self.applier.commits.newest())

@@ -1,4 +1,4 @@
-"""Named snapshots: the names of a whole lake at one moment, kept under a name until somebody deletes it.
+"""Named snapshots: the names of a whole lake at one moment, kept under a name until it is deleted.
 
 Under `.lakefs/snapshots/<name>/` lie the files of an index (`index`), `objects` (which packs and other objects of ours
 its files have bytes in) and, written last, the manifest: a snapshot without a manifest does not exist. `gc` leaves

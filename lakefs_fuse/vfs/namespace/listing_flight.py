@@ -21,8 +21,8 @@ FLIGHTS_SHOWN_MAX = 16
 
 @dataclass(slots=True)
 class Flight:
-    """``touched`` are names changed here since it began, at ``began_ns`` (wall clock). Unless somebody says that it
-    ``is_wanted``, it ends with its first page, and where that is not the only one the directory is not listed then."""
+    """``touched`` are names changed here since it began, at ``began_ns`` (wall clock). Unless it
+    ``is_wanted``, it ends with its first page; a directory of more pages is then not listed."""
 
     began_ns: int = 0
     is_wanted: bool = True

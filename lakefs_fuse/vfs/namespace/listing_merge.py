@@ -119,7 +119,7 @@ class DirectoryMerge:
         """Names that this LIST brings have cookies from here on."""
         self._seen = array("Q")
         self.names = 0
-        """Names found so far that were not known before, for whoever wants to know how far it is."""
+        """Names found so far that were not known before: its progress."""
         self._hidden: dict[Hidden, set[int]] = {}
         self._shadowed: dict[bytes, ObjectMeta] = {}
         self._places: dict[bytes, int] = {}

@@ -51,7 +51,7 @@ from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_
 
 NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
-"""A directory up to this size is listed again by whoever needs one name of it; a larger one in the background."""
+"""A directory up to this size is listed again by the request for one of its names; a larger one in the background."""
 POINT_LOOKUPS_MAX = 4
 """So many single names of a directory are asked for before it is listed in the background."""
 FIRST_PAGE_LOOKUPS = 2
@@ -61,7 +61,7 @@ BACKGROUND_LISTINGS_MAX = 4
 FIRST_PAGES_MAX = 16
 SINGLE_NAME_KEYS = 100
 AWAY = (Unavailable, AccessDenied)
-"""What was listed before counts on where a LIST fails so: for a while nobody answers, or a key has expired."""
+"""What was listed before counts on where a LIST fails so: the store is away for a while, or a key has expired."""
 AWAY_CHECK_S = 0.5
 """Who waits for a LIST looks so often whether the store is away."""
 log = logging.getLogger(__name__)
@@ -385,7 +385,7 @@ class Namespace:
                 raise flight.error
 
     async def list_directory(self, directory: int) -> None:
-        """LIST a directory to its end and merge what changed; whoever comes meanwhile waits for the same LIST."""
+        """LIST a directory to its end and merge what changed; callers that come meanwhile wait for the same LIST."""
         flight = self._flights.get(directory)
         if flight is not None:
             flight.is_wanted = True

@@ -135,7 +135,7 @@ class ChangeBuilder:
 
 
 def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None:
-    """The plain object at ``key`` with this ETag is not the file of that name, and nobody sees it there."""
+    """The plain object at ``key`` with this ETag is not the file of that name, and is not shown there."""
     above, _, name = key.encode("utf-8", "surrogatepass").rpartition(b"/")
     parent = tree.directory(above)
     there = None if parent is None else tree.named(parent, name)

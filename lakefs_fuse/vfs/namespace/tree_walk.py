@@ -1,4 +1,4 @@
-"""Every directory at or below one, listed once, level by level: for whoever must know all names there are.
+"""Every directory at or below one, listed once, level by level: for callers that need all names.
 
 Memory holds the numbers of one level's directories (8 bytes each) and a page of a listing for each of LISTINGS_AT_ONCE.
 Tasks of one trio loop; nothing is left behind but rows, which are true however far it came.

@@ -247,7 +247,7 @@ class Attributes:
 
 
 def file_type_and_mode(entry: Entry, config: MountConfig) -> int:
-    """st_mode of an entry, with the mount's defaults where nobody has said."""
+    """st_mode of an entry, with the mount's defaults where none was set."""
     mode = entry.mode
     if mode == UNSET:
         mode = config.dir_mode if entry.is_dir else unasked_mode(config) if is_unasked(entry) else config.file_mode

@@ -110,7 +110,7 @@ class NewFiles:
             self._journal.put(batch, file.draft.id, encode(file.draft.prepare_record()))
 
     def _drop(self, file: OpenFile) -> None:
-        """Of a file with one handle there shall be nothing."""
+        """Discard a file with one handle."""
         file.unlink()
         self._services.nursery.start_soon(self._release, file)
 

@@ -39,7 +39,7 @@ class IncompleteFiles:
         recovery: Recovery,
         read_again: Callable[[], Awaitable[None]],
     ) -> None:
-        """``read_again`` brings back names that commits tell of and that a renamed file had covered."""
+        """``read_again`` brings back names of commits that a renamed file had covered."""
         self._db, self._ns, self._files, self._recovery = database, namespace, files, recovery
         self._read_again, self._services = read_again, services
         self._journal = Journal(database)
@@ -48,7 +48,7 @@ class IncompleteFiles:
         files.events.file_emptied.append(self.supersede)
 
     async def set_aside(self, file: OpenFile) -> None:
-        """Make an orphan of an incomplete file that nobody has open. Raises nothing but Cancelled."""
+        """Make an orphan of an incomplete file without open handles. Raises nothing but Cancelled."""
         uncovered = False
         try:
             async with file.publishing:
@@ -65,7 +65,7 @@ class IncompleteFiles:
             log.exception("%s is incomplete, and stays in use", file.key)
 
     def _set_aside(self, file: OpenFile) -> bool:
-        """Whether something that commits tell of had been covered. Raises LakeError; then all is as it was."""
+        """Whether the file had covered a name of a commit. Raises LakeError; then all is as it was."""
         draft = None if file.draft is None or file.draft.accepted else file.draft
         parent, name = file.entry.parent, file.entry.name
         row, batch = self._ns.tree.entry(file.entry.inode), Batch()
@@ -90,7 +90,7 @@ class IncompleteFiles:
         return bool(row is not None and gone and (row.stamp or row.etag or row.place))
 
     def supersede(self, path: str) -> None:
-        """The file at ``path`` begins anew, with nothing of a version before."""
+        """The file at ``path`` begins empty, without the bytes of a version before."""
         if not self._recovery.orphans:
             return
         for record in self._recovery.incomplete_below(path):

@@ -46,7 +46,7 @@ class ExtendedAttributes:
         return value
 
     def _reserved(self, entry: Entry, name: str) -> bytes:
-        """Names that are answered and never listed, so that nobody copies them."""
+        """Names that are answered and never listed, so that no tool copies them."""
         answer = None
         if not entry.is_dir and not entry.is_symlink:
             if name == XATTR_STATE:

@@ -1,9 +1,9 @@
-"""What a daemon that died left behind: files that were being written, listed as orphans until somebody decides.
+"""Orphans: files that a daemon that died was writing, kept until they are finished or aborted.
 
 At mount, names that only the dead daemon knew go (nothing is visible under them anywhere), a draft that had reached the
 store after all is recognised by its id in the object's metadata, and the rest is kept as it is: staged bytes, uploaded
-parts, record. `finish` makes an orphan the newest version of its key, unless somebody else replaced that key meanwhile;
-`abort` takes away its upload, its bytes and its record. Both may be repeated after a crash.
+parts, record. `finish` makes an orphan the newest version of its key, unless that key was replaced meanwhile; `abort`
+deletes its upload, its bytes and its record. Both may be repeated after a crash.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Recovery:
         self._room: dict[str, int] = {}
         self._busy: set[str] = set()
         self.uncovered = False
-        """A name that went had been renamed over one that commits tell of: they have to be read again."""
+        """A removed name had been renamed over a name of a commit: commits have to be read again."""
 
     async def load(self) -> None:
         """Read the journal and the staging directory; called once, before the mount answers."""
@@ -103,7 +103,7 @@ class Recovery:
         return msgspec.structs.replace(record, refused=[(0, size)], refused_errno=errno.ENOSPC, refused_why=UNKNOWN)
 
     def adopt(self, record: DraftRecord) -> None:
-        """A file of this daemon that nobody has open any more, and that cannot be published as it is."""
+        """A file of this daemon without open handles that cannot be published as it is."""
         self.orphans[record.id] = record
         self._room[record.id] = self._staged(record.id)
         self._services.staging.bytes_used += self._room[record.id]
@@ -117,7 +117,7 @@ class Recovery:
         ]
 
     async def _forsake(self, record: DraftRecord) -> None:
-        """Nobody wants the bytes, and an attempt to store them may have worked. Where a newer version is on its way,
+        """The bytes are superseded, and an attempt to store them may have worked. Where a newer version is on its way,
         that replaces them."""
         entry = self._ns.at(path_of(record))
         if entry is not None and self._in_use(entry.inode):
@@ -137,7 +137,7 @@ class Recovery:
 
     async def _find_unrecorded(self) -> None:
         """Staged bytes whose record is lost, because the metadata cache was: told, never deleted unasked. Those of
-        files that were published and noted just before the daemon died are in the store."""
+        files that were published and recorded just before the daemon died are in the store."""
         self._unpack_segments()
         with os.scandir(self._services.staging.directory) as found:
             entries = list(found)
@@ -210,7 +210,7 @@ class Recovery:
         self._journal.remove(draft_id, sync=True)
 
     def _drop(self, record: DraftRecord) -> None:
-        """Its bytes are in the store, or wanted by nobody."""
+        """Its bytes are in the store, or superseded."""
         self.orphans.pop(record.id, None)
         self._services.staging.release(self._room.pop(record.id, 0))
         self._services.staging.path(record.id).unlink(missing_ok=True)

@@ -175,7 +175,7 @@ class Replay:
             self._writer.set_attributes([LateAttributes.of(file.key, row, wanted, late)])
 
     def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int) -> None:
-        """The row tells of the plain object that the draft became."""
+        """The row names the plain object that the draft became."""
         row = self._ns.tree.entry(file.entry.inode)
         if row is None or draft.target.key != file.key:
             return
