@@ -28,9 +28,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     moves: list[tuple[str, str]] = []
     doomed: list[Deletion] = []
     after: int = 0
-    """Everything that write-back accepted up to this number is in the store before."""
+    """Everything that write-back acknowledged up to this number is in the store before."""
     ahead: bool = False
-    """Says where a file is that was accepted before whatever is held."""
+    """Says where a file is that was acknowledged before what is held."""
 
     def mentions(self, key: str) -> bool:
         """A name is said to be the object at ``key``, or to be it no more though it has another path."""

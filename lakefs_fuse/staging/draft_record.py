@@ -111,8 +111,8 @@ class DraftRecord(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] = {}
     metadata_multipart: dict[str, str] = {}
     """Attributes as of now, as a single request tells them and as an upload does."""
-    accepted: int = 0
-    """Its place in the order of what write-back acknowledged; 0 where its writer was not told that it is safe."""
+    sequence: int = msgspec.field(default=0, name="accepted")
+    """Its place in the order of what write-back acknowledged; 0 where it was not."""
     began: int = 0
     """The newest number given out when it began: all up to it were acknowledged before."""
     stands_for: int = 0

@@ -126,7 +126,7 @@ class Draft:
         self.changes = 0
         self.recheck = False
         self.unlinked = False
-        self.accepted = self.began = self.stands_for = self.saves = 0
+        self.sequence = self.began = self.stands_for = self.saves = 0
         self.deferred = deferred
         """Parts are sent once the draft is acknowledged or staging is half full, and not before."""
         self.delayed: Unavailable | None = None
@@ -150,7 +150,7 @@ class Draft:
 
     @property
     def making_room(self) -> bool:
-        waits = self.accepted > 0 and self.state in (DraftState.ACKNOWLEDGED, DraftState.FAILED)
+        waits = self.sequence > 0 and self.state in (DraftState.ACKNOWLEDGED, DraftState.FAILED)
         return self.uploading > 0 or self.state is DraftState.PUBLISHING or waits
 
     def drop_uploaded(self, *, keep_recent: bool = True) -> int:
@@ -184,7 +184,7 @@ class Draft:
             return 0
 
     def _may_spill(self) -> bool:
-        if self.accepted or self.unlinked or self.state is not DraftState.WRITING:
+        if self.sequence or self.unlinked or self.state is not DraftState.WRITING:
             return False
         return self.uploader.client.capabilities.spills and self.size > self.uploader.layout.single_bytes_max
 
@@ -406,7 +406,7 @@ class Draft:
             )
 
     def _check_alive(self) -> None:
-        if self.accepted or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
+        if self.sequence or self.state in (DraftState.PUBLISHED, DraftState.DISCARDED):
             raise DraftEnded
 
     def _begin_change(self) -> None:
@@ -481,7 +481,7 @@ class Draft:
         if part.etag and not self.uploader.client.capabilities.parts_replaceable:
             return
         start, end = self.uploader.layout.range(index)
-        if self.accepted:
+        if self.sequence:
             end = min(end, self.size)
         if end <= self.size and self.pages.covers(start, end):
             self.parts.transition(index, PartState.QUEUED)
@@ -584,7 +584,7 @@ class Draft:
         """Enter ACKNOWLEDGED, as number ``sequence``. The caller holds the draft alone, has synced it, and saves the
         record."""
         self.transition(DraftState.ACKNOWLEDGED)
-        self.accepted = sequence
+        self.sequence = sequence
 
     @property
     def is_unknown_to_store(self) -> bool:
@@ -770,8 +770,8 @@ class Draft:
 
     # -- the journal
 
-    def record(self, *, accepted: int = 0, spot: Spot | None = None) -> DraftRecord:
-        """The journal record of the draft as it is. With ``accepted``: as it will be once acknowledged under that
+    def record(self, *, sequence: int = 0, spot: Spot | None = None) -> DraftRecord:
+        """The journal record of the draft as it is. With ``sequence``: as it will be once acknowledged under that
         number, with its bytes in a segment where ``spot`` says so."""
         target, spot = self.target, spot or self.file.spot
         metadata, metadata_multipart = target.describe()
@@ -782,7 +782,7 @@ class Draft:
         return DraftRecord(
             id=self.id,
             key=target.key,
-            state=DraftState.ACKNOWLEDGED if accepted else self.state,
+            state=DraftState.ACKNOWLEDGED if sequence else self.state,
             created_ns=self.created_ns,
             size=self.size,
             base=base,
@@ -798,7 +798,7 @@ class Draft:
             unlinked=self.unlinked,
             metadata=metadata,
             metadata_multipart=metadata_multipart,
-            accepted=accepted or self.accepted,
+            sequence=sequence or self.sequence,
             began=self.began,
             stands_for=self.stands_for,
             commit=self.commit,
@@ -825,7 +825,7 @@ class Draft:
 
     def prepare_record(self) -> DraftRecord:
         """The record, which the caller saves. Raises StagingFull and CacheError."""
-        if self.state is DraftState.FAILED and not self.accepted:
+        if self.state is DraftState.FAILED and not self.sequence:
             self.file.keep_on_disk()
         self.saves += 1
         return self.record()
@@ -841,7 +841,7 @@ class Draft:
         self.upload_id, self.upload_intent_ns = record.upload_id, record.upload_intent_ns
         self.upload_metadata = record.upload_metadata
         self.token, self.changes, self.recheck = record.token, record.changes, True
-        self.accepted, self.began, self.commit = record.accepted, record.began, record.commit
+        self.sequence, self.began, self.commit = record.sequence, record.began, record.commit
         self.stands_for = record.stands_for
         self.refused = RefusedRanges(record.refused, record.refused_errno, record.refused_why)
         self.pages.load(record.pages)

@@ -68,7 +68,7 @@ class Durability:
             failed = error
         for file in self._files.dirty():
             ours = not below or file.key == below or file.key.startswith(below + "/")
-            if ours and not (failed is not None and file.draft is not None and file.draft.accepted):
+            if ours and not (failed is not None and file.draft is not None and file.draft.sequence):
                 if file.is_incomplete and not file.handles:
                     await self._io.set_aside(file)
                 try:

@@ -322,7 +322,7 @@ class Assembly:
 
     async def begin(self) -> None:
         """Names are as the store has them when this returns, but for what orphans hide. Raises LakeError."""
-        self._commits.load()  # accepted files have the names that renames in the journal gave them
+        self._commits.load()  # acknowledged files have the names that renames in the journal gave them
         if not self._ground.config.read_only:
             self.replay.restore()
         await self._commits.begin()

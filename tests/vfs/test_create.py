@@ -379,7 +379,7 @@ async def test_its_new_name_could_not_be_noted(tmp_path: Path, monkeypatch: pyte
         sync(database)
 
     def fails(draft: Draft, *, sync: bool = False) -> None:
-        if draft.accepted:
+        if draft.sequence:
             raise CacheError("no room")
         save(draft, sync=sync)
 

@@ -17,14 +17,14 @@ CLEAN, WRITING, ACKNOWLEDGED, UNLINKED = OpenState
 EXTENT = Extent(Version("d/f", "etag", 1), 0, 1)
 
 
-def draft(*, accepted: int = 0) -> Draft:
+def draft(*, sequence: int = 0) -> Draft:
     target = SimpleNamespace(describe=None, replaces="", if_absent=True)
-    return cast("Draft", SimpleNamespace(accepted=accepted, target=target, save=lambda: None))
+    return cast("Draft", SimpleNamespace(sequence=sequence, target=target, save=lambda: None))
 
 
 def acknowledge(file: OpenFile) -> None:
     assert file.draft is not None
-    file.draft.accepted = 1
+    file.draft.sequence = 1
     file.follow_draft()
 
 
@@ -62,7 +62,7 @@ def test_transition_by_the_table_only(state: OpenState, to: OpenState) -> None:
 
 STEPS: list[tuple[OpenState, Callable[[OpenFile], object], OpenState]] = [
     (CLEAN, lambda file: file.begin(draft()), WRITING),
-    (CLEAN, lambda file: file.begin(draft(accepted=1)), ACKNOWLEDGED),
+    (CLEAN, lambda file: file.begin(draft(sequence=1)), ACKNOWLEDGED),
     (CLEAN, OpenFile.follow_draft, CLEAN),
     (CLEAN, OpenFile.unlink, UNLINKED),
     (CLEAN, OpenFile.relink, CLEAN),

@@ -108,7 +108,7 @@ class OpenFile:
     def _state_of_draft(self) -> OpenState:
         if self.draft is None:
             return OpenState.CLEAN
-        return OpenState.ACKNOWLEDGED if self.draft.accepted else OpenState.WRITING
+        return OpenState.ACKNOWLEDGED if self.draft.sequence else OpenState.WRITING
 
     @property
     def unlinked(self) -> bool:
@@ -213,7 +213,7 @@ class OpenFile:
     @property
     def is_acknowledged(self) -> bool:
         """A version that is not in the store survives a crash of the machine, under the name that the file has."""
-        return any(each.draft is not None and each.draft.accepted for each in self.versions)
+        return any(each.draft is not None and each.draft.sequence for each in self.versions)
 
     def owner_of(self, draft: Draft) -> OpenFile | None:
         """This, or the version behind it, whose draft it is; None where it has ended."""

@@ -158,7 +158,7 @@ class Attributes:
                 flags = changed.flags | (Flag.MTIME_KEPT if kept else 0)
                 file.entry = msgspec.structs.replace(changed, flags=flags, ctime_ns=self._ctime_ns(change))
                 draft = self._drafts.draft(file)
-                if draft.accepted:
+                if draft.sequence:
                     draft.save(sync=True)
             if file.draft is not None and not file.writers:
                 await self._io.close(file)

@@ -52,7 +52,7 @@ class IncompleteFiles:
         uncovered = False
         try:
             async with file.publishing:
-                if file.draft is not None and not file.draft.accepted:
+                if file.draft is not None and not file.draft.sequence:
                     await file.draft.pause()
                 if not file.handles and file.is_incomplete and not file.unlinked:
                     uncovered = self._set_aside(file)
@@ -66,7 +66,7 @@ class IncompleteFiles:
 
     def _set_aside(self, file: OpenFile) -> bool:
         """Whether the file had covered a name of a commit. Raises LakeError; then all is as it was."""
-        draft = None if file.draft is None or file.draft.accepted else file.draft
+        draft = None if file.draft is None or file.draft.sequence else file.draft
         parent, name = file.entry.parent, file.entry.name
         row, batch = self._ns.tree.entry(file.entry.inode), Batch()
         record = draft.prepare_record() if draft is not None else None

@@ -97,7 +97,7 @@ class FileIO:
                 draft = await self._draft_to_change(file)
             except Exception as error:
                 end, draft_now = offset + len(data), file.draft
-                if draft_now is None or draft_now.accepted:
+                if draft_now is None or draft_now.sequence:
                     file.refused.add(offset, end, error)
                 else:
                     draft_now.refuse(offset, end, error)
@@ -109,13 +109,13 @@ class FileIO:
                 await self._wait_published(file)
 
     async def _draft_to_change(self, file: OpenFile) -> Draft:
-        if file.draft is not None and file.draft.accepted:
+        if file.draft is not None and file.draft.sequence:
             await self._publisher.begin_next(file, file.draft)
         return self._drafts.draft(file)
 
     async def truncate(self, file: OpenFile, size: int) -> None:
         while True:
-            if file.draft is not None and file.draft.accepted:
+            if file.draft is not None and file.draft.sequence:
                 if size == 0:
                     self._publisher.leave_behind(file)
                 else:
@@ -129,7 +129,7 @@ class FileIO:
     @staticmethod
     async def _wait_published(file: OpenFile) -> None:
         """The draft has ended: it was acknowledged, or the task that ended it is about to detach it."""
-        if file.draft is not None and file.draft.accepted:
+        if file.draft is not None and file.draft.sequence:
             return
         async with file.publishing:
             pass

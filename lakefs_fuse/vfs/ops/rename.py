@@ -180,8 +180,8 @@ class Renames:
         rename says of ``path`` are older bytes, which no reader may see there. Raises CacheError."""
         file = self._files.get(source.inode)
         draft = None if file is None else file.draft
-        if draft is not None and draft.accepted:
-            self._committer.withhold(path, draft.accepted, self._writeback.sequence, self._committer.journal.newest)
+        if draft is not None and draft.sequence:
+            self._committer.withhold(path, draft.sequence, self._writeback.sequence, self._committer.journal.newest)
 
     def _journal_versions(self, source: Entry, path: str, replaced: OpenFile | None) -> Batch:
         batch = Batch()

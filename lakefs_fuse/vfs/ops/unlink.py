@@ -119,7 +119,7 @@ class Unlinker:
     async def _with_late_object(self, file: OpenFile) -> Entry:
         """An attempt to publish failed without an answer, and the object may be there all the same."""
         draft = file.draft
-        if draft is None or draft.accepted or not (draft.recheck or draft.state is DraftState.FAILED):
+        if draft is None or draft.sequence or not (draft.recheck or draft.state is DraftState.FAILED):
             return file.entry
         meta = await find_own_object(draft)
         if meta is None:
@@ -132,14 +132,14 @@ class Unlinker:
     async def _drop_acknowledged(self, file: OpenFile, newest: int) -> None:
         """Acknowledged versions stay for programs that have the file open only. ``newest``: journaled before."""
         batch = Batch()
-        gone = [each.draft for each in file.versions if each.draft is not None and each.draft.accepted]
+        gone = [each.draft for each in file.versions if each.draft is not None and each.draft.sequence]
         for draft in gone:
             self._writeback.end(draft)
             draft.unlink()
             self._journal.put(batch, draft.id, encode(draft.record()))
         if not gone:
             return
-        since = min(draft.accepted for draft in gone)
+        since = min(draft.sequence for draft in gone)
         self._committer.withhold(file.key, since, self._writeback.sequence, newest)
         self._db.commit(batch, sync=True)
         file.behind.clear()
@@ -166,5 +166,5 @@ class Unlinker:
     def journal_dropped(self, batch: Batch, file: OpenFile | None) -> None:
         """Accepted versions of a file are unlinked once the batch is committed: its name goes, or another has it."""
         for draft in [each.draft for each in file.versions] if file is not None else []:
-            if draft is not None and draft.accepted:
+            if draft is not None and draft.sequence:
                 self._journal.put(batch, draft.id, encode(msgspec.structs.replace(draft.record(), unlinked=True)))

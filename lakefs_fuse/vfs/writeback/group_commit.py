@@ -87,7 +87,7 @@ class GroupCommit:
         await ended.wait()
         if closing.error is None:
             return
-        if not draft.accepted:
+        if not draft.sequence:
             draft.supersede(0)
             self.queue.restore_superseded(file)
         raise closing.error
@@ -190,7 +190,7 @@ class GroupCommit:
     @staticmethod
     def _encode(closing: Closing) -> None:
         draft = closing.draft
-        closing.raw = encode(draft.record(accepted=closing.sequence, spot=closing.spot))
+        closing.raw = encode(draft.record(sequence=closing.sequence, spot=closing.spot))
         closing.saves = draft.saves
 
     def _reserve(self, closing: Closing, segment: Group) -> None:

@@ -219,7 +219,7 @@ class Packer:
                 self._journal.put(batch, draft.id, encode(draft.prepare_record()))
             self._db.commit(batch)
             await trio.lowlevel.checkpoint()
-        if any(draft.accepted for draft in drafts):
+        if any(draft.sequence for draft in drafts):
             await self._threads.run(self._db.sync)
 
     @staticmethod
@@ -227,7 +227,7 @@ class Packer:
         draft = waiting.draft
         waiting.error = draft.fail_publish(error, "committing")
         try:
-            draft.save(sync=not draft.accepted)
+            draft.save(sync=not draft.sequence)
         except LakeError as unsaved:
             log.error("what is staged of %s could not be noted: %s", waiting.file.key, unsaved)
         waiting.done.set()

@@ -386,7 +386,7 @@ class Publisher:
         async with file.publishing:
             owner = _owner(file, draft)
             if owner is None or file.state is OpenState.UNLINKED:
-                if draft.accepted:
+                if draft.sequence:
                     self._queue.end(draft)
                 return
             if item is not None:
@@ -479,7 +479,7 @@ class Publisher:
     def _end_older(self, batch: Batch, file: OpenFile, draft: Draft) -> list[Draft]:
         """Older versions that did not come before this one, because they were refused or a pack passed them, end:
         neither a later attempt nor the next mount takes them for newest."""
-        passed = [each.draft for each in file.behind if each.draft is not None and each.draft.accepted < draft.accepted]
+        passed = [each.draft for each in file.behind if each.draft is not None and each.draft.sequence < draft.sequence]
         file.behind = [each for each in file.behind if each.draft not in passed]
         for each in passed:
             self._queue.journal_superseded(batch, each)
@@ -506,7 +506,7 @@ class Publisher:
 
     async def _finish(self, published: Sequence[Publication], older: list[Draft]) -> None:
         """Let go of what is staged of recorded versions, and of those ``older``, which they supersede."""
-        if any(each.draft.accepted for each in published):
+        if any(each.draft.sequence for each in published):
             await self._threads.run(self._sync)
         for draft in older:
             self._queue.discard_superseded(draft)
@@ -515,7 +515,7 @@ class Publisher:
             if stored.published is not None:
                 await self._threads.run(self._to_cache, draft, stored.extent.version, stored.published)
             draft.close(unlink=stored.published is None)
-            if draft.accepted:
+            if draft.sequence:
                 self._queue.end(draft)
             if file.state is not OpenState.UNLINKED:
                 for listener in self._ns.events.version_stored:

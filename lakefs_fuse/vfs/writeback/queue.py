@@ -213,7 +213,7 @@ class WriteBack:
         )
 
     def item_of(self, draft: Draft) -> AcknowledgedVersion | None:
-        return self.versions.get(draft.accepted)
+        return self.versions.get(draft.sequence)
 
     def _behind(self, file: OpenFile) -> list[tuple[OpenFile, AcknowledgedVersion]]:
         """Older versions of a file that are in the queue, oldest first."""
@@ -250,11 +250,11 @@ class WriteBack:
             self._end_superseded(file, draft)
             self._metrics.accepted += 1
         item = AcknowledgedVersion(
-            draft.accepted, draft.began, file, draft, trio.current_time(), is_unreconciled=is_unreconciled
+            draft.sequence, draft.began, file, draft, trio.current_time(), is_unreconciled=is_unreconciled
         )
-        self.versions[draft.accepted] = item
+        self.versions[draft.sequence] = item
         if item.place < item.sequence:
-            self._standing_in[draft.accepted] = item
+            self._standing_in[draft.sequence] = item
         if not self.is_packable(item):
             if not is_unreconciled:
                 draft.start_uploads()
@@ -275,8 +275,8 @@ class WriteBack:
 
     def end(self, draft: Draft) -> None:
         """The version is durable, or unlinked: it leaves the queue."""
-        item = self.versions.pop(draft.accepted, None)
-        self._standing_in.pop(draft.accepted, None)
+        item = self.versions.pop(draft.sequence, None)
+        self._standing_in.pop(draft.sequence, None)
         if item is None:
             return
         item.transition(VersionState.ENDED)

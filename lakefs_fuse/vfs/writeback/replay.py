@@ -77,10 +77,10 @@ class Replay:
             except ValueError:
                 continue  # recovery says so
             self._ours.add(record.id)
-            self._writeback.sequence = max(self._writeback.sequence, record.accepted)
-            if record.accepted and not record.unlinked:
+            self._writeback.sequence = max(self._writeback.sequence, record.sequence)
+            if record.sequence and not record.unlinked:
                 records.append(record)
-        for record in sorted(records, key=lambda record: record.accepted):
+        for record in sorted(records, key=lambda record: record.sequence):
             try:
                 self._restore(record)
             except LakeError as error:
