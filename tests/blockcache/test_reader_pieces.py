@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.cache_directory import FILES_OPEN_MAX, TOUCH_S
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.blockcache.readahead import Readahead
 from lakefs_fuse.environment import local_disk as disk
+from lakefs_fuse.environment.threads import WorkerThreads
 from tests.blockcache.reading import MIB, cache_files, content, reads_now
 from tests.blockcache.test_reader import DATA, KIB, Lake, lake_at
 from tests.fakes import FakeClock
@@ -70,18 +70,18 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
         raise BlockingIOError
 
     threads: list[object] = []
-    run_sync = trio.to_thread.run_sync
+    run = WorkerThreads.run
 
-    async def counting(call: Callable[[], object], **how: Any) -> object:
+    async def counting(call: Callable[..., object], *arguments: object, **how: Any) -> object:
         threads.append(call)
-        return await run_sync(call, **how)
+        return await run(call, *arguments, **how)
 
     reads_now(tmp_path)
     async with lake_at(tmp_path) as lake:
         lake.clock = clock = FakeClock(time.time_ns())
         await on_disk(lake)
         await lake.read(0, 10, jumps=True)  # opens the file
-        monkeypatch.setattr(trio.to_thread, "run_sync", counting)
+        monkeypatch.setattr(WorkerThreads, "run", staticmethod(counting))
         monkeypatch.setattr(Promptness, "is_prompt", False)
 
         async def threads_for(offset: int) -> int:
@@ -103,7 +103,7 @@ async def test_what_is_in_memory_needs_no_thread(tmp_path: Path, monkeypatch: py
 
 
 async def test_a_prompt_disk_is_read_without_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(call: object, **_: object) -> None:
+    async def refuse(call: object, *_: object, **__: object) -> None:
         raise AssertionError(f"{call} in a thread")
 
     async with lake_at(tmp_path) as lake:
@@ -113,7 +113,7 @@ async def test_a_prompt_disk_is_read_without_a_thread(tmp_path: Path, monkeypatc
         await on_disk(lake)
         monkeypatch.setattr(Promptness, "is_prompt", True)
         with monkeypatch.context() as patch:
-            patch.setattr(trio.to_thread, "run_sync", refuse)
+            patch.setattr(WorkerThreads, "run", staticmethod(refuse))
             for number, version in enumerate(small):
                 assert await lake.reader.read(version, 0, 1 << 20) == content(number, 50 * KIB)
             assert await lake.read(7 * MIB, 50 * KIB, jumps=True) == DATA[7 * MIB : 7 * MIB + 50 * KIB]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def descriptors() -> int:
 
 
 async def test_pool_more_files_than_descriptors_reopens(tmp_path: Path) -> None:
+    gc.collect()  # or it closes descriptors of other tests meanwhile
     before, staging = descriptors(), staging_in(tmp_path, 4)
     files = [StagedFile.create(staging, f"draft{index}", "key") for index in range(20)]
     for at in (0, 100_000):
