@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import trio
 
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.environment.clock import Clock, SystemClock
 from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node, RandomStreams
@@ -148,3 +149,9 @@ class InlineThreads:
 
     def start(self, call: Callable[[], None], name: str) -> None:
         call()
+
+
+async def delete_all_due(deletions: DeletionQueue) -> None:
+    """Delete every object whose time has come. Raises LakeError."""
+    while await deletions.delete_due():
+        pass

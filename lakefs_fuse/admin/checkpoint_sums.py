@@ -19,7 +19,7 @@ from enum import Enum
 from typing import Generic, TypeAlias, TypeVar
 
 from lakefs_fuse.config import GIB, MIB
-from lakefs_fuse.staging.part_layout import SPANS, PartLayout
+from lakefs_fuse.staging.part_layout import SPANS, STAGING_PARTS_MIN, PartLayout
 
 T = TypeVar("T")
 SAFETENSORS_HEADER_BYTES_MAX = 100 * MIB
@@ -186,7 +186,7 @@ def _uniform(size: int, part: int) -> list[int]:
 def _own_layouts(size: int, count: int) -> list[list[int]]:
     """The layouts of this program; a node with little staging has smaller parts at the end."""
     found = []
-    for staging in (None, *(largest * 8 for largest, _ in SPANS[:-1])):
+    for staging in (None, *(largest * STAGING_PARTS_MIN for largest, _ in SPANS[:-1])):
         layout = PartLayout(staging_bytes_max=staging)
         if size <= min(layout.file_bytes_max, 6 * 1024 * GIB) and layout.count(size) == count:
             found.append([min(end, size) - start for start, end in map(layout.range, range(count))])

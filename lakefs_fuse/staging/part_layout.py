@@ -17,7 +17,10 @@ from lakefs_fuse.config import GIB, MIB
 from lakefs_fuse.store.protocol import PARTS_MAX
 
 SPANS = ((16 * MIB, 1000), (64 * MIB, 1000), (256 * MIB, 2000), (1 * GIB, 6000))
-"""(part size in bytes, how many parts of it), in order along the file; 6.4 TiB in all."""
+"""(part size in bytes, how many parts of it), in order along the file; 6.4 TiB in all.
+
+Stored bytes depend on it: records of drafts number their parts by it, and `admin.checkpoint_sums` finds ETags of stored
+objects by it. Other spans need the old ones there, and a version in the record."""
 
 STAGING_PARTS_MIN = 8
 """So many parts of the largest size must fit in staging, or a writer could not go on while parts are uploaded."""

@@ -1,4 +1,4 @@
-"""The parts of a filesystem, made and joined in the order in which they need each other. Used by `opening` only."""
+"""The parts of a filesystem, made and joined in the order in which they need each other. Used by `open` only."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.rows import Deletion
 from tests.commits.committing import Daemon, Site, until
 from tests.commits.nodes import at
+from tests.fakes import delete_all_due
 from tests.memory_store import Failures, Pause, Request
 from tests.upload.drafting import reached
 
@@ -38,7 +39,7 @@ async def test_they_go_and_are_forgotten(tmp_path: Path) -> None:
         doom(a, *give(site, "x", "y", "d/z"))
         give(site, "kept")
         assert a.deletions.waiting == 3
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert (list(site.store.objects), a.deletions.waiting, a.doomed()) == (["kept"], 0, [])
         assert a.metrics.objects_deleted == 3
 
@@ -58,7 +59,7 @@ async def test_only_the_version_that_was_meant_where_it_is_checked(tmp_path: Pat
         doom(a, Deletion("same", same.etag), Deletion("other", other.etag))
         doom(a, Deletion("gone", "etag"))
         give(site, "other")
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert list(site.store.objects) == ["other"]
         assert a.deletions.waiting == 0
 
@@ -76,7 +77,7 @@ async def test_what_another_name_means_stays(tmp_path: Path) -> None:
         a.tree.update(batch, msgspec.structs.replace(entry, place=number))
         a.database.commit(batch)
         doom(a, used)
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert (list(site.store.objects), a.deletions.waiting) == (["used"], 0)
 
 
@@ -85,10 +86,10 @@ async def test_not_before_their_time(tmp_path: Path) -> None:
     with site.daemon("a") as a:
         (later,) = give(site, "later")
         doom(a, Deletion("later", later.etag, due_ns=at(60)))
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert list(site.store.objects) == ["later"]
         site.clock.seconds = 61
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert site.store.objects == {}
 
 
@@ -98,11 +99,11 @@ async def test_what_failed_is_tried_again_after_a_restart(tmp_path: Path) -> Non
         doom(a, *give(site, "x", "y"))
         site.store.hook = Failures(is_delete, Unavailable("away"))
         with pytest.raises(LakeError):
-            await a.deletions.drain()
+            await delete_all_due(a.deletions)
         assert a.deletions.waiting > 0
     with site.daemon("a") as a:
         assert a.deletions.waiting > 0
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert (site.store.objects, a.deletions.waiting) == ({}, 0)
 
 
@@ -115,8 +116,8 @@ async def test_a_key_that_is_put_again_is_not_deleted(tmp_path: Path) -> None:
         doom(a, *give(site, "x"))
         async with a.deletions.keeping("x"):
             give(site, "x")
-            await a.deletions.drain()
-        await a.deletions.drain()
+            await delete_all_due(a.deletions)
+        await delete_all_due(a.deletions)
         assert list(site.store.objects) == ["x"]
         assert a.deletions.waiting == 0
 
@@ -134,13 +135,13 @@ async def test_a_deletion_under_way_is_waited_for(tmp_path: Path) -> None:
                 give(site, "x")
 
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(a.deletions.drain)
+            nursery.start_soon(delete_all_due, a.deletions)
             await reached(pause.reached)
             nursery.start_soon(put_again)
             await trio.sleep(0.02)
             assert order == []
             pause.resume()
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert list(site.store.objects) == ["x"]
 
 
@@ -150,10 +151,10 @@ async def test_one_that_is_noted_while_the_key_is_put_waits(tmp_path: Path) -> N
         (old,) = give(site, "x")
         async with a.deletions.keeping("x"):
             doom(a, Deletion("x", old.etag))
-            await a.deletions.drain()
+            await delete_all_due(a.deletions)
             assert site.store.count("head", "x") == 0
             give(site, "x")
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert list(site.store.objects) == ["x"]
         assert a.deletions.waiting == 0
 
@@ -169,7 +170,7 @@ async def test_a_removal_in_no_commit_yet_does_not_delete_what_came_after_it(tmp
         site.kill(a, "dead")
     with site.daemon("dead") as a:
         await a.committer.flush()
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert "x" in site.store.objects
 
 
@@ -180,7 +181,7 @@ async def test_bytes_that_did_not_come_leave_the_deletion(tmp_path: Path) -> Non
         with pytest.raises(Unavailable):
             async with a.deletions.keeping("x"):
                 raise Unavailable("away")
-        await a.deletions.drain()
+        await delete_all_due(a.deletions)
         assert (site.store.objects, a.deletions.waiting) == ({}, 0)
 
 

@@ -25,7 +25,7 @@ from lakefs_fuse.vfs.open import assembled
 from lakefs_fuse.vfs.ops.attributes import AttributeChange
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lakefs_fuse.vfs.wiring import Assembly
-from tests.fakes import node_of, store_client
+from tests.fakes import delete_all_due, node_of, store_client
 from tests.memory_store import START_NS, MemoryStore
 
 KIB = 1024
@@ -207,7 +207,7 @@ class Lake:
         with trio.fail_after(SETTLE_S_MAX):
             while self.commits()["deletions_waiting"]:
                 with suppress(LakeError):  # tried again
-                    await self.parts.deletions.drain()
+                    await delete_all_due(self.parts.deletions)
                 await trio.sleep(0.002)
 
     def commits(self) -> dict[str, int]:

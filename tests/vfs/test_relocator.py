@@ -9,6 +9,7 @@ import pytest
 
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.vfs.writeback import queue as writeback
+from tests.fakes import delete_all_due
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import reached
 from tests.vfs.lakes import Clock, Lake, lake
@@ -267,7 +268,7 @@ async def test_the_old_object_stays_while_others_do_not_know_that_nobody_needs_i
         await m.fs.write(others, 0, b"others")
         await m.close(others)
         await until(lambda: b"others" in [data for data, _ in store.objects.values()])
-        await m.parts.deletions.drain()
+        await delete_all_due(m.parts.deletions)
         assert store.data("d/old") == b"bytes"
         async with lake(store, tmp_path / "other") as other:
             assert (await other.tree())["d/name"] == b"bytes"

@@ -31,7 +31,7 @@ from lakefs_fuse.sync.backoff import Backoff
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
 GATHER_S = 1.0
-"""Deletions wait so long for others of the same request, unless it is full; their names are hidden meanwhile."""
+"""Deletions wait so long to be made in one pass with others, unless it is full; their names are hidden meanwhile."""
 log = logging.getLogger(__name__)
 
 
@@ -143,11 +143,6 @@ class DeletionQueue:
             if silence.cancelled_caught:
                 return
             fruitless += self.waiting == waiting
-
-    async def drain(self) -> None:
-        """Delete everything whose time has come. Raises LakeError."""
-        while await self.delete_due():
-            pass
 
     async def delete_due(self) -> int:
         """Delete up to a thousand objects whose time has come; answers how many were dealt with. Raises LakeError."""

@@ -26,8 +26,7 @@ READING = 1 << 62
 
 
 class FileState(StrEnum):
-    """What ``user.lakefs.state`` says. From ``dirty`` and ``uploading`` to ``durable`` or ``failed``, which the next
-    attempt takes back to ``uploading``; a write takes any of them to ``dirty``."""
+    """What ``user.lakefs.state`` answers; `ExtendedAttributes` computes it when it is asked for."""
 
     DIRTY = "dirty"
     """Being written, or acknowledged and waiting."""
@@ -42,7 +41,7 @@ class OpenState(StrEnum):
     """What becomes of the newest version of a file in use; `TRANSITIONS` is the table."""
 
     CLEAN = "clean"
-    """No draft: the newest bytes are those of ``extent``, or of the last version behind."""
+    """No draft: the newest bytes are those of ``extent``, or of the last of ``behind``, which may not be stored yet."""
     WRITING = "writing"
     """A draft is written to, or is being stored."""
     ACKNOWLEDGED = "acknowledged"

@@ -141,7 +141,7 @@ class DirectoryMerge:
 
     @property
     def is_readable(self) -> bool:
-        """The directory was never listed before, and all that is known of it is there: see `flights`."""
+        """The directory was never listed before, and all that is known of it is there: see `listing_flight`."""
         return self._pages > 0 and self._earlier is not None and not self._earlier
 
     def apply(self, names: PageNames) -> None:

@@ -5,7 +5,7 @@ it is listed again, once, whoever asks. A name in a directory that was never lis
 itself; with the second the directory's first page is fetched besides, which will do where it is the only one, and after
 a few such questions the directory is listed in the background. Times of listings are wall clock and survive a restart;
 a time in the future counts as long ago. While the store is away, what was listed before counts on. The first listing of
-a directory can be read while it goes on (`flights`).
+a directory can be read while it goes on (`listing_flight`).
 
 Changes this node makes go through `changing`, so that a LIST which began before them cannot undo them. All code between
 two awaits is atomic; trio thread only.

@@ -1,1 +1,1 @@
-"""What the system calls that change names do: create, remove, rename, set attributes."""
+"""What system calls do: reading and writing through handles, changes of names, attributes, extended attributes."""

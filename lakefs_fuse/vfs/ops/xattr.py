@@ -1,6 +1,7 @@
 """Extended attributes: those that programs set, and two that are answered and never listed.
 
-``user.lakefs.state`` and ``user.lakefs.location`` are not listed, so that no program copies them. What always holds: an
+``user.lakefs.state`` and ``user.lakefs.location`` are not listed, so that no program copies them; immutable mounts
+answer them in `immutable.filesystem`. What always holds: an
 attribute set while a version is being stored is not lost (`OpenFile.late_xattrs`). A crash leaves what the committer
 journaled; those of a file in no commit yet go with it when it is. Trio thread only.
 """
