@@ -34,14 +34,19 @@ INTEGRATION_MODULES = frozenset(
         "daemon/test_admin_worker.py",
         "daemon/test_mount_daemon.py",
         "daemon/test_supervisor.py",
+        "ingest/test_ingest.py",
         "store/test_rate_limit.py",
         "upload/test_spilled_parts.py",
+        "vfs/test_create.py",
         "vfs/test_every_batch.py",
+        "vfs/test_late_copies.py",
         "vfs/test_model.py",
         "vfs/test_orphans.py",
+        "vfs/test_power_cut.py",
         "vfs/test_queue.py",
         "vfs/test_replay.py",
         "vfs/test_writeback_model.py",
+        "vfs/test_writeback_order.py",
     }
 )
 """Modules that start processes, wait for real time, or take more than four seconds of CPU."""
