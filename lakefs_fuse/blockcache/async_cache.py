@@ -1,7 +1,7 @@
 """The block cache for trio tasks: reads at once while the disk is prompt, else in worker threads; writes gathered.
 
 Handing work to a thread and getting the answer back takes about a millisecond of CPU, because two threads have to be
-woken and to get hold of the interpreter. So small reads of a prompt disk stay on the trio thread (`DiskLatency`), and
+woken and to get hold of the interpreter. So small reads of a prompt disk stay on the trio thread (`disk_latency`), and
 small writes are gathered, for `GATHER_S` at most, and made by one thread.
 
 What always holds (*bounded threads*): at most `READING_THREADS_MAX` threads read and `WRITING_THREADS_MAX` write.

@@ -14,7 +14,7 @@ What always holds:
 * the cache disk's troubles are never a reader's.
 
 `BlockReader` is for tasks on the trio thread; code between two awaits is atomic. It hops to a worker thread for the
-disk only, and for small reads only where that is slow (`promptness`). Nothing here survives a crash, or has to.
+disk only, and for small reads only where that is slow (`disk_latency`). Nothing here survives a crash, or has to.
 """
 
 from __future__ import annotations

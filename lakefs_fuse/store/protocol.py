@@ -34,8 +34,6 @@ class FileSlice:
     """Bytes ``offset`` to ``offset + length`` of an open file, read with pread; beyond its end are zeros.
 
     The maker of the slice owns the descriptor, which must outlive the call that the slice is passed to.
-    called with each piece that `pieces` reads and its offset in the file, in the thread that reads: a store that reads
-    the bytes for a checksum spares its caller another pass. It may get all pieces, some or none, and a piece twice.
     """
 
     fd: int

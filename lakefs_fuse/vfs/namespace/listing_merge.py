@@ -10,7 +10,7 @@ Another version under a name gets another inode, so that no open handle, and no 
 
 What commits say of a name stands, unless the LIST shows a plain object that the commit did not know and that is not
 older; names that commits removed stay away by the same rule. A directory of which nothing but removed names may be left
-is a `ghost`: the caller looks below it, and says `add_directory` where there is something to see.
+is one of `ghosts`: the caller looks below it, and says `add_directory` where there is something to see.
 """
 
 from __future__ import annotations
