@@ -1,0 +1,1 @@
+"""Simulated lakes, and an independent reader that checks them."""

@@ -1,0 +1,809 @@
+"""A reader of a lake that shares nothing with the program but `docs/format.md`, from which it is written.
+
+`read_lake` takes what lies in the store and answers the tree of names, with bytes and attributes, that every mount has
+to show. Where the program and this module disagree, one of them or the page is wrong.
+
+What always holds:
+
+* *independent*: it imports nothing of `lakefs_fuse`;
+* *parsed once*: a `Reader` parses an archive or an index once for its key and ETag, and never changes the result;
+* *whole*: a commit is refused or applied, never in part.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import xxhash
+from msgspec import MsgspecError, json, msgpack
+from rocksdict import Options, Rdict
+
+NS = 1_000_000_000
+COMMIT_AHEAD_MAX_S = 60
+"""How far ahead of the reader's clock a commit may be (docs/format.md, "The name of a commit")."""
+COMMITS_BEFORE_NEWEST_S = 120
+"""How far before the newest commit of an index there may be commits that it lacks ("The index")."""
+PUT_AGAIN_AFTER_S = 2
+"""An object with a removed ETag and a date this long after the removal is a new one ("Plain objects and commits")."""
+UNSET = 0xFFFFFFFF
+"""A mode, uid or gid that is not set ("The change record")."""
+
+RESERVED, COMMITS, OBJECTS = ".lakefs", ".lakefs/commits/", ".lakefs/objects/"
+INDEX, SNAPSHOTS = ".lakefs/index/", ".lakefs/snapshots/"
+PLACEHOLDER = ".lakefs-directory"
+FEATURES = frozenset({"commit-format-2"})
+
+_COMMIT_NAME = re.compile(r"\.lakefs/commits/([0-9a-f]{16})-([0-9a-f]{8})\.zip")
+_COMMIT_TIME_MAX = 0x4000000000000000
+_COMMENT = re.compile(rb"lakefs1 (0|[1-9][0-9]*) (0|[1-9][0-9]*) ([0-9a-f]{8})")
+_COMMENT_BYTES_MAX = 56
+_MTIME = re.compile(r"(-?)([0-9]+)\.([0-9]{9})")
+_MANIFEST = re.compile(r"\.lakefs/index/([0-9a-f]{16})/manifest")
+_RECORD_BYTES_MAX, _OPERATIONS_MAX = 1 << 30, 20_000_000
+_PATH_BYTES_MAX, _NAME_BYTES_MAX, _TARGET_BYTES_MAX = 1024, 255, 4095
+_ETAG_CHARS_MAX, _XATTRS_BYTES_MAX, _XATTR_NAME_BYTES_MAX = 1024, 64 << 10, 255
+_SIZE_MAX, _MTIME_MAX, _MODE_MAX = 1 << 60, 1 << 62, 0o7777
+
+Kind = Literal["file", "directory", "symlink"]
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object in the store: its bytes, and what HEAD answers."""
+
+    data: bytes
+    etag: str
+    mtime_ns: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Name:
+    """One entry of the tree.
+
+    ``data`` is a file's bytes or a link's target, None for a directory and for a file whose bytes cannot be read;
+    ``problem`` then says why. The bytes are ``size`` bytes from ``offset`` of the object ``key`` with ``etag``; without
+    bytes in the store ``key`` is empty. Attributes are those of the commit, else of the object's metadata, else None.
+    """
+
+    kind: Kind
+    data: bytes | None = None
+    key: str = ""
+    etag: str = ""
+    offset: int = 0
+    size: int = 0
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    mtime_ns: int | None = None
+    xattrs: Mapping[str, bytes] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass
+class Lake:
+    """The tree of a lake, and what lies in the store beside it.
+
+    ``names`` has paths without a slash at either end, and no root. ``hidden_files`` are files that a directory of the
+    same path hides; they come back when it goes. ``named_objects`` are the key and ETag of every object that a name of
+    either needs. ``unreferenced`` are keys below `.lakefs/objects/` that no name and no snapshot needs. ``leftovers``
+    are keys of plain objects that a commit hides and no name needs; ``unshown`` those that cannot be paths, with the
+    reason. ``refused`` are commits with the reason, ``postponed`` those too far ahead of the clock, and
+    ``refused_indexes`` manifests with the reason.
+    """
+
+    names: dict[str, Name] = field(default_factory=dict)
+    hidden_files: dict[str, Name] = field(default_factory=dict)
+    named_objects: set[tuple[str, str]] = field(default_factory=set)
+    unreferenced: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
+    unshown: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    postponed: list[str] = field(default_factory=list)
+    refused_indexes: dict[str, str] = field(default_factory=dict)
+
+
+class Refused(Exception):
+    """The object is not what the page says; the text says in which way."""
+
+
+class _Attributes(NamedTuple):
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    mtime_ns: int | None = None
+    xattrs: Mapping[str, bytes] = {}
+
+
+class _Place(NamedTuple):
+    """Where bytes begin. The ETag is empty for archives, because a record does not have its own."""
+
+    key: str
+    etag: str
+    offset: int
+
+
+class _Operation(NamedTuple):
+    """An operation with its indexes resolved; ``place`` is None where it has no bytes."""
+
+    kind: str
+    path: str
+    place: _Place | None = None
+    size: int = 0
+    source: _Place | None = None
+    target: bytes = b""
+    is_directory: bool = False
+    hides: str = ""
+    attributes: _Attributes = _Attributes()
+
+
+class _Order(NamedTuple):
+    """The age of a commit: of two with the same time, the name that sorts last is newer."""
+
+    time: int
+    commit: str
+
+
+class _File(NamedTuple):
+    """What the newest commit says of a path; with neither place nor target, the path was removed."""
+
+    order: _Order
+    place: _Place | None
+    size: int
+    target: bytes | None
+    hides: str
+    attributes: _Attributes
+
+    @property
+    def is_removed(self) -> bool:
+        return self.place is None and self.target is None
+
+    def is_at_own_key(self, path: str) -> bool:
+        """The file is the plain object at the key of its path, whatever version is there."""
+        return self.place is not None and self.place.key == path and self.place.offset == 0
+
+
+class _Directory(NamedTuple):
+    order: _Order
+    exists: bool
+    attributes: _Attributes
+
+
+_BEFORE_ALL = _Order(0, "")
+
+
+# -- archives
+
+
+def _ensure(condition: bool, reason: str) -> None:
+    if not condition:
+        raise Refused(reason)
+
+
+def _record_range(archive: bytes) -> tuple[int, bytes]:
+    """Offset and bytes of the record, which the comment at the end of the archive locates."""
+    for length in range(min(_COMMENT_BYTES_MAX, len(archive) - 22) + 1):
+        end = len(archive) - length - 22
+        if archive[end : end + 4] == b"PK\x05\x06" and archive[end + 20 : end + 22] == struct.pack("<H", length):
+            found = _COMMENT.fullmatch(archive, end + 22)
+            if found is not None:
+                break
+    else:
+        raise Refused("no comment that locates the record")
+    offset, size, crc = int(found[1]), int(found[2]), int(found[3], 16)
+    _ensure(size <= _RECORD_BYTES_MAX and offset + size <= end, "the record is not inside the object")
+    raw = archive[offset : offset + size]
+    _ensure(zlib.crc32(raw) == crc, "the CRC-32 of the record is another")
+    return offset, raw
+
+
+def _member_sums(archive: bytes, record_offset: int) -> dict[int, tuple[int, int]]:
+    """Size and CRC-32 of each member, by the offset of its bytes, from the local headers, which have no gaps."""
+    sums: dict[int, tuple[int, int]] = {}
+    at = 0
+    while at < record_offset and archive[at : at + 4] == b"PK\x03\x04":
+        crc, size, _, name, extra = struct.unpack_from("<IIIHH", archive, at + 14)
+        start = at + 30 + name + extra
+        if size == 0xFFFFFFFF:
+            field_id, _, size = struct.unpack_from("<HHQ", archive, at + 30 + name)
+            if field_id != 1:
+                break
+        sums[start] = size, crc
+        at = start + size
+    return sums
+
+
+def _is_component(name: str) -> bool:
+    return name not in ("", ".", "..") and "\0" not in name and len(name.encode()) <= _NAME_BYTES_MAX
+
+
+def _check_key(key: str) -> None:
+    _ensure(type(key) is str and len(key.encode()) <= _PATH_BYTES_MAX, "a path is not a text, or too long")
+    _ensure(all(map(_is_component, key.split("/"))), f"{key!r} is not a path")
+
+
+def _check_path(path: str) -> None:
+    _check_key(path)
+    _ensure(path.split("/", 1)[0] != RESERVED, f"{path!r} is reserved")
+
+
+def _check_etag(etag: str) -> None:
+    _ensure(type(etag) is str and len(etag) <= _ETAG_CHARS_MAX, "an ETag is not a text, or too long")
+    _ensure(all(" " <= char <= "~" for char in etag), "an ETag is not printable ASCII")
+
+
+def _integer(low: int, high: int, unset: int | None = None) -> Callable[[object], None]:
+    def check(value: object) -> None:
+        _ensure(
+            type(value) is int and (low <= value <= high or value == unset), f"{value!r} is not a number within limits"
+        )
+
+    return check
+
+
+def _check_xattrs(xattrs: dict[str, bytes]) -> None:
+    _ensure(type(xattrs) is dict, "extended attributes are no map")
+    total = 0
+    for name, value in xattrs.items():
+        _ensure(type(name) is str and type(value) is bytes, "an extended attribute is not a text and bytes")
+        is_allowed = name.startswith("user.") and not name.startswith("user.lakefs.") and "\0" not in name
+        _ensure(is_allowed, f"{name!r} is not allowed")
+        _ensure(len(name.encode()) <= _XATTR_NAME_BYTES_MAX, "the name of an extended attribute is too long")
+        total += len(name.encode()) + len(value)
+    _ensure(total <= _XATTRS_BYTES_MAX, "extended attributes are too large")
+
+
+def _check_target(target: str) -> None:
+    _ensure(type(target) is str and len(target.encode()) <= _TARGET_BYTES_MAX, "a target is not a text, or too long")
+    _ensure(target != "" and "\0" not in target, "a target is empty, or has a NUL")
+
+
+def _check_flag(value: object) -> None:
+    _ensure(type(value) is bool, f"{value!r} is not a bool")
+
+
+_FIELDS = {
+    "put": ("path object offset size mode uid gid mtime", "hides xattrs"),
+    "mkdir": ("path mode uid gid mtime", "xattrs"),
+    "symlink": ("path target uid gid mtime", "hides xattrs"),
+    "remove": ("path", "directory hides"),
+    "setattr": ("path object offset size hides mode uid gid mtime", "xattrs"),
+    "relocate": ("path from_object from_offset from_etag object offset size mode uid gid mtime", "hides"),
+}
+"""Fields of each kind of operation: those that must be there, and those that may be left out at the end."""
+_ABSENT: dict[str, Any] = {"hides": "", "xattrs": {}, "directory": False}
+_CHECKS: dict[str, Callable[[Any], None]] = {
+    "path": _check_path,
+    "target": _check_target,
+    "hides": _check_etag,
+    "from_etag": _check_etag,
+    "xattrs": _check_xattrs,
+    "directory": _check_flag,
+    "mode": _integer(0, _MODE_MAX, UNSET),
+    "uid": _integer(0, UNSET),
+    "gid": _integer(0, UNSET),
+    "mtime": _integer(-_MTIME_MAX, _MTIME_MAX),
+    "object": _integer(-1, 1 << 32),
+    "from_object": _integer(-1, 1 << 32),
+    "offset": _integer(0, _SIZE_MAX),
+    "from_offset": _integer(0, _SIZE_MAX),
+    "size": _integer(0, _SIZE_MAX),
+}
+
+
+class _Archive:
+    """A commit: its operations, and the bytes of its members as they are asked for. Raises `Refused`."""
+
+    def __init__(self, key: str, data: bytes) -> None:
+        self.key, self._data = key, data
+        self._record_offset, raw = _record_range(data)
+        self._members: dict[int, tuple[int, int]] | None = None
+        self._read: dict[tuple[int, int], tuple[bytes | None, str]] = {}
+        try:
+            record = msgpack.decode(raw)
+        except MsgspecError as error:
+            raise Refused(f"the record is not msgpack: {error}") from error
+        _ensure(type(record) is dict, "the record is not a map")
+        _ensure(type(record.get("format")) is int and record["format"] in (1, 2), "a format that is not known")
+        named = _COMMIT_NAME.fullmatch(key)
+        _ensure(
+            named is not None and (record.get("time"), record.get("writer")) == (int(named[1], 16), named[2]),
+            "time and writer are not those of the name",
+        )
+        self.order = _Order(record["time"], key)
+        self._objects = self._checked_objects(record.get("objects"))
+        for move in _array(record.get("moves", []), "moves"):
+            for path in _array(move, "a move"):
+                _check_path(path)
+        operations = _array(record.get("operations"), "operations")
+        _ensure(len(operations) <= _OPERATIONS_MAX, "too many operations")
+        self.operations = [self._operation(_array(operation, "an operation")) for operation in operations]
+
+    def _checked_objects(self, objects: object) -> list[tuple[str, str, int]]:
+        checked = [(self.key, "", self._record_offset)]
+        for number, item in enumerate(_array(objects, "objects")):
+            key, etag, size = _array(item, "an object", 3)[:3]
+            if number == 0:
+                _ensure((key, etag, size) == ("", "", 0), "the first object is not this archive")
+                continue
+            _check_key(key)
+            _ensure(key.split("/")[0] != RESERVED or key.startswith((COMMITS, OBJECTS)), f"{key!r} is reserved")
+            _check_etag(etag)
+            _CHECKS["size"](size)
+            checked.append((key, "" if key.startswith(COMMITS) else etag, size))
+        return checked
+
+    def _place(self, path: str, number: int, offset: int, etag: str, size: int) -> _Place:
+        if number < 0:
+            _ensure(offset == 0, f"{path!r}: a plain object begins at 0")
+            return _Place(path, etag, 0)
+        _ensure(number < len(self._objects), f"{path!r}: no object {number}")
+        key, listed, whole = self._objects[number]
+        _ensure(offset + size <= whole, f"{path!r}: the range ends beyond its object")
+        return _Place(key, listed, offset)
+
+    def _operation(self, values: list[Any]) -> _Operation:
+        kind = values[0] if values else None
+        _ensure(type(kind) is str and kind in _FIELDS, f"an operation of the kind {kind!r}")
+        required, optional = (names.split() for names in _FIELDS[str(kind)])
+        _ensure(len(values) > len(required), f"{kind}: a field is missing")
+        fields = _ABSENT | dict(zip(required + optional, values[1:], strict=False))
+        for name, value in fields.items():
+            _CHECKS[name](value)
+        path, hides, size = fields["path"], fields["hides"], fields.get("size", 0)
+        place = source = None
+        if "object" in fields:
+            place = self._place(path, fields["object"], fields["offset"], hides, size)
+        if kind == "relocate":
+            source = self._place(path, fields["from_object"], fields["from_offset"], fields["from_etag"], size)
+        mode, uid, gid = (None if fields.get(name, UNSET) == UNSET else fields[name] for name in ("mode", "uid", "gid"))
+        attributes = _Attributes(mode, uid, gid, fields.get("mtime"), fields["xattrs"])
+        target = fields.get("target", "").encode()
+        return _Operation(str(kind), path, place, size, source, target, fields["directory"], hides, attributes)
+
+    def read(self, offset: int, size: int) -> tuple[bytes | None, str]:
+        """Bytes of a member, or None and why they cannot be read."""
+        found = self._read.get((offset, size))
+        if found is None:
+            if self._members is None:
+                self._members = _member_sums(self._data, self._record_offset)
+            found = self._read[offset, size] = self._verify(offset, size)
+        return found
+
+    def _verify(self, offset: int, size: int) -> tuple[bytes | None, str]:
+        assert self._members is not None
+        member = self._members.get(offset)
+        if member is None or member[0] != size:
+            return None, f"no member of {size} bytes at {offset} of {self.key}"
+        data = self._data[offset : offset + size]
+        return (data, "") if zlib.crc32(data) == member[1] else (None, f"wrong CRC-32 at {offset} of {self.key}")
+
+
+def _array(value: object, what: str, length_min: int = 0) -> list[Any]:
+    if type(value) is not list or len(value) < length_min:
+        raise Refused(f"{what}: not an array of {length_min} or more")
+    return value
+
+
+# -- merging
+
+
+class _State:
+    """What commits say of each path, whatever the order in which they are applied."""
+
+    def __init__(self, base: _State | None = None) -> None:
+        self.files: dict[str, _File] = dict(base.files) if base else {}
+        self.directories: dict[str, _Directory] = dict(base.directories) if base else {}
+        self.changed: dict[str, dict[_Place, tuple[_Order, _Attributes]]] = {}
+        """Attributes set later than the bytes: by path, and by the place of the version that they are of."""
+        for path, versions in base.changed.items() if base else ():
+            self.changed[path] = dict(versions)
+
+    def apply(self, archive: _Archive) -> None:
+        for operation in archive.operations:
+            self._APPLY[operation.kind](self, archive.order, operation)
+
+    def _name_directory(self, order: _Order, operation: _Operation) -> None:
+        known = self.directories.get(operation.path)
+        if known is None or known.order <= order:
+            made = operation.kind == "mkdir"
+            self.directories[operation.path] = _Directory(order, made, operation.attributes if made else _Attributes())
+
+    def _name_file(self, order: _Order, operation: _Operation) -> None:
+        if operation.is_directory:
+            self._name_directory(order, operation)
+            return
+        known = self.files.get(operation.path)
+        if known is not None and known.order > order:
+            return
+        target = operation.target if operation.kind == "symlink" else None
+        self.files[operation.path] = _File(
+            order, operation.place, operation.size, target, operation.hides, operation.attributes
+        )
+        versions = self.changed.get(operation.path, {})
+        for place in [place for place, (changed, _) in versions.items() if changed <= order]:
+            del versions[place]
+
+    def _set_attributes(self, order: _Order, operation: _Operation) -> None:
+        assert operation.place is not None
+        known = self.files.get(operation.path)
+        versions = self.changed.setdefault(operation.path, {})
+        if (known is None or known.order <= order) and versions.get(operation.place, (_BEFORE_ALL,))[0] <= order:
+            versions[operation.place] = order, operation.attributes
+
+    def _relocate(self, _order: _Order, operation: _Operation) -> None:
+        path, source, place = operation.path, operation.source, operation.place
+        assert source is not None and place is not None
+        known = self.files.get(path)
+        if source.key == path and (known is None or (known.is_removed and known.hides != source.etag)):
+            order = _BEFORE_ALL if known is None else known.order  # what was removed before stays hidden
+            known = _File(order, source, operation.size, None, operation.hides, operation.attributes)
+        if known is None or known.place != source:
+            return
+        self.files[path] = _File(known.order, place, operation.size, None, operation.hides, known.attributes)
+        versions = self.changed.get(path, {})
+        if source in versions:
+            versions[place] = versions.pop(source)
+
+    _APPLY: Mapping[str, Callable[[_State, _Order, _Operation], None]] = {
+        "put": _name_file,
+        "symlink": _name_file,
+        "remove": _name_file,
+        "mkdir": _name_directory,
+        "setattr": _set_attributes,
+        "relocate": _relocate,
+    }
+
+    def attributes(self, path: str, place: _Place, otherwise: _Attributes) -> _Attributes:
+        """Those of the version of a file whose bytes are at a place."""
+        changed = self.changed.get(path, {}).get(place)
+        return otherwise if changed is None else changed[1]
+
+
+def _plain_wins(file: _File, path: str, etag: str, mtime_ns: int) -> bool:
+    """Whether the plain object at a path is its file, rather than what a commit says of the path."""
+    if file.is_at_own_key(path):
+        return True
+    if etag == file.hides:
+        return file.is_removed and mtime_ns >= file.order.time + PUT_AGAIN_AFTER_S * NS
+    return mtime_ns + NS > file.order.time
+
+
+# -- indexes
+
+
+class _Index:
+    """The names of a lake at one moment, and which commits it contains. Raises `Refused`."""
+
+    def __init__(self, key: str, manifest: dict[str, Any], files: Mapping[str, StoredObject]) -> None:
+        self.state = _State()
+        self.newest: int = manifest["newest"]
+        _ensure(manifest.get("rows") == 2, "a layout of rows that is not known")
+        with tempfile.TemporaryDirectory() as directory:
+            paths = []
+            for name, size, digest, *_ in manifest["files"]:
+                stored = files.get(key.removesuffix("manifest") + name)
+                _ensure(stored is not None and len(stored.data) == size, f"{name} is gone, or of another size")
+                assert stored is not None
+                _ensure(xxhash.xxh3_128_hexdigest(stored.data) == digest, f"{name} has another digest")
+                paths.append(Path(directory, name))
+                paths[-1].write_bytes(stored.data)
+            rows = _sorted_rows(Path(directory, "rows"), paths)
+        self.applied = {(_big(row[1:9]), row[9:].decode()) for row in rows if row[:1] == b"A"}
+        self._take_names(rows)
+        for row, value in rows.items():
+            if row[:1] == b"T":
+                self._take_tombstone(row[1:].decode(), _Order(_big(value[:8]), ""), value[8:].decode())
+
+    def _take_tombstone(self, path: str, order: _Order, etag: str) -> None:
+        if path.endswith("/"):
+            self.state.directories[path[:-1]] = _Directory(order, False, _Attributes())
+            return
+        known = self.state.files.get(path)
+        if known is None:
+            self.state.files[path] = _File(order, None, 0, None, etag, _Attributes())
+        elif known.order < order:  # a relocated object that was put there after the removal
+            self.state.files[path] = known._replace(order=order)
+
+    def _take_names(self, rows: Mapping[bytes, bytes]) -> None:
+        entries = {value[:8]: (row[1:9], value) for row, value in rows.items() if row[:1] == b"D"}
+        paths: dict[bytes, str] = {struct.pack("<Q", 1): ""}
+
+        def path_of(inode: bytes) -> str:
+            if inode not in paths:
+                directory, value = entries[inode]
+                name = value[_ENTRY.size + value[_ENTRY.size - 1] :].decode()
+                paths[inode] = f"{path_of(directory[::-1])}/{name}".lstrip("/")
+            return paths[inode]
+
+        for inode, (_, value) in entries.items():
+            self._take_entry(path_of(inode), value, rows, inode[::-1])
+
+    def _take_entry(self, path: str, value: bytes, rows: Mapping[bytes, bytes], inode: bytes) -> None:
+        flags, mode, uid, gid, size, mtime, ctime, time, number, offset, length = _ENTRY.unpack_from(value)
+        etag = value[_ENTRY.size : _ENTRY.size + length].decode()
+        xattrs = msgpack.decode(rows[b"X" + inode]) if flags & 128 else {}
+        kept = [None if number == UNSET else number for number in (mode, uid, gid)] if flags & 4 else [None] * 3
+        attributes = _Attributes(kept[0], kept[1], kept[2], mtime if flags & (4 | 16) else None, xattrs)
+        order = _Order(time, "")
+        if flags & 1:
+            if time:
+                self.state.directories[path] = _Directory(order, True, attributes)
+            return
+        target = rows[b"S" + inode] if flags & 64 else None
+        place = None if flags & 64 else _Place(path, etag, 0)
+        if number:
+            stored = rows[b"P" + struct.pack(">Q", number)]
+            key = stored[25 + stored[24] :].decode()
+            place = _Place(key, "" if key.startswith(COMMITS) else stored[25 : 25 + stored[24]].decode(), offset)
+        if time or number or flags & 64:
+            self.state.files[path] = _File(order, place, size, target, etag, attributes)
+        if flags & 512 and place is not None:
+            self.state.changed[path] = {place: (_Order(ctime, ""), attributes)}
+
+
+_ENTRY = struct.Struct("<8xHIIIQqqQIQB")
+
+
+def _big(raw: bytes) -> int:
+    return int.from_bytes(raw, "big")
+
+
+def _sorted_rows(directory: Path, tables: Iterable[Path]) -> dict[bytes, bytes]:
+    """The rows of RocksDB tables."""
+    database = Rdict(str(directory), Options(raw_mode=True))
+    try:
+        database.ingest_external_file([str(table) for table in tables])
+        items: Any = database.items()
+        return dict(items)
+    finally:
+        database.close()
+
+
+# -- the tree
+
+
+def _unshown(key: str) -> tuple[str, str]:
+    """Why a key outside `.lakefs/` cannot be a path, empty if it can; and the directory that it makes all the same."""
+    components = key.removesuffix("/").split("/")
+    for number, name in enumerate(components):
+        reason = ""
+        if name in ("", ".", ".."):
+            reason = "component"
+        elif "\0" in name:
+            reason = "nul"
+        elif len(name.encode()) > _NAME_BYTES_MAX:
+            reason = "long"
+        elif (number == 0 and name == RESERVED) or (name == PLACEHOLDER and key != "/".join(components[: number + 1])):
+            reason = "reserved"
+        if reason:
+            return reason, "/".join(components[:number])
+    return "", ""
+
+
+class Reader:
+    """Reads lakes, and keeps what it parsed of archives and indexes for the next call."""
+
+    def __init__(self) -> None:
+        self._archives: dict[tuple[str, str], _Archive | str] = {}
+        self._indexes: dict[tuple[str, str], _Index | str] = {}
+
+    def read_lake(self, objects: Mapping[str, StoredObject], *, now_ns: int | None = None) -> Lake:
+        """The lake of these objects, by key; commits ahead of ``now_ns``, if given, are postponed."""
+        _check_lake_record(objects)
+        lake = Lake()
+        archives = self._parse_archives(objects, lake)
+        index = self._newest_index(objects, lake)
+        state = _State(index.state if index else None)
+        for archive in archives.values():
+            time, writer = archive.order.time, archive.key[-12:-4]
+            if now_ns is not None and time > now_ns + COMMIT_AHEAD_MAX_S * NS:
+                lake.postponed.append(archive.key)
+            elif index is None or (
+                time >= index.newest - COMMITS_BEFORE_NEWEST_S * NS and (time, writer) not in index.applied
+            ):
+                state.apply(archive)
+        _Tree(objects, archives, state, lake).build()
+        snapshots = _snapshot_keys(objects)
+        used = {key for key, _ in lake.named_objects} | snapshots
+        lake.unreferenced = sorted(key for key in objects if key.startswith(OBJECTS) and key not in used)
+        lake.leftovers = sorted(key for key in lake.leftovers if (key, objects[key].etag) not in lake.named_objects)
+        return lake
+
+    def _parse_archives(self, objects: Mapping[str, StoredObject], lake: Lake) -> dict[str, _Archive]:
+        """Archives that are not refused, in the order of their names."""
+        archives = {}
+        for key in sorted(key for key in objects if key.startswith(COMMITS)):
+            version = key, objects[key].etag
+            found = self._archives.get(version)
+            if found is None:
+                named = _COMMIT_NAME.fullmatch(key)
+                if named is None or int(named[1], 16) > _COMMIT_TIME_MAX:
+                    continue
+                try:
+                    found = _Archive(key, objects[key].data)
+                except Refused as refused:
+                    found = str(refused)
+                self._archives[version] = found
+            if isinstance(found, _Archive):
+                archives[key] = found
+            else:
+                lake.refused[key] = found
+        return archives
+
+    def _newest_index(self, objects: Mapping[str, StoredObject], lake: Lake) -> _Index | None:
+        """The newest index that can be used, once commits may have been deleted; None before that."""
+        keys = sorted(key for key in objects if key.startswith(INDEX) and _MANIFEST.fullmatch(key))
+        manifests = {key: _manifest(objects[key].data) for key in keys}
+        lake.refused_indexes |= {key: "not a manifest" for key, manifest in manifests.items() if not manifest}
+        if not any(manifest.get("horizon", 0) for manifest in manifests.values()):
+            return None
+        for key in reversed(keys):
+            version = key, objects[key].etag
+            found = self._indexes.get(version)
+            if found is None and manifests[key]:
+                try:
+                    found = _Index(key, manifests[key], objects)
+                except Refused as refused:
+                    found = str(refused)
+                self._indexes[version] = found
+            if isinstance(found, _Index):
+                return found
+            lake.refused_indexes[key] = found or "not a manifest"
+        return None
+
+
+class _Tree:
+    """Names, from what commits say and from plain objects; fills a `Lake`."""
+
+    def __init__(
+        self,
+        objects: Mapping[str, StoredObject],
+        archives: Mapping[str, _Archive],
+        state: _State,
+        lake: Lake,
+    ) -> None:
+        self._objects, self._archives, self._state, self._lake = objects, archives, state, lake
+        self._directories: dict[str, _Attributes] = {}
+
+    def build(self) -> None:
+        lake, state = self._lake, self._state
+        plain: set[str] = set()
+        for key in self._objects:
+            if key.startswith(RESERVED + "/"):
+                continue
+            reason, above = _unshown(key)
+            if reason:
+                lake.unshown[key] = reason
+                if above:
+                    self._directories[above] = _Attributes()
+            elif key.endswith("/") or key.rpartition("/")[2] == PLACEHOLDER:
+                self._add_marker(key)
+            else:
+                plain.add(key)
+        files: dict[str, Name] = {}
+        for path in plain | state.files.keys():
+            name = self._file(path, self._objects[path] if path in plain else None)
+            if name is not None:
+                files[path] = name
+        for path, directory in state.directories.items():
+            if directory.exists:
+                self._directories[path] = directory.attributes
+        for path in [*files, *self._directories]:
+            while (path := path.rpartition("/")[0]) and path not in self._directories:
+                self._directories[path] = _Attributes()
+        lake.names = {path: Name("directory", None, "", "", 0, 0, *kept) for path, kept in self._directories.items()}
+        for path, name in files.items():
+            (lake.hidden_files if path in self._directories else lake.names)[path] = name
+            if name.key:
+                lake.named_objects.add((name.key, name.etag))
+            if name.key == path and path in self._directories:
+                lake.unshown[path] = "conflict"
+        lake.leftovers += [
+            key for key in plain if (name := files.get(key)) is None or (name.key, name.etag) != (key, self._etag(key))
+        ]
+
+    def _etag(self, key: str) -> str:
+        return self._objects[key].etag
+
+    def _add_marker(self, key: str) -> None:
+        """A marker makes its directory, unless the directory was removed later."""
+        path = key.rpartition("/")[0]
+        known = self._state.directories.get(path)
+        if not path:
+            return
+        if known is None or known.exists or self._objects[key].mtime_ns // NS >= known.order.time // NS:
+            self._directories[path] = _Attributes()
+        else:
+            self._lake.leftovers.append(key)
+
+    def _file(self, path: str, plain: StoredObject | None) -> Name | None:
+        """The file of a path, None if there is none."""
+        file = self._state.files.get(path)
+        if plain is not None and (file is None or _plain_wins(file, path, plain.etag, plain.mtime_ns)):
+            place = _Place(path, plain.etag, 0)
+            own = file.attributes if file is not None and file.place == place else _Attributes()
+            kept = _with_metadata(self._state.attributes(path, place, own), plain.metadata)
+            return Name("file", plain.data, path, plain.etag, 0, len(plain.data), *kept)
+        if file is None or file.is_removed or file.is_at_own_key(path):
+            return None
+        if file.target is not None:
+            return Name("symlink", file.target, "", "", 0, len(file.target), *file.attributes)
+        assert file.place is not None
+        kept = self._state.attributes(path, file.place, file.attributes)
+        key, etag, offset = file.place
+        data, problem = self._read(file.place, file.size)
+        if not problem and not key.startswith(COMMITS):
+            kept = _with_metadata(kept, self._objects[key].metadata)
+        if key in self._objects and not etag:
+            etag = self._etag(key)
+        return Name("file", data, key, etag, offset, file.size, *kept, problem)
+
+    def _read(self, place: _Place, size: int) -> tuple[bytes | None, str]:
+        key, etag, offset = place
+        stored = self._objects.get(key)
+        if stored is None:
+            return None, f"{key} is gone"
+        if etag and stored.etag != etag:
+            return None, f"{key} is another version"
+        archive = self._archives.get(key)
+        if archive is not None:
+            return archive.read(offset, size)
+        if offset + size > len(stored.data):
+            return None, f"the range ends beyond {key}"
+        if key.startswith(COMMITS):
+            return None, f"{key} is refused"
+        return stored.data[offset : offset + size], ""
+
+
+def _with_metadata(attributes: _Attributes, metadata: Mapping[str, str]) -> _Attributes:
+    """Attributes of a file in a plain object: those of its commit, or where that sets none, of the metadata."""
+    if attributes[:3] != (None, None, None):
+        return attributes
+    mode, uid, gid = (
+        int(text) if (text := metadata.get(name, "")).isdigit() else None for name in ("mode", "uid", "gid")
+    )
+    found = _MTIME.fullmatch(metadata.get("mtime", ""))
+    mtime_ns = attributes.mtime_ns
+    if found:
+        mtime_ns = (int(found[2]) * NS + int(found[3])) * (-1 if found[1] else 1)
+    return _Attributes(None if mode is None else mode & _MODE_MAX, uid, gid, mtime_ns, attributes.xattrs)
+
+
+def _check_lake_record(objects: Mapping[str, StoredObject]) -> None:
+    stored = objects.get(".lakefs/lake")
+    if stored is not None:
+        unknown = set(json.decode(stored.data).get("features_to_read", ())) - FEATURES
+        if unknown:
+            raise Refused(f"the lake has features that are not known: {sorted(unknown)}")
+
+
+def _manifest(data: bytes) -> dict[str, Any]:
+    """A manifest of an index; empty if it is none."""
+    try:
+        found = msgpack.decode(data)
+    except MsgspecError:
+        return {}
+    return found if isinstance(found, dict) and found.get("format") == 1 else {}
+
+
+def _snapshot_keys(objects: Mapping[str, StoredObject]) -> set[str]:
+    """Keys of the objects that named snapshots need."""
+    return {
+        key
+        for listed, stored in objects.items()
+        if listed.startswith(SNAPSHOTS) and listed.endswith("/objects") and f"{listed[:-7]}manifest" in objects
+        for key in msgpack.decode(stored.data)
+    }
+
+
+def read_lake(objects: Mapping[str, StoredObject], *, now_ns: int | None = None) -> Lake:
+    """Read a lake once; see `Reader.read_lake`."""
+    return Reader().read_lake(objects, now_ns=now_ns)
