@@ -99,7 +99,7 @@ def node_of(clock: Clock, seed: str = "0") -> Node:
 def open_database(directory: Path, identity: str, node: Node | None = None) -> Database:
     """The database of a directory, with the clock and disk of this machine unless a node is given."""
     node = node or Node.of_this_machine()
-    return Database(directory, identity, node.clock, node.disk)
+    return Database(directory, identity, node.clock, node.disk, node.engines)
 
 
 def store_client(

@@ -1,4 +1,4 @@
-"""A node's sources of time, randomness, threads and disk, made at the top and handed on part by part.
+"""A node's sources of time, randomness and threads, its disk and storage engines, made at the top and handed on.
 
 What always holds (*injected randomness*): no module below `daemon` uses a generator that does not come from a
 `RandomStreams` or a constructor (`tests/test_seams.py`). A stream depends on seed, node, purpose, key and attempt only,
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from lakefs_fuse.environment.clock import Clock, SystemClock
 from lakefs_fuse.environment.disk import Disk, LocalDisk
+from lakefs_fuse.environment.storage_engine import Engines
 from lakefs_fuse.environment.threads import Threads, WorkerThreads
 
 SEED_BITS = 256
@@ -43,6 +44,8 @@ class Node:
     random: RandomStreams
     threads: Threads
     disk: Disk
+    engines: Engines | None = None
+    """None: RocksDB, which only `meta` knows."""
 
     @classmethod
     def of_this_machine(cls) -> Node:

@@ -1,4 +1,4 @@
-"""The RocksDB database of one cache directory. `schema` has its keys.
+"""The database of one cache directory, on RocksDB unless a node has other engines. `schema` has its keys.
 
 What always holds (*atomic batches*): a `Batch` becomes visible, and survives a crash, whole or not at all. All calls
 are short and made on the trio thread but for `sync`, `frozen` iterators and `copy_to`, so whatever is done between two
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 from rocksdict import (
@@ -31,6 +32,7 @@ from rocksdict import (
 from lakefs_fuse.environment import descriptor_limit
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.disk import Disk
+from lakefs_fuse.environment.storage_engine import Engine, Engines, Rows, Step
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta import schema
 
@@ -55,11 +57,11 @@ class Batch(msgspec.Struct):
     Callers in `meta` write ``rows`` themselves: a listing writes three for each name, and a call for each costs more.
     """
 
-    rows: dict[bytes, bytes | None] = {}
+    rows: Rows = {}
     """Values by key; None deletes a row."""
     shares: list[tuple[int, int, int]] = []
     """Numbers of objects, and by how much their entries and live bytes change (see `object_table`)."""
-    ranges: list[tuple[dict[bytes, bytes | None], bytes, bytes]] = []
+    ranges: list[Step] = []
     """Keys in [begin, end) are deleted, each time after the rows that were in the batch by then."""
 
     def delete_range(self, begin: bytes, end: bytes) -> None:
@@ -98,29 +100,87 @@ def options() -> Options:
     return made
 
 
+class RocksEngine:
+    """An open RocksDB database."""
+
+    def __init__(self, directory: Path) -> None:
+        self._raw = Rdict(str(directory), options())
+        self.get: Callable[[bytes], bytes | None] = self._raw.get
+        self.get_many = cast("Callable[[list[bytes]], list[bytes | None]]", self._raw.get)
+        self.items = cast("Callable[[bytes], Iterator[tuple[bytes, bytes]]]", partial(self._raw.items, False))
+        self._synced, self._plain = WriteOptions(), WriteOptions()
+        self._synced.sync = True
+
+    def write(self, steps: Sequence[Step], *, sync: bool) -> None:
+        raw = WriteBatch(raw_mode=True)
+        put, delete = raw.put, raw.delete
+        for rows, begin, end in steps:
+            for key, value in rows.items():
+                if value is None:
+                    delete(key)
+                else:
+                    put(key, value)
+            if end:
+                raw.delete_range(begin, end)
+        self._raw.write(raw, self._synced if sync else self._plain)
+
+    def sync(self) -> None:
+        self._raw.flush_wal(True)
+
+    def ingest(self, paths: Sequence[Path]) -> None:
+        moving = IngestExternalFileOptions()
+        moving.set_move_files(True)
+        self._raw.ingest_external_file([str(path) for path in paths], moving)
+
+    def checkpoint(self, directory: Path) -> None:
+        """Files are shared, so it takes little room and time, whatever the number of rows."""
+        Checkpoint(self._raw).create_checkpoint(str(directory))
+
+    def integer_property(self, name: str) -> int:
+        return self._raw.property_int_value(f"rocksdb.{name}") or 0
+
+    def close(self) -> None:
+        self._raw.close()
+
+
+class RocksEngines:
+    """Opens RocksDB databases."""
+
+    def open(self, directory: Path) -> RocksEngine:
+        try:
+            return RocksEngine(directory)
+        except Exception as error:
+            if "lock" in str(error).lower() and "hold" in str(error).lower():
+                raise CacheError(f"{directory} is in use by another process") from error
+            raise
+
+    def repair(self, directory: Path) -> None:
+        Rdict.repair(str(directory), options())
+
+
 class Database:
     """An open database. One process at a time; the cache directory's lock is the caller's."""
 
-    def __init__(self, directory: Path, identity: str, clock: Clock, disk: Disk) -> None:
+    def __init__(
+        self, directory: Path, identity: str, clock: Clock, disk: Disk, engines: Engines | None = None
+    ) -> None:
         """``identity`` names the lake. Raises CacheError where the database holds another lake's names, or cannot be
         opened even after repair; then nothing in it was changed."""
         self._directory, self._clock, self._disk = directory, clock, disk
+        self._engines = engines or RocksEngines()
         self._failed_at: float | None = None
         self._damaged: set[bytes] = set()
-        self._raw, self.lost_rows = _open_or_repair(directory, clock)
+        self._engine, self.lost_rows = self._open_or_repair()
         """It is new, or was damaged: what it does not tell may have been all the same."""
         if not self._is_whole():
             self.close()
-            _move_aside(directory, clock)
-            self._raw = Rdict(str(directory), options())
+            self._move_aside()
+            self._engine = self._engines.open(directory)
         self._write_shares: Callable[[Batch], None] = lambda _: None
-        self._synced = WriteOptions()
-        self._synced.sync = True
-        self._plain = WriteOptions()
         stored = self.get(schema.SINGLE_IDENTITY)
         if stored is None:
             self.lost_rows = True
-            rows: dict[bytes, bytes | None] = {
+            rows: Rows = {
                 schema.SINGLE_IDENTITY: identity.encode(),
                 schema.SINGLE_VERSION: schema.VERSION,
             }
@@ -151,15 +211,14 @@ class Database:
     def get(self, key: bytes) -> bytes | None:
         """Raises CacheError."""
         try:
-            value: bytes | None = self._raw.get(key)
+            return self._engine.get(key)
         except Exception as error:
             raise self._broken(error) from error
-        return value
 
     def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """As `get`, of each key. Raises CacheError."""
         try:
-            return list(self._raw.get(list[Any](keys)) or ()) if keys else []
+            return self._engine.get_many(list(keys)) if keys else []
         except Exception as error:
             raise self._broken(error) from error
 
@@ -184,7 +243,7 @@ class Database:
         if batch.shares:
             self._write_shares(batch)
         try:
-            self._raw.write(_raw_batch(batch), self._synced if sync else self._plain)
+            self._engine.write((*batch.ranges, (batch.rows, b"", b"")), sync=sync)
         except Exception as error:
             self._failed_at = self._clock.mono_s()
             raise self._broken(error) from error
@@ -198,7 +257,7 @@ class Database:
         """Everything committed before survives a crash of the machine. For a worker thread, beside readers and writers.
         Raises CacheError."""
         try:
-            self._raw.flush_wal(True)
+            self._engine.sync()
         except Exception as error:
             raise self._broken(error) from error
 
@@ -214,7 +273,7 @@ class Database:
         try:
             self._check_disk()
             self.close()
-            self._raw = Rdict(str(self._directory), options())
+            self._engine = self._engines.open(self._directory)
         except Exception as error:
             raise self._broken(error) from error
         self._failed_at = None
@@ -234,7 +293,7 @@ class Database:
         were seen to end early and to run past the bound.
         """
         try:
-            items = cast("Iterator[tuple[bytes, bytes]]", self._raw.items(from_key=begin))
+            items = self._engine.items(begin)
         except Exception as error:
             raise self._broken(error) from error
         while True:
@@ -252,15 +311,13 @@ class Database:
         """All rows from a key on as they are now, for one worker thread at a time. To be let go before the database is
         closed. One iterator is of one moment; those of rocksdict's `Snapshot` (0.3) are not, they see what is written
         after it was made."""
-        return cast("Iterator[tuple[bytes, bytes]]", self._raw.items(from_key=begin))
+        return self._engine.items(begin)
 
     def ingest(self, paths: Sequence[Path]) -> None:
         """Take in files of sorted rows (`tables`), all or none of them, durably; they are moved away. Rows win over
         those that are here. Raises CacheError."""
-        moving = IngestExternalFileOptions()
-        moving.set_move_files(True)
         try:
-            self._raw.ingest_external_file([str(path) for path in paths], moving)
+            self._engine.ingest(paths)
         except Exception as error:
             raise self._broken(error) from error
         self._load_inodes()
@@ -269,7 +326,7 @@ class Database:
         """All rows as they are now, in a directory that does not exist yet: files are shared, so it takes little room
         and time, whatever the number of names. Raises CacheError."""
         try:
-            Checkpoint(self._raw).create_checkpoint(str(directory))
+            self._engine.checkpoint(directory)
         except Exception as error:
             raise self._broken(error) from error
 
@@ -298,50 +355,34 @@ class Database:
         """Approximate, in bytes and keys."""
         names = ("estimate-num-keys", "estimate-live-data-size", "cur-size-all-mem-tables", "block-cache-usage")
         try:
-            told = {name.replace("-", "_"): self._raw.property_int_value(f"rocksdb.{name}") or 0 for name in names}
+            told = {name.replace("-", "_"): self._engine.integer_property(name) for name in names}
         except Exception as error:
             raise self._broken(error) from error
         return {**told, "damaged_rows": len(self._damaged)}
 
     def close(self) -> None:
         try:
-            self._raw.close()
+            self._engine.close()
         except Exception as error:  # what could not be written was refused to its writer already
             log.warning("closing %s: %s", self._directory, error)
 
+    def _open_or_repair(self) -> tuple[Engine, bool]:
+        """The engine, and whether rows may be lost. One that does not open is repaired once; where that fails too it is
+        moved aside, never deleted."""
+        try:
+            return self._engines.open(self._directory), False
+        except CacheError:
+            raise
+        except Exception as error:
+            log.warning("the metadata cache %s does not open, and is repaired: %s", self._directory, error)
+        try:
+            self._engines.repair(self._directory)
+            return self._engines.open(self._directory), True
+        except Exception:
+            self._move_aside()
+            return self._engines.open(self._directory), True
 
-def _raw_batch(batch: Batch) -> WriteBatch:
-    raw = WriteBatch(raw_mode=True)
-    put, delete = raw.put, raw.delete
-    for rows, begin, end in (*batch.ranges, (batch.rows, b"", b"")):
-        for key, value in rows.items():
-            if value is None:
-                delete(key)
-            else:
-                put(key, value)
-        if end:
-            raw.delete_range(begin, end)
-    return raw
-
-
-def _open_or_repair(directory: Path, clock: Clock) -> tuple[Rdict, bool]:
-    """The database, and whether rows may be lost. One that does not open is repaired once; where that fails too it is
-    moved aside, never deleted."""
-    try:
-        return Rdict(str(directory), options()), False
-    except Exception as error:
-        if "lock" in str(error).lower() and "hold" in str(error).lower():
-            raise CacheError(f"{directory} is in use by another process") from error
-        log.warning("the metadata cache %s does not open, and is repaired: %s", directory, error)
-    try:
-        Rdict.repair(str(directory), options())
-        return Rdict(str(directory), options()), True
-    except Exception:
-        _move_aside(directory, clock)
-        return Rdict(str(directory), options()), True
-
-
-def _move_aside(directory: Path, clock: Clock) -> None:
-    aside = directory.with_name(f"{directory.name}.damaged-{clock.wall_ns()}")
-    log.warning("the metadata cache is damaged; it is kept as %s, and begun anew", aside)
-    directory.rename(aside)
+    def _move_aside(self) -> None:
+        aside = self._directory.with_name(f"{self._directory.name}.damaged-{self._clock.wall_ns()}")
+        log.warning("the metadata cache is damaged; it is kept as %s, and begun anew", aside)
+        self._directory.rename(aside)

@@ -163,7 +163,7 @@ async def assembled(
     """
     directory = Path(config.cache_dir).absolute()
     async with opened_cache(config, metrics, node) as cache:
-        database = Database(directory / "meta", identity(config), node.clock, node.disk)
+        database = Database(directory / "meta", identity(config), node.clock, node.disk, node.engines)
         parts: Assembly | None = None
         try:
             async with trio.open_nursery() as nursery:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lakefs_fuse.environment.node import Node
+from lakefs_fuse.environment.storage_engine import Step
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta import database as module
-from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.database import Batch, Database, RocksEngine, RocksEngines
 from tests.fakes import open_database
 from tests.tiers import examples
 
@@ -123,26 +126,25 @@ def test_inode_numbers_are_never_given_out_twice(tmp_path: Path, monkeypatch: py
 
 def test_a_disk_that_takes_nothing_any_more_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A database that was closed could not be opened again there; with the disk well, writes go on."""
-    opened = []
+    opened: list[Fragile] = []
 
-    class Fragile:
-        """RocksDB, whose writes fail from the first failure until it is opened again."""
+    class Fragile(RocksEngine):
+        """Whose writes fail from the first failure until it is opened again."""
 
-        def __init__(self, *arguments: object) -> None:
-            self._whole, self.is_broken = rocksdb(*arguments), False
-            opened.append(self)
+        is_broken = False
 
-        def write(self, *arguments: object) -> None:
+        def write(self, steps: Sequence[Step], *, sync: bool) -> None:
             if self.is_broken:
                 raise OSError(errno.EROFS, "read-only")
-            self._whole.write(*arguments)
+            super().write(steps, sync=sync)
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._whole, name)
+    class FragileEngines(RocksEngines):
+        def open(self, directory: Path) -> Fragile:
+            opened.append(Fragile(directory))
+            return opened[-1]
 
-    rocksdb: Any = vars(module)["Rdict"]
-    monkeypatch.setattr(module, "Rdict", Fragile)
-    database = open_database(tmp_path / "meta", "lake")
+    node = replace(Node.of_this_machine(), engines=FragileEngines())
+    database = open_database(tmp_path / "meta", "lake", node)
     put(database, b"Xa")
     opened[-1].is_broken = True
 

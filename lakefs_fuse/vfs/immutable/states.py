@@ -140,10 +140,14 @@ class States:
     def _numbers(self) -> list[int]:
         return sorted(int(path.name) for path in (self._directory / "states").glob("[0-9]*"))
 
+    def _open_database(self, path: Path) -> Database:
+        node = self._lake.node
+        return Database(path, self._lake.identity, node.clock, node.disk, node.engines)
+
     def resume(self) -> State | None:
         """Open the newest complete state that an earlier daemon left, and remove the others. Raises CacheError."""
         for number in reversed(self._numbers()):
-            database = Database(self._path(number), self._lake.identity, self._lake.node.clock, self._lake.node.disk)
+            database = self._open_database(self._path(number))
             note = _note_row(database).get()
             if note is not None:
                 self.keep_only(number)
@@ -172,7 +176,7 @@ class States:
         snapshot = self._lake.config.snapshot
         if before is not None and not snapshot:
             before.database.copy_to(path)
-        database = Database(path, self._lake.identity, self._lake.node.clock, self._lake.node.disk)
+        database = self._open_database(path)
         try:
             note = await (self._take_snapshot(database) if snapshot else self._bring_up_to_date(database, changed))
             _note_row(database).set(note, sync=True)
