@@ -16,7 +16,7 @@ from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.environment.clock import Clock, SystemClock
 from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node, RandomStreams
-from lakefs_fuse.environment.threads import WorkerThreads
+from lakefs_fuse.environment.threads import Threads, WorkerThreads
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient, ThreadTransport, Transport
@@ -77,8 +77,15 @@ def clock_of(wall_ns: Callable[[], int], boot_ns: Callable[[], int] | None = Non
 class FakeDisk(LocalDisk):
     """The disk of the machine with as much ``room``, and as many descriptors, as the test says."""
 
-    def __init__(self, *, room: int | None = None, descriptors_max: int = 4096) -> None:
-        super().__init__(RandomStreams("disk").stream("temporary-names"), WorkerThreads())
+    def __init__(
+        self,
+        *,
+        room: int | None = None,
+        descriptors_max: int = 4096,
+        names: random.Random | None = None,
+        threads: Threads | None = None,
+    ) -> None:
+        super().__init__(names or RandomStreams("disk").stream("temporary-names"), threads or WorkerThreads())
         self.room = room
         self._descriptors_max = descriptors_max
 

@@ -1,0 +1,280 @@
+"""A storage engine in memory whose write-ahead log is modelled, for nodes whose power is cut.
+
+What always holds (*log prefix*): after a power cut the rows are those after some number of writes, in their order, that
+is at least the number at the last sync. As in RocksDB an ingest is durable at once, also before unsynced writes of
+other keys; opening and `checkpoint` make everything durable, closing does not.
+
+Rows live in a `Platter`, whose number is in a file in the engine's directory: to rename or remove the directory is to
+rename or remove the engine, and a copy is opened after `MemoryEngines.copy` only. One thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Never
+from weakref import WeakSet
+
+from rocksdict import IngestExternalFileOptions, Rdict
+
+from lakefs_fuse.environment.storage_engine import Rows, Step
+from lakefs_fuse.errors import CacheError
+from lakefs_fuse.meta.database import options
+
+PLATTER_FILE = "platter"
+"""In an engine's directory: the number of its platter."""
+LOG_WRITES_MAX = 256
+"""Writes in the log before those that are synced are applied to the durable rows."""
+SORTED_INSERTS_MAX = 32
+"""Keys of one write that are inserted one by one; more are sorted with all others."""
+
+
+class Platter:
+    """What an engine wrote: durable rows, and the log since then."""
+
+    def __init__(self, durable: dict[bytes, bytes]) -> None:
+        self._durable = durable
+        self._log: list[tuple[Step, ...]] = []
+        self._synced = 0
+        """Writes of the log that survive a power cut."""
+        self.is_open = False
+
+    def append(self, steps: tuple[Step, ...], *, sync: bool) -> None:
+        self._log.append(steps)
+        if sync:
+            self.sync()
+
+    def sync(self) -> None:
+        self._synced = len(self._log)
+        if self._synced > LOG_WRITES_MAX:
+            self._fold()
+
+    def _fold(self) -> None:
+        for steps in self._log[: self._synced]:
+            _apply(self._durable, steps)
+        del self._log[: self._synced]
+        self._synced = 0
+
+    def recover(self) -> dict[bytes, bytes]:
+        """Make all writes durable; answers the rows."""
+        self._synced = len(self._log)
+        self._fold()
+        return self._durable.copy()
+
+    def ingest(self, rows: dict[bytes, bytes]) -> None:
+        """RocksDB flushes what is in memory first where it has keys in the range of the rows, else it leaves it."""
+        first, last = min(rows), max(rows)
+        if any(_overlaps(step, first, last) for steps in self._log[self._synced :] for step in steps):
+            self._synced = len(self._log)
+        self._fold()
+        self._durable |= rows
+
+    def kill(self) -> Platter:
+        """The platter as the death of the process leaves it: with every write."""
+        return self._after(len(self._log))
+
+    def power_cut(self, rng: random.Random) -> Platter:
+        """The platter as a power cut leaves it: any point between the last sync and the end of the log."""
+        return self._after(rng.randint(self._synced, len(self._log)))
+
+    def _after(self, writes: int) -> Platter:
+        rows = self._durable.copy()
+        for steps in self._log[:writes]:
+            _apply(rows, steps)
+        return Platter(rows)
+
+
+def _apply(rows: dict[bytes, bytes], steps: tuple[Step, ...]) -> None:
+    for written, begin, end in steps:
+        for key, value in written.items():
+            if value is None:
+                rows.pop(key, None)
+            else:
+                rows[key] = value
+        for key in [key for key in rows if begin <= key < end] if end else ():
+            del rows[key]
+
+
+def _overlaps(step: Step, first: bytes, last: bytes) -> bool:
+    written, begin, end = step
+    return (begin <= last and first < end) or any(first <= key <= last for key in written)
+
+
+class _Scan:
+    """Rows from a key on, read from the engine's own until something is written."""
+
+    def __init__(self, keys: list[bytes], rows: dict[bytes, bytes], at: int) -> None:
+        self._keys, self._rows, self._at = keys, rows, at
+
+    def __iter__(self) -> _Scan:
+        return self
+
+    def __next__(self) -> tuple[bytes, bytes]:
+        if self._at >= len(self._keys):
+            raise StopIteration
+        key = self._keys[self._at]
+        self._at += 1
+        return key, self._rows[key]
+
+    def detach(self) -> None:
+        """Copy what is left to read, before the engine's rows change."""
+        self._keys, self._at = self._keys[self._at :], 0
+        self._rows = {key: self._rows[key] for key in self._keys}
+
+
+class MemoryEngine:
+    """An open engine."""
+
+    def __init__(self, platter: Platter, directory: Path, engines: MemoryEngines) -> None:
+        self._platter, self._directory, self._engines = platter, directory, engines
+        self._rows = platter.recover()
+        self._keys = sorted(self._rows)
+        self._scans = WeakSet[_Scan]()
+        self.get: Callable[[bytes], bytes | None] = self._rows.get
+        self._is_closed = False
+        platter.is_open = True
+
+    def get_many(self, keys: list[bytes], /) -> list[bytes | None]:
+        return [*map(self.get, keys)]
+
+    def items(self, begin: bytes, /) -> Iterator[tuple[bytes, bytes]]:
+        self._check_open()
+        scan = _Scan(self._keys, self._rows, bisect_left(self._keys, begin))
+        self._scans.add(scan)
+        return scan
+
+    def write(self, steps: Sequence[Step], *, sync: bool) -> None:
+        self._check_open()
+        self._platter.append(tuple((rows.copy(), begin, end) for rows, begin, end in steps), sync=sync)
+        self._detach_scans()
+        for rows, begin, end in steps:
+            self._write_rows(rows)
+            if end:
+                at, until = bisect_left(self._keys, begin), bisect_left(self._keys, end)
+                for key in self._keys[at:until]:
+                    del self._rows[key]
+                del self._keys[at:until]
+
+    def _write_rows(self, rows: Rows) -> None:
+        new = [key for key, value in rows.items() if value is not None and key not in self._rows]
+        removed = [key for key, value in rows.items() if value is None and key in self._rows]
+        self._rows |= {key: value for key, value in rows.items() if value is not None}
+        for key in removed:
+            del self._rows[key]
+        if len(new) + len(removed) > SORTED_INSERTS_MAX:
+            self._keys = [key for key in self._keys if key in self._rows] + new
+            self._keys.sort()
+            return
+        for key in removed:
+            del self._keys[bisect_left(self._keys, key)]
+        for key in new:
+            insort(self._keys, key)
+
+    def _detach_scans(self) -> None:
+        if self._scans:
+            for scan in self._scans:
+                scan.detach()
+            self._scans.clear()
+
+    def sync(self) -> None:
+        self._check_open()
+        self._platter.sync()
+
+    def ingest(self, paths: Sequence[Path]) -> None:
+        self._check_open()
+        rows = _read_tables(paths, self._directory / "reading")
+        for path in paths:
+            path.unlink()
+        self._detach_scans()
+        if rows:
+            self._platter.ingest(rows)
+        self._write_rows({**rows})
+
+    def checkpoint(self, directory: Path) -> None:
+        self._check_open()
+        directory.mkdir()
+        self._engines.place(Platter(self._platter.recover()), directory)
+
+    def integer_property(self, name: str) -> int:
+        self._check_open()
+        return len(self._rows) if name == "estimate-num-keys" else 0
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._platter.is_open = False
+        self._is_closed, self.get = True, self._refuse
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            self._refuse(b"")
+
+    def _refuse(self, _key: bytes) -> Never:
+        raise RuntimeError(f"the engine of {self._directory} is closed")
+
+
+def _read_tables(paths: Sequence[Path], scratch: Path) -> dict[bytes, bytes]:
+    """All rows of some SST files, which RocksDB takes together. Raises its errors."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    trial = Rdict(str(scratch), options())
+    try:
+        copying = IngestExternalFileOptions()
+        copying.set_move_files(False)
+        trial.ingest_external_file([str(path) for path in paths], copying)
+        return {bytes(key): bytes(value) for key, value in trial.items()}  # type: ignore[arg-type]
+    finally:
+        trial.close()
+        shutil.rmtree(scratch)
+
+
+class MemoryEngines:
+    """Opens engines in memory, and keeps their platters: one object for all nodes, and all lives of them."""
+
+    def __init__(self) -> None:
+        self._platters: dict[int, Platter] = {}
+        self._numbers = itertools.count(1)
+
+    def open(self, directory: Path) -> MemoryEngine:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (directory / PLATTER_FILE).exists():
+            self.place(Platter({}), directory)
+        platter = self.platter(directory)
+        if platter.is_open:
+            raise CacheError(f"{directory} is in use by another process")
+        return MemoryEngine(platter, directory, self)
+
+    def repair(self, directory: Path) -> None:
+        raise CacheError(f"{directory}: an engine in memory is never damaged")
+
+    def platter(self, directory: Path) -> Platter:
+        """The platter of an engine's directory. Raises CacheError where it is unknown."""
+        platter = self._platters.get(int((directory / PLATTER_FILE).read_text()))
+        if platter is None:
+            raise CacheError(f"{directory} is not of these engines")
+        return platter
+
+    def place(self, platter: Platter, directory: Path) -> None:
+        """Let a directory have this platter from now on."""
+        number = next(self._numbers)
+        self._platters[number] = platter
+        (directory / PLATTER_FILE).write_text(f"{number}")
+
+    def copy(self, source: Path, target: Path, rng: random.Random | None) -> None:
+        """Copy all engines below a directory, as a power cut leaves them, or, without ``rng``, the death of the
+        process; engines that are open there stay so. ``target`` may have been copied already, or in part."""
+        for directory in self._directories(source):
+            platter = self.platter(directory)
+            copied = target / directory.relative_to(source)
+            copied.mkdir(parents=True, exist_ok=True)
+            self.place(platter.kill() if rng is None else platter.power_cut(rng), copied)
+
+    def forget(self, directory: Path) -> None:
+        """Give up the rows of all engines below a directory, before it is removed."""
+        for each in self._directories(directory):
+            del self._platters[int((each / PLATTER_FILE).read_text())]
+
+    def _directories(self, directory: Path) -> list[Path]:
+        return sorted(path.parent for path in directory.rglob(PLATTER_FILE))
