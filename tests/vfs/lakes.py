@@ -16,6 +16,7 @@ from typing import Any
 import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
+from lakefs_fuse.environment.node import Node
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.metrics import Metrics
@@ -232,6 +233,7 @@ async def lake(
     capabilities: Capabilities | None = None,
     retry_timeout_s: float = 0.2,
     seed: object = None,
+    node: Node | None = None,
     **config: object,
 ) -> AsyncIterator[Lake]:
     """A mount of ``store`` with parts of 64 KiB and no bound on the disk, which polls when it is told to. A store in
@@ -251,7 +253,7 @@ async def lake(
         metadata_ttl_s=TTL_S,
         **{"refresh_s": NEVER_S, "relocate_after_s": 0.0} | config,  # type: ignore[arg-type]
     )
-    node = node_of(clock, repr(secrets.randbits(64) if seed is None else seed))
+    node = node or node_of(clock, repr(secrets.randbits(64) if seed is None else seed))
     async with assembled(settings, client, metrics, node=node, spans=SPANS) as parts:
         mounted = Lake(parts, metrics)
         parts.filesystem.events.name_changed.append(lambda parent, name: mounted.changes.append((parent, name)))
