@@ -81,8 +81,9 @@ class Attributes:
         return entry
 
     def is_unlinked(self, inode: int) -> bool:
-        """No name leads to the inode any more, because this node took it away."""
-        return inode in self._inodes
+        """No name leads to the inode any more, because this node took it away. An inode whose name this node replaced
+        by a rename may have got another one from a commit that was applied first."""
+        return inode in self._inodes and self._ns.tree.entry(inode) is None
 
     def directory(self, inode: int) -> Entry:
         """Raises FileError(ENOENT) for a directory that was removed."""
