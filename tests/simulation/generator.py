@@ -1,0 +1,215 @@
+"""Makes plans from seeds: what users do on few names, so that they meet, and what befalls them.
+
+What always holds: the same profile and seed make the same plan. Names of files begin with ``f``, of directories with
+``d``, of links with ``l``.
+"""
+
+from __future__ import annotations
+
+import random
+
+from tests.simulation import plan as plans
+from tests.simulation.plan import NodePlan, Plan, Round, Step
+
+PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign")
+OPERATIONS = 300
+ROUND_OPERATIONS = 25
+SIZES = (0, 1, 100, 3000, 20_000, 70_000, 300_000)
+"""Bytes: packed, of one part, of several parts."""
+SIZE_WEIGHTS = (1, 1, 4, 4, 3, 2, 1)
+FAILPOINTS = (
+    "accept.synced", "accept.recorded", "publish.begun", "publish.sent", "publish.noted", "commit.noted", "commit.sent",
+    "rename.moved", "discard.begun", "apply.step",
+)  # fmt: skip
+NODE_OFFSETS_S = (0.0, 0.0, 0.4, -0.9, 20.0, -30.0)
+
+
+def make_plan(profile: str, seed: int, *, nodes: int = 3, operations: int = OPERATIONS) -> Plan:
+    """The plan of a seed."""
+    return _Maker(profile, seed, nodes).plan(operations)
+
+
+class _Maker:
+    def __init__(self, profile: str, seed: int, nodes: int) -> None:
+        self.profile, self.seed, self.nodes = profile, seed, nodes
+        self.rng = random.Random(f"plan/{profile}/{seed}/{nodes}")
+        self.latency_s = self.rng.choice([(0.001, 0.03), (0.001, 0.3), (0.02, 1.5)])
+        self.content = 0
+        self.contents: dict[str, list[tuple[int, int]]] = {}
+        self.files = [f"f{number}" for number in range(4)]
+        self.directories = ["d0", "d1", "d2", "d0/d0", "d1/d1"]
+        self.there: set[str] = set()
+        """Files that are there if every operation succeeds, one after another: most operations choose among them."""
+
+    def plan(self, operations: int) -> Plan:
+        rng, profile = self.rng, self.profile
+        config: dict[str, object] = {
+            "pack": {"packs": "always"}.get(profile) or rng.choice(["auto", "never", "never", "always"]),
+            "refresh_s": 2.0,
+            "metadata_ttl_s": rng.choice([2.0, 5.0]),
+            "relocate_after_s": rng.choice([1.0, 3.0, 0.0 if profile == "packs" else 6.0]),
+            "pack_threshold_bytes": 32_000,
+            "staging_timeout_s": 60.0,
+            "writeback_delay_s": rng.choice([0.2, 2.0]),
+        }
+        if profile == "writeback" or (profile in ("crash", "faulty", "turns") and rng.random() < 0.4):
+            config["durability"] = "writeback"
+        if profile == "power":
+            config["durability"] = "writeback"
+        capabilities: dict[str, object] = {}
+        if profile == "faulty":
+            for name in ("put_if_absent", "complete_if_absent", "delete_if_match", "delete_many"):
+                if rng.random() < 0.25:
+                    capabilities[name] = False
+        drifts = profile in ("faulty", "crash", "mixed")
+        if profile == "turns":
+            per_round, operations = 20, min(operations, 80)
+        else:
+            per_round = ROUND_OPERATIONS
+        rounds = [
+            self.round(min(per_round, operations - first), first == 0) for first in range(0, operations, per_round)
+        ]
+        return Plan(
+            profile=profile,
+            seed=f"{profile}/{self.seed}/{self.nodes}",
+            nodes=tuple(
+                NodePlan(
+                    rng.choice(NODE_OFFSETS_S) if drifts else 0.0, rng.choice([0.0, 1e-4, -1e-4]) if drifts else 0.0
+                )
+                for _ in range(self.nodes)
+            ),
+            rounds=tuple(rounds),
+            config=config,
+            capabilities=capabilities,
+            latency_s=self.latency_s,
+        )
+
+    def round(self, count: int, is_first: bool) -> Round:
+        rng = self.rng
+        steps: list[Step] = []
+        at_s = 0.0
+        if is_first:
+            for path in self.directories:
+                steps.append(Step(at_s, 0, 0, plans.Mkdir(path=path)))
+                at_s += 0.5
+            at_s += 4.0
+        pace_s = rng.choice([0.05, 0.5, 2.0])
+        for _ in range(count):
+            at_s += rng.expovariate(1 / pace_s)
+            steps.append(Step(round(at_s, 3), rng.randrange(self.nodes), rng.randrange(2), self.operation()))
+        steps += self.faults(at_s)
+        quiet_s = rng.choice([12.0, 20.0]) + 8 * self.latency_s[1]
+        return Round(tuple(sorted(steps, key=lambda step: step.at_s)), quiet_s)
+
+    def existing(self) -> str:
+        """A file that probably exists."""
+        return self.rng.choice(sorted(self.there)) if self.there and self.rng.random() < 0.85 else self.file()
+
+    def file(self) -> str:
+        directory = self.rng.choice(["", *self.directories])
+        return f"{directory}/{self.rng.choice(self.files)}" if directory else self.rng.choice(self.files)
+
+    def size_and_content(self, path: str) -> tuple[int, int]:
+        earlier = self.contents.setdefault(path, [])
+        if earlier and self.rng.random() < 0.2:
+            return self.rng.choice(earlier)
+        self.content += 1
+        earlier.append((self.content, self.rng.choices(SIZES, SIZE_WEIGHTS)[0]))
+        return earlier[-1]
+
+    def write(self) -> plans.Write:
+        rng = self.rng
+        how = rng.choices(["new", "exclusive", "append", "patch"], [8, 1, 2, 2])[0]
+        path = self.existing() if how in ("append", "patch") or rng.random() < 0.3 else self.file()
+        content, size = self.size_and_content(path)
+        self.there.add(path)
+        pieces = rng.choice([1, 1, 2, 4])
+        return plans.Write(
+            path=path, content=content, size=size, how=how, pieces=pieces,  # type: ignore[arg-type]
+            pause_s=rng.choice([0.0, 0.0, 0.2, 3.0]) if pieces > 1 else 0.0, fsyncs=rng.random() < 0.15,
+        )  # fmt: skip
+
+    def operation(self) -> plans.AnyOp:
+        rng = self.rng
+        kinds = {
+            "write": 30, "rename": 16, "rename_directory": 9, "unlink": 9, "read": 10, "list": 3, "mkdir": 3,
+            "rmdir": 2, "symlink": 2, "chmod": 2, "xattr": 2, "truncate": 3, "exchange": 1,
+            "admin": 4 if self.profile == "packs" else 0,
+        }  # fmt: skip
+        kind = rng.choices(list(kinds), list(kinds.values()))[0]
+        match kind:
+            case "write":
+                return self.write()
+            case "rename" | "exchange":
+                old, new = self.existing(), self.existing() if kind == "exchange" else self.file()
+                if kind == "rename":
+                    self.moved(old, new)
+                return plans.Rename(old=old, new=new, flags=2 if kind == "exchange" else 0)
+            case "rename_directory":
+                old, new = rng.choice(self.directories), rng.choice([*self.directories, "d3", "d4"])
+                self.moved(old, new)
+                return plans.Rename(old=old, new=new)
+            case "unlink":
+                path = self.existing()
+                self.there.discard(path)
+                return plans.Unlink(path=path)
+            case "read":
+                return plans.Read(path=self.existing())
+            case "list":
+                return plans.List(path=rng.choice(self.directories))
+            case "mkdir":
+                return plans.Mkdir(path=rng.choice(self.directories))
+            case "rmdir":
+                return plans.Rmdir(path=rng.choice(self.directories))
+            case "symlink":
+                return plans.Symlink(path=f"l{rng.randrange(2)}", target=self.file())
+            case "chmod":
+                return plans.Chmod(path=self.existing(), mode=rng.choice([0o600, 0o640]))
+            case "xattr":
+                return plans.SetXattr(path=self.existing(), value=str(rng.randrange(100)))
+            case "truncate":
+                return plans.Truncate(path=self.existing(), size=rng.choice([0, 10, 5000, 100_000]))
+            case _:
+                what = rng.choice(["gc", "gc", "pack", "unpack", "snapshot", "fsck"])
+                return plans.Admin(what=what, grace_s=rng.choice([5.0, 30.0]))  # type: ignore[arg-type]
+
+    def moved(self, old: str, new: str) -> None:
+        """A file or a directory has another name."""
+        for path in sorted(self.there):
+            if path == old or path.startswith(old + "/"):
+                self.there.discard(path)
+                self.there.add(new + path[len(old) :])
+
+    def faults(self, until_s: float) -> list[Step]:
+        rng, found = self.rng, []
+
+        def add(op: plans.AnyOp) -> None:
+            found.append(Step(round(rng.uniform(0, until_s), 3), rng.randrange(self.nodes), -1, op))
+
+        if self.profile in ("crash", "power"):
+            for _ in range(rng.choice([1, 1, 2, 3])):
+                failpoint = rng.choice(FAILPOINTS) if rng.random() < 0.5 and self.profile == "crash" else ""
+                add(
+                    plans.Kill(
+                        down_s=rng.choice([0.5, 2.0, 10.0]),
+                        failpoint=failpoint,
+                        count=rng.choice([1, 1, 2, 3]),
+                        loses_cache=self.profile == "crash" and not failpoint and rng.random() < 0.2,
+                        power=self.profile == "power",
+                    )
+                )
+        if self.profile == "faulty":
+            for _ in range(rng.choice([1, 2, 3])):
+                kind = rng.choice(["cut", "storm", "storm", "clock", "disk"])
+                if kind == "cut":
+                    add(plans.Cut(seconds=rng.choice([2.0, 20.0, 150.0])))
+                elif kind == "storm":
+                    add(plans.Storm(
+                        seconds=rng.choice([5.0, 60.0]), lost_request=rng.choice([0, 0.1]),
+                        lost_answer=rng.choice([0.05, 0.3]), slow_down=rng.choice([0, 0.2]), late=rng.choice([0, 0.02]),
+                    ))  # fmt: skip
+                elif kind == "clock":
+                    add(plans.ClockJump(seconds=rng.choice([-3600.0, -5.0, 5.0, 3600.0])))
+                else:
+                    add(plans.FillDisk(seconds=rng.choice([3.0, 30.0])))
+        return found

@@ -1,0 +1,314 @@
+"""What may be in the lake: decided from what users were told, and what each node knew when it did something.
+
+The lake is a set of registers, one for each path. A *put* writes a version; a *removal* names the version that it
+removes, and touches no other. A put *knows* the versions of its path that its node had seen when it began: it comes
+after them. Puts that do not know of each other come in either order. So a path may show
+
+* a version that no acknowledged put knows, and no acknowledged removal names; or
+* nothing, if nothing was put, or if a version that may be the last one was removed.
+
+A rename is a removal and a put of the same bytes. What was not acknowledged may have happened or not. Everything else
+is a loss, a resurrection or a tear, but for the cases that docs/SEMANTICS.md lists under "What others see, and when":
+plain objects are changed in place, so of two nodes that had not seen each other's change
+
+* the later commit wins, a removal like any other (*later commit*), but that
+* a rename and a write in place leave the new bytes under the new name (*carried*);
+* a rename and a deletion leave neither name (*deleted*);
+* a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE (*unchecked*).
+
+Some defects are known, and are counted in `Oracle.known` in place of being reported, unless the oracle is strict; they
+come from the rule that the newest commit of a name wins, whichever versions it names:
+
+* *unnamed removal*: a removal that was committed later takes a version written in place that it does not name;
+* *late announcement*: a commit that tells of a plain object after another node has removed that version brings it back;
+* *late look*: a node that looks for a renamed object at its old key, and finds none, commits that the new name is gone,
+  although another node has written it meanwhile;
+* *late copy*: a node copies a renamed object to its new key after another node has renamed or removed that name, which
+  shows again.
+
+The oracle starts anew whenever all nodes agreed on a tree, with what they agreed on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+DIRECTORY = b"<directory>"
+
+
+@dataclass(eq=False)
+class Version:
+    """A put of bytes at a path; ``is_certain`` once its user was told so."""
+
+    path: str
+    data: bytes
+    node: str
+    number: int
+    known: frozenset[Version] = frozenset()
+    shown: frozenset[Version] = frozenset()
+    """What the node showed at the path when the put began: what a plain object replaces in place."""
+    is_certain: bool = False
+    origin: Version | None = None
+    """The version that a rename moved here."""
+    moved_to: list[Version] = field(default_factory=list)
+    operation: int = -1
+    is_withdrawn: bool = False
+    """It never began."""
+    is_plain: bool = False
+    """It is the object at its own key."""
+    removals_before: frozenset[Removal] = frozenset()
+    """Its node knew them: it had seen what they removed, and saw nothing there any more."""
+
+    def __str__(self) -> str:
+        return f"{describe(self.data)} of {self.node}{'' if self.is_certain else '?'}"
+
+
+@dataclass(eq=False)
+class Removal:
+    """A removal of one of ``named``; all of them are the same bytes or may be the one."""
+
+    path: str
+    node: str
+    named: frozenset[Version]
+    known: frozenset[Version] = frozenset()
+    """What its node had seen at the path."""
+    is_plain: bool = False
+    """What it removes is the object at its own key."""
+    is_rename: bool = False
+    is_certain: bool = False
+    operation: int = -1
+    is_withdrawn: bool = False
+
+
+def describe(data: bytes) -> str:
+    """A version's bytes in a few characters."""
+    if data in (b"", DIRECTORY) or data.startswith(b"-> "):
+        return repr(data)
+    return f"{data[:8].decode(errors='replace')}+{len(data)}"
+
+
+class Oracle:
+    """See the module's head."""
+
+    def __init__(
+        self, *, deletes_conditionally: bool, is_strict: bool = False,
+        last_remover: Callable[[str], str] = lambda _: "", is_copy: Callable[[str], bool] = lambda _: False,
+        is_announced: Callable[[str], bool] = lambda _: False,
+    ) -> None:  # fmt: skip
+        """``last_remover`` answers which node wrote the newest commit of a path, if that removes it; ``is_copy``
+        whether the object at a path's own key is a copy of another; ``is_announced`` whether the newest commit of a
+        path says that it is the object at its own key."""
+        self.is_copy, self.is_announced = is_copy, is_announced
+        self.deletes_conditionally, self.is_strict = deletes_conditionally, is_strict
+        self.last_remover = last_remover
+        self.known: Counter[str] = Counter()
+        """How often a known defect was met."""
+        self.versions: dict[str, list[Version]] = defaultdict(list)
+        self.removals: dict[str, list[Removal]] = defaultdict(list)
+        self.seen: dict[tuple[str, str], set[Version]] = defaultdict(set)
+        """By node and path."""
+        self.ever: dict[str, set[bytes]] = defaultdict(set)
+        """All bytes that were ever at a path, since the beginning."""
+        self.met: Counter[str] = Counter()
+        """How often something was decided by each rule."""
+        self._serial = 0
+
+    def begin(self, tree: Mapping[str, bytes], nodes: Iterable[str]) -> None:
+        """Everybody agrees on this tree."""
+        self.versions.clear()
+        self.removals.clear()
+        self.seen.clear()
+        names = list(nodes)
+        for path, data in tree.items():
+            version = self.put(path, data, "everybody", frozenset())
+            version.is_certain = True
+            for node in names:
+                self.seen[node, path].add(version)
+
+    def put(
+        self, path: str, data: bytes, node: str, shown: frozenset[Version], *, origin: Version | None = None,
+        operation: int = -1,
+    ) -> Version:  # fmt: skip
+        """A put begins; it is not certain yet."""
+        self._serial += 1
+        known = frozenset(self.seen[node, path]) | (shown if len(shown) == 1 else frozenset())
+        version = Version(path, data, node, self._serial, known, shown, origin=origin, operation=operation)
+        if not shown:
+            seen = self.seen[node, path]
+            version.removals_before = frozenset(r for r in self.removals[path] if r.named & seen)
+        self.versions[path].append(version)
+        self.ever[path].add(data)
+        if origin is not None:
+            origin.moved_to.append(version)
+        return version
+
+    def remove(
+        self, path: str, node: str, named: frozenset[Version], *, is_rename: bool = False, operation: int = -1
+    ) -> Removal:
+        """A removal begins."""
+        known = frozenset(self.seen[node, path]) | named
+        removal = Removal(path, node, named, known, is_rename=is_rename, operation=operation)
+        self.removals[path].append(removal)
+        return removal
+
+    def matching(self, path: str, data: bytes) -> frozenset[Version]:
+        """The versions of a path that have these bytes."""
+        return frozenset(v for v in self.versions.get(path, ()) if v.data == data and not v.is_withdrawn)
+
+    def observe(self, node: str, path: str, versions: frozenset[Version]) -> None:
+        """A node was shown one of these."""
+        if len(versions) == 1:
+            self.seen[node, path] |= versions
+
+    # -- decisions
+
+    def check(self, tree: Mapping[str, bytes]) -> list[str]:
+        """What is wrong with a tree on which all nodes agree."""
+        paths = {*tree, *self.versions, *self.removals}
+        return [wrong for path in sorted(paths) if (wrong := self._check(path, tree))]
+
+    def _check(self, path: str, tree: Mapping[str, bytes]) -> str:
+        data = tree.get(path)
+        versions = [version for version in self.versions.get(path, ()) if not version.is_withdrawn]
+        if data is None:
+            return self._check_absent(path, versions, tree)
+        if data == DIRECTORY and (any(below.startswith(path + "/") for below in tree) or self._is_written_below(path)):
+            return ""
+        found = [version for version in versions if data in self._bytes_of(version)]
+        if not found:
+            listed = ", ".join(map(str, versions)) or "nothing"
+            return f"{path} shows {describe(data)}, which nobody put there ({listed} was put)"
+        allowed = [version for version in found if not self._replaced(version) and not self._removed(version)]
+        if (
+            not allowed
+            and (self.is_announced(path) or any(map(self._is_announced_late, found)))
+            and self._is_known("late announcement")
+        ):
+            return ""
+        if not allowed and self.is_copy(path) and self._is_known("late copy"):
+            return ""
+        if not allowed:
+            return f"{path} shows {describe(data)} again, which was {self._why_gone(found[0])}"
+        return ""
+
+    def _check_absent(self, path: str, versions: list[Version], tree: Mapping[str, bytes]) -> str:
+        certain = [version for version in versions if version.is_certain]
+        if not certain:
+            return ""
+        for version in versions:
+            if not self._replaced(version) and self._may_be_removed(version, tree):
+                return ""
+        if any(self._is_unnamed(version) for version in versions) and self._is_known("unnamed removal"):
+            return ""
+        remover = self.last_remover(path)
+        if remover and all(r.node != remover for r in self.removals[path]) and self._is_known("late look"):
+            return ""
+        lost = [version for version in certain if not self._replaced(version)] or certain
+        return f"{path} is gone: {', '.join(map(str, lost))} was put and nobody removed it"
+
+    def _is_known(self, defect: str) -> bool:
+        if self.is_strict:
+            return False
+        self.known[defect] += 1
+        return True
+
+    def _is_unnamed(self, version: Version) -> bool:
+        """A removal took it that did not know it."""
+        return not self._replaced(version) and any(
+            version not in removal.known and removal not in version.removals_before and not removal.is_withdrawn
+            for removal in self.removals[version.path]
+        )
+
+    def _is_announced_late(self, version: Version) -> bool:
+        """Others removed or replaced it before the node that wrote it in place said so."""
+        return (
+            version.is_plain
+            and all(later.node != version.node for later in self.versions[version.path] if version in later.known)
+            and all(
+                r.node != version.node for r in self.removals[version.path] if r.named == {version} and r.is_certain
+            )
+        )
+
+    def _is_written_below(self, path: str) -> bool:
+        """A directory that one node removed while another wrote into it stays."""
+        removers = {removal.node for removal in self.removals[path]}
+        return any(
+            version.node != "everybody" and not version.is_withdrawn and {version.node} != removers
+            for below, versions in self.versions.items()
+            if below.startswith(path + "/")
+            for version in versions
+        )
+
+    def _replaced(self, version: Version) -> bool:
+        """An acknowledged put knew it."""
+        return any(version in later.known and later.is_certain for later in self.versions[version.path])
+
+    def _removed(self, version: Version) -> bool:
+        """An acknowledged removal named it, and it alone."""
+        return any(r.is_certain and r.named == {version} for r in self.removals[version.path])
+
+    def _may_be_removed(self, version: Version, tree: Mapping[str, bytes]) -> bool:
+        for removal in self.removals[version.path]:
+            if removal.is_withdrawn:
+                continue
+            if version in removal.named:
+                return True
+            if removal.is_rename and version.shown & removal.named and self._is_carried(version, removal, tree):
+                self.met["carried"] += 1
+                return True
+            is_unaware = version not in removal.known and removal not in version.removals_before
+            if is_unaware and not (version.is_plain and removal.is_plain):
+                self.met["later commit"] += 1
+                return True
+            if not removal.is_rename and not self.deletes_conditionally and version.node != removal.node:
+                self.met["unchecked"] += 1
+                return True
+        moved = version
+        while moved.origin is not None:
+            there = self._in_place_of(moved.origin)
+            for removal in self.removals[moved.origin.path]:
+                if there & removal.named and not removal.is_rename and removal.node != moved.node:
+                    self.met["deleted"] += 1
+                    return True
+            moved = moved.origin
+        return False
+
+    def _in_place_of(self, version: Version) -> set[Version]:
+        """The version, and those that were written in its place, one after another. Equal bytes are one version."""
+        found, before = {version}, 0
+        while len(found) > before:
+            before, data = len(found), {each.data for each in found}
+            for later in self.versions[version.path]:
+                if not later.is_withdrawn and any(each.data in data for each in later.shown):
+                    found.add(later)
+        return found
+
+    def _is_carried(self, version: Version, removal: Removal, tree: Mapping[str, bytes]) -> bool:
+        """A rename that removed what a version replaced in place took its bytes along."""
+        pending = [moved for named in removal.named for moved in named.moved_to]
+        while pending:
+            moved = pending.pop()
+            shown = tree.get(moved.path)
+            if shown == version.data or self._replaced(moved) or self._removed(moved):
+                return True
+            pending += moved.moved_to
+        return False
+
+    def _bytes_of(self, version: Version) -> set[bytes]:
+        """Its own, and those that were written in place of an origin by who had not seen the rename."""
+        found, moved = {version.data}, version
+        while moved.origin is not None:
+            found |= {other.data for other in self._in_place_of(moved.origin) if other.node != moved.node}
+            moved = moved.origin
+        return found
+
+    def _why_gone(self, version: Version) -> str:
+        for later in self.versions[version.path]:
+            if version in later.known and later.is_certain:
+                return f"replaced by {later}"
+        for removal in self.removals[version.path]:
+            if removal.is_certain and removal.named == {version}:
+                return f"removed by {removal.node}"
+        return "gone"

@@ -1,0 +1,1004 @@
+"""Runs a plan: nodes, users, faults; compares what all nodes show after each round, and asks the oracle about it.
+
+What always holds: the oracle learns of a change before the product does, and that it is certain after the product has
+said so. An operation whose node dies, or that fails with an error of the store, may have happened.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_snapshot
+from lakefs_fuse.admin.work import Work
+from lakefs_fuse.commits.record import OWN, Operation, Put, Remove
+from lakefs_fuse.control import worker_protocol as protocol
+from lakefs_fuse.environment import failpoints
+from lakefs_fuse.environment.node import Node, RandomStreams
+from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.lake_record import LakeRecord
+from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.vfs.files.open_file import OpenFile
+from lakefs_fuse.vfs.ops.attributes import AttributeChange
+from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
+from tests.simulation import plan as plans
+from tests.simulation import scheduler
+from tests.simulation.chance import Chance
+from tests.simulation.lake_reader import Lake as RawLake
+from tests.simulation.lake_reader import Reader, StoredObject
+from tests.simulation.machine import MachineClock, MachineThreads
+from tests.simulation.network import Killed, Link, Weather
+from tests.simulation.node import STORE, NodeDown, SimulatedDisk, SimulatedNode, World
+from tests.simulation.object_store import SimulatedStore
+from tests.simulation.oracle import DIRECTORY, Oracle, Removal, Version, describe
+from tests.simulation.plan import Plan, Step
+from tests.simulation.trace import Commits
+
+READ_BYTES = 1 << 17
+NOT_DONE = frozenset({"ENOENT", "EEXIST", "ENOTEMPTY", "EISDIR", "ENOTDIR", "EINVAL", "EPERM", "EBUSY", "ENAMETOOLONG"})
+"""Errors of an operation that has done nothing."""
+FLUSHES_MAX = 8
+USERS_S_MAX = 3600.0
+SETTLED_S_MAX = 600.0
+CLEAN_S_MAX = 600.0
+TREES_MAX, TREE_PAUSE_S = 3, 3.0
+"""A tree is read again where a directory vanished meanwhile."""
+
+
+class Failed(Exception):
+    """The simulation found something wrong."""
+
+
+@dataclass
+class Outcome:
+    """What a run was, for reports and for comparing two runs."""
+
+    plan: Plan
+    failure: str = ""
+    history: list[str] = field(default_factory=list)
+    fired: Counter[str] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+    """By kind and result."""
+    met: Counter[str] = field(default_factory=Counter)
+    """Operations on a name that another node had changed in the same round, by kind."""
+    known: Counter[str] = field(default_factory=Counter)
+    """Defects that are known, see `oracle`."""
+    requests: Counter[str] = field(default_factory=Counter)
+    virtual_s: float = 0.0
+
+
+@dataclass
+class _Call:
+    """An operation under way."""
+
+    number: int
+    versions: list[Version] = field(default_factory=list)
+    removals: list[Removal] = field(default_factory=list)
+    doubtful: set[Version | Removal] = field(default_factory=set)
+    """What another node may have undone before."""
+
+    @property
+    def changes(self) -> list[Version | Removal]:
+        return [*self.versions, *self.removals]
+
+    def confirm(self) -> None:
+        for change in self.changes:
+            change.is_certain = change.is_certain or change not in self.doubtful
+
+    def withdraw(self) -> None:
+        """Nothing of it has happened."""
+        for change in self.changes:
+            change.is_withdrawn = not change.is_certain
+
+
+class Simulation:
+    """One run of a plan, in a running loop of `scheduler.run`."""
+
+    def __init__(self, plan: Plan, scratch: Path, *, is_tracing: bool = False, is_strict: bool = False) -> None:
+        self.plan, self._scratch = plan, scratch
+        self.outcome = Outcome(plan)
+        self._is_tracing = is_tracing
+        self._clock = MachineClock()
+        self.store = SimulatedStore(_capabilities(plan), self._clock.wall_ns)
+        self.oracle = Oracle(
+            deletes_conditionally=self.store.capabilities.delete_if_match,
+            is_strict=is_strict or plan.profile == "turns",
+            last_remover=self._last_remover,
+            is_copy=self.store.copies.__contains__,
+            is_announced=self._is_announced,
+        )
+        self._nodes: list[SimulatedNode] = []
+        self._pending: dict[tuple[str, int, int], Version] = {}
+        """What a file that is not in the store yet will be: by node, life and inode."""
+        self._scopes: dict[str, set[trio.CancelScope]] = defaultdict(set)
+        self._changed_by: dict[str, set[str]] = defaultdict(set)
+        self._bytes_ever: set[bytes] = {b""}
+        self._reader, self._commits = Reader(), Commits()
+        self._number = 0
+        self._fresh = 0
+        if is_tracing:
+            self.store.trace = lambda line: self.tell("store", line)
+
+    def tell(self, who: str, what: str) -> None:
+        """A line of the history."""
+        self.outcome.history.append(f"{trio.current_time():10.4f} {who:8} {what}")
+
+    async def run(self) -> Outcome:
+        """Never raises for what it finds: that is `Outcome.failure`."""
+        try:
+            async with trio.open_nursery() as nursery:
+                try:
+                    await self._run(nursery)
+                finally:
+                    nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            failed, rest = group.split(Failed)
+            if failed is None or (rest is not None and rest.split((trio.Cancelled, Killed))[1] is not None):
+                raise
+            self.outcome.failure = str(_first(failed))
+        self.outcome.virtual_s = trio.current_time()
+        self.outcome.requests = self.store.requests
+        self.outcome.known = self.oracle.known
+        self.outcome.met.update({f"oracle: {rule}": count for rule, count in self.oracle.met.items()})
+        return self.outcome
+
+    async def _run(self, nursery: trio.Nursery) -> None:
+        plan = self.plan
+        self.world = World(self.store, nursery, plan.seed, self._scratch, plan.config, self.outcome.fired)
+        self.calm = Weather(latency_s=plan.latency_s)
+        for number, node_plan in enumerate(plan.nodes):
+            clock = MachineClock(node_plan.offset_s, node_plan.drift)
+            node = SimulatedNode(self.world, f"n{number}", clock, **node_plan.config)
+            node.weather = self.calm
+            node.died.append(partial(self._drop_users, node.name))
+            self._nodes.append(node)
+            await node.start()
+        self.oracle.begin({}, [node.name for node in self._nodes])
+        for part in plan.rounds:
+            await self._round(part)
+        await self._check_clean()
+
+    def _drop_users(self, name: str) -> None:
+        for scope in self._scopes[name]:
+            scope.cancel()
+
+    # -- rounds
+
+    async def _round(self, part: plans.Round) -> None:
+        self._changed_by.clear()
+        by_user: dict[tuple[int, int], list[Step]] = defaultdict(list)
+        began_s = trio.current_time()
+        if self.plan.profile == "turns":
+            for step in part.steps:
+                await self._user([step], began_s)
+                await self._hear(part.quiet_s)
+        else:
+            async with trio.open_nursery() as nursery:
+                for step in part.steps:
+                    if isinstance(step.op, plans.FAULTS):
+                        nursery.start_soon(self._fault, step, began_s)
+                    else:
+                        by_user[step.node, step.user].append(step)
+                for steps in by_user.values():
+                    nursery.start_soon(self._user, steps, began_s)
+        await self._settle(part.quiet_s)
+
+    async def _user(self, steps: list[Step], began_s: float) -> None:
+        for step in steps:
+            await trio.sleep_until(max(began_s + step.at_s, trio.current_time()))
+            with trio.move_on_after(USERS_S_MAX) as scope:
+                await self._step(step)
+            if scope.cancelled_caught:
+                raise Failed(f"{_name_of(step.op)} has not ended within {USERS_S_MAX:g} s")
+
+    async def _step(self, step: Step) -> None:
+        node, op = self._nodes[step.node], step.op
+        self._number += 1
+        call, kind = _Call(self._number), type(op).__name__
+        self.tell(node.name, f"#{call.number} {_name_of(op)}")
+        failpoints.HOOK.set(node._reached)  # noqa: SLF001
+        result = "dead"
+        with trio.CancelScope() as scope:
+            self._scopes[node.name].add(scope)
+            try:
+                with _ungrouped():
+                    await self._operation(node, op, call)
+                result = "ok"
+            except NodeDown:
+                result = "down"
+                call.withdraw()
+            except Killed:
+                pass
+            except LakeError as error:
+                result = errno.errorcode.get(error.errno, "EIO")
+                if result in NOT_DONE:
+                    call.withdraw()
+            finally:
+                self._scopes[node.name].discard(scope)
+        if result == "ok":
+            call.confirm()
+        self.tell(node.name, f"#{call.number} {result}")
+        self.outcome.operations[f"{kind} {result}"] += 1
+        for path in _paths_of(op):
+            if self._changed_by[path] - {node.name}:
+                self.outcome.met[f"{kind} {result}"] += 1
+            if result == "ok" and not isinstance(op, plans.Read | plans.List):
+                self._changed_by[path].add(node.name)
+
+    async def _operation(self, node: SimulatedNode, op: plans.AnyOp, call: _Call) -> None:
+        match op:
+            case plans.Write():
+                await self._write(node, op, call)
+            case plans.Truncate():
+                await self._truncate(node, op, call)
+            case plans.Rename():
+                await self._rename(node, op, call)
+            case plans.Unlink():
+                await self._unlink(node, op, call)
+            case plans.Mkdir():
+                async with self._changing(node, op.path, call) as (path, parent, name):
+                    self._put(call, node, path, DIRECTORY, self._shown(node, path))
+                    await node.lake.fs.mkdir(parent, name, 0o755, os.getuid(), os.getgid())
+            case plans.Rmdir():
+                async with self._changing(node, op.path, call) as (path, parent, name):
+                    self._remove(call, node, path, self._shown(node, path))
+                    await node.lake.fs.rmdir(parent, name)
+            case plans.Symlink():
+                async with self._changing(node, op.path, call) as (path, parent, name):
+                    self._put(call, node, path, b"-> " + op.target.encode(), self._shown(node, path))
+                    await node.lake.fs.symlink(parent, name, op.target.encode(), os.getuid(), os.getgid())
+            case plans.Chmod():
+                await node.lake.setattr(op.path, mode=op.mode)
+            case plans.SetXattr():
+                await node.lake.set_xattr(op.path, "user.simulation", op.value.encode())
+            case plans.Read():
+                await self._read(node, op.path)
+            case plans.List():
+                await node.lake.names(op.path)
+            case plans.Admin():
+                await self._admin(op, call)
+            case plans.ForeignPut() | plans.ForeignDelete():
+                self._foreign(op, call)
+            case _:
+                raise AssertionError(op)
+
+    # -- what the oracle is told
+
+    @asynccontextmanager
+    async def _changing(self, node: SimulatedNode, path: str, call: _Call) -> AsyncIterator[tuple[str, int, bytes]]:
+        """The path that a name really has when its directory is locked, which may have moved since it was looked up.
+        Where it moves on while the name is changed, what happened to which name is in doubt. Raises LakeError."""
+        async with node.directory(path) as (parent, name):
+            await node.lake.fs.lookup(parent, name)
+            begun = node.path_in(parent, name)
+            if begun is None:
+                raise FileError(errno.ENOENT, path)
+            yield begun, parent, name
+            ended = node.path_in(parent, name)
+            if ended != begun:
+                self._doubt_place(node, call, begun, ended)
+
+    def _doubt_place(self, node: SimulatedNode, call: _Call, begun: str, ended: str | None) -> None:
+        """A directory moved under an operation: it was at one of two paths."""
+        for change in call.changes:
+            call.doubtful.add(change)
+            if ended is None or not change.path.startswith(begun):
+                continue
+            path = ended + change.path[len(begun) :]
+            if isinstance(change, Version):
+                call.doubtful.add(self._put(call, node, path, change.data, frozenset(), origin=change.origin))
+            else:
+                named = frozenset(self.oracle.versions.get(path, ())) | change.named
+                call.doubtful.add(self._remove(call, node, path, named, is_rename=change.is_rename))
+
+    def _shown(self, node: SimulatedNode, path: str) -> frozenset[Version]:
+        entry = node.entry(path)
+        if entry is None:
+            return frozenset()
+        shown = self._versions_of(node, path, entry)
+        self.oracle.observe(node.name, path, shown)
+        return shown
+
+    def _versions_of(self, node: SimulatedNode, path: str, entry: Entry) -> frozenset[Version]:
+        if entry.is_dir:
+            return self.oracle.matching(path, DIRECTORY)
+        data = node.stored_bytes(entry)
+        pending = self._pending.get((node.name, node.lives, entry.inode))
+        if pending is not None and pending.path == path and (data is None or data == pending.data):
+            return frozenset({pending})
+        return self.oracle.matching(path, data) if data is not None else frozenset()
+
+    def _put(
+        self, call: _Call, node: SimulatedNode, path: str, data: bytes, shown: frozenset[Version],
+        origin: Version | None = None,
+    ) -> Version:  # fmt: skip
+        version = self.oracle.put(path, data, node.name, shown, origin=origin, operation=call.number)
+        self._bytes_ever.add(data)
+        call.versions.append(version)
+        return version
+
+    def _remove(
+        self, call: _Call, node: SimulatedNode, path: str, named: frozenset[Version], *, is_rename: bool = False
+    ) -> Removal:
+        removal = self.oracle.remove(path, node.name, named, is_rename=is_rename, operation=call.number)
+        entry = node.entry(path)
+        removal.is_plain = entry is not None and entry.is_plain
+        call.removals.append(removal)
+        return removal
+
+    @contextmanager
+    def _watched(self, node: SimulatedNode, path: str, changed: Callable[[], None]) -> Iterator[None]:
+        """Call back whenever the name, or one below it, means something else on the node."""
+        paths = {path.encode()}
+
+        def listener(parent: int, name: bytes) -> None:
+            components = node.lake.fs.namespace.tree.path(parent) if parent != 1 else []
+            where = b"/".join([*(components or []), name])
+            if where in paths or where.startswith(path.encode() + b"/"):
+                changed()
+
+        node.names_changed.append(listener)
+        try:
+            yield
+        finally:
+            node.names_changed.remove(listener)
+
+    # -- operations on files
+
+    @asynccontextmanager
+    async def _opened(
+        self, node: SimulatedNode, op: plans.Write | plans.Truncate, register: Callable[[str, frozenset[Version]], None]
+    ) -> AsyncIterator[tuple[int, int]]:
+        """The file of a write, open, and its inode; one user of a node at a time. Raises LakeError."""
+        fs, creates = node.lake.fs, isinstance(op, plans.Write) and op.how in ("new", "exclusive")
+        for _ in range(4):
+            entry = await node.lake.lookup(op.path)
+            if entry is None:
+                if not creates:
+                    raise FileError(errno.ENOENT, op.path)
+                async with node.directory(op.path) as (parent, name):
+                    if (await fs.lookup(parent, name))[0] is not None:
+                        continue
+                    path = node.path_in(parent, name)
+                    if path is None:
+                        raise FileError(errno.ENOENT, op.path)
+                    register(path, self._shown(node, path))
+                    exclusive = os.O_EXCL if isinstance(op, plans.Write) and op.how == "exclusive" else 0
+                    handle, created = await fs.create(
+                        parent, name, 0o644, os.O_RDWR | os.O_CREAT | exclusive, os.getuid(), os.getgid()
+                    )
+                    lock = node._lock(-created.inode)  # noqa: SLF001
+                    await lock.acquire()
+                try:
+                    yield handle, created.inode
+                finally:
+                    lock.release()
+                return
+            if isinstance(op, plans.Write) and op.how == "exclusive":
+                raise FileError(errno.EEXIST, op.path)
+            async with node.writing(entry.inode):
+                now = await node.lake.lookup(op.path)
+                if now is None or now.inode != entry.inode:
+                    continue
+                register(op.path, self._shown(node, op.path))
+                flags = os.O_RDWR | (os.O_TRUNC if creates else 0)
+                try:
+                    handle = await fs.open(entry.inode, flags)
+                except FileError as error:
+                    if error.errno != errno.ESTALE:
+                        raise
+                    continue
+                yield handle, entry.inode
+                return
+        raise FileError(errno.ESTALE, op.path)
+
+    async def _write(self, node: SimulatedNode, op: plans.Write, call: _Call) -> None:
+        new = plans.content_bytes(op.content, op.size)
+        version: Version | None = None
+        shown: frozenset[Version] = frozenset()
+        path = op.path
+
+        def register(real: str, found: frozenset[Version]) -> None:
+            nonlocal version, shown, path
+            call.withdraw()
+            call.versions.clear()
+            path, shown = real, found
+            if op.how in ("new", "exclusive"):
+                version = self._put(call, node, path, new, shown)
+
+        began = False
+        async with self._opened(node, op, register) as (handle, inode):
+            key = (node.name, node.lives, inode)
+            fs, is_closed = node.lake.fs, False
+            file = fs.files_in_use.get(inode)
+            try:
+                data, at = bytearray(), 0
+                if op.how in ("append", "patch"):
+                    data = bytearray(await self._read_handle(node, handle))
+                    self._check_bytes(node, path, bytes(data))
+                    at = len(data) if op.how == "append" else op.content % (len(data) + 1)
+                    whole = bytes(data[:at]) + new + bytes(data[at + len(new) :])
+                    version = self._put(call, node, path, whole, shown)
+                assert version is not None
+                self._pending[key] = version
+                step = -(-len(new) // op.pieces) or 1
+                for piece in range(op.pieces):
+                    part = new[piece * step : (piece + 1) * step]
+                    began = True
+                    await fs.write(handle, at + piece * step, part)
+                    data[at + piece * step : at + piece * step + len(part)] = part
+                    if op.fsyncs and piece + 1 < op.pieces:
+                        between = self._put(call, node, path, bytes(data), shown)
+                        version.known, version.shown = version.known | {between}, version.shown | {between}
+                        await fs.fsync(handle)
+                        self._confirm_write(node, call, between, inode, file)
+                        self.oracle.seen[node.name, path].add(between)
+                    if op.pause_s:
+                        await trio.sleep(op.pause_s)
+                is_closed = True
+                await node.close(handle)
+                self._confirm_write(node, call, version, inode, file)
+            except LakeError:
+                if not is_closed:
+                    began = True
+                    with _ignored():
+                        await node.close(handle)
+                raise
+            finally:
+                if not began and node.daemon is not None:
+                    call.withdraw()
+
+    def _confirm_write(
+        self, node: SimulatedNode, call: _Call, version: Version, inode: int, file: OpenFile | None
+    ) -> None:
+        """The user was told that a file is written, under whatever name it has by now."""
+        moved = version
+        while later := [each for each in moved.moved_to if each.node == node.name and not each.is_withdrawn]:
+            moved = later[-1]
+        path = node.path_of(inode) or (file.key if file is not None else None)
+        if path is not None and path != moved.path:
+            moved = self.oracle.put(path, version.data, node.name, self._shown(node, path), origin=version)
+        entry = node.entry(moved.path)
+        moved.is_plain = entry is not None and not entry.place
+        moved.is_certain = True
+        if moved is not version:
+            call.doubtful.add(version)
+
+    async def _truncate(self, node: SimulatedNode, op: plans.Truncate, call: _Call) -> None:
+        shown: frozenset[Version] = frozenset()
+
+        path = op.path
+
+        def register(real: str, found: frozenset[Version]) -> None:
+            nonlocal shown, path
+            path, shown = real, found
+
+        async with self._opened(node, op, register) as (handle, inode):
+            file = node.lake.fs.files_in_use.get(inode)
+            data = await self._read_handle(node, handle)
+            self._check_bytes(node, path, data)
+            cut = data[: op.size].ljust(op.size, b"\0")
+            version = self._put(call, node, path, cut, shown)
+            self._pending[node.name, node.lives, inode] = version
+            try:
+                await node.lake.fs.setattr(inode, AttributeChange(size=op.size))
+            finally:
+                await node.close(handle)
+            self._confirm_write(node, call, version, inode, file)
+
+    async def _read_handle(self, node: SimulatedNode, handle: int) -> bytes:
+        pieces, at = [], 0
+        while piece := bytes(await node.lake.fs.read(handle, at, READ_BYTES)):
+            pieces.append(piece)
+            at += len(piece)
+        return b"".join(pieces)
+
+    async def _read(self, node: SimulatedNode, path: str) -> None:
+        handle, inode = await node.open(path, os.O_RDONLY)
+        is_written = self._is_written(node, inode)
+        try:
+            data = await self._read_handle(node, handle)
+        finally:
+            await node.close(handle)
+        if is_written or self._is_written(node, inode):
+            return
+        self._check_bytes(node, path, data)
+        found = self.oracle.matching(path, data)
+        seen = self.oracle.seen[node.name, path]
+        if found and all(any(each in newer.known for newer in seen if newer.data != data) for each in found):
+            raise Failed(f"{node.name} reads {describe(data)} at {path} after a newer version")
+        self.oracle.observe(node.name, path, found)
+
+    def _is_written(self, node: SimulatedNode, inode: int) -> bool:
+        """Another user of the node may be writing the file, and sees what is not published."""
+        file = node.lake.fs.files_in_use.get(inode)
+        return file is not None and (file.draft is not None or node._lock(-inode).locked())  # noqa: SLF001
+
+    def _check_bytes(self, node: SimulatedNode, path: str, data: bytes) -> None:
+        if data not in self._bytes_ever:
+            raise Failed(f"{node.name} reads bytes at {path} that nobody wrote: {describe(data)}")
+
+    async def _unlink(self, node: SimulatedNode, op: plans.Unlink, call: _Call) -> None:
+        async with self._changing(node, op.path, call) as (path, parent, name):
+            removal = self._remove(call, node, path, self._shown(node, path))
+
+            def changed() -> None:
+                removal.named |= self._shown(node, path)
+
+            with self._watched(node, path, changed):
+                await node.lake.fs.unlink(parent, name)
+
+    async def _rename(self, node: SimulatedNode, op: plans.Rename, call: _Call) -> None:
+        async with node.two_directories(op.old, op.new) as (parent, name, target, renamed):
+            fs = node.lake.fs
+            entry, _ = await fs.lookup(parent, name)
+            await fs.lookup(target, renamed)
+            begun = node.path_in(parent, name), node.path_in(target, renamed)
+            if entry is None or None in begun:
+                raise FileError(errno.ENOENT, op.old)
+            old_path, new_path = str(begun[0]), str(begun[1])
+            _refuse_loop(old_path, new_path)
+            moves = [(old_path, new_path)] + ([(new_path, old_path)] if op.flags & RENAME_EXCHANGE else [])
+            registered: set[tuple[str, Version]] = set()
+
+            def register() -> None:
+                for old, new in moves:
+                    for path in (old, *node.below(old), *self._directories(node, old)):
+                        self._register_move(node, call, path, new + path[len(old) :], registered)
+
+            register()
+            with self._watched(node, old_path, register):
+                await fs.rename(parent, name, target, renamed, op.flags)
+            for old, new in moves:
+                for path in node.below(new):
+                    self._register_moved(node, call, old + path[len(new) :], path, registered)
+            for version, removal in zip(list(call.versions), list(call.removals), strict=True):
+                there = node.entry(version.path)
+                shown = frozenset() if there is None else self._versions_of(node, version.path, there)
+                if version not in shown and self._is_met(call, removal.path, version.path):
+                    call.doubtful |= {version, removal}
+                if version.origin is not None and not version.origin.is_certain:
+                    call.doubtful.add(version)  # it is still being written, or its node died
+            ended = node.path_in(parent, name), node.path_in(target, renamed)
+            if begun != ended:
+                self._doubt_move(node, call, (old_path, new_path), ended)
+
+    def _doubt_move(
+        self, node: SimulatedNode, call: _Call, begun: tuple[str, str], ended: tuple[str | None, str | None]
+    ) -> None:
+        """As `_doubt_place`, of a rename with two directories."""
+        for change in call.changes:
+            call.doubtful.add(change)
+            for before, after in zip(begun, ended, strict=True):
+                if after is not None and change.path.startswith(before):
+                    path = after + change.path[len(before) :]
+                    if isinstance(change, Version):
+                        call.doubtful.add(self._put(call, node, path, change.data, frozenset(), origin=change.origin))
+                    else:
+                        named = frozenset(self.oracle.versions.get(path, ())) | change.named
+                        call.doubtful.add(self._remove(call, node, path, named, is_rename=True))
+
+    def _is_met(self, call: _Call, *paths: str) -> bool:
+        """Others changed a path, or a directory above it, in this round, or are about to."""
+        above = {path[:at] for path in paths for at, mark in enumerate(path + "/") if mark == "/"}
+        return any(
+            change.operation not in (call.number, -1) and not change.is_withdrawn
+            for path in above
+            for change in (*self.oracle.versions.get(path, ()), *self.oracle.removals.get(path, ()))
+        )
+
+    def _directories(self, node: SimulatedNode, path: str) -> list[str]:
+        """Directories below a path that the oracle knows."""
+        below = [known for known in list(self.oracle.versions) if known.startswith(path + "/")]
+        return [known for known in below if (entry := node.entry(known)) is not None and entry.is_dir]
+
+    def _register_move(
+        self, node: SimulatedNode, call: _Call, old: str, new: str, registered: set[tuple[str, Version]]
+    ) -> None:
+        entry = node.entry(old)
+        shown = self._shown(node, old)
+        if entry is None or not shown or any((old, version) in registered for version in shown):
+            return
+        registered |= {(old, version) for version in shown}
+        first = min(shown, key=lambda version: version.number)
+        moved = self._put(call, node, new, first.data, self._shown(node, new), origin=first)
+        self._remove(call, node, old, shown, is_rename=True)
+        key = (node.name, node.lives, entry.inode)
+        if self._pending.get(key) in shown:
+            self._pending[key] = moved
+
+    def _register_moved(
+        self, node: SimulatedNode, call: _Call, old: str, new: str, registered: set[tuple[str, Version]]
+    ) -> None:
+        """What was moved although the node did not show it when the rename began."""
+        entry = node.entry(new)
+        if entry is None or any(moved in self._versions_of(node, new, entry) for moved in call.versions):
+            return
+        key = (node.name, node.lives, entry.inode)
+        pending, data = self._pending.get(key), node.stored_bytes(entry)
+        if pending is not None and pending.path == old and data in (None, pending.data):
+            found = frozenset({pending})
+        elif data is not None and not any(version.data == data for version in self.oracle.versions.get(new, ())):
+            found = self.oracle.matching(old, data)
+        else:
+            return
+        for version in found:
+            registered.add((old, version))
+            moved = self._put(call, node, new, version.data, frozenset(), origin=version)
+            self._remove(call, node, old, frozenset({version}), is_rename=True)
+            if version is pending:
+                self._pending[key] = moved
+
+    # -- other programs
+
+    def _foreign(self, op: plans.ForeignPut | plans.ForeignDelete, call: _Call) -> None:
+        raise NotImplementedError
+
+    async def _admin(self, op: plans.Admin, call: _Call) -> None:
+        """A command, on a machine of its own. Raises LakeError."""
+        name = f"admin{call.number}"
+        chance = Chance(f"{self.plan.seed}/{name}")
+        streams, threads = RandomStreams(self.plan.seed, name), MachineThreads(chance)
+        link = Link(self.world.nursery, chance, self.outcome.fired, self.world.announced(name))
+        link.weather = self.calm
+        client = StoreClient(
+            self.store, self.store.capabilities, StoreMetrics(),
+            transport=link, clock=self._clock, rng=streams.stream("retries"),
+        )  # fmt: skip
+        disk = SimulatedDisk(streams.stream("temporary-names"), threads)
+        work = Work(
+            client=client, store=STORE, path="", progress=lambda _: None, note=lambda _: None,
+            node=Node(self._clock, streams, threads, disk), scratch=str(self._scratch),
+            change_record=_no_record,
+        )  # fmt: skip
+        match op.what:
+            case "gc":
+                await run_gc(work, protocol.GcArgs(grace_s=op.grace_s))
+            case "pack":
+                await run_pack(work, protocol.PackArgs(grace_s=op.grace_s))
+            case "unpack":
+                await run_pack(work, protocol.PackArgs(back=True))
+            case "snapshot":
+                await run_snapshot(work, protocol.SnapshotArgs())
+            case "fsck":
+                await run_fsck(work, protocol.FsckArgs())
+
+    # -- faults
+
+    async def _fault(self, step: Step, began_s: float) -> None:
+        await trio.sleep_until(began_s + step.at_s)
+        node, op = self._nodes[step.node], step.op
+        self.tell(node.name, f"fault {_name_of(op)}")
+        match op:
+            case plans.Kill():
+                await self._kill(node, op)
+            case plans.Cut():
+                node.set_weather(node.weather, trio.current_time() + op.seconds)
+            case plans.Storm():
+                node.set_weather(
+                    Weather(
+                        self.plan.latency_s,
+                        lost_request=op.lost_request,
+                        lost_answer=op.lost_answer,
+                        slow_down=op.slow_down,
+                        late=op.late,
+                    )
+                )
+                await trio.sleep(op.seconds)
+                node.set_weather(self.calm)
+            case plans.ClockJump():
+                self.outcome.fired["clock jump"] += 1
+                node.clock.offset_s += op.seconds
+            case plans.FillDisk():
+                if node.daemon is not None:
+                    self.outcome.fired["full disk"] += 1
+                    disk = node.daemon.disk
+                    disk.room = 0
+                    await trio.sleep(op.seconds)
+                    disk.room = None
+            case _:
+                raise AssertionError(op)
+
+    async def _kill(self, node: SimulatedNode, op: plans.Kill) -> None:
+        if node.daemon is None:
+            return
+        if op.failpoint:
+            node.failpoint = (op.failpoint, op.count)
+            daemon = node.daemon
+            with trio.move_on_after(op.down_s + 20.0):
+                await daemon.ended.wait()
+            node.failpoint = None
+            if node.daemon is not None:
+                return
+        else:
+            self.outcome.fired["killed, cache lost" if op.loses_cache else "killed"] += 1
+            node.kill(loses_cache=op.loses_cache)
+        if op.loses_cache:
+            self._doubt(node)
+        self.tell(node.name, "dead")
+        await trio.sleep(op.down_s)
+        await self._start(node)
+
+    def _doubt(self, node: SimulatedNode) -> None:
+        """What only the node's disk knew is lost with it."""
+        is_writeback = self._durability_of(node) == "writeback"
+        for versions in self.oracle.versions.values():
+            for version in versions:
+                if version.node == node.name and (
+                    is_writeback or version.data == DIRECTORY or version.data[:3] == b"-> "
+                ):
+                    version.is_certain = False
+        for removals in self.oracle.removals.values():
+            for removal in removals:
+                if removal.node == node.name and (is_writeback or not removal.is_rename):
+                    removal.is_certain = False
+
+    def _durability_of(self, node: SimulatedNode) -> object:
+        number = int(node.name[1:])
+        return {**self.plan.config, **self.plan.nodes[number].config}.get("durability", "close")
+
+    async def _start(self, node: SimulatedNode) -> None:
+        while node.daemon is None:
+            try:
+                with _ungrouped():
+                    await node.start()
+            except LakeError as error:
+                self.tell(node.name, f"does not start: {error}")
+                await trio.sleep(2.0)
+        self.tell(node.name, "up")
+
+    # -- comparing
+
+    async def _hear(self, quiet_s: float) -> None:
+        """All nodes learn of what one did; two of them are compared."""
+        for node in self._nodes:
+            await self._flush(node)
+        await trio.sleep(quiet_s)
+        tree = await self._tree_of(self._nodes[self._number % len(self._nodes)])
+        self._ask_oracle(tree)
+
+    async def _flush(self, node: SimulatedNode) -> None:
+        for _ in range(FLUSHES_MAX):
+            try:
+                with _ungrouped():
+                    await node.lake.fs.make_durable()
+                return
+            except LakeError as error:
+                self.tell(node.name, f"flush: {error}")
+            await trio.sleep(5.0)
+
+    async def _settle(self, quiet_s: float) -> None:
+        for node in self._nodes:
+            node.set_weather(self.calm, 0.0)
+            if node.daemon is not None:
+                node.daemon.disk.room = None
+            await self._start(node)
+        with trio.move_on_after(SETTLED_S_MAX) as scope:
+            async with trio.open_nursery() as nursery:
+                for node in self._nodes:
+                    nursery.start_soon(self._flush, node)
+        if scope.cancelled_caught:
+            raise Failed(f"what nodes have is not durable after {SETTLED_S_MAX:g} s")
+        await trio.sleep(quiet_s)
+        trees = {node.name: await self._tree_of(node) for node in self._nodes}
+        unpublished = {node.name: node.unpublished() for node in self._nodes}
+        first = self._read_raw()
+        trees["fresh"] = await self._fresh_tree()
+        for who, tree in trees.items():
+            if wrong := _difference(tree, first, except_at=unpublished.get(who, ())):
+                raise Failed(f"{who} and the reader of the raw store differ: {wrong}")
+        self._ask_oracle(first)
+
+    def _ask_oracle(self, tree: dict[str, bytes]) -> None:
+        if wrong := self.oracle.check(tree):
+            raise Failed("; ".join(wrong))
+        self._changed_by.clear()
+        waiting = self._waiting()
+        self._pending.clear()
+        self.oracle.begin(tree, [node.name for node in self._nodes])
+        for key, path, data in waiting:
+            self._pending[key] = self.oracle.put(path, data, key[0], frozenset())
+
+    def _waiting(self) -> list[tuple[tuple[str, int, int], str, bytes]]:
+        """Versions that could not be published, and may be later."""
+        found = []
+        nodes = {node.name: node for node in self._nodes}
+        for key, version in self._pending.items():
+            node = nodes[key[0]]
+            file = node.lake.fs.files_in_use.get(key[2]) if node.lives == key[1] else None
+            if file is not None and file.draft is not None:
+                found.append((key, file.key, version.data))
+        return found
+
+    def _read_raw(self) -> dict[str, bytes]:
+        """What the independent reader finds in the raw store. Raises Failed where it finds damage."""
+        lake = self.read_lake()
+        if lake.refused or lake.refused_indexes:
+            raise Failed(f"the reader refuses {lake.refused or lake.refused_indexes}")
+        tree: dict[str, bytes] = {}
+        for path, name in lake.names.items():
+            if name.kind == "directory":
+                tree[path] = DIRECTORY
+            elif name.data is None:
+                tree[path] = f"!{name.problem}".encode()
+            else:
+                tree[path] = name.data if name.kind == "file" else b"-> " + name.data
+        return tree
+
+    def _newest(self, path: str) -> tuple[str, Operation] | None:
+        return self._commits.newest(path, {key: data for key, (data, _) in self.store.objects.items()})
+
+    def _is_announced(self, path: str) -> bool:
+        newest = self._newest(path)
+        return newest is not None and isinstance(newest[1], Put) and newest[1].object == OWN
+
+    def _last_remover(self, path: str) -> str:
+        newest = self._newest(path)
+        if newest is None or not isinstance(newest[1], Remove):
+            return ""
+        return self.store.senders[newest[0]].partition("#")[0]
+
+    def read_lake(self) -> RawLake:
+        """What lies in the store, as its documentation has it."""
+        objects = {
+            key: StoredObject(data, meta.etag, meta.mtime_ns, meta.metadata or {})
+            for key, (data, meta) in self.store.objects.items()
+        }
+        return self._reader.read_lake(objects, now_ns=self._clock.wall_ns())
+
+    async def _fresh_tree(self) -> dict[str, bytes]:
+        self._fresh += 1
+        node = SimulatedNode(self.world, f"fresh{self._fresh}", MachineClock(), read_only=True)
+        node.weather = self.calm
+        with _ungrouped():
+            await node.start()
+        tree = await self._tree_of(node)
+        daemon = node.daemon
+        assert daemon is not None
+        daemon.scope.cancel()
+        await daemon.ended.wait()
+        shutil.rmtree(daemon.directory, ignore_errors=True)
+        return tree
+
+    async def _tree_of(self, node: SimulatedNode) -> dict[str, bytes]:
+        """Every name of a node, with a file's bytes; with the error of one that cannot be read."""
+        for _ in range(TREES_MAX):
+            tree: dict[str, bytes] = {}
+            try:
+                await self._add_tree(node, 1, "", tree)
+                break
+            except FileError as error:  # a directory was removed while it was read
+                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise
+                self.tell(node.name, f"reading all names: {error}")
+                await trio.sleep(TREE_PAUSE_S)
+        else:
+            raise Failed(f"{node.name} lists a directory that cannot be opened")
+        return tree
+
+    async def _add_tree(self, node: SimulatedNode, inode: int, prefix: str, tree: dict[str, bytes]) -> None:
+        lake = node.lake
+        for entry in await lake.read_directory(inode):
+            path = prefix + entry.name.decode()
+            if entry.is_dir:
+                tree[path] = DIRECTORY
+                if lake.fs.is_unlinked(entry.inode):
+                    raise FileError(errno.ENOENT, f"{path} (inode {entry.inode}) is listed, and counts as removed")
+                await self._add_tree(node, entry.inode, path + "/", tree)
+            elif entry.is_symlink:
+                tree[path] = b"-> " + lake.fs.readlink(entry.inode)
+            else:
+                try:
+                    with _ungrouped():
+                        tree[path] = await lake.read(path)
+                except LakeError as error:
+                    tree[path] = f"!{errno.errorcode.get(error.errno)} {error}".encode()
+
+    async def _check_clean(self) -> None:
+        """Nothing is left over, on the nodes or in the store."""
+        with trio.move_on_after(CLEAN_S_MAX):
+            while any(self._left_on(node) for node in self._nodes):
+                await trio.sleep(5.0)
+        for node in self._nodes:
+            if left := self._left_on(node):
+                raise Failed(f"{node.name} has not ended after {CLEAN_S_MAX:g} s: {left}")
+
+    def _left_on(self, node: SimulatedNode) -> dict[str, int]:
+        commits = node.lake.commits()
+        names = ("deletions_waiting", "relocations_waiting", "journaled")
+        return {name: commits[name] for name in names if commits.get(name)}
+
+
+def _capabilities(plan: Plan) -> Capabilities:
+    able = {"name": "simulated", "put_if_match": True, "complete_if_match": True, "delete_if_match": True}
+    return Capabilities(**{**able, **plan.capabilities})  # type: ignore[arg-type]
+
+
+def _no_record(_: Callable[[LakeRecord | None], LakeRecord]) -> LakeRecord:
+    raise AssertionError("the lake record is not part of a simulation")
+
+
+def _refuse_loop(old: str, new: str) -> None:
+    """Refuse what the kernel refuses itself. Raises FileError."""
+    if new.startswith(old + "/"):
+        raise FileError(errno.EINVAL)
+    if old.startswith(new + "/"):
+        raise FileError(errno.ENOTEMPTY)
+
+
+def _paths_of(op: plans.AnyOp) -> tuple[str, ...]:
+    if isinstance(op, plans.Rename):
+        return (op.old, op.new)
+    return (getattr(op, "path", ""),)
+
+
+def _name_of(op: plans.AnyOp) -> str:
+    fields = {name: value for name in op.__struct_fields__ if (value := getattr(op, name)) not in (False, "", None)}
+    return f"{type(op).__name__} {' '.join(f'{name}={value}' for name, value in fields.items())}"
+
+
+def _difference(found: dict[str, bytes], expected: dict[str, bytes], except_at: Collection[str]) -> str:
+    """``except_at``: files of which the node has a version that could not be published, and that its user has to
+    write again or to remove."""
+    lines = []
+    for path in sorted({*found, *expected}.difference(except_at)):
+        one, other = found.get(path), expected.get(path)
+        if one != other:
+            shown = [("nothing" if data is None else describe(data)) for data in (one, other)]
+            lines.append(f"{path}: {shown[0]}, not {shown[1]}")
+    return "; ".join(lines)
+
+
+@contextmanager
+def _ungrouped() -> Iterator[None]:
+    """Errors of the block as themselves."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        lake_error = group.split(LakeError)[0]
+        if lake_error is not None and group.split((LakeError, trio.Cancelled))[1] is None:
+            raise _first(lake_error) from None
+        raise
+
+
+@contextmanager
+def _ignored() -> Iterator[None]:
+    try:
+        yield
+    except LakeError:
+        pass
+
+
+def _first(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
+
+
+def simulate(plan: Plan, *, is_tracing: bool = False, is_strict: bool = False) -> Outcome:
+    """Run a plan, in a memory filesystem. Known defects are failures where ``is_strict``."""
+    root = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    logging.getLogger("lakefs_fuse").setLevel(logging.CRITICAL)
+    scratch = Path(tempfile.mkdtemp(prefix="simulation-", dir=root))
+    try:
+
+        async def main() -> Outcome:
+            return await Simulation(plan, scratch, is_tracing=is_tracing, is_strict=is_strict).run()
+
+        return scheduler.run(main, plan.seed)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,55 @@
+"""What a request to the store was, as a line of a history that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
+from lakefs_fuse.commits.record import Mkdir, Operation, Record, Relocate, SetAttr
+
+
+class Commits:
+    """The commits of a store, each read once."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Record] = {}
+
+    def newest(self, path: str, objects: Mapping[str, bytes]) -> tuple[str, Operation] | None:
+        """Key of the newest commit that names a path, and its last operation on it."""
+        for key in sorted(objects, reverse=True):
+            if parse_commit_key(key) is None:
+                continue
+            if key not in self._records:
+                self._records[key] = read(key, objects[key])
+            for operation in reversed(self._records[key].operations):
+                if operation.path == path and not isinstance(operation, SetAttr | Relocate | Mkdir):
+                    return key, operation
+        return None
+
+
+def read(key: str, data: bytes) -> Record:
+    """The record of a commit."""
+    where = locate(data, len(data))
+    named = parse_commit_key(key)
+    assert named is not None
+    return read_record(data[where.offset : where.offset + where.length], where, *named)
+
+
+def describe_put(key: str, data: bytes) -> str:
+    """What a commit says; empty for other objects."""
+    if parse_commit_key(key) is None:
+        return ""
+    record = read(key, data)
+    lines = [f"moves {moved[0]} to {moved[1]}" for moved in record.moves]
+    return " | ".join(lines + [_describe(operation, record) for operation in record.operations])
+
+
+def _describe(operation: Operation, record: Record) -> str:
+    kind = type(operation).__name__.lower()
+    words = [kind, operation.path]
+    index = getattr(operation, "object", None)
+    if index is not None:
+        words.append("own" if index < 0 else record.objects[index].key[-24:] if index else f"this[{operation.size}]")  # type: ignore[union-attr]
+    if hides := getattr(operation, "hides", ""):
+        words.append(f"hides {hides[:6]}")
+    return " ".join(words)
