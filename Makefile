@@ -9,6 +9,13 @@
 #   make test            all of `check`, and real mounts on real object stores: under ten minutes
 #   make test-long       all of `test` with full numbers, and what is marked `long`: more than an hour
 
+#
+# The simulation of many nodes (docs/internals/simulation.md), on all cores:
+#
+#   make simulate        20 seeds of each profile      make simulate SEEDS=1000 FIRST=20 PROFILE=mixed NODES=3
+#   make simulate-one SEED=7 PROFILE=mixed             one seed, with what each node and the store did
+#   make simulate-mutants                              how soon deliberate defects are found
+
 STORE ?= file
 PYTEST ?=
 BENCH ?= --out docs/benchmarks/results.json --report docs/benchmarks.md
@@ -25,7 +32,8 @@ SHORT := -n $(or $(JOBS),4) -m "not long"
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml setup.py scripts/setup $(wildcard lakefs_fuse/kernel/native/*.c)
 
-.PHONY: demo bench check test test-long lint unit short setup clean
+.PHONY: demo bench check test test-long lint unit short setup clean \
+	simulate simulate-one simulate-mutants
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -45,6 +53,17 @@ unit: $(VENV)/.installed-test
 
 short: $(VENV)/.installed-test
 	$(RUN) -m pytest --dist worksteal -q $(SHORT) $(PYTEST)
+
+simulate: $(VENV)/.installed-test
+	$(BIN)/python -m tests.simulation run --seeds $(or $(SEEDS),20) --first $(or $(FIRST),0) \
+		--nodes $(or $(NODES),3) --profile "$(PROFILE)" $(SIMULATE)
+
+simulate-one: $(VENV)/.installed-test
+	$(BIN)/python -m tests.simulation one --seed $(or $(SEED),0) --profile $(or $(PROFILE),mixed) \
+		--nodes $(or $(NODES),3) $(SIMULATE)
+
+simulate-mutants: $(VENV)/.installed-test
+	$(BIN)/python -m tests.simulation mutants --seeds $(or $(SEEDS),50) --name "$(MUTANT)"
 
 bench: $(VENV)/.installed-bench
 	$(RUN) -m scripts.bench $(BENCH)

@@ -23,6 +23,8 @@ come from the rule that the newest commit of a name wins, whichever versions it 
 * *late announcement*: a commit that tells of a plain object after another node has removed that version brings it back;
 * *late look*: a node that looks for a renamed object at its old key, and finds none, commits that the new name is gone,
   although another node has written it meanwhile;
+* *late adoption*: a node that looks for a renamed object at its old key finds what another node has created there since,
+  and takes it for the same file;
 * *late copy*: a node copies a renamed object to its new key after another node has renamed or removed that name, which
   shows again.
 
@@ -177,6 +179,8 @@ class Oracle:
         if data == DIRECTORY and (any(below.startswith(path + "/") for below in tree) or self._is_written_below(path)):
             return ""
         found = [version for version in versions if data in self._bytes_of(version)]
+        if not found and self._is_adopted(data, versions) and self._is_known("late adoption"):
+            return ""
         if not found:
             listed = ", ".join(map(str, versions)) or "nothing"
             return f"{path} shows {describe(data)}, which nobody put there ({listed} was put)"
@@ -213,6 +217,16 @@ class Oracle:
             return False
         self.known[defect] += 1
         return True
+
+    def _is_adopted(self, data: bytes, versions: list[Version]) -> bool:
+        """They are the bytes of a version that was written to a key from which a name had been moved."""
+        for version in versions:
+            moved = version
+            while moved.origin is not None:
+                moved = moved.origin
+                if any(other.data == data for other in self.versions[moved.path]):
+                    return True
+        return False
 
     def _is_unnamed(self, version: Version) -> bool:
         """A removal took it that did not know it."""
@@ -300,7 +314,7 @@ class Oracle:
         """Its own, and those that were written in place of an origin by who had not seen the rename."""
         found, moved = {version.data}, version
         while moved.origin is not None:
-            found |= {other.data for other in self._in_place_of(moved.origin) if other.node != moved.node}
+            found |= {other.data for other in self._in_place_of(moved.origin)}
             moved = moved.origin
         return found
 

@@ -55,6 +55,8 @@ FLUSHES_MAX = 8
 USERS_S_MAX = 3600.0
 SETTLED_S_MAX = 600.0
 CLEAN_S_MAX = 600.0
+COMPARISONS_MAX, COMPARISON_PAUSE_S = 3, 30.0
+"""What is still being copied or deleted in the background may show a directory a little longer."""
 TREES_MAX, TREE_PAUSE_S = 3, 3.0
 """A tree is read again where a directory vanished meanwhile."""
 
@@ -561,7 +563,8 @@ class Simulation:
                         self._register_move(node, call, path, new + path[len(old) :], registered)
 
             register()
-            with self._watched(node, old_path, register):
+            again = register if len(moves) == 1 else lambda: None  # what was exchanged looks like what is to be
+            with self._watched(node, old_path, again):
                 await fs.rename(parent, name, target, renamed, op.flags)
             for old, new in moves:
                 for path in node.below(new):
@@ -615,6 +618,13 @@ class Simulation:
             return
         registered |= {(old, version) for version in shown}
         first = min(shown, key=lambda version: version.number)
+        if self._pending.get((node.name, node.lives, entry.inode)) is first and not first.is_certain:
+            # What is being written moves here only; for others the version moves that is in the store.
+            for version in list(self.oracle.versions[old]):
+                if version is not first and not version.is_withdrawn:
+                    shown |= {version}
+                    call.doubtful.add(self._put(call, node, new, version.data, frozenset(), origin=version))
+                    call.doubtful.add(self._remove(call, node, old, shown, is_rename=True))
         moved = self._put(call, node, new, first.data, self._shown(node, new), origin=first)
         self._remove(call, node, old, shown, is_rename=True)
         key = (node.name, node.lives, entry.inode)
@@ -794,14 +804,27 @@ class Simulation:
         if scope.cancelled_caught:
             raise Failed(f"what nodes have is not durable after {SETTLED_S_MAX:g} s")
         await trio.sleep(quiet_s)
+        for _ in range(COMPARISONS_MAX):
+            tree, wrong = await self._compare()
+            if not wrong:
+                break
+            self.outcome.met["nodes agreed late"] += 1
+            self.tell("all", f"not yet equal: {wrong}")
+            await trio.sleep(COMPARISON_PAUSE_S)
+        if wrong:
+            raise Failed(wrong)
+        self._ask_oracle(tree)
+
+    async def _compare(self) -> tuple[dict[str, bytes], str]:
+        """What the reader of the raw store finds, and how a node or a fresh mount differs from it."""
         trees = {node.name: await self._tree_of(node) for node in self._nodes}
         unpublished = {node.name: node.unpublished() for node in self._nodes}
         first = self._read_raw()
         trees["fresh"] = await self._fresh_tree()
         for who, tree in trees.items():
             if wrong := _difference(tree, first, except_at=unpublished.get(who, ())):
-                raise Failed(f"{who} and the reader of the raw store differ: {wrong}")
-        self._ask_oracle(first)
+                return first, f"{who} and the reader of the raw store differ: {wrong}"
+        return first, ""
 
     def _ask_oracle(self, tree: dict[str, bytes]) -> None:
         if wrong := self.oracle.check(tree):
