@@ -35,6 +35,7 @@ INTEGRATION_MODULES = frozenset(
         "daemon/test_mount_daemon.py",
         "daemon/test_supervisor.py",
         "ingest/test_ingest.py",
+        "simulation/test_seeds.py",
         "store/test_rate_limit.py",
         "upload/test_spilled_parts.py",
         "vfs/test_create.py",

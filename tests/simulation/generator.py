@@ -11,7 +11,7 @@ import random
 from tests.simulation import plan as plans
 from tests.simulation.plan import NodePlan, Plan, Round, Step
 
-PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign")
+PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power")
 OPERATIONS = 300
 ROUND_OPERATIONS = 25
 SIZES = (0, 1, 100, 3000, 20_000, 70_000, 300_000)
@@ -188,7 +188,7 @@ class _Maker:
 
         if self.profile in ("crash", "power"):
             for _ in range(rng.choice([1, 1, 2, 3])):
-                failpoint = rng.choice(FAILPOINTS) if rng.random() < 0.5 and self.profile == "crash" else ""
+                failpoint = rng.choice(FAILPOINTS) if rng.random() < 0.5 else ""
                 add(
                     plans.Kill(
                         down_s=rng.choice([0.5, 2.0, 10.0]),

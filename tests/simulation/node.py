@@ -29,7 +29,9 @@ from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.vfs.open import assembled
 from tests.simulation.chance import Chance
+from tests.simulation.forgetful_disk import ForgetfulDisk
 from tests.simulation.machine import MachineClock, MachineThreads
+from tests.simulation.memory_engine import MemoryEngines
 from tests.simulation.network import CALM, Killed, Link, Weather
 from tests.simulation.object_store import SimulatedStore
 from tests.vfs.lakes import Lake
@@ -95,6 +97,8 @@ class World:
     fired: Counter[str] = field(default_factory=Counter)
     """How often each fault happened."""
     trace: Callable[[str, str], None] | None = None
+    engines: MemoryEngines | None = None
+    """Storage engines and disks of all nodes are models that know what was synced, so that power may be cut."""
 
     def announced(self, who: str) -> Callable[[], None]:
         """What a link calls before a request of a node takes effect."""
@@ -113,7 +117,7 @@ class Daemon:
     lake: Users
     link: Link
     threads: MachineThreads
-    disk: SimulatedDisk
+    disk: SimulatedDisk | ForgetfulDisk
     client: StoreClient
     directory: Path
     scope: trio.CancelScope
@@ -140,6 +144,11 @@ class SimulatedNode:
         self.names_changed: list[Callable[[int, bytes], None]] = []
         self.failpoint: tuple[str, int] | None = None
         """The daemon dies when it comes to this fail point for the n-th time from now."""
+        self.loses_power = False
+        """The death at the fail point is a power cut."""
+        self._forgetful_disk = (
+            None if world.engines is None else ForgetfulDisk(random.Random(f"{world.seed}/{name}/disk"))
+        )
         self._config = config
         self._directory = world.scratch / f"{name}-0"
 
@@ -158,7 +167,7 @@ class SimulatedNode:
         link = Link(world.nursery, Chance(f"{world.seed}/{life}/network"), world.fired, world.announced(life))
         link.weather, link.cut_until_s = self.weather, self.cut_until_s
         streams = RandomStreams(world.seed, life)
-        disk = SimulatedDisk(streams.stream("temporary-names"), threads)
+        disk = self._forgetful_disk or SimulatedDisk(streams.stream("temporary-names"), threads)
         metrics = Metrics()
         client = StoreClient(
             world.store, world.store.capabilities, metrics.store,
@@ -167,7 +176,7 @@ class SimulatedNode:
         directory = self._directory
         options: dict[str, object] = {"free_bytes_min": 0, **world.config, **self._config}
         settings = MountConfig(store=STORE, mountpoint="/simulated", cache_dir=str(directory), **options)  # type: ignore[arg-type]
-        node = Node(self.clock, streams, threads, disk)
+        node = Node(self.clock, streams, threads, disk, world.engines)
         failpoints.HOOK.set(self._reached)
         scope = trio.CancelScope()
         ended = trio.Event()
@@ -197,11 +206,11 @@ class SimulatedNode:
         self.failpoint = (name, times)
         if times == 0 and self.daemon is not None:
             self.world.fired[f"killed at {name}"] += 1
-            self.kill()
+            self.kill(power=self.loses_power)
             raise Killed
 
-    def kill(self, *, loses_cache: bool = False) -> None:
-        """The machine's power is gone for the daemon, between two instructions."""
+    def kill(self, *, loses_cache: bool = False, power: bool = False) -> None:
+        """The daemon dies between two instructions; with ``power`` its machine does, too."""
         daemon = self.daemon
         assert daemon is not None
         self.daemon, self.failpoint = None, None
@@ -209,13 +218,26 @@ class SimulatedNode:
         daemon.threads.is_dead = True
         self._directory = self.world.scratch / f"{self.name}-{self.lives}"
         if not loses_cache:
-            copy_cache(daemon.directory, self._directory)
+            self._copy_cache(daemon.directory, self._directory, power=power)
             if self.flips_blocks:
                 self._flip_blocks()
         daemon.client.abandon_requests()
         daemon.scope.cancel()
         for listener in self.died:
             listener()
+
+    def _copy_cache(self, source: Path, target: Path, *, power: bool) -> None:
+        """The cache directory as the next daemon finds it."""
+        disk, engines = self._forgetful_disk, self.world.engines
+        if disk is None or engines is None:
+            copy_cache(source, target)
+        elif power:
+            rng = self.chance.generator("power cut")
+            disk.copy_after_power_cut(source, target, rng)
+            engines.copy(source, target, rng)
+        else:
+            disk.copy_after_kill(source, target)
+            engines.copy(source, target, None)
 
     def _flip_blocks(self) -> None:
         for path in sorted((self._directory / "blocks").rglob("*")):

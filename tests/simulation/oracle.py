@@ -23,8 +23,8 @@ come from the rule that the newest commit of a name wins, whichever versions it 
 * *late announcement*: a commit that tells of a plain object after another node has removed that version brings it back;
 * *late look*: a node that looks for a renamed object at its old key, and finds none, commits that the new name is gone,
   although another node has written it meanwhile;
-* *late adoption*: a node that looks for a renamed object at its old key finds what another node has created there since,
-  and takes it for the same file;
+* *late adoption*: a node that looks for a renamed object at its old key finds what another node has created there
+  since, and takes it for the same file;
 * *late copy*: a node copies a renamed object to its new key after another node has renamed or removed that name, which
   shows again.
 
@@ -38,6 +38,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 DIRECTORY = b"<directory>"
+CONFLICT = ".conflict-"
+"""In the name under which a version is kept where another client had created the file first."""
 
 
 @dataclass(eq=False)
@@ -173,6 +175,9 @@ class Oracle:
 
     def _check(self, path: str, tree: Mapping[str, bytes]) -> str:
         data = tree.get(path)
+        if CONFLICT in path:
+            is_known = data is None or any(data in ever for ever in self.ever.values())
+            return "" if is_known else f"{path} has bytes that nobody wrote"
         versions = [version for version in self.versions.get(path, ()) if not version.is_withdrawn]
         if data is None:
             return self._check_absent(path, versions, tree)
@@ -264,6 +269,9 @@ class Oracle:
         return any(r.is_certain and r.named == {version} for r in self.removals[version.path])
 
     def _may_be_removed(self, version: Version, tree: Mapping[str, bytes]) -> bool:
+        if any(path.startswith(version.path + CONFLICT) and data == version.data for path, data in tree.items()):
+            self.met["kept beside"] += 1
+            return True
         for removal in self.removals[version.path]:
             if removal.is_withdrawn:
                 continue

@@ -82,18 +82,6 @@ class Admin(Op, frozen=True):
     grace_s: float = 0.0
 
 
-class ForeignPut(Op, frozen=True):
-    """Another S3 client stores an object."""
-
-    path: str
-    content: int
-    size: int
-
-
-class ForeignDelete(Op, frozen=True):
-    path: str
-
-
 class Kill(Op, frozen=True):
     """The daemon dies, and is started again after ``down_s``; at the ``count``-th pass of ``failpoint`` if given."""
 
@@ -134,7 +122,7 @@ class FillDisk(Op, frozen=True):
 
 AnyOp = (
     Write | Truncate | Rename | Unlink | Mkdir | Rmdir | Symlink | Chmod | SetXattr | Read | List | Admin
-    | ForeignPut | ForeignDelete | Kill | Cut | Storm | ClockJump | FillDisk
+    | Kill | Cut | Storm | ClockJump | FillDisk
 )  # fmt: skip
 
 

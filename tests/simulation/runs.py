@@ -1,7 +1,7 @@
 """Runs many seeds on all cores, and sums up what they did.
 
-What always holds: a seed runs in a process with fixed hashes, and one in `TWICE_EVERY` runs twice with equal histories. A
-seed that raises is a failure like any other.
+What always holds: a seed runs in a process with fixed hashes, and one in `TWICE_EVERY` runs twice with equal histories.
+A seed that raises is a failure like any other.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from tests.simulation.chance import Chance
 from tests.simulation.lake_reader import Lake as RawLake
 from tests.simulation.lake_reader import Reader, StoredObject
 from tests.simulation.machine import MachineClock, MachineThreads
+from tests.simulation.memory_engine import MemoryEngines
 from tests.simulation.network import Killed, Link, Weather
 from tests.simulation.node import STORE, NodeDown, SimulatedDisk, SimulatedNode, World
 from tests.simulation.object_store import SimulatedStore
@@ -128,6 +129,10 @@ class Simulation:
         """What a file that is not in the store yet will be: by node, life and inode."""
         self._scopes: dict[str, set[trio.CancelScope]] = defaultdict(set)
         self._changed_by: dict[str, set[str]] = defaultdict(set)
+        self._ended_at: dict[int, int] = {}
+        """By operation that succeeded: the last one that had begun when it ended."""
+        self._synced: dict[str, int] = {}
+        """By node: the last write-back write that was acknowledged. What ended before it began survives a power cut."""
         self._bytes_ever: set[bytes] = {b""}
         self._reader, self._commits = Reader(), Commits()
         self._number = 0
@@ -137,6 +142,7 @@ class Simulation:
 
     def tell(self, who: str, what: str) -> None:
         """A line of the history."""
+        what = what.replace(str(self._scratch), "SCRATCH")  # its name is another one in each run
         self.outcome.history.append(f"{trio.current_time():10.4f} {who:8} {what}")
 
     async def run(self) -> Outcome:
@@ -161,6 +167,7 @@ class Simulation:
     async def _run(self, nursery: trio.Nursery) -> None:
         plan = self.plan
         self.world = World(self.store, nursery, plan.seed, self._scratch, plan.config, self.outcome.fired)
+        self.world.engines = MemoryEngines() if plan.profile == "power" else None
         self.calm = Weather(latency_s=plan.latency_s)
         for number, node_plan in enumerate(plan.nodes):
             clock = MachineClock(node_plan.offset_s, node_plan.drift)
@@ -233,6 +240,8 @@ class Simulation:
                 self._scopes[node.name].discard(scope)
         if result == "ok":
             call.confirm()
+            self._ended_at[call.number] = self._number
+            self._count_as_synced(node, op, call)
         self.tell(node.name, f"#{call.number} {result}")
         self.outcome.operations[f"{kind} {result}"] += 1
         for path in _paths_of(op):
@@ -273,8 +282,6 @@ class Simulation:
                 await node.lake.names(op.path)
             case plans.Admin():
                 await self._admin(op, call)
-            case plans.ForeignPut() | plans.ForeignDelete():
-                self._foreign(op, call)
             case _:
                 raise AssertionError(op)
 
@@ -655,9 +662,6 @@ class Simulation:
 
     # -- other programs
 
-    def _foreign(self, op: plans.ForeignPut | plans.ForeignDelete, call: _Call) -> None:
-        raise NotImplementedError
-
     async def _admin(self, op: plans.Admin, call: _Call) -> None:
         """A command, on a machine of its own. Raises LakeError."""
         name = f"admin{call.number}"
@@ -727,7 +731,7 @@ class Simulation:
         if node.daemon is None:
             return
         if op.failpoint:
-            node.failpoint = (op.failpoint, op.count)
+            node.failpoint, node.loses_power = (op.failpoint, op.count), op.power
             daemon = node.daemon
             with trio.move_on_after(op.down_s + 20.0):
                 await daemon.ended.wait()
@@ -735,10 +739,13 @@ class Simulation:
             if node.daemon is not None:
                 return
         else:
-            self.outcome.fired["killed, cache lost" if op.loses_cache else "killed"] += 1
-            node.kill(loses_cache=op.loses_cache)
+            how = "killed, cache lost" if op.loses_cache else "power cut" if op.power else "killed"
+            self.outcome.fired[how] += 1
+            node.kill(loses_cache=op.loses_cache, power=op.power)
         if op.loses_cache:
             self._doubt(node)
+        elif op.power:
+            self._doubt_unsynced(node)
         self.tell(node.name, "dead")
         await trio.sleep(op.down_s)
         await self._start(node)
@@ -755,6 +762,36 @@ class Simulation:
         for removals in self.oracle.removals.values():
             for removal in removals:
                 if removal.node == node.name and (is_writeback or not removal.is_rename):
+                    removal.is_certain = False
+
+    def _count_as_synced(self, node: SimulatedNode, op: plans.AnyOp, call: _Call) -> None:
+        """A close under write-back that published a version has synced all earlier changes of names."""
+        if not isinstance(op, plans.Write) or op.fsyncs or not op.size or node.daemon is None:
+            return
+        version = call.versions[-1]
+        entry = node.entry(version.path)
+        if entry is not None and version in self._versions_of(node, version.path, entry):
+            self._synced[node.name] = max(call.number, self._synced.get(node.name, 0))
+
+    def _doubt_unsynced(self, node: SimulatedNode) -> None:
+        """A power cut takes changes of names that are neither in the store nor before an acknowledged close. Versions
+        that were written stay."""
+        is_writeback = self._durability_of(node) == "writeback"
+        synced = self._synced.get(node.name, 0) if is_writeback else 0
+
+        def is_lost(change: Version | Removal) -> bool:
+            return change.node == node.name and self._ended_at.get(change.operation, self._number) >= synced
+
+        for path, versions in self.oracle.versions.items():
+            for version in versions:
+                is_moved = version.origin is not None and version.operation != -1
+                is_name = version.data == DIRECTORY or version.data[:3] == b"-> " or (is_moved and is_writeback)
+                if is_name and is_lost(version):
+                    version.is_certain = False
+                    self.oracle.seen[node.name, path].discard(version)
+        for removals in self.oracle.removals.values():
+            for removal in removals:
+                if (is_writeback or not removal.is_rename) and is_lost(removal):
                     removal.is_certain = False
 
     def _durability_of(self, node: SimulatedNode) -> object:

@@ -1,0 +1,57 @@
+"""A fixed set of seeds, the kept plans, and that a seed decides everything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import plan as plans
+from tests.simulation.generator import make_plan
+from tests.simulation.simulation import simulate
+
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
+SEEDS = [("turns", seed) for seed in range(8)] + [("mixed", seed) for seed in range(8)]
+TWICE = [("turns", 3), *[("mixed", seed) for seed in range(7)], *[("crash", seed) for seed in range(12)]]
+"""Nodes die in the last ones."""
+PROGRAM = """
+import hashlib, sys
+from tests.simulation.generator import make_plan
+from tests.simulation.simulation import simulate
+for seed in sys.argv[1:]:
+    profile, number = seed.split(":")
+    history = simulate(make_plan(profile, int(number), operations=100), is_tracing=True).history
+    print(seed, len(history), hashlib.sha256("\\n".join(history).encode()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize(("profile", "seed"), SEEDS)
+def test_seed_loses_nothing(profile: str, seed: int) -> None:
+    assert simulate(make_plan(profile, seed)).failure == ""
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_kept_plan_shows_what_it_was_kept_for(path: Path) -> None:
+    plan = plans.load(path)
+    outcome = simulate(plan)
+    assert outcome.failure == ""
+    if plan.fails:
+        assert plan.fails in outcome.known, f"{plan.fails!r} is mended: clear `fails` in {path.name}"
+    else:
+        assert not outcome.known
+
+
+def test_same_seeds_give_equal_histories_in_two_processes() -> None:
+    arguments = [f"{profile}:{seed}" for profile, seed in TWICE]
+    one, other = (
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            env=os.environ | {"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True,
+        ).stdout
+        for _ in range(2)
+    )  # fmt: skip
+    assert one == other
+    assert len(one.splitlines()) == len(TWICE) == 20
