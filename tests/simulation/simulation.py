@@ -56,6 +56,8 @@ FLUSHES_MAX = 8
 USERS_S_MAX = 3600.0
 SETTLED_S_MAX = 600.0
 CLEAN_S_MAX = 600.0
+CLOCKS_APART_S = 1.37e-7
+"""No two machines' clocks agree to the nanosecond, as those of two nodes without an offset would in virtual time."""
 COMPARISONS_MAX, COMPARISON_PAUSE_S = 3, 30.0
 """What is still being copied or deleted in the background may show a directory a little longer."""
 TREES_MAX, TREE_PAUSE_S = 3, 3.0
@@ -170,16 +172,28 @@ class Simulation:
         self.world.engines = MemoryEngines() if plan.profile == "power" else None
         self.calm = Weather(latency_s=plan.latency_s)
         for number, node_plan in enumerate(plan.nodes):
-            clock = MachineClock(node_plan.offset_s, node_plan.drift)
+            clock = MachineClock(node_plan.offset_s + number * CLOCKS_APART_S, node_plan.drift)
             node = SimulatedNode(self.world, f"n{number}", clock, **node_plan.config)
             node.weather = self.calm
             node.died.append(partial(self._drop_users, node.name))
+            node.names_changed.append(partial(self._follow, node))
             self._nodes.append(node)
             await node.start()
         self.oracle.begin({}, [node.name for node in self._nodes])
         for part in plan.rounds:
             await self._round(part)
         await self._check_clean()
+
+    def _follow(self, node: SimulatedNode, *_: object) -> None:
+        """What a node has not published yet goes along when another node renames a directory above it."""
+        for key, version in list(self._pending.items()):
+            if key[:2] != (node.name, node.lives) or node.daemon is None or not version.is_certain:
+                continue
+            path = node.path_of(key[2])
+            if path is not None and path != version.path:
+                moved = self.oracle.put(path, version.data, node.name, self._shown(node, path), origin=version)
+                moved.is_certain, moved.is_plain, version.is_certain = True, version.is_plain, False
+                self._pending[key] = moved
 
     def _drop_users(self, name: str) -> None:
         for scope in self._scopes[name]:
@@ -850,7 +864,12 @@ class Simulation:
             await trio.sleep(COMPARISON_PAUSE_S)
         if wrong:
             raise Failed(wrong)
+        self._follow_all()
         self._ask_oracle(tree)
+
+    def _follow_all(self) -> None:
+        for node in self._nodes:
+            self._follow(node)
 
     async def _compare(self) -> tuple[dict[str, bytes], str]:
         """What the reader of the raw store finds, and how a node or a fresh mount differs from it."""
