@@ -140,6 +140,7 @@ def mutants(seeds: int, name: str, profile: str) -> None:
             apply(mutant, Path(directory))
             found = subprocess.run(
                 [sys.executable, "-m", "tests.simulation", "find", mutant.profile, str(seeds), directory],
+                cwd=directory,  # which `python -m` searches first
                 env=os.environ | {"PYTHONPATH": f"{directory}:{os.getcwd()}"}, capture_output=True, text=True,
                 check=False,
             )  # fmt: skip

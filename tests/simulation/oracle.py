@@ -287,6 +287,9 @@ class Oracle:
             if not removal.is_rename and not self.deletes_conditionally and version.node != removal.node:
                 self.met["unchecked"] += 1
                 return True
+        if version.origin is not None and version.operation == -1 and self._is_at(version.origin, tree):
+            self.met["not moved along"] += 1
+            return True
         moved = version
         while moved.origin is not None:
             there = self._in_place_of(moved.origin)
@@ -306,6 +309,10 @@ class Oracle:
                 if not later.is_withdrawn and any(each.data in data for each in later.shown):
                     found.add(later)
         return found
+
+    def _is_at(self, version: Version, tree: Mapping[str, bytes]) -> bool:
+        """A file that was stored while another node renamed its directory may be under the old name after all."""
+        return tree.get(version.path) == version.data or self._replaced(version) or self._removed(version)
 
     def _is_carried(self, version: Version, removal: Removal, tree: Mapping[str, bytes]) -> bool:
         """A rename that removed what a version replaced in place took its bytes along."""

@@ -466,6 +466,7 @@ class Simulation:
                     data[at + piece * step : at + piece * step + len(part)] = part
                     if op.fsyncs and piece + 1 < op.pieces:
                         between = self._put(call, node, path, bytes(data), shown)
+                        between.known -= {version}
                         version.known, version.shown = version.known | {between}, version.shown | {between}
                         await fs.fsync(handle)
                         self._confirm_write(node, call, between, inode, file)
