@@ -198,3 +198,17 @@ async def test_what_was_stored_at_the_key_before_a_rename_is_not_seen_there_afte
         await m.fs.make_durable()
         await m.sync()
         assert await m.tree() == {"b": data}
+
+
+async def test_rename_over_a_directory_that_another_node_renamed_leaves_it_usable(tmp_path: Path) -> None:
+    async with two_lakes(MemoryStore(), tmp_path) as (one, two):
+        for name in ("moved", "empty"):
+            await one.mkdir(name)
+        await one.sync()
+        await two.poll()
+        await two.names()
+        await one.rename("empty", "elsewhere")
+        await two.rename("moved", "empty")
+        await two.poll()
+        assert await two.names() == ["elsewhere", "empty"]
+        assert await two.names("elsewhere") == []
