@@ -86,6 +86,8 @@ def made_visible(store: MemoryStore) -> list[str]:
 
 
 def die(cache: Path, target: Path) -> Path:
-    """The cache directory as a daemon killed now would leave it; nothing of the daemon's own loop runs meanwhile."""
-    subprocess.run(["cp", "-a", "--sparse=always", str(cache), str(target)], check=True)
-    return target
+    """The cache directory as a daemon killed now would leave it; nothing of the daemon's own loop runs meanwhile. It
+    has its name only when it is whole, for tests that wait for it while a worker thread makes it."""
+    copied = target.with_name(f"{target.name}.copied")
+    subprocess.run(["cp", "-a", "--sparse=always", str(cache), str(copied)], check=True)
+    return copied.rename(target)
