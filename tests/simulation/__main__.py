@@ -11,11 +11,12 @@ from pathlib import Path
 
 import click
 
+import lakefs_fuse
 from tests.simulation import plan as plans
 from tests.simulation import scheduler
-from tests.simulation.generator import OPERATIONS, PROFILES, make_plan
-from tests.simulation.mutant import apply, load_mutants
-from tests.simulation.runs import Result, Seed, run_all
+from tests.simulation.generator import PROFILES, make_plan
+from tests.simulation.mutant import Mutant, apply, load_mutants
+from tests.simulation.runs import Result, Seed, run_all, run_seed
 from tests.simulation.shrink import shrink
 from tests.simulation.simulation import Outcome, simulate
 
@@ -28,6 +29,8 @@ A line for each slice: `python -m tests.simulation run --ledger docs/simulation_
 |---|---|---|---|---|---|---|---|
 """
 POLLS = (": list ", ": get ")
+NODES = 3
+NODES_RANGE = click.IntRange(2, 6)
 
 
 @click.group()
@@ -40,7 +43,7 @@ def main() -> None:
 @click.option("--seeds", default=20, show_default=True, help="Seeds of each profile.")
 @click.option("--first", default=0, show_default=True, help="The first seed.")
 @click.option("--profile", type=click.Choice(["", *PROFILES]), default="", help="One profile; all of them by default.")
-@click.option("--nodes", default=3, show_default=True, help="Nodes, three to six.")
+@click.option("--nodes", type=NODES_RANGE, default=NODES, show_default=True, help="How many nodes share the lake.")
 @click.option("--seconds", type=float, help="Start no seed after so long.")
 @click.option("--ledger", type=click.Path(dir_okay=False, path_type=Path), help="Append a line for each profile.")
 @click.option("--max-failures", default=10, show_default=True, help="Failures that are printed for each profile.")
@@ -101,7 +104,7 @@ def _append(ledger: Path, profile: str, results: list[Result], hours: float, kno
 @main.command()
 @click.option("--seed", default=0, show_default=True, help="The seed.")
 @click.option("--profile", type=click.Choice(PROFILES), default="mixed", show_default=True)
-@click.option("--nodes", default=3, show_default=True)
+@click.option("--nodes", type=NODES_RANGE, default=NODES, show_default=True)
 @click.option("--plan", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A kept plan.")
 @click.option("--polls", is_flag=True, help="Print LIST and GET, too.")
 @click.option("--strict", is_flag=True, help="Known defects are failures.")
@@ -128,7 +131,7 @@ def _verdict(outcome: Outcome) -> str:
 
 @main.command()
 @click.option("--seeds", default=50, show_default=True, help="Seeds of its profile in which each has to be found.")
-@click.option("--name", default="", help="One mutant; all of them by default.")
+@click.option("--name", default="", help="One mutant, as its file is named; all of them by default.")
 @click.option("--profile", default="", help="Only mutants of this profile.")
 def mutants(seeds: int, name: str, profile: str) -> None:
     """Find each mutant; exit with 1 where one was not found."""
@@ -136,39 +139,46 @@ def mutants(seeds: int, name: str, profile: str) -> None:
     for mutant in load_mutants():
         if (name and mutant.name != name) or (profile and mutant.profile != profile):
             continue
-        with tempfile.TemporaryDirectory() as directory:
-            apply(mutant, Path(directory))
-            found = subprocess.run(
-                [sys.executable, "-m", "tests.simulation", "find", mutant.profile, str(seeds), directory],
-                cwd=directory,  # which `python -m` searches first
-                env=os.environ | {"PYTHONPATH": f"{directory}:{os.getcwd()}"}, capture_output=True, text=True,
-                check=False,
-            )  # fmt: skip
-        line = (found.stdout.strip() or found.stderr.strip()).splitlines()[-1]
-        click.echo(f"{mutant.name:60} {mutant.profile:10} {line[:150]}")
-        missed += found.returncode != 0
+        found = _find(mutant, seeds)
+        click.echo(f"{mutant.name:60} {mutant.profile:10} {found or f'not found in {seeds} seeds'}")
+        missed += not found
     sys.exit(missed > 0)
+
+
+def _find(mutant: Mutant, seeds: int) -> str:
+    """Which seed finds a mutant; a seed that fails without it does not count. Empty where none does."""
+    with tempfile.TemporaryDirectory() as directory:
+        apply(mutant, Path(directory))
+        command = [sys.executable, "-m", "tests.simulation", "failing", mutant.profile, str(seeds), directory]
+        with subprocess.Popen(
+            command,
+            cwd=directory,  # which `python -m` searches first
+            env=os.environ | {"PYTHONPATH": f"{directory}:{os.getcwd()}"},
+            stdout=subprocess.PIPE, text=True,
+        ) as process:  # fmt: skip
+            assert process.stdout is not None
+            for line in process.stdout:
+                number, _, failure = line.strip().partition(" ")
+                if not run_seed(Seed(mutant.profile, int(number), NODES)).failure:
+                    process.terminate()
+                    return f"found by seed {number}: {failure[:100]}"
+        if process.returncode:
+            raise click.ClickException(f"{mutant.name} could not be run")
+    return ""
 
 
 @main.command(hidden=True)
 @click.argument("profile")
 @click.argument("seeds", type=int)
 @click.argument("directory")
-def find(profile: str, seeds: int, directory: str) -> None:
-    """Run seeds of a program in ``directory`` until one fails."""
-    import lakefs_fuse
-
-    assert str(lakefs_fuse.__file__).startswith(directory), "the mutant is not what runs"
+def failing(profile: str, seeds: int, directory: str) -> None:
+    """Print the seeds at which the program in ``directory`` fails."""
+    if not str(lakefs_fuse.__file__).startswith(directory):
+        raise click.ClickException("the mutant is not what runs")
     for number in range(seeds):
-        try:
-            failure = simulate(make_plan(profile, number, operations=OPERATIONS)).failure
-        except Exception as error:
-            failure = repr(error)
-        if failure:
-            click.echo(f"found by seed {number}: {failure[:120]}")
-            return
-    click.echo(f"not found in {seeds} seeds")
-    sys.exit(1)
+        if failure := run_seed(Seed(profile, number, NODES)).failure:
+            click.echo(f"{number} {failure}".replace("\n", " "))
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

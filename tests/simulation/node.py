@@ -12,8 +12,8 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node, RandomStreams
-from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.vfs.open import assembled
@@ -96,18 +97,12 @@ class World:
     config: Mapping[str, object]
     fired: Counter[str] = field(default_factory=Counter)
     """How often each fault happened."""
-    trace: Callable[[str, str], None] | None = None
     engines: MemoryEngines | None = None
     """Storage engines and disks of all nodes are models that know what was synced, so that power may be cut."""
 
     def announced(self, who: str) -> Callable[[], None]:
         """What a link calls before a request of a node takes effect."""
         return lambda: setattr(self.store, "sender", who)
-
-    def tell(self, who: str, what: str) -> None:
-        """A line of the trace."""
-        if self.trace is not None:
-            self.trace(who, what)
 
 
 @dataclass(eq=False)
@@ -248,14 +243,6 @@ class SimulatedNode:
                     path.write_bytes(data)
                     self.world.fired["flipped bit in the cache"] += 1
 
-    async def stop(self) -> None:
-        """Unmount: everything durable first. Raises LakeError where that fails; the node is up then."""
-        daemon = self.daemon
-        assert daemon is not None
-        await daemon.lake.fs.make_durable()
-        daemon.scope.cancel()
-        await daemon.ended.wait()
-
     def set_weather(self, weather: Weather, cut_until_s: float | None = None) -> None:
         """Of this life and those after it."""
         self.weather = weather
@@ -354,11 +341,12 @@ class SimulatedNode:
 
     async def close(self, handle: int) -> None:
         """As close(2). Raises LakeError."""
-        fs = self.lake.fs
+        daemon, fs = self.daemon, self.lake.fs
         try:
             await fs.flush(handle)
         finally:
-            await fs.release(handle)
+            if self.daemon is daemon:  # a dead one's handles went with it
+                await fs.release(handle)
 
     async def open(self, path: str, flags: int) -> tuple[int, int]:
         """Handle and inode; the name is looked up again where its version was replaced. Raises LakeError."""
@@ -381,9 +369,9 @@ def copy_cache(source: Path, target: Path) -> None:
     shutil.copytree(source, target)
 
 
-def _files_below(tree: object, inode: int, prefix: str) -> list[tuple[str, Entry]]:
+def _files_below(tree: Tree, inode: int, prefix: str) -> list[tuple[str, Entry]]:
     found: list[tuple[str, Entry]] = []
-    for entry in tree.children(inode):  # type: ignore[attr-defined]
+    for entry in tree.children(inode):
         if entry.flags & Flag.SHADOWED:
             continue
         path = prefix + entry.name.decode()
@@ -393,27 +381,13 @@ def _files_below(tree: object, inode: int, prefix: str) -> list[tuple[str, Entry
     return found
 
 
-class _without_killed:  # noqa: N801
-    """Drops the errors of a dead node's tasks."""
-
-    def __enter__(self) -> None:
+@contextmanager
+def _without_killed() -> Iterator[None]:
+    """Drops the errors of a dead node's tasks, unless there are others."""
+    try:
+        yield
+    except Killed:
         pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, Killed):
-            return True
-        if isinstance(error, BaseExceptionGroup):
-            _, rest = error.split(Killed)
-            if rest is None:
-                return True
-            rest = _without_cancelled(rest)
-            if rest is None:
-                return False
-        return False
-
-
-def _without_cancelled(error: BaseExceptionGroup[BaseException]) -> BaseExceptionGroup[BaseException] | None:
-    return error.split(trio.Cancelled)[1]
-
-
-__all__ = ["Killed", "LakeError", "NodeDown", "SimulatedNode", "World", "copy_cache", "suppress"]
+    except BaseExceptionGroup as group:
+        if group.split(Killed)[1] is not None:
+            raise

@@ -27,6 +27,7 @@ from lakefs_fuse.store.protocol import (
 from tests.simulation.trace import describe_put
 
 NS = 1_000_000_000
+INDEX = ".lakefs/index/"
 PAGE_KEYS_MAX = 40
 """Small, so that listings have several pages, between which others write."""
 
@@ -73,6 +74,8 @@ class SimulatedStore:
     def _note(self, what: str, key: str, detail: str = "") -> None:
         self.requests[what] += 1
         if self.trace is not None:
+            if key.startswith(INDEX):  # RocksDB writes an id of its own into each file
+                detail = ""
             self.trace(f"{self.sender}: {what} {key} {detail}".rstrip())
 
     def put_as(self, key: str, data: bytes, etag: str, metadata: Mapping[str, str] | None = None) -> ObjectMeta:

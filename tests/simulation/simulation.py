@@ -95,6 +95,8 @@ class _Call:
     removals: list[Removal] = field(default_factory=list)
     doubtful: set[Version | Removal] = field(default_factory=set)
     """What another node may have undone before."""
+    has_begun: bool = False
+    """Bytes were written: an error says no more that nothing happened, as a later flush may publish them."""
 
     @property
     def changes(self) -> list[Version | Removal]:
@@ -105,9 +107,9 @@ class _Call:
             change.is_certain = change.is_certain or change not in self.doubtful
 
     def withdraw(self) -> None:
-        """Nothing of it has happened."""
+        """Nothing of it has happened, unless it had begun."""
         for change in self.changes:
-            change.is_withdrawn = not change.is_certain
+            change.is_withdrawn = not change.is_certain and not self.has_begun
 
 
 class Simulation:
@@ -116,7 +118,6 @@ class Simulation:
     def __init__(self, plan: Plan, scratch: Path, *, is_tracing: bool = False, is_strict: bool = False) -> None:
         self.plan, self._scratch = plan, scratch
         self.outcome = Outcome(plan)
-        self._is_tracing = is_tracing
         self._clock = MachineClock()
         self.store = SimulatedStore(_capabilities(plan), self._clock.wall_ns)
         self.oracle = Oracle(
@@ -174,7 +175,7 @@ class Simulation:
         for number, node_plan in enumerate(plan.nodes):
             clock = MachineClock(node_plan.offset_s + number * CLOCKS_APART_S, node_plan.drift)
             node = SimulatedNode(self.world, f"n{number}", clock, **node_plan.config)
-            node.weather = self.calm
+            node.weather, node.flips_blocks = self.calm, plan.profile == "crash"
             node.died.append(partial(self._drop_users, node.name))
             node.names_changed.append(partial(self._follow, node))
             self._nodes.append(node)
@@ -340,10 +341,17 @@ class Simulation:
         if entry.is_dir:
             return self.oracle.matching(path, DIRECTORY)
         data = node.stored_bytes(entry)
-        pending = self._pending.get((node.name, node.lives, entry.inode))
+        pending = self._pending_in(node, entry.inode)
         if pending is not None and pending.path == path and (data is None or data == pending.data):
             return frozenset({pending})
         return self.oracle.matching(path, data) if data is not None else frozenset()
+
+    def _pending_in(self, node: SimulatedNode, inode: int) -> Version | None:
+        """What a file will be once it is in the store, at the path to which the last rename that succeeded moved it."""
+        version = self._pending.get((node.name, node.lives, inode))
+        while version is not None and version.is_withdrawn:
+            version = version.origin
+        return version
 
     def _put(
         self, call: _Call, node: SimulatedNode, path: str, data: bytes, shown: frozenset[Version],
@@ -433,17 +441,16 @@ class Simulation:
         new = plans.content_bytes(op.content, op.size)
         version: Version | None = None
         shown: frozenset[Version] = frozenset()
-        path = op.path
+        path, creates = op.path, op.how in ("new", "exclusive")
 
         def register(real: str, found: frozenset[Version]) -> None:
             nonlocal version, shown, path
             call.withdraw()
             call.versions.clear()
             path, shown = real, found
-            if op.how in ("new", "exclusive"):
+            if creates:
                 version = self._put(call, node, path, new, shown)
 
-        began = False
         async with self._opened(node, op, register) as (handle, inode):
             key = (node.name, node.lives, inode)
             fs, is_closed = node.lake.fs, False
@@ -461,7 +468,7 @@ class Simulation:
                 step = -(-len(new) // op.pieces) or 1
                 for piece in range(op.pieces):
                     part = new[piece * step : (piece + 1) * step]
-                    began = True
+                    call.has_begun = True
                     await fs.write(handle, at + piece * step, part)
                     data[at + piece * step : at + piece * step + len(part)] = part
                     if op.fsyncs and piece + 1 < op.pieces:
@@ -478,13 +485,10 @@ class Simulation:
                 self._confirm_write(node, call, version, inode, file)
             except LakeError:
                 if not is_closed:
-                    began = True
+                    call.has_begun = call.has_begun or creates
                     with _ignored():
                         await node.close(handle)
                 raise
-            finally:
-                if not began and node.daemon is not None:
-                    call.withdraw()
 
     def _confirm_write(
         self, node: SimulatedNode, call: _Call, version: Version, inode: int, file: OpenFile | None
@@ -504,7 +508,6 @@ class Simulation:
 
     async def _truncate(self, node: SimulatedNode, op: plans.Truncate, call: _Call) -> None:
         shown: frozenset[Version] = frozenset()
-
         path = op.path
 
         def register(real: str, found: frozenset[Version]) -> None:
@@ -518,6 +521,7 @@ class Simulation:
             cut = data[: op.size].ljust(op.size, b"\0")
             version = self._put(call, node, path, cut, shown)
             self._pending[node.name, node.lives, inode] = version
+            call.has_begun = True
             try:
                 await node.lake.fs.setattr(inode, AttributeChange(size=op.size))
             finally:
@@ -640,7 +644,7 @@ class Simulation:
             return
         registered |= {(old, version) for version in shown}
         first = min(shown, key=lambda version: version.number)
-        if self._pending.get((node.name, node.lives, entry.inode)) is first and not first.is_certain:
+        if self._pending_in(node, entry.inode) is first and not first.is_certain:
             # What is being written moves here only; for others the version moves that is in the store.
             for version in list(self.oracle.versions[old]):
                 if version is not first and not version.is_withdrawn:
@@ -649,9 +653,8 @@ class Simulation:
                     call.doubtful.add(self._remove(call, node, old, shown, is_rename=True))
         moved = self._put(call, node, new, first.data, self._shown(node, new), origin=first)
         self._remove(call, node, old, shown, is_rename=True)
-        key = (node.name, node.lives, entry.inode)
-        if self._pending.get(key) in shown:
-            self._pending[key] = moved
+        if self._pending_in(node, entry.inode) in shown:
+            self._pending[node.name, node.lives, entry.inode] = moved
 
     def _register_moved(
         self, node: SimulatedNode, call: _Call, old: str, new: str, registered: set[tuple[str, Version]]
@@ -660,8 +663,7 @@ class Simulation:
         entry = node.entry(new)
         if entry is None or any(moved in self._versions_of(node, new, entry) for moved in call.versions):
             return
-        key = (node.name, node.lives, entry.inode)
-        pending, data = self._pending.get(key), node.stored_bytes(entry)
+        pending, data = self._pending_in(node, entry.inode), node.stored_bytes(entry)
         if pending is not None and pending.path == old and data in (None, pending.data):
             found = frozenset({pending})
         elif data is not None and not any(version.data == data for version in self.oracle.versions.get(new, ())):
@@ -673,7 +675,7 @@ class Simulation:
             moved = self._put(call, node, new, version.data, frozenset(), origin=version)
             self._remove(call, node, old, frozenset({version}), is_rename=True)
             if version is pending:
-                self._pending[key] = moved
+                self._pending[node.name, node.lives, entry.inode] = moved
 
     # -- other programs
 
@@ -826,7 +828,7 @@ class Simulation:
     # -- comparing
 
     async def _hear(self, quiet_s: float) -> None:
-        """All nodes learn of what one did; two of them are compared."""
+        """All nodes learn of what one did; the oracle is asked about what one of them, in turns, shows."""
         for node in self._nodes:
             await self._flush(node)
         await trio.sleep(quiet_s)
@@ -865,12 +867,9 @@ class Simulation:
             await trio.sleep(COMPARISON_PAUSE_S)
         if wrong:
             raise Failed(wrong)
-        self._follow_all()
-        self._ask_oracle(tree)
-
-    def _follow_all(self) -> None:
         for node in self._nodes:
             self._follow(node)
+        self._ask_oracle(tree)
 
     async def _compare(self) -> tuple[dict[str, bytes], str]:
         """What the reader of the raw store finds, and how a node or a fresh mount differs from it."""
