@@ -172,9 +172,9 @@ class DeletionQueue:
         return len(due)
 
     def _is_wanted(self, doomed: Deletion) -> bool:
-        """A name means the object: another one, or its own again."""
-        used = self._tree.objects.find(doomed.key, doomed.etag)
-        if used is not None and used.entries > 0:
+        """A name means the object: another one, or its own again. One that was renamed from this key means whatever
+        lies there: what was written in its place goes along."""
+        if self._tree.objects.used(doomed.key) is not None:
             return True
         above, _, name = doomed.key.encode("utf-8", "surrogatepass").rpartition(b"/")
         directory = self._tree.resolve(above.split(b"/")) if above else None
