@@ -27,7 +27,7 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, NotFound, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER
@@ -533,11 +533,13 @@ class Namespace:
             log.warning("%s goes on showing the mtime that it had: %s", os.fsdecode(entry.name), error)
 
     def is_removed(self, entry: Entry) -> bool:
-        """A commit removed the plain object that a file is."""
-        if not entry.is_plain:
+        """A commit removed the version that a file is; its row stays for as long as there are newer bytes here."""
+        if entry.flags & NO_OBJECT:
             return False
         tombstone = self.tree.tombstones.get(self.key(entry).encode("utf-8", "surrogatepass"))
-        return tombstone is not None and tombstone.etag == entry.etag and tombstone.stamp > entry.stamp
+        if tombstone is None or tombstone.stamp <= entry.stamp:
+            return False
+        return tombstone.etag == entry.etag if entry.is_plain else entry.stamp > 0
 
     def made(self, batch: Batch, directory: Entry) -> None:
         """This node has just made a directory: it is known to be there, and to hold nothing."""

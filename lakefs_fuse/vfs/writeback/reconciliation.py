@@ -68,8 +68,8 @@ class StoredVersions:
         if entry is not None and (entry.is_dir or entry.is_symlink):
             return Visible(str(entry.file_type))
         extent = self._ns.extent(entry) if entry is not None else None
-        if extent is not None and extent.version.key not in (path, record.key):
-            return Visible(extent.version.etag)
+        if entry is not None and extent is not None and extent.version.key not in (path, record.key):
+            return Visible("" if self._ns.is_removed(entry) else extent.version.etag)
         key = path if extent is None else extent.version.key  # another name's, if it was renamed while it was uploaded
         meta = await self._client.find(key)
         if meta is None:

@@ -243,13 +243,13 @@ class Replay:
         self._ns.changing(parent, file.entry.name)
         self._ns.changing(parent, name)
         batch = Batch()
-        local = row if row is not None and row.is_local else None
-        if local is not None:
-            self._ns.tree.detach(batch, local)
+        gone = row if row is not None and (row.is_local or self._ns.is_removed(row)) else None
+        if gone is not None:
+            self._ns.tree.detach(batch, gone)
         elif row is not None:
             self._ns.renew_inode(row)
         self._ns.tree.forget_listing(batch, parent)
-        mine = self._ns.tree.attach(batch, _anew(file.entry), parent, name, before=local)
+        mine = self._ns.tree.attach(batch, _anew(file.entry), parent, name, before=gone)
         for each in file.versions:
             each.entry = msgspec.structs.replace(
                 _anew(each.entry), parent=mine.parent, cookie=mine.cookie, name=mine.name
