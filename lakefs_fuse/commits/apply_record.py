@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from lakefs_fuse.commits.path_tree import PathTree, carry_over
+from lakefs_fuse.commits.path_tree import PathTree, Relocated, carry_over
 from lakefs_fuse.commits.record import (
     OWN,
     THIS,
@@ -92,7 +92,7 @@ class _Changes(msgspec.Struct):
     """Rows of files that get other attributes, as they were and as they will be."""
     tombstones: dict[bytes, Tombstone | None] = {}
     updated: list[Entry] = []
-    relocated: list[Entry] = []
+    relocated: list[Relocated] = []
     names: list[tuple[int, bytes]] = []
     """Names that the kernel may remember wrongly."""
     left: dict[int, None] = {}
@@ -252,10 +252,10 @@ class Application:
         in_use = self._watcher.in_use
         if updated := [entry for entry in changes.updated if entry.inode in in_use]:
             self._watcher.updated(updated)
-        if relocated := [entry for entry in changes.relocated if entry.inode in in_use]:
+        if relocated := [file for file in changes.relocated if file.entry.inode in in_use]:
             self._watcher.relocated(relocated)
-        for entry in changes.relocated:
-            self._watcher.changing(entry.parent, entry.name)
+        for file in changes.relocated:
+            self._watcher.changing(file.entry.parent, file.entry.name)
         for parent, name in changes.names:
             self._paths.notify(parent, name)
         for directory in changes.left:
@@ -554,7 +554,10 @@ class Application:
                 relocated, flags=current.flags | KNOWN, mode=operation.mode, uid=operation.uid, gid=operation.gid,
                 mtime_ns=operation.mtime_ns,
             )  # fmt: skip
-        self._changes.relocated.append(self._update(current, relocated))
+        key, etag = (operation.path, operation.from_etag)
+        if operation.from_object != OWN:
+            key, etag = self._ref(operation.from_object).key, self._ref(operation.from_object).etag
+        self._changes.relocated.append(Relocated(key, etag, operation.from_offset, self._update(current, relocated)))
 
 
 def _other_name(sort_name: bytes) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
@@ -22,6 +22,15 @@ from lakefs_fuse.meta.tree import Tree
 ROWS_MAX = 512
 """Names that are read, or written, at once."""
 T = TypeVar("T")
+
+
+class Relocated(NamedTuple):
+    """A file's bytes, which were those of a version of an object from ``offset`` on, are where its row says now."""
+
+    key: str
+    etag: str
+    offset: int
+    entry: Entry
 
 
 class Watcher:
@@ -53,7 +62,7 @@ class Watcher:
     def updated(self, entries: Sequence[Entry]) -> None:
         """The rows of files have other attributes, another place or another name."""
 
-    def relocated(self, entries: Sequence[Entry]) -> None:
+    def relocated(self, files: Sequence[Relocated]) -> None:
         """The same bytes are in another place."""
 
     def moved(self) -> None:
@@ -282,7 +291,11 @@ def _free_from_keys(paths: PathTree, source: str) -> None:
             (found, msgspec.structs.replace(found, place=number, etag=""))
             for (_, found), number in zip(plain, numbers, strict=True)
         ]
-        relocated = [freed for _, freed in changes if freed.inode in paths.watcher.in_use]
+        relocated = [
+            Relocated(path, found.etag, 0, freed)
+            for (path, found), (_, freed) in zip(plain, changes, strict=True)
+            if freed.inode in paths.watcher.in_use
+        ]
         changes += [
             (found, msgspec.structs.replace(found, etag="", stamp=0, place=0, offset=0))
             for _, found in chunk

@@ -19,7 +19,7 @@ from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.path_tree import Watcher
+from lakefs_fuse.commits.path_tree import Relocated, Watcher
 from lakefs_fuse.commits.poller import DOUBT_S_MAX, Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.node import Node
@@ -102,9 +102,9 @@ class FilesWatcher(Watcher):
         for entry in entries:
             self._files.updated(entry)
 
-    def relocated(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            self._files.relocated(entry)
+    def relocated(self, files: Sequence[Relocated]) -> None:
+        for file in files:
+            self._files.relocated(file)
 
     def moved(self) -> None:
         self._files.moved()

@@ -11,7 +11,7 @@ import msgspec
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.change import Change, merged
-from lakefs_fuse.commits.path_tree import Watcher
+from lakefs_fuse.commits.path_tree import Relocated, Watcher
 from lakefs_fuse.commits.record import THIS, ObjectRef, Operation, Put, Record, Remove
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
@@ -78,8 +78,8 @@ class Recorder(Watcher):
     def changed(self, parent: int, name: bytes) -> None:
         self.told.append(name)
 
-    def relocated(self, entries: Sequence[Entry]) -> None:
-        self.places += entries
+    def relocated(self, files: Sequence[Relocated]) -> None:
+        self.places += [file.entry for file in files]
 
 
 class Node:

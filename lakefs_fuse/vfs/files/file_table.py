@@ -19,6 +19,7 @@ import msgspec
 
 from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.commits.path_tree import Relocated
 from lakefs_fuse.errors import CacheError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -254,12 +255,16 @@ class FileTable:
                 each.entry, parent=entry.parent, cookie=entry.cookie, name=entry.name, flags=flags
             )
 
-    def relocated(self, entry: Entry) -> None:
-        """The same bytes are elsewhere now."""
+    def relocated(self, moved: Relocated) -> None:
+        """The same bytes are elsewhere now. A file that is being written may be based on an older version, which is
+        never mixed with them."""
+        entry = moved.entry
         file = self._files.get(entry.inode)
         if file is None:
             return
         extent, before = extent_of(self._tree, entry), file.extent
+        if before is not None and (before.version.key, before.version.etag, before.offset) != moved[:3]:
+            return
         for draft in (each.draft for each in file.versions):
             if draft is None or before is None or extent is None or extent == before:
                 continue  # where a rename under way has noted its new name, that stays
