@@ -9,6 +9,8 @@ What always holds:
   store at most ``delay_s`` later, or when `flush` returns; a committed change (`commit`) is in effect here and
   everywhere when the call returns, or nowhere;
 * *never twice*: after a PUT whose answer was lost, the store is asked for the commit before anything is sent again;
+* *overtaken*: a commit of another node that is newer wins here, too, whether it was polled before this node's PUT was
+  answered or after;
 * *names first*: a commit removes names before the deletion queue deletes their objects.
 
 Trio thread only. A crash before the PUT leaves the journal, which the next mount sends. A crash after it leaves a
@@ -448,7 +450,9 @@ class Committer:
 
     def _drop(self, journaled: dict[int, Change], time: int) -> None:
         """Journaled changes are in the store under this commit time. Attributes that were set again since, and are in
-        no commit yet, stay as they are here."""
+        no commit yet, stay as they are here. What others committed later, and was polled meanwhile, has met pending
+        stamps, which are newer than any commit: it is applied again."""
+        self._applier.commits.forget_after(time)
         later = {
             each.path: sequence
             for sequence, change in self.journal.changes.items()

@@ -209,6 +209,14 @@ class CommitRows:
         batch.delete_range(schema.APPLIED, _commit_key(schema.APPLIED, time, ""))
         self._db.commit(batch)
 
+    def forget_after(self, time: int) -> None:
+        """The next poll applies commits again that are newer than this."""
+        newer = _commit_key(schema.APPLIED, time + 1, "")
+        if next(self._db.scan(newer, schema.end_of(schema.APPLIED)), None) is not None:
+            batch = Batch()
+            batch.delete_range(newer, schema.end_of(schema.APPLIED))
+            self._db.commit(batch)
+
     def forget_all(self) -> None:
         """The next poll applies every commit again, which changes nothing that is newer."""
         batch = Batch()

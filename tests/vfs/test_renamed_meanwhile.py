@@ -12,7 +12,7 @@ import trio
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
-from tests.vfs.writing_back import KIB, LARGE, Outage, die, until, writing_back
+from tests.vfs.writing_back import KIB, LARGE, Outage, die, rewrite, until, writing_back
 
 
 async def test_a_rename_over_a_file_that_is_being_stored_knows_what_became_of_it(tmp_path: Path) -> None:
@@ -212,3 +212,57 @@ async def test_rename_over_a_directory_that_another_node_renamed_leaves_it_usabl
         await two.poll()
         assert await two.names() == ["elsewhere", "empty"]
         assert await two.names("elsewhere") == []
+
+
+async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_is_written_again(
+    tmp_path: Path,
+) -> None:
+    """The second version cannot lie at the key, which the renamed file uses by then: the first one stays there."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", relocate_after_s=TTL_S) as (one, two):
+        await one.write("f", b"first")
+        await one.sync()
+        await two.poll()
+        await one.rename("f", "g")
+        await one.sync()
+        handle = await two.open("f", os.O_RDWR)
+        await two.fs.write(handle, 0, b"second")
+        await two.fs.fsync(handle)
+        await two.poll()
+        await two.fs.write(handle, 0, b"third!")
+        await two.close(handle)
+        await two.sync()
+        await one.poll()
+        clock.advance(20 * TTL_S)
+        await one.parts.relocator.relocate_due()
+        await one.fs.sync_names()
+        await two.poll()
+        assert await one.tree() == await two.tree() == {"f": b"third!", "g": b"second"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": b"third!", "g": b"second"}
+
+
+async def test_a_commit_of_another_node_that_overtakes_ours_is_newer_here_too(tmp_path: Path) -> None:
+    """It is polled while our PUT is under way: it has a later time, and meets the stamp of what is not committed."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.write("f", b"first")
+        await one.sync()
+        await two.poll()
+        await one.unlink("f")
+        store.hook = pause
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.fs.sync_names)
+            await reached(pause.reached)
+            store.hook = lambda _request, _when: None
+            clock.advance(0.1)
+            await rewrite(two, "f", b"theirs")
+            await two.sync()
+            await one.poll()
+            pause.resume()
+        await one.poll()
+        await two.poll()
+        assert await one.tree() == await two.tree() == {"f": b"theirs"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": b"theirs"}
