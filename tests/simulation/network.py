@@ -7,6 +7,7 @@ that moment, or never does, by chance.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +24,9 @@ T = TypeVar("T")
 LATE_S = (20.0, 200.0)
 """How long a request or its answer that is very late takes."""
 TIMEOUT_S = 30.0
-"""A client gives up on a request without an answer after so long."""
+"""A client gives up on a request without an answer after so long; the request may arrive later."""
+SENDING = ("put", "part", "other")
+"""Kinds that may be slow and make progress: their client does not give up."""
 
 
 @dataclass
@@ -99,10 +102,14 @@ class Link:
             request = _Request(call)
             self._under_way.append(request)
             self._nursery.start_soon(self._carry, kind, request)
-            with trio.CancelScope(shield=not abandon):
+            patience_s = math.inf if kind in SENDING else TIMEOUT_S
+            with trio.CancelScope(shield=not abandon, deadline=trio.current_time() + patience_s):
                 await request.done.wait()
             if self._is_dead:
                 raise Killed
+            if not request.done.is_set():
+                self._fired[f"no answer to {kind} in time"] += 1
+                raise Unavailable("no answer in time")
             if isinstance(request.error, NextRequest):
                 call = cast("Callable[[], T]", request.error.call)
                 continue

@@ -24,7 +24,7 @@ from lakefs_fuse.environment import failpoints
 from lakefs_fuse.environment.disk import LocalDisk
 from lakefs_fuse.environment.node import Node, RandomStreams
 from lakefs_fuse.errors import FileError
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.entry import PENDING, ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.store.client import StoreClient
@@ -294,6 +294,11 @@ class SimulatedNode:
         """Paths of files that have a version which is not in the store, and directories above them."""
         paths = {file.key for file in self.lake.parts.files.dirty()}
         return paths | {path[:at] for path in paths for at, mark in enumerate(path) if mark == "/"}
+
+    def is_unsaid(self, path: str) -> bool:
+        """No commit has told of what the node shows at a path: it is not in the store, or waits for a commit."""
+        entry = self.entry(path)
+        return entry is not None and (entry.stamp >= PENDING or self.lake.parts.files.is_dirty(entry))
 
     def stored_bytes(self, entry: Entry) -> bytes | None:
         """The bytes that a row names, from all that were ever stored; None of a file that is not in the store."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -65,6 +65,10 @@ class SimulatedStore:
         """Of the request that is being carried out."""
         self.senders: dict[str, str] = {}
         """Of the last version of each key."""
+        self.storers: dict[tuple[str, str], set[str]] = defaultdict(set)
+        """Who has stored a version, by key and ETag."""
+        self.deleted: dict[str, str] = {}
+        """The ETag of the last version of a key that was deleted."""
         self.copies: set[str] = set()
         """Keys whose object was made by a copy inside the store."""
         self._keys: list[str] = []
@@ -88,11 +92,14 @@ class SimulatedStore:
         self.objects[key] = (data, meta)
         self.versions[key, etag] = data
         self.senders[key] = self.sender
+        self.storers[key, etag].add(self.sender.partition("#")[0])
         return meta
 
     def remove(self, key: str) -> None:
         """Delete an object, whoever asks for it."""
-        if self.objects.pop(key, None) is not None:
+        removed = self.objects.pop(key, None)
+        if removed is not None:
+            self.deleted[key] = removed[1].etag
             del self._keys[bisect.bisect_left(self._keys, key)]
 
     def _found(self, key: str, etag: str | None = None) -> tuple[bytes, ObjectMeta]:

@@ -20,13 +20,17 @@ Some defects are known, and are counted in `Oracle.known` in place of being repo
 come from the rule that the newest commit of a name wins, whichever versions it names:
 
 * *unnamed removal*: a removal that was committed later takes a version written in place that it does not name;
-* *late announcement*: a commit that tells of a plain object after another node has removed that version brings it back;
+* *late announcement*: a commit that tells of a plain object after another node has removed or replaced that version
+  brings it back, or leaves nothing where that node has deleted the object;
+* *equal bytes*: a node deletes the object that it has replaced, by its ETag, where another has stored the same bytes;
 * *late look*: a node that looks for a renamed object at its old key, and finds none, commits that the new name is gone,
   although another node has written it meanwhile;
 * *late adoption*: a node that looks for a renamed object at its old key finds what another node has created there
   since, and takes it for the same file;
-* *late copy*: a node copies a renamed object to its new key after another node has renamed or removed that name, which
-  shows again.
+* *late write*: a node that has not heard of a rename replaces the object in place, after the renaming node has looked
+  for that: the new name has no bytes, and the run ends;
+* *late copy*: a renamed object is copied to its new key, or a packed file unpacked to its own, while another node
+  renames or removes that name, which shows again.
 
 The oracle starts anew whenever all nodes agreed on a tree, with what they agreed on.
 """
@@ -99,11 +103,13 @@ class Oracle:
     def __init__(
         self, *, deletes_conditionally: bool, is_strict: bool = False,
         last_remover: Callable[[str], str] = lambda _: "", is_copy: Callable[[str], bool] = lambda _: False,
-        is_announced: Callable[[str], bool] = lambda _: False,
+        is_announced: Callable[[str], bool] = lambda _: False, is_deleted_twin: Callable[[str], bool] = lambda _: False,
     ) -> None:  # fmt: skip
         """``last_remover`` answers which node wrote the newest commit of a path, if that removes it; ``is_copy``
-        whether the object at a path's own key is a copy of another; ``is_announced`` whether the newest commit of a
-        path says that it is the object at its own key."""
+        whether the object at a path's own key was made from another; ``is_announced`` whether the newest commit of a
+        path says that it is the object at its own key; ``is_deleted_twin`` whether the last object at a path's own key
+        was stored there twice, by two nodes, with the same bytes, and deleted."""
+        self.is_deleted_twin = is_deleted_twin
         self.is_copy, self.is_announced = is_copy, is_announced
         self.deletes_conditionally, self.is_strict = deletes_conditionally, is_strict
         self.last_remover = last_remover
@@ -158,8 +164,10 @@ class Oracle:
         return removal
 
     def matching(self, path: str, data: bytes) -> frozenset[Version]:
-        """The versions of a path that have these bytes."""
-        return frozenset(v for v in self.versions.get(path, ()) if v.data == data and not v.is_withdrawn)
+        """The versions of a path that have these bytes; else those that a rename moved there and took them along."""
+        versions = [version for version in self.versions.get(path, ()) if not version.is_withdrawn]
+        found = frozenset(version for version in versions if version.data == data)
+        return found or frozenset(version for version in versions if data in self._bytes_of(version))
 
     def observe(self, node: str, path: str, versions: frozenset[Version]) -> None:
         """A node was shown one of these."""
@@ -184,7 +192,7 @@ class Oracle:
         if data == DIRECTORY and (any(below.startswith(path + "/") for below in tree) or self._is_written_below(path)):
             return ""
         found = [version for version in versions if data in self._bytes_of(version)]
-        if not found and self._is_adopted(data, versions) and self._is_known("late adoption"):
+        if not found and self._is_adopted(data, versions) and self.is_known("late adoption"):
             return ""
         if not found:
             listed = ", ".join(map(str, versions)) or "nothing"
@@ -193,10 +201,10 @@ class Oracle:
         if (
             not allowed
             and (self.is_announced(path) or any(map(self._is_announced_late, found)))
-            and self._is_known("late announcement")
+            and self.is_known("late announcement")
         ):
             return ""
-        if not allowed and self.is_copy(path) and self._is_known("late copy"):
+        if not allowed and self.is_copy(path) and self.is_known("late copy"):
             return ""
         if not allowed:
             return f"{path} shows {describe(data)} again, which was {self._why_gone(found[0])}"
@@ -209,15 +217,24 @@ class Oracle:
         for version in versions:
             if not self._replaced(version) and self._may_be_removed(version, tree):
                 return ""
-        if any(self._is_unnamed(version) for version in versions) and self._is_known("unnamed removal"):
+        if any(self._is_unnamed(version) for version in versions) and self.is_known("unnamed removal"):
+            return ""
+        if self.is_deleted_twin(path) and self.is_known("equal bytes"):
+            return ""
+        if (
+            self.is_announced(path)
+            and any(map(self._is_announced_late, versions))
+            and self.is_known("late announcement")
+        ):
             return ""
         remover = self.last_remover(path)
-        if remover and all(r.node != remover for r in self.removals[path]) and self._is_known("late look"):
+        if remover and all(r.node != remover for r in self.removals[path]) and self.is_known("late look"):
             return ""
         lost = [version for version in certain if not self._replaced(version)] or certain
         return f"{path} is gone: {', '.join(map(str, lost))} was put and nobody removed it"
 
-    def _is_known(self, defect: str) -> bool:
+    def is_known(self, defect: str) -> bool:
+        """Count a known defect; False where it has to be reported."""
         if self.is_strict:
             return False
         self.known[defect] += 1
@@ -229,7 +246,7 @@ class Oracle:
             moved = version
             while moved.origin is not None:
                 moved = moved.origin
-                if any(other.data == data for other in self.versions[moved.path]):
+                if data in self.ever[moved.path]:
                     return True
         return False
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
 from lakefs_fuse.commits.record import Mkdir, Operation, Record, Relocate, SetAttr
@@ -16,15 +16,22 @@ class Commits:
 
     def newest(self, path: str, objects: Mapping[str, bytes]) -> tuple[str, Operation] | None:
         """Key of the newest commit that names a path, and its last operation on it."""
-        for key in sorted(objects, reverse=True):
-            if parse_commit_key(key) is None:
-                continue
-            if key not in self._records:
-                self._records[key] = read(key, objects[key])
-            for operation in reversed(self._records[key].operations):
+        for key, record in self._newest_first(objects):
+            for operation in reversed(record.operations):
                 if operation.path == path and not isinstance(operation, SetAttr | Relocate | Mkdir):
                     return key, operation
         return None
+
+    def paths(self, objects: Mapping[str, bytes]) -> set[str]:
+        """Every path that a commit names."""
+        return {operation.path for _, record in self._newest_first(objects) for operation in record.operations}
+
+    def _newest_first(self, objects: Mapping[str, bytes]) -> Iterator[tuple[str, Record]]:
+        for key in sorted(objects, reverse=True):
+            if parse_commit_key(key) is not None:
+                if key not in self._records:
+                    self._records[key] = read(key, objects[key])
+                yield key, self._records[key]
 
 
 def read(key: str, data: bytes) -> Record:
