@@ -1,8 +1,9 @@
 """Commits of other nodes: found with one LIST a poll, applied in the order of their times.
 
-A poll lists names after the newest commit time seen less `WINDOW_NS`, and applies what is new. So a commit is found if
-its time is no more than that window behind the newest one when it becomes visible. Times come from clocks that are
-corrected by the store's, and a request takes a minute at most; two nodes' clocks may differ by the rest.
+A poll lists names after the newest commit time that the last one knew, less `WINDOW_NS`, and applies what is new. So a
+commit is found if its time is no more than that window behind the newest one when it becomes visible, however long this
+node was cut off, and whatever it has committed itself before it polled again. Times come from clocks that are corrected
+by the store's, and a request takes a minute at most; two nodes' clocks may differ by the rest.
 
 What always holds (*whole or left out*): a commit that cannot be read is left out, logged and counted, never applied in
 part. One that is dated farther ahead of the store's time than COMMIT_AHEAD_MAX_S is left out until its time has come.
@@ -107,20 +108,23 @@ class Poller:
             self._metrics.polls += 1
             count, backoff = 0, Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
             give_up_at = trio.current_time() + DOUBT_S_MAX
+            commits = self._applier.commits
             while True:
+                began_ns, newest = self._clock.wall_ns(), commits.newest()
                 found = await self._find()
                 done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
                 count += done
-                if done:
-                    self._applier.commits.forget_before(max(0, self._applier.commits.newest() - 2 * WINDOW_NS))
                 if done == len(found):
+                    commits.record_polled(min(began_ns, max(newest, found[-1][0] if found else 0)))
+                    if done:
+                        commits.forget_before(max(0, commits.polled() - 2 * WINDOW_NS))
                     return count
                 await trio.sleep(backoff.next_s())
 
     async def _find(self) -> list[tuple[int, str, ObjectMeta]]:
         """Commits that are not applied, the oldest first."""
         ahead_ns = self._clock.ahead_ns()
-        since = max(0, min(self._applier.commits.newest(), ahead_ns) - WINDOW_NS)
+        since = max(0, min(self._applier.commits.polled(), ahead_ns) - WINDOW_NS)
         found: list[tuple[int, str, ObjectMeta]] = []
         async with contextlib.aclosing(self._log.list_since(since)) as pages:
             async for page in pages:

@@ -193,6 +193,17 @@ class CommitRows:
         """Time of the newest commit applied; 0 where there is none."""
         return int.from_bytes(self._db.get(schema.SINGLE_NEWEST) or b"", "big")
 
+    def polled(self) -> int:
+        """The newest commit time that polls are past, as far as the window lets them be. This node's own commits do
+        not move it: others' that were made before may not have been polled yet."""
+        row = self._db.get(schema.SINGLE_POLLED)
+        return self.newest() if row is None else int.from_bytes(row, "big")
+
+    def record_polled(self, time: int) -> None:
+        """A poll came to its end that found everything as new as this."""
+        if time > self.polled() or self._db.get(schema.SINGLE_POLLED) is None:
+            self._db.commit(Batch({schema.SINGLE_POLLED: schema.NUMBER.pack(time)}))
+
     def record_applied(self, time: int, writer: str) -> None:
         batch = Batch({_commit_key(schema.APPLIED, time, writer): b"", _commit_key(schema.REFUSED, time, writer): None})
         if time > self.newest():
@@ -222,6 +233,7 @@ class CommitRows:
         batch = Batch()
         batch.delete_range(schema.APPLIED, schema.end_of(schema.APPLIED))
         batch.rows[schema.SINGLE_NEWEST] = None
+        batch.rows[schema.SINGLE_POLLED] = schema.NUMBER.pack(0)
         self._db.commit(batch)
 
     def forget_since(self, time: int) -> None:
@@ -229,7 +241,7 @@ class CommitRows:
         set later than the store's clock may be among those here."""
         batch = Batch()
         batch.delete_range(_commit_key(schema.APPLIED, time, ""), schema.end_of(schema.APPLIED))
-        batch.rows[schema.SINGLE_NEWEST] = schema.NUMBER.pack(time)
+        batch.rows[schema.SINGLE_NEWEST] = batch.rows[schema.SINGLE_POLLED] = schema.NUMBER.pack(time)
         batch.rows[schema.SINGLE_OUTDATED] = b""
         self._db.commit(batch)
 

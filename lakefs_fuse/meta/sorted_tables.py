@@ -23,6 +23,7 @@ from lakefs_fuse.errors import CacheError, DamagedCommit
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import HEAD, Flag
+from lakefs_fuse.meta.rows import CommitRows
 
 KINDS = b"".join(schema.NAME_KINDS)
 """First bytes of the keys that a dump has, in order."""
@@ -60,7 +61,7 @@ def marks_of(database: Database) -> Marks:
     return Marks(
         inode=int.from_bytes(database.get(schema.SINGLE_INODE) or b"", "big") or 2,
         object=int.from_bytes(database.get(schema.SINGLE_OBJECT) or b"", "big"),
-        newest=int.from_bytes(database.get(schema.SINGLE_NEWEST) or b"", "big"),
+        newest=CommitRows(database).polled(),
     )
 
 
@@ -202,6 +203,7 @@ def ingest(database: Database, paths: list[Path], marks: Marks, directory: Path)
     rows = {
         schema.SINGLE_INODE: max(known.inode, marks.inode),
         schema.SINGLE_NEWEST: marks.newest,
+        schema.SINGLE_POLLED: marks.newest,
         schema.SINGLE_OBJECT: max(known.object, marks.object),
     }
     path = directory / "marks.sst"
@@ -225,7 +227,7 @@ def drop_names(database: Database) -> None:
     batch = Batch()
     for kind in (*schema.NAME_KINDS, schema.REFUSED):
         batch.delete_range(kind, schema.end_of(kind))
-    batch.rows[schema.SINGLE_NEWEST] = None
+    batch.rows[schema.SINGLE_NEWEST] = batch.rows[schema.SINGLE_POLLED] = None
     batch.rows[schema.SINGLE_OUTDATED] = None
     batch.rows[schema.SINGLE_REAPPLY] = b""
     database.commit(batch, sync=True)

@@ -10,6 +10,7 @@ import trio
 
 from lakefs_fuse.commits import poller
 from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, commit_key, parse_commit_key
+from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.hybrid_clock import COMMIT_AHEAD_MAX_S
 from lakefs_fuse.commits.poller import FETCHED_MAX
@@ -108,6 +109,25 @@ async def test_a_late_one_inside_the_window_is_found(tmp_path: Path) -> None:
         commit(site, 1000 - 119, "late")
         assert await a.poller.poll() == 1
         assert sorted(a.shown()) == ["late", "now"]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_commit_made_here_after_an_outage_hides_none_that_was_made_during_it(
+    tmp_path: Path, restarts: bool
+) -> None:
+    """No poll came through for longer than the window; then this node commits before it polls again."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        await a.poller.poll()
+        commit(site, 10, "theirs")
+        site.clock.seconds = HOUR_S
+        await a.committer.commit(Change(operations=[Remove(path="ours")]))
+        if not restarts:
+            assert await a.poller.poll() == 1
+            assert list(a.shown()) == ["theirs"]
+    with site.daemon("a") as a:
+        assert await a.poller.poll() == restarts
+        assert list(a.shown()) == ["theirs"]
 
 
 async def test_an_old_lake_is_not_listed_whole_by_every_poll(tmp_path: Path) -> None:

@@ -228,7 +228,8 @@ class Oracle:
         ):
             return ""
         remover = self.last_remover(path)
-        if remover and all(r.node != remover for r in self.removals[path]) and self.is_known("late look"):
+        removers = {removal.node for removal in self.removals[path] if not removal.is_withdrawn}
+        if remover and remover not in removers and self.is_known("late look"):
             return ""
         lost = [version for version in certain if not self._replaced(version)] or certain
         return f"{path} is gone: {', '.join(map(str, lost))} was put and nobody removed it"
