@@ -192,6 +192,9 @@ class Oracle:
         if data == DIRECTORY and (any(below.startswith(path + "/") for below in tree) or self._is_written_below(path)):
             return ""
         found = [version for version in versions if data in self._bytes_of(version)]
+        if not found and self._is_moved_along(path, data):
+            self.met["moved along"] += 1
+            return ""
         if not found and self._is_adopted(data, versions) and self.is_known("late adoption"):
             return ""
         if not found:
@@ -251,6 +254,27 @@ class Oracle:
                     return True
         return False
 
+    def _is_moved_along(self, path: str, data: bytes) -> bool:
+        return any(
+            version.data == data and not version.is_withdrawn and path in self._along(version)
+            for versions in list(self.versions.values())
+            for version in versions
+        )
+
+    def _along(self, version: Version) -> set[str]:
+        """Paths to which a version that was not in the store yet goes, because another node renamed a directory."""
+        found, pending = set[str](), [version.path]
+        while pending:
+            path = pending.pop()
+            for at in [at for at, mark in enumerate(path) if mark == "/"]:
+                for directory in self.versions.get(path[:at], ()):
+                    for moved in directory.moved_to:
+                        along = moved.path + path[at:]
+                        if moved.node != version.node and not moved.is_withdrawn and along not in found:
+                            found.add(along)
+                            pending.append(along)
+        return found
+
     def _is_unnamed(self, version: Version) -> bool:
         """A removal took it that did not know it."""
         return not self._replaced(version) and any(
@@ -289,6 +313,9 @@ class Oracle:
     def _may_be_removed(self, version: Version, tree: Mapping[str, bytes]) -> bool:
         if any(path.startswith(version.path + CONFLICT) and data == version.data for path, data in tree.items()):
             self.met["kept beside"] += 1
+            return True
+        if any(tree.get(path) == version.data for path in self._along(version)):
+            self.met["moved along"] += 1
             return True
         for removal in self.removals[version.path]:
             if removal.is_withdrawn:

@@ -674,7 +674,7 @@ class Simulation:
         pending, data = self._pending_in(node, entry.inode), node.stored_bytes(entry)
         if pending is not None and pending.path == old and data in (None, pending.data):
             found = frozenset({pending})
-        elif data is not None and not any(version.data == data for version in self.oracle.versions.get(new, ())):
+        elif data is not None and not self.oracle.matching(new, data):
             found = self.oracle.matching(old, data)
         else:
             return
