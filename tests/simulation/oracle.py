@@ -42,6 +42,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 DIRECTORY = b"<directory>"
+PATHS_MAX = 50
 CONFLICT = ".conflict-"
 """In the name under which a version is kept where another client had created the file first."""
 
@@ -262,10 +263,11 @@ class Oracle:
         )
 
     def _along(self, version: Version) -> set[str]:
-        """Paths to which a version that was not in the store yet goes, because another node renamed a directory."""
+        """Paths to which a version that was not in the store yet goes, because another node renamed a directory. As the
+        renames are in no order here, they may go in circles."""
         found, pending = set[str](), [version.path]
-        while pending:
-            path = pending.pop()
+        while pending and len(found) < PATHS_MAX:
+            path = pending.pop(0)
             for at in [at for at, mark in enumerate(path) if mark == "/"]:
                 for directory in self.versions.get(path[:at], ()):
                     for moved in directory.moved_to:

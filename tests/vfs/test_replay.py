@@ -536,28 +536,21 @@ async def test_a_newer_version_of_somebody_else_is_kept_and_so_is_ours(
 async def test_a_name_that_somebody_else_replaced_and_then_removed_is_free_for_ours(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     outage = Outage(store, away=False)
-    async with (
-        writing_back(store, tmp_path / "cache", pack="always", clock=clock) as m,
-        lake(store, tmp_path / "theirs", pack="always", clock=clock) as theirs,
-    ):
-        await m.write("file", b"before")
-        await m.fs.make_durable()
-        await theirs.write("theirs", b"theirs")
-        await theirs.sync()
-        outage.away = True
-        await rewrite(m, "file", b"acknowledged")
-        outage.away = False
-        await theirs.poll()
-        await theirs.rename("theirs", "file")
-        await theirs.sync()
-        outage.away = True
-        await m.poll()
-        dead = die(tmp_path / "cache", tmp_path / "dead")
+    async with lake(store, tmp_path / "theirs", pack="always", clock=clock) as theirs:
+        async with writing_back(store, tmp_path / "cache", pack="always", clock=clock) as m:
+            await m.write("file", b"before")
+            await m.fs.make_durable()
+            await theirs.write("theirs", b"theirs")
+            await theirs.poll()
+            await theirs.rename("theirs", "file")
+            await theirs.sync()
+            outage.away = True
+            await rewrite(m, "file", b"acknowledged")
+            await m.poll()
+            dead = die(tmp_path / "cache", tmp_path / "dead")
         outage.away = False
         await theirs.unlink("file")
         await theirs.sync()
-        outage.away = True
-    store.hook = lambda _request, _when: None
     async with writing_back(store, dead, pack="always", clock=clock) as m:
         await m.fs.make_durable()
         assert (told(m)["conflicts"], await m.tree()) == (0, {"file": b"acknowledged"})
