@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.errors import LakeError, Unavailable
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
@@ -266,3 +267,39 @@ async def test_a_commit_of_another_node_that_overtakes_ours_is_newer_here_too(tm
         assert await one.tree() == await two.tree() == {"f": b"theirs"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"f": b"theirs"}
+
+
+async def test_a_file_that_is_closed_while_a_rename_over_it_fails_keeps_its_bytes(tmp_path: Path) -> None:
+    """Its name was about to go, so its close had nothing to store; then the name stayed."""
+    store, is_away = MemoryStore(), False
+    pause = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+
+    def fail(request: Request, when: When) -> None:
+        pause(request, when)
+        if is_away and request.what in ("put", "head") and request.key.startswith(".lakefs/commits/"):
+            raise Unavailable("the store is away")
+
+    async with lake(store, tmp_path / "cache", pack="never") as m:
+        await m.write("f", b"before")
+        await m.write("g", b"other")
+        await m.sync()
+        handle = await m.open("f", os.O_RDWR)
+        await m.fs.write(handle, 0, b"closed")
+        store.hook, is_away = fail, True
+
+        async def refused() -> None:
+            nonlocal is_away
+            with pytest.raises(LakeError):
+                await m.rename("g", "f")
+            is_away = False
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refused)
+            await reached(pause.reached)
+            nursery.start_soon(m.close, handle)
+            await trio.sleep(0.05)
+            pause.resume()
+        await m.fs.make_durable()
+        assert await m.tree() == {"f": b"closed", "g": b"other"}
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"f": b"closed", "g": b"other"}

@@ -113,6 +113,11 @@ class OpenFile:
     def unlinked(self) -> bool:
         return self.state is OpenState.UNLINKED
 
+    @property
+    def is_being_unlinked(self) -> bool:
+        """Whether its name goes is not decided yet: who removes it holds ``publishing``."""
+        return self.unlinked and self.publishing.locked()
+
     def unlink(self) -> None:
         """Its name is gone, or is about to be removed."""
         if self.state is not OpenState.UNLINKED:

@@ -140,7 +140,7 @@ class FileIO:
         """One handle less. The last one takes the file out of the table, unless it still has bytes to publish."""
         file.handles -= 1
         file.writers -= writer
-        if not file.handles and file.draft is not None and file.unlinked:
+        if not file.handles and file.draft is not None and file.unlinked and not file.is_being_unlinked:
             await self._drafts.discard(file)
         self.unpin(file)
 

@@ -339,6 +339,9 @@ class Publisher:
 
     async def close(self, file: OpenFile) -> None:
         """What `close()` waits for: the store, or under write-back the local disk. Raises LakeError."""
+        if file.is_being_unlinked:
+            async with file.publishing:  # the name stays where its removal fails
+                pass
         draft = file.draft
         if file.state is not OpenState.UNLINKED:
             file.check_complete()
