@@ -67,6 +67,8 @@ class SimulatedStore:
         """Of the last version of each key."""
         self.storers: dict[tuple[str, str], set[str]] = defaultdict(set)
         """Who has stored a version, by key and ETag."""
+        self.deleting: Callable[[str, str], None] = lambda key, etag: None
+        """Called with key and ETag before a version is deleted."""
         self.deleted: dict[str, str] = {}
         """The ETag of the last version of a key that was deleted."""
         self.copies: set[str] = set()
@@ -99,6 +101,7 @@ class SimulatedStore:
         """Delete an object, whoever asks for it."""
         removed = self.objects.pop(key, None)
         if removed is not None:
+            self.deleting(key, removed[1].etag)
             self.deleted[key] = removed[1].etag
             del self._keys[bisect.bisect_left(self._keys, key)]
 

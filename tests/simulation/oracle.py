@@ -29,6 +29,8 @@ come from the rule that the newest commit of a name wins, whichever versions it 
   since, and takes it for the same file;
 * *late write*: a node that has not heard of a rename replaces the object in place, after the renaming node has looked
   for that: the new name has no bytes, and the run ends;
+* *early deletion*: a node deletes an object that it has replaced, and that another node has renamed meanwhile: the new
+  name has no bytes, and the run ends;
 * *late copy*: a renamed object is copied to its new key, or a packed file unpacked to its own, while another node
   renames or removes that name, which shows again.
 

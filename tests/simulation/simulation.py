@@ -126,6 +126,7 @@ class Simulation:
         self.outcome = Outcome(plan)
         self._clock = MachineClock()
         self.store = SimulatedStore(_capabilities(plan), self._clock.wall_ns)
+        self.store.deleting = self._note_deletion
         self.oracle = Oracle(
             deletes_conditionally=self.store.capabilities.delete_if_match,
             is_strict=is_strict or plan.profile == "turns",
@@ -143,6 +144,7 @@ class Simulation:
         """By operation that succeeded: the last one that had begun when it ended."""
         self._synced: dict[str, int] = {}
         """By node: the last write-back write that was acknowledged. What ended before it began survives a power cut."""
+        self._deleted_unaware: set[tuple[str, str]] = set()
         self._bytes_ever: set[bytes] = {b""}
         self._reader, self._commits = Reader(), Commits()
         self._number = 0
@@ -876,6 +878,7 @@ class Simulation:
         if wrong:
             for defect, names in (
                 ("late write", self._written_late()),
+                ("early deletion", self._deleted_early()),
                 ("late announcement", self._above_what_is_gone()),
             ):
                 if names and not (await self._compare(names))[1] and self.oracle.is_known(defect):
@@ -893,6 +896,24 @@ class Simulation:
             if name.problem and name.key in self.store.objects
             and self.oracle.matching(name.key, self.store.objects[name.key][0])
         }  # fmt: skip
+
+    def _note_deletion(self, key: str, etag: str) -> None:
+        """Whether a node deletes an object that another uses under a name of which it has not heard."""
+        name = self.store.sender.partition("#")[0]
+        node = next((node for node in self._nodes if node.name == name and node.daemon is not None), None)
+        self._deleted_unaware.discard((key, etag))
+        if node is not None:
+            row = node.lake.fs.namespace.tree.objects.find(key, etag)
+            if row is None or not row.entries:
+                self._deleted_unaware.add((key, etag))
+
+    def _deleted_early(self) -> set[str]:
+        """Names without bytes, because a node that had not heard of them has deleted the object that it replaced."""
+        return {
+            path
+            for path, name in self.read_lake().names.items()
+            if name.problem and name.key not in self.store.objects and (name.key, name.etag) in self._deleted_unaware
+        }
 
     def _above_what_is_gone(self) -> set[str]:
         """Directories above plain objects of which a commit has told after another node had deleted them."""
