@@ -43,6 +43,8 @@ FETCHED_MAX = 16
 FETCHED_BYTES_MAX = 4 << 20
 """Of each of them; a larger one is fetched when its turn has come, and is the only one."""
 CLOCK_CHECK_S = 600.0
+LISTING_S_MAX = 30.0
+"""A listing that takes longer may have passed the place of a commit before the next one found was made."""
 DOUBT_S_MAX = 1.0
 """From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
 DOUBT_PAUSE_S_FIRST = 0.25
@@ -110,12 +112,14 @@ class Poller:
             give_up_at = trio.current_time() + DOUBT_S_MAX
             commits = self._applier.commits
             while True:
-                began_ns, newest = self._clock.wall_ns(), commits.newest()
+                began_s, newest = trio.current_time(), commits.newest()
                 found = await self._find()
+                if found and trio.current_time() - began_s < LISTING_S_MAX:
+                    newest = max(newest, found[-1][0])
                 done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
                 count += done
                 if done == len(found):
-                    commits.record_polled(min(began_ns, max(newest, found[-1][0] if found else 0)))
+                    commits.record_polled(newest)
                     if done:
                         commits.forget_before(max(0, commits.polled() - 2 * WINDOW_NS))
                     return count

@@ -23,7 +23,6 @@ from lakefs_fuse.errors import CacheError, DamagedCommit
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import HEAD, Flag
-from lakefs_fuse.meta.rows import CommitRows
 
 KINDS = b"".join(schema.NAME_KINDS)
 """First bytes of the keys that a dump has, in order."""
@@ -61,7 +60,7 @@ def marks_of(database: Database) -> Marks:
     return Marks(
         inode=int.from_bytes(database.get(schema.SINGLE_INODE) or b"", "big") or 2,
         object=int.from_bytes(database.get(schema.SINGLE_OBJECT) or b"", "big"),
-        newest=CommitRows(database).polled(),
+        newest=int.from_bytes(database.get(schema.SINGLE_NEWEST) or b"", "big"),
     )
 
 

@@ -22,7 +22,7 @@ from lakefs_fuse.commits.hybrid_clock import AHEAD_NS_MAX
 from lakefs_fuse.commits.index.index import load_newest_index
 from lakefs_fuse.config import MIB, MountConfig
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.environment.local_disk import free_bytes
+from lakefs_fuse.environment.disk import Disk
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, MountError, Unsupported
@@ -89,9 +89,9 @@ def keep_private(directory: Path) -> None:
         )  # fmt: skip
 
 
-def check_room(directory: Path, config: MountConfig) -> None:
+def check_room(directory: Path, config: MountConfig, disk: Disk) -> None:
     """Check that the disk has room to begin with. Raises MountError."""
-    free, needed = free_bytes(directory), config.free_bytes_min + ROOM_BYTES_MIN
+    free, needed = disk.free_bytes(directory), config.free_bytes_min + ROOM_BYTES_MIN
     if free < needed:
         raise MountError(
             f"not enough disk: {directory} has {free // MIB} MiB free, {needed // MIB} MiB are needed "
@@ -105,7 +105,7 @@ async def opened_cache(config: MountConfig, metrics: Metrics, node: Node) -> Asy
     disk)."""
     directory = Path(config.cache_dir).absolute()
     with locked(directory, config.mountpoint):
-        check_room(directory, config)
+        check_room(directory, config, node.disk)
         cache = BlockCache(
             directory / "blocks",
             bytes_max=config.cache_bytes_max,

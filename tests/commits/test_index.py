@@ -27,6 +27,7 @@ from lakefs_fuse.errors import DamagedCommit, StoreError, Unavailable
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Batch, Database, options
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
+from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import Dump
 from lakefs_fuse.meta.tree import Listing, Tree
 from tests.commits.archives import client_of
@@ -188,6 +189,18 @@ async def test_a_database_that_knows_enough_stays_as_it_is(opener: Opener, tmp_p
     assert node.get(b"R" + START_NS.to_bytes(8, "big") + b"0badcafe") is None
     assert tables.reapply_wanted(node)
     assert tables.missing_before(node) == 0
+
+
+async def test_what_this_node_committed_itself_does_not_tell_how_much_it_knows(opener: Opener, tmp_path: Path) -> None:
+    """It was cut off, and committed before it polled: what others committed before that was collected meanwhile."""
+    store = MemoryStore()
+    source, node = opener("source"), opener("node")
+    fill(source)
+    fill(node, names=3, newest=START_NS)
+    CommitRows(node).record_polled(START_NS - 10 * NS)
+    index = await write(store, source, START_NS + 1, tmp_path / "out", horizon=START_NS - 5 * NS)
+    assert await load_newest_index(node, client_of(store), WorkerThreads(), tmp_path / "in") == index
+    assert CommitRows(node).polled() == START_NS
 
 
 async def test_names_of_listings_alone_are_not_replaced(opener: Opener, tmp_path: Path) -> None:

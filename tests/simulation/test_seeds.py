@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from tests.simulation import plan as plans
-from tests.simulation.generator import make_plan
+from tests.simulation.generator import PROFILES, make_plan
+from tests.simulation.runs import Seed, run_seed
 from tests.simulation.simulation import simulate
 
+FRESH = 25
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
 SEEDS = [("turns", seed) for seed in range(8)] + [("mixed", seed) for seed in range(8)]
 TWICE = [("turns", 3), *[("mixed", seed) for seed in range(7)], *[("crash", seed) for seed in range(12)]]
@@ -31,6 +34,15 @@ for seed in sys.argv[1:]:
 @pytest.mark.parametrize(("profile", "seed"), SEEDS)
 def test_seed_loses_nothing(profile: str, seed: int) -> None:
     assert simulate(make_plan(profile, seed)).failure == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("profile", PROFILES)
+def test_fresh_seeds_lose_nothing(profile: str) -> None:
+    """Others each day. What fails says which `make simulate-one` shows it."""
+    first = datetime.now(tz=UTC).toordinal() * FRESH
+    failed = [result for at in range(FRESH) if (result := run_seed(Seed(profile, first + at, 3))).failure]
+    assert not failed, "\n".join(f"{result.seed}: {result.failure}" for result in failed)
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)

@@ -37,6 +37,7 @@ from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.database import Database
+from lakefs_fuse.meta.rows import CommitRows
 from lakefs_fuse.meta.sorted_tables import DumpedFile, Marks
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
@@ -257,7 +258,7 @@ class _IndexSearch:
 
     def __init__(self, database: Database, client: StoreClient, threads: Threads, directory: Path) -> None:
         self._db, self._client, self._threads, self._directory = database, client, threads, directory
-        self._known = tables.marks_of(database).newest
+        self._known = CommitRows(database).polled()
         self._fresh = not self._known and not tables.has_names(database)
         self._missing = tables.missing_before(database)
         self._needed = self._missing
