@@ -143,6 +143,8 @@ class Application:
         yield from self._count(said, operations_max)
         to_come = said.copy()
         some: dict[str, _Step] = {}
+        leaving = set[str]()
+        """Directories that may go with the removals among them, before other names are set there."""
         for number, operation in enumerate(self._record.operations, 1):
             path = operation.path
             is_last, is_only = True, self._whole and _says_what(operation)
@@ -152,9 +154,15 @@ class Application:
             is_directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
             slash = b"/" if is_directory else b""
             is_apart = is_directory and isinstance(operation, Remove)
-            if some and (is_apart or path in some or not self._is_writable(operation)):
-                self._apply_all(some)
             above, _, last = path.rpartition("/")
+            is_removal = isinstance(operation, Remove)
+            is_left = not is_removal and (above in leaving or path in leaving)
+            if some and (is_apart or is_left or path in some or not self._is_writable(operation)):
+                self._apply_all(some)
+            if not some:
+                leaving.clear()
+            if is_removal and above not in leaving:
+                leaving.update(self._paths.implied_above(above))
             some[path] = _Step(
                 operation, self._directory(above), last.encode() + slash, path.encode() + slash, is_last, is_only
             )

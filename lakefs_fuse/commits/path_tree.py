@@ -163,9 +163,7 @@ class PathTree:
         """Directories that were there only because of what was below them go when nothing is."""
         while inode != ROOT_INODE:
             entry = self.tree.entry(inode)
-            if entry is None or entry.stamp or entry.flags & (Flag.MARKER | Flag.LISTED):
-                return
-            if self.tree.has_children(inode):
+            if entry is None or not _is_implied(entry) or self.tree.has_children(inode):
                 return
             batch = Batch()
             self.tree.remove(batch, entry)
@@ -174,6 +172,17 @@ class PathTree:
             self._directories.clear()
             self.notify(entry.parent, entry.name)
             inode = entry.parent
+
+    def implied_above(self, path: str) -> list[str]:
+        """Directories that may go with the last name in the one at ``path``: it, and those above it."""
+        found: list[str] = []
+        while path and (inode := self.directory(path)) is not None:
+            entry = self.tree.entry(inode)
+            if entry is None or not _is_implied(entry):
+                break
+            found.append(path)
+            path = path.rpartition("/")[0]
+        return found
 
     def notify(self, parent: int, name: bytes) -> None:
         """A name is something else now."""
@@ -268,6 +277,11 @@ def _is_covered(
             ):
                 return False
     return True
+
+
+def _is_implied(directory: Entry) -> bool:
+    """It is there only because of what is below it."""
+    return not directory.stamp and not directory.flags & (Flag.MARKER | Flag.LISTED)
 
 
 def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record: Record) -> bool:
