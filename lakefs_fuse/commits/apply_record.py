@@ -143,19 +143,17 @@ class Application:
         yield from self._count(said, operations_max)
         to_come = said.copy()
         some: dict[str, _Step] = {}
-        leaving = set[str]()
-        """Directories that may go with the removals among them, before other names are set there."""
+        leaving = set[str]()  # directories that may go with removals in `some`, before other names are set there
         for number, operation in enumerate(self._record.operations, 1):
             path = operation.path
             is_last, is_only = True, self._whole and _says_what(operation)
             if path in said and _says_what(operation):
                 to_come[path] -= 1
                 is_last, is_only = not to_come[path], self._whole and said[path] == 1
-            is_directory = isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory)
-            slash = b"/" if is_directory else b""
-            is_apart = is_directory and isinstance(operation, Remove)
-            above, _, last = path.rpartition("/")
             is_removal = isinstance(operation, Remove)
+            is_apart = isinstance(operation, Remove) and operation.directory
+            slash = b"/" if is_apart or isinstance(operation, Mkdir) else b""
+            above, _, last = path.rpartition("/")
             is_left = not is_removal and (above in leaving or path in leaving)
             if some and (is_apart or is_left or path in some or not self._is_writable(operation)):
                 self._apply_all(some)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lakefs_fuse.commits import apply_record
@@ -52,7 +52,13 @@ def left_by(node: Node, changes: list[list[Operation]], listed: list[str]) -> tu
     return node.shown(), stamps, hidden, removed, node.counts()
 
 
+def put(path: str) -> Put:
+    return Put(path, THIS, 3, 1, 0o600, 1, 1, 1)
+
+
 @settings(max_examples=examples(200))
+@example(changes=[[put("d/a")], [Remove("d/a"), put("d/b")]], listed=[])
+@example(changes=[[put("d/b"), Remove("d/b"), put("d"), put("d/a")]], listed=[])
 @given(changes=records, listed=st.lists(st.sampled_from(["a", "b", "n"]), unique=True))
 def test_apply_of_operations_together_leaves_what_one_by_one_leaves(
     tmp_path_factory: pytest.TempPathFactory, changes: list[list[Operation]], listed: list[str]

@@ -303,3 +303,28 @@ async def test_a_file_that_is_closed_while_a_rename_over_it_fails_keeps_its_byte
         assert await m.tree() == {"f": b"closed", "g": b"other"}
     async with lake(store, tmp_path / "other") as other:
         assert await other.tree() == {"f": b"closed", "g": b"other"}
+
+
+async def test_a_file_that_is_renamed_while_it_is_changed_is_not_mixed_with_what_another_node_stored(
+    tmp_path: Path,
+) -> None:
+    """The draft is a change of the version that was opened, and that is what is stored, though the row that is renamed
+    names the other node's version by then."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", relocate_after_s=TTL_S) as (one, two):
+        await one.write("a", bytes(LARGE))
+        await one.rename("a", "f")  # from now on commits tell of its versions
+        await one.sync()
+        await two.poll()
+        handle = await one.open("f", os.O_RDWR)
+        await one.read_handle(handle)
+        await one.fs.write(handle, LARGE, b"appended")
+        theirs = await two.open("f", os.O_RDWR)
+        await two.fs.write(theirs, 0, b"theirs")
+        await two.close(theirs)
+        await two.sync()
+        await one.poll()
+        await one.rename("f", "g")
+        await one.close(handle)
+        await one.sync()
+        assert await one.read("g") == bytes(LARGE) + b"appended"
