@@ -202,7 +202,8 @@ class Relocator:
 
     async def _check(self, path: str) -> str:
         """Answer the token of the object at a renamed file's old key, which another node may have changed before it
-        saw the rename. New bytes there came before the rename: the name means those, and the old name hides them. A
+        saw the rename. New bytes there came before the rename: the name means those, and the old name hides them; those
+        of another program only where the rename hides them anyway, as else they are a new file of the old name. A
         removal came before it, too: the name goes."""
         entry, row = self._renamed(path)
         if entry is None or row is None:
@@ -217,7 +218,7 @@ class Relocator:
             return ""
         if meta.etag == row.etag or self._renamed(path)[1] != row:
             return token_of(meta)
-        if not token_of(meta):
+        if not token_of(meta) and not self._precedes_rename(row, meta):
             log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
             return ""
         found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
@@ -226,6 +227,11 @@ class Relocator:
         hide_object(builder, self._ns.tree, row.key, meta.etag)
         self._committer.enqueue(builder.change())
         return token_of(meta)
+
+    def _precedes_rename(self, row: ObjectRow, meta: ObjectMeta) -> bool:
+        """The rename that took an object's name away hides what another program put there: it came before."""
+        tombstone = self._ns.tree.tombstones.get(row.key.encode(*schema.PATH))
+        return tombstone is not None and tombstone.etag == row.etag and tombstone.hides(meta.etag, meta.mtime_ns)
 
     async def free(self, key: str) -> None:
         """Copy the objects of other names away from a key that is about to be replaced. Raises LakeError."""
