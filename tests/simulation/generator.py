@@ -11,7 +11,7 @@ import random
 from tests.simulation import plan as plans
 from tests.simulation.plan import NodePlan, Plan, Round, Step
 
-PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power")
+PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign")
 OPERATIONS = 300
 ROUND_OPERATIONS = 25
 SIZES = (0, 1, 100, 3000, 20_000, 70_000, 300_000)
@@ -21,6 +21,8 @@ FAILPOINTS = (
     "accept.synced", "accept.recorded", "publish.begun", "publish.sent", "publish.noted", "commit.noted", "commit.sent",
     "rename.moved", "discard.begun", "apply.step",
 )  # fmt: skip
+FOREIGN_SHARE = 0.15
+"""Of the operations of the profile ``foreign``, those of programs that know nothing of the lake."""
 NODE_OFFSETS_S = (0.0, 0.0, 0.4, -0.9, 20.0, -30.0)
 
 
@@ -52,7 +54,7 @@ class _Maker:
             "staging_timeout_s": 60.0,
             "writeback_delay_s": rng.choice([0.2, 2.0]),
         }
-        if profile == "writeback" or (profile in ("crash", "faulty", "turns") and rng.random() < 0.4):
+        if profile == "writeback" or (profile in ("crash", "faulty", "turns", "foreign") and rng.random() < 0.4):
             config["durability"] = "writeback"
         if profile == "power":
             config["durability"] = "writeback"
@@ -96,6 +98,9 @@ class _Maker:
         pace_s = rng.choice([0.05, 0.5, 2.0])
         for _ in range(count):
             at_s += rng.expovariate(1 / pace_s)
+            if self.profile == "foreign" and rng.random() < FOREIGN_SHARE:
+                steps.append(Step(round(at_s, 3), plans.NOBODY, 0, self.foreign_operation()))
+                continue
             steps.append(Step(round(at_s, 3), rng.randrange(self.nodes), rng.randrange(2), self.operation()))
         steps += self.faults(at_s)
         quiet_s = rng.choice([12.0, 20.0]) + 8 * self.latency_s[1]
@@ -172,6 +177,17 @@ class _Maker:
             case _:
                 what = rng.choice(["gc", "gc", "pack", "unpack", "snapshot", "fsck"])
                 return plans.Admin(what=what, grace_s=rng.choice([5.0, 30.0]))  # type: ignore[arg-type]
+
+    def foreign_operation(self) -> plans.AnyOp:
+        """What a program does that puts and deletes plain objects in the store."""
+        rng = self.rng
+        path = self.existing() if rng.random() < 0.7 else self.file()
+        if rng.random() < 0.35:
+            self.there.discard(path)
+            return plans.ForeignDelete(path=path)
+        content, size = self.size_and_content(path)
+        self.there.add(path)
+        return plans.ForeignPut(path=path, content=content, size=size)
 
     def moved(self, old: str, new: str) -> None:
         """A file or a directory has another name."""

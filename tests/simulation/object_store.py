@@ -27,7 +27,7 @@ from lakefs_fuse.store.protocol import (
 from tests.simulation.trace import describe_put
 
 NS = 1_000_000_000
-INDEX = ".lakefs/index/"
+COMMITS, INDEX = ".lakefs/commits/", ".lakefs/index/"
 PAGE_KEYS_MAX = 40
 """Small, so that listings have several pages, between which others write."""
 
@@ -71,6 +71,8 @@ class SimulatedStore:
         """Called with key and ETag before a version is deleted."""
         self.deleted: dict[str, str] = {}
         """The ETag of the last version of a key that was deleted."""
+        self.order: list[tuple[str, str, str]] = []
+        """Sender, kind and key of each HEAD, and of each request that lists or puts commits."""
         self.copies: set[str] = set()
         """Keys whose object was made by a copy inside the store."""
         self._keys: list[str] = []
@@ -79,6 +81,8 @@ class SimulatedStore:
 
     def _note(self, what: str, key: str, detail: str = "") -> None:
         self.requests[what] += 1
+        if what == "head" or (what in ("list", "put") and key.startswith(COMMITS)):
+            self.order.append((self.sender, what, key))
         if self.trace is not None:
             if key.startswith(INDEX):  # RocksDB writes an id of its own into each file
                 detail = ""

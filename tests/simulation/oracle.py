@@ -14,7 +14,9 @@ plain objects are changed in place, so of two nodes that had not seen each other
 * the later commit wins, a removal like any other (*later commit*), but that
 * a rename and a write in place leave the new bytes under the new name (*carried*);
 * a rename and a deletion leave neither name (*deleted*);
-* a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE (*unchecked*).
+* a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE (*unchecked*);
+* what is committed between the poll of a node that found another program's object in place of a file, and the PUT of
+  its commit that says so, is lost (*overtaken*).
 
 Some defects are known, and are counted in `Oracle.known` in place of being reported, unless the oracle is strict; they
 come from the rule that the newest commit of a name wins, whichever versions it names:
@@ -32,7 +34,11 @@ come from the rule that the newest commit of a name wins, whichever versions it 
 * *early deletion*: a node deletes an object that it has replaced, and that another node has renamed meanwhile: the new
   name has no bytes, and the run ends;
 * *late copy*: a renamed object is copied to its new key, or a packed file unpacked to its own, while another node
-  renames or removes that name, which shows again.
+  renames or removes that name, which shows again;
+* *destroyed bytes*: a file was renamed after another program had replaced its object, in the same second: it cannot be
+  read under its new name until its user removes it;
+* *ghost directory*: a mount that has just begun shows an empty directory, in which a commit tells of an object that is
+  gone, as long as another object that a rename left lies below it.
 
 The oracle starts anew whenever all nodes agreed on a tree, with what they agreed on.
 """
@@ -107,12 +113,14 @@ class Oracle:
         self, *, deletes_conditionally: bool, is_strict: bool = False,
         last_remover: Callable[[str], str] = lambda _: "", is_copy: Callable[[str], bool] = lambda _: False,
         is_announced: Callable[[str], bool] = lambda _: False, is_deleted_twin: Callable[[str], bool] = lambda _: False,
+        is_overtaken: Callable[[str], bool] = lambda _: False,
     ) -> None:  # fmt: skip
         """``last_remover`` answers which node wrote the newest commit of a path, if that removes it; ``is_copy``
         whether the object at a path's own key was made from another; ``is_announced`` whether the newest commit of a
         path says that it is the object at its own key; ``is_deleted_twin`` whether the last object at a path's own key
-        was stored there twice, by two nodes, with the same bytes, and deleted."""
-        self.is_deleted_twin = is_deleted_twin
+        was stored there twice, by two nodes, with the same bytes, and deleted; ``is_overtaken`` whether a node said so
+        of another program's object, and had not seen a commit that came before."""
+        self.is_deleted_twin, self.is_overtaken = is_deleted_twin, is_overtaken
         self.is_copy, self.is_announced = is_copy, is_announced
         self.deletes_conditionally, self.is_strict = deletes_conditionally, is_strict
         self.last_remover = last_remover
@@ -172,6 +180,10 @@ class Oracle:
         found = frozenset(version for version in versions if version.data == data)
         return found or frozenset(version for version in versions if data in self._bytes_of(version))
 
+    def carrying(self, path: str, data: bytes) -> frozenset[Version]:
+        """The versions of a path that may have taken these bytes along, which were written in place of an origin."""
+        return frozenset(v for v in self.versions.get(path, ()) if data in self._bytes_of(v) and not v.is_withdrawn)
+
     def observe(self, node: str, path: str, versions: frozenset[Version]) -> None:
         """A node was shown one of these."""
         if len(versions) == 1:
@@ -223,6 +235,9 @@ class Oracle:
         for version in versions:
             if not self._replaced(version) and self._may_be_removed(version, tree):
                 return ""
+        if self.is_overtaken(path):
+            self.met["overtaken"] += 1
+            return ""
         if any(self._is_unnamed(version) for version in versions) and self.is_known("unnamed removal"):
             return ""
         if self.is_deleted_twin(path) and self.is_known("equal bytes"):

@@ -82,6 +82,20 @@ class Admin(Op, frozen=True):
     grace_s: float = 0.0
 
 
+class ForeignPut(Op, frozen=True):
+    """Another program, of no node, puts a plain object; ``content`` and ``size`` as in `Write`."""
+
+    path: str
+    content: int
+    size: int
+
+
+class ForeignDelete(Op, frozen=True):
+    """Another program, of no node, deletes a plain object."""
+
+    path: str
+
+
 class Kill(Op, frozen=True):
     """The daemon dies, and is started again after ``down_s``; at the ``count``-th pass of ``failpoint`` if given."""
 
@@ -122,12 +136,13 @@ class FillDisk(Op, frozen=True):
 
 AnyOp = (
     Write | Truncate | Rename | Unlink | Mkdir | Rmdir | Symlink | Chmod | SetXattr | Read | List | Admin
-    | Kill | Cut | Storm | ClockJump | FillDisk
+    | ForeignPut | ForeignDelete | Kill | Cut | Storm | ClockJump | FillDisk
 )  # fmt: skip
 
 
 class Step(msgspec.Struct, frozen=True):
-    """``user`` of ``node`` begins at ``at_s`` or when its step before has ended; faults wait for nobody."""
+    """``user`` of ``node`` begins at ``at_s`` or when its step before has ended; faults wait for nobody. The node of
+    what other programs do is `NOBODY`."""
 
     at_s: float
     node: int
@@ -170,6 +185,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(part.steps) for part in self.rounds)
 
 
+NOBODY = -1
+FOREIGN = (ForeignPut, ForeignDelete)
 FAULTS = (Kill, Cut, Storm, ClockJump, FillDisk)
 
 

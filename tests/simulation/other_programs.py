@@ -1,0 +1,141 @@
+"""Programs that know nothing of the lake: they put, replace and delete plain objects, as `aws s3 cp` and `rm` do.
+
+Each acts at one moment, on what lies in the store then; for the oracle it is a node that has seen just that. What
+an object means for its name is decided by the reader of the raw store, from docs/format.md, right after the request:
+
+* a put counts as acknowledged if its name shows it. Else a commit hides it: that knew of its ETag, or is dated later;
+  nobody is promised anything, but where it took the place of an object that was shown, that is removed;
+* a removal of the object that its name shows removes that version. Where it wins over bytes that a commit names, and
+  no commit has said so yet, the name may show those again, or be gone. So may a directory in which nothing else was;
+* an object that has the bytes of another name (which a rename has left there) is left alone, as is one that no name
+  shows: a program that touches the first destroys a file, and a node may be about to give the second a name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+
+from lakefs_fuse.commits.record import OWN, Operation, Put
+from tests.simulation.lake_reader import Lake
+from tests.simulation.object_store import COMMITS, SimulatedStore
+from tests.simulation.oracle import DIRECTORY, Oracle, Version
+from tests.simulation.trace import read
+
+PROGRAM = "foreign"
+
+
+class OtherPrograms:
+    """See the module's head. ``read_lake`` answers what the store holds now. Each request answers what came of it."""
+
+    def __init__(self, store: SimulatedStore, oracle: Oracle, read_lake: Callable[[], Lake]) -> None:
+        self._store, self._oracle, self._read_lake = store, oracle, read_lake
+        self._put: set[tuple[str, str]] = set()
+        """Keys and ETags of all that was put."""
+
+    def put(self, path: str, data: bytes, operation: int) -> str:
+        """Store an object at the key of a path."""
+        before = self._read_lake()
+        if _is_of_another_name(before, path):
+            return "of another name"
+        shown = self._shown(before, path)
+        version = self._oracle.put(path, data, PROGRAM, shown, operation=operation)
+        version.is_plain = True
+        if len([removal for removal in self._oracle.removals[path] if not removal.is_withdrawn]) > 1:
+            version.removals_before = frozenset()  # not each of them may be in the store
+        etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        self._store.sender = PROGRAM
+        self._store.put_as(path, data, etag)
+        self._put.add((path, etag))
+        after = self._read_lake()
+        if _is_own(after, path):
+            version.is_certain = True
+            self._oracle.observe(PROGRAM, path, frozenset({version}))
+            return "ok"
+        if _is_own(before, path):
+            self._remove(path, shown, operation, after)
+        return "hidden"
+
+    def delete(self, path: str, operation: int) -> str:
+        """Delete the object at the key of a path."""
+        if path not in self._store.objects:
+            return "nothing there"
+        before = self._read_lake()
+        if _is_of_another_name(before, path):
+            return "of another name"
+        if not _is_own(before, path):
+            return "not shown"
+        shown = self._shown(before, path)
+        self._store.remove(path)
+        after = self._read_lake()
+        self._remove(path, shown, operation, after)
+        for directory in sorted(before.names.keys() - after.names.keys() - {path}):
+            self._oracle.remove(directory, PROGRAM, self._oracle.matching(directory, DIRECTORY), operation=operation)
+        return "ok"
+
+    def destroyed(self) -> list[str]:
+        """Files whose bytes were replaced where a rename had left them: by a program, or by a node's copy of what it
+        put, which looks alike."""
+        if not self._put:
+            return []
+        names, copies, senders = self._read_lake().names, self._store.copies, self._store.senders
+        return [
+            path
+            for path, name in sorted(names.items())
+            if name.problem and name.key != path and (senders.get(name.key) == PROGRAM or name.key in copies)
+        ]
+
+    def are_ghosts(self, directories: set[str], tree: Mapping[str, bytes]) -> bool:
+        """Nothing else is in these directories, and all but those in others lie above an object that no name shows."""
+        leftovers = self._read_lake().leftovers
+        tops = [path for path in directories if path.rpartition("/")[0] not in directories]
+        return all(any(key.startswith(path + "/") for key in leftovers) for path in tops) and not any(
+            path.startswith(above + "/") for above in directories for path in tree.keys() - directories
+        )
+
+    def is_overtaken(self, path: str, newest: tuple[str, Operation] | None) -> bool:
+        """The newest commit of a path says that it is an object that a program put there, and its node looked for
+        commits, after it had looked at the object, before another node's commit of the path was in the store."""
+        if newest is None or not isinstance(newest[1], Put) or newest[1].object != OWN:
+            return False
+        if (path, newest[1].hides) not in self._put:
+            return False
+        order, commit = self._store.order, newest[0]
+        end = next(at for at, request in enumerate(order) if request[1:] == ("put", commit))
+        node = order[end][0]
+        looked = max((at for at in range(end) if order[at] == (node, "head", path)), default=end)
+        polled = next((at for at in range(looked, end) if order[at] == (node, "list", COMMITS)), end)
+        return any(
+            what == "put" and sender != node and path in self._paths_of(key) for sender, what, key in order[polled:end]
+        )
+
+    def _paths_of(self, commit: str) -> set[str]:
+        stored = self._store.objects.get(commit)
+        return set() if stored is None else {each.path for each in read(commit, stored[0]).operations}
+
+    def _shown(self, lake: Lake, path: str) -> frozenset[Version]:
+        name = lake.names.get(path)
+        shown = frozenset() if name is None or name.data is None else self._oracle.matching(path, name.data)
+        self._oracle.observe(PROGRAM, path, shown)
+        return shown
+
+    def _remove(self, path: str, shown: frozenset[Version], operation: int, after: Lake) -> None:
+        """The object that had the name is gone; what shows ``after`` it may come back."""
+        removal = self._oracle.remove(path, PROGRAM, shown, operation=operation)
+        removal.is_plain = removal.is_certain = True
+        name = after.names.get(path)
+        if name is not None and name.data is not None:
+            self._oracle.put(path, name.data, PROGRAM, frozenset(), operation=operation)
+
+
+def _is_own(lake: Lake, path: str) -> bool:
+    """The name shows the object at its own key."""
+    name = lake.names.get(path)
+    return name is not None and name.key == path
+
+
+def _is_of_another_name(lake: Lake, key: str) -> bool:
+    """The object at a key has the bytes of another name."""
+    return any(
+        name.key == key and path != key for names in (lake.names, lake.hidden_files) for path, name in names.items()
+    )
