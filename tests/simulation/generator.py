@@ -9,9 +9,12 @@ from __future__ import annotations
 import random
 
 from tests.simulation import plan as plans
+from tests.simulation.directed import make_defects, make_directed
 from tests.simulation.plan import NodePlan, Plan, Round, Step
 
-PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign")
+PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign", "directed")
+KNOWN_TO_FAIL = ("defects",)
+"""Profiles of sequences that the program does not pass."""
 OPERATIONS = 300
 ROUND_OPERATIONS = 25
 SIZES = (0, 1, 100, 3000, 20_000, 70_000, 300_000)
@@ -28,6 +31,10 @@ NODE_OFFSETS_S = (0.0, 0.0, 0.4, -0.9, 20.0, -30.0)
 
 def make_plan(profile: str, seed: int, *, nodes: int = 3, operations: int = OPERATIONS) -> Plan:
     """The plan of a seed."""
+    if profile == "directed":
+        return make_directed(seed, nodes)
+    if profile == "defects":
+        return make_defects(seed, nodes)
     return _Maker(profile, seed, nodes).plan(operations)
 
 
@@ -84,6 +91,7 @@ class _Maker:
             config=config,
             capabilities=capabilities,
             latency_s=self.latency_s,
+            forgets=profile == "power",
         )
 
     def round(self, count: int, is_first: bool) -> Round:

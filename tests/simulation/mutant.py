@@ -22,7 +22,7 @@ import lakefs_fuse
 PACKAGE = Path(lakefs_fuse.__file__).parent
 MUTANTS = Path(__file__).parent / "mutants"
 
-Profile: TypeAlias = Literal["packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign"]
+Profile: TypeAlias = Literal["packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "directed", "foreign"]
 
 
 class MutantError(Exception):

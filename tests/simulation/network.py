@@ -31,13 +31,21 @@ SENDING = ("put", "part", "other")
 
 @dataclass
 class Weather:
-    """What the network does to requests; probabilities are for each of them."""
+    """What the network does to requests of ``kinds`` (of all kinds if none is named); probabilities are for each of
+    them. Others only have a latency."""
 
     latency_s: tuple[float, float] = (0.001, 0.03)
     lost_request: float = 0.0
     lost_answer: float = 0.0
     slow_down: float = 0.0
     late: float = 0.0
+    slow_s: float = 0.0
+    slow_answer_s: float = 0.0
+    kinds: tuple[str, ...] = ()
+
+    def of(self, kind: str) -> Weather:
+        """What it is for requests of one kind."""
+        return self if not self.kinds or kind in self.kinds else Weather(self.latency_s)
 
 
 CALM = Weather()
@@ -121,9 +129,10 @@ class Link:
             return cast("T", request.answer)
 
     async def _carry(self, kind: str, request: _Request) -> None:
-        weather, chance = self.weather, self._chance
+        weather, chance = self.weather.of(kind), self._chance
         low, high = weather.latency_s
         there_s, back_s = (low + (high - low) * chance.number(f"{kind} {way}") ** 3 for way in ("there", "back"))
+        there_s, back_s = there_s + weather.slow_s, back_s + weather.slow_answer_s
         is_lost = chance.happens(f"lost {kind}", weather.lost_request)
         if chance.happens(f"late {kind}", weather.late):
             self._fired["late request"] += 1

@@ -26,7 +26,7 @@ come from the rule that the newest commit of a name wins, whichever versions it 
   brings it back, or leaves nothing where that node has deleted the object;
 * *equal bytes*: a node deletes the object that it has replaced, by its ETag, where another has stored the same bytes;
 * *late look*: a node that looks for a renamed object at its old key, and finds none, commits that the new name is gone,
-  although another node has written it meanwhile;
+  although another node has written it meanwhile, or has replaced the object under a name that it had;
 * *late adoption*: a node that looks for a renamed object at its old key finds what another node has created there
   since, and takes it for the same file;
 * *late write*: a node that has not heard of a rename replaces the object in place, after the renaming node has looked
@@ -39,6 +39,8 @@ come from the rule that the newest commit of a name wins, whichever versions it 
   read under its new name until its user removes it;
 * *ghost directory*: a mount that has just begun shows an empty directory, in which a commit tells of an object that is
   gone, as long as another object that a rename left lies below it.
+
+A directory that no commit makes is there for as long as something is in it (*emptied*).
 
 The oracle starts anew whenever all nodes agreed on a tree, with what they agreed on.
 """
@@ -157,13 +159,21 @@ class Oracle:
         known = frozenset(self.seen[node, path]) | (shown if len(shown) == 1 else frozenset())
         version = Version(path, data, node, self._serial, known, shown, origin=origin, operation=operation)
         if not shown:
-            seen = self.seen[node, path]
-            version.removals_before = frozenset(r for r in self.removals[path] if r.named & seen)
+            version.removals_before = self._removals_known(path, node)
         self.versions[path].append(version)
         self.ever[path].add(data)
         if origin is not None:
             origin.moved_to.append(version)
         return version
+
+    def _removals_known(self, path: str, node: str) -> frozenset[Removal]:
+        """Of what a node had seen at a path where it sees nothing: its own, and others' of what it did not remove
+        itself."""
+        seen = self.seen[node, path]
+        own = [removal for removal in self.removals[path] if removal.node == node and not removal.is_withdrawn]
+        gone = seen.difference(*(removal.named for removal in own))
+        others = [removal for removal in self.removals[path] if removal.node != node and removal.named & gone]
+        return frozenset([*others, *(removal for removal in own if removal.named & seen)])
 
     def remove(
         self, path: str, node: str, named: frozenset[Version], *, is_rename: bool = False, operation: int = -1
@@ -248,9 +258,10 @@ class Oracle:
             and self.is_known("late announcement")
         ):
             return ""
-        remover = self.last_remover(path)
-        removers = {removal.node for removal in self.removals[path] if not removal.is_withdrawn}
-        if remover and remover not in removers and self.is_known("late look"):
+        if all(version.data == DIRECTORY for version in certain) and self._is_emptied(path):
+            self.met["emptied"] += 1
+            return ""
+        if self._is_looked_for_late(path, certain) and self.is_known("late look"):
             return ""
         lost = [version for version in certain if not self._replaced(version)] or certain
         return f"{path} is gone: {', '.join(map(str, lost))} was put and nobody removed it"
@@ -293,6 +304,26 @@ class Oracle:
                             found.add(along)
                             pending.append(along)
         return found
+
+    def _is_emptied(self, path: str) -> bool:
+        """No commit makes the directory any more: it was there only because of what was below it."""
+        below = [each for where, some in self.removals.items() if where.startswith(path + "/") for each in some]
+        return bool(self.last_remover(path)) and any(not each.is_withdrawn for each in below)
+
+    def _is_looked_for_late(self, path: str, certain: list[Version]) -> bool:
+        """The newest commit removes it, by a node whose users did not, while another node changed the name, or one that
+        the file had, or got elsewhere."""
+        remover = self.last_remover(path)
+        if not remover or any(removal.node == remover for removal in self.removals[path]):
+            return False
+        paths = {path}
+        for version in certain:
+            moved = version
+            while moved.origin is not None:
+                moved = moved.origin
+                paths |= {moved.path, *(each.path for each in moved.moved_to)}
+        changes = [each for path in paths for each in (*self.versions.get(path, ()), *self.removals.get(path, ()))]
+        return any(each.node not in (remover, "everybody") and not each.is_withdrawn for each in changes)
 
     def _is_unnamed(self, version: Version) -> bool:
         """A removal took it that did not know it."""

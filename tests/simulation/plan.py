@@ -68,11 +68,24 @@ class SetXattr(Op, frozen=True):
 
 
 class Read(Op, frozen=True):
+    """Open a file, and read it ``pause_s`` later."""
+
     path: str
+    pause_s: float = 0.0
 
 
 class List(Op, frozen=True):
     path: str
+
+
+class Watch(Op, frozen=True):
+    """For so long, whoever reads the store finds ``first`` if there is ``then`` (with ``is_gone``: if there is no
+    ``then``), because the node has acknowledged ``first`` before."""
+
+    seconds: float
+    first: str
+    then: str
+    is_gone: bool = False
 
 
 class Admin(Op, frozen=True):
@@ -113,13 +126,17 @@ class Cut(Op, frozen=True):
 
 
 class Storm(Op, frozen=True):
-    """The network of the node is bad for so long."""
+    """The network of the node is bad for so long, for requests of ``kinds`` (of all kinds if none is named): each
+    arrives ``slow_s`` later, its answer ``slow_answer_s`` later; the rest are probabilities."""
 
     seconds: float
     lost_request: float = 0.0
     lost_answer: float = 0.0
     slow_down: float = 0.0
     late: float = 0.0
+    slow_s: float = 0.0
+    slow_answer_s: float = 0.0
+    kinds: tuple[str, ...] = ()
 
 
 class ClockJump(Op, frozen=True):
@@ -135,7 +152,7 @@ class FillDisk(Op, frozen=True):
 
 
 AnyOp = (
-    Write | Truncate | Rename | Unlink | Mkdir | Rmdir | Symlink | Chmod | SetXattr | Read | List | Admin
+    Write | Truncate | Rename | Unlink | Mkdir | Rmdir | Symlink | Chmod | SetXattr | Read | List | Watch | Admin
     | ForeignPut | ForeignDelete | Kill | Cut | Storm | ClockJump | FillDisk
 )  # fmt: skip
 
@@ -175,6 +192,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, object] = {}
     capabilities: dict[str, object] = {}
     latency_s: tuple[float, float] = (0.001, 0.03)
+    forgets: bool = False
+    """Disks and storage engines are models that forget in a power cut what was not synced."""
     note: str = ""
     """Of a plan that is kept: what it found."""
     fails: str = ""

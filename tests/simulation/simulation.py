@@ -49,6 +49,7 @@ from tests.simulation.oracle import DIRECTORY, Oracle, Removal, Version, describ
 from tests.simulation.other_programs import PROGRAM, OtherPrograms
 from tests.simulation.plan import Plan, Step
 from tests.simulation.trace import Commits
+from tests.simulation.views import Views
 
 READ_BYTES = 1 << 17
 NOT_DONE = frozenset({"ENOENT", "EEXIST", "ENOTEMPTY", "EISDIR", "ENOTDIR", "EINVAL", "EPERM", "EBUSY", "ENAMETOOLONG"})
@@ -59,6 +60,7 @@ SETTLED_S_MAX = 600.0
 CLEAN_S_MAX = 600.0
 CLOCKS_APART_S = 1.37e-7
 """No two machines' clocks agree to the nanosecond, as those of two nodes without an offset would in virtual time."""
+WATCH_PAUSE_S = 0.05
 COMPARISONS_MAX, COMPARISON_PAUSE_S = 3, 30.0
 """What is still being copied or deleted in the background may show a directory a little longer."""
 ADMIN = "admin"
@@ -102,6 +104,8 @@ class _Call:
     removals: list[Removal] = field(default_factory=list)
     doubtful: set[Version | Removal] = field(default_factory=set)
     """What another node may have undone before."""
+    shown_before: int = 0
+    """How many versions the node had shown at the path of a read when it began."""
     has_begun: bool = False
     """Bytes were written: an error says no more that nothing happened, as a later flush may publish them."""
 
@@ -137,6 +141,7 @@ class Simulation:
             is_deleted_twin=self._is_deleted_twin,
             is_overtaken=self._is_overtaken,
         )
+        self._views = Views(self.oracle)
         self._nodes: list[SimulatedNode] = []
         self._pending: dict[tuple[str, int, int], Version] = {}
         """What a file that is not in the store yet will be: by node, life and inode."""
@@ -183,7 +188,7 @@ class Simulation:
     async def _run(self, nursery: trio.Nursery) -> None:
         plan = self.plan
         self.world = World(self.store, nursery, plan.seed, self._scratch, plan.config, self.outcome.fired)
-        self.world.engines = MemoryEngines() if plan.profile == "power" else None
+        self.world.engines = MemoryEngines() if plan.forgets else None
         self.calm = Weather(latency_s=plan.latency_s)
         for number, node_plan in enumerate(plan.nodes):
             clock = MachineClock(node_plan.offset_s + number * CLOCKS_APART_S, node_plan.drift)
@@ -252,6 +257,8 @@ class Simulation:
             self._foreign(op)
             return
         node, call = self._nodes[step.node], _Call(self._number)
+        if isinstance(op, plans.Read):
+            call.shown_before = self._views.count(node.name, op.path)
         self.tell(node.name, f"#{call.number} {_name_of(op)}")
         failpoints.HOOK.set(node._reached)  # noqa: SLF001
         result = "dead"
@@ -270,6 +277,7 @@ class Simulation:
                 result = errno.errorcode.get(error.errno, "EIO")
                 if result in NOT_DONE:
                     call.withdraw()
+                self._note_error(node, op, call, result)
             finally:
                 self._scopes[node.name].discard(scope)
         if result == "ok":
@@ -300,6 +308,14 @@ class Simulation:
         self.tell(PROGRAM, f"#{self._number} {_name_of(op)}: {result}")
         self._count(op, PROGRAM, result)
 
+    def _note_error(self, node: SimulatedNode, op: plans.AnyOp, call: _Call, result: str) -> None:
+        """A user is told of an error. Raises Failed where there is no reason for it."""
+        if isinstance(op, plans.Read) and not op.pause_s and result in ("ENOENT", "ESTALE"):
+            self._views.show(node.name, op.path, b"!" + result.encode(), call.shown_before)
+        is_creation = isinstance(op, plans.Write) and op.how == "exclusive" and call.has_begun
+        if is_creation and result == "EEXIST" and not self._views.has_other_writer(node.name, _paths_of(op)[0]):
+            raise Failed(f"{node.name} fails to close {_paths_of(op)[0]} with EEXIST, and nobody else created it")
+
     async def _operation(self, node: SimulatedNode, op: plans.AnyOp, call: _Call) -> None:
         match op:
             case plans.Write():
@@ -327,9 +343,11 @@ class Simulation:
             case plans.SetXattr():
                 await node.lake.set_xattr(op.path, "user.simulation", op.value.encode())
             case plans.Read():
-                await self._read(node, op.path)
+                await self._read(node, op.path, call, op.pause_s)
             case plans.List():
                 await node.lake.names(op.path)
+            case plans.Watch():
+                await self._watch(op)
             case plans.Admin():
                 await self._admin(op, call)
             case _:
@@ -393,9 +411,23 @@ class Simulation:
         origin: Version | None = None,
     ) -> Version:  # fmt: skip
         version = self.oracle.put(path, data, node.name, shown, origin=origin, operation=call.number)
+        version.removals_before |= self._renames_seen(node, path)
         self._bytes_ever.add(data)
         call.versions.append(version)
         return version
+
+    def _renames_seen(self, node: SimulatedNode, path: str) -> frozenset[Removal]:
+        """Renames of a path by others that the node has applied: it shows what they moved under the new name. Another
+        version may be at the path all the same."""
+        return frozenset(
+            removal
+            for removal in self.oracle.removals.get(path, ())
+            if removal.is_rename and removal.is_certain and removal.node != node.name
+            for version in removal.named
+            for moved in version.moved_to
+            if moved.operation == removal.operation and (entry := node.entry(moved.path)) is not None
+            if moved in self._versions_of(node, moved.path, entry)
+        )
 
     def _remove(
         self, call: _Call, node: SimulatedNode, path: str, named: frozenset[Version], *, is_rename: bool = False
@@ -540,6 +572,8 @@ class Simulation:
         moved.is_certain = True
         if moved is not version:
             call.doubtful.add(version)
+        elif entry is not None and entry.inode == inode:
+            self._views.show(node.name, moved.path, moved.data)
 
     async def _truncate(self, node: SimulatedNode, op: plans.Truncate, call: _Call) -> None:
         shown: frozenset[Version] = frozenset()
@@ -570,10 +604,12 @@ class Simulation:
             at += len(piece)
         return b"".join(pieces)
 
-    async def _read(self, node: SimulatedNode, path: str) -> None:
+    async def _read(self, node: SimulatedNode, path: str, call: _Call, pause_s: float) -> None:
         handle, inode = await node.open(path, os.O_RDONLY)
         is_written = self._is_written(node, inode)
         try:
+            if pause_s:
+                await trio.sleep(pause_s)
             data = await self._read_handle(node, handle)
         finally:
             await node.close(handle)
@@ -581,10 +617,24 @@ class Simulation:
             return
         self._check_bytes(node, path, data)
         found = self.oracle.matching(path, data)
+        if pause_s:  # what was opened may be older than what the node shows by now
+            return
+        self._views.show(node.name, path, data, call.shown_before)
         seen = self.oracle.seen[node.name, path]
         if found and all(any(each in newer.known for newer in seen if newer.data != data) for each in found):
             raise Failed(f"{node.name} reads {describe(data)} at {path} after a newer version")
         self.oracle.observe(node.name, path, found)
+
+    async def _watch(self, op: plans.Watch) -> None:
+        until_s, changes = trio.current_time() + op.seconds, -1
+        while trio.current_time() < until_s:
+            now = sum(self.store.requests[each] for each in ("put", "complete", "copy", "delete"))
+            if now != changes:
+                changes, tree = now, self._read_raw()
+                if (op.then in tree) is not op.is_gone and op.first not in tree:
+                    gone = "is gone" if op.is_gone else "is there"
+                    raise Failed(f"the store has no {op.first} yet, but {op.then}, which changed after it, {gone}")
+            await trio.sleep(WATCH_PAUSE_S)
 
     def _is_written(self, node: SimulatedNode, inode: int) -> bool:
         """Another user of the node may be writing the file, and sees what is not published."""
@@ -623,6 +673,8 @@ class Simulation:
                     for path in (old, *node.below(old), *self._directories(node, old)):
                         self._register_move(node, call, path, new + path[len(old) :], registered)
 
+            is_moved = entry.is_dir and old_path != new_path and not self._is_writeback
+            closed = self._views.closed_below(old_path) if is_moved else []
             register()
             again = register if len(moves) == 1 else lambda: None  # what was exchanged looks like what is to be
             with self._watched(node, old_path, again):
@@ -638,6 +690,8 @@ class Simulation:
                 if version.origin is not None and not version.origin.is_certain:
                     call.doubtful.add(version)  # it is still being written, or its node died
             ended = node.path_in(parent, name), node.path_in(target, renamed)
+            if begun == ended and len(moves) == 1:
+                self._views.renamed(node.name, call.number, old_path, new_path, closed)
             if begun != ended:
                 self._doubt_move(node, call, (old_path, new_path), ended)
 
@@ -764,6 +818,9 @@ class Simulation:
                         lost_answer=op.lost_answer,
                         slow_down=op.slow_down,
                         late=op.late,
+                        slow_s=op.slow_s,
+                        slow_answer_s=op.slow_answer_s,
+                        kinds=op.kinds,
                     )
                 )
                 await trio.sleep(op.seconds)
@@ -847,6 +904,11 @@ class Simulation:
             for removal in removals:
                 if (is_writeback or not removal.is_rename) and is_lost(removal):
                     removal.is_certain = False
+
+    @property
+    def _is_writeback(self) -> bool:
+        """Some node acknowledges what is not in the store."""
+        return any(self._durability_of(node) == "writeback" for node in self._nodes)
 
     def _durability_of(self, node: SimulatedNode) -> object:
         number = int(node.name[1:])
@@ -991,7 +1053,7 @@ class Simulation:
             del fresh[path]
 
     def _ask_oracle(self, tree: dict[str, bytes]) -> None:
-        if wrong := self.oracle.check(tree):
+        if wrong := self.oracle.check(tree) + self._views.check(tree):
             raise Failed("; ".join(wrong))
         self._changed_by.clear()
         waiting = self._waiting()
