@@ -23,6 +23,8 @@ PACK_MODES = ("auto", "always", "never")
 PACK_THRESHOLD_BYTES_MAX = 64 * MIB
 """Size of a full pack: a larger file gains nothing from being in one."""
 REFRESH_S_MIN = 0.1
+DELETE_AFTER_S = 300.0
+"""Longer than a commit may come late (WINDOW_NS) with what its writer had not heard of, twice."""
 DURABILITIES = ("close", "writeback")
 
 SIZE_BYTES_MAX = 1 << 62
@@ -141,8 +143,8 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Interval at which the store is polled for commits of other nodes; at least REFRESH_S_MIN."""
     rules: tuple[Rule, ...] = ()
     """In the order of their file, which only the command line reads."""
-    relocate_after_s: float = 60.0
-    """Time after which the store copies a renamed plain object to its new key; 0 never copies."""
+    delete_after_s: float = DELETE_AFTER_S
+    """Time for which an object whose name is gone stays: mounts that have not heard of that may still rename it."""
     durability: str = "close"
     """What close() waits for: ``close``, the store; ``writeback``, the local disk. ``rules`` may say otherwise."""
     writeback_delay_s: float = 2.0

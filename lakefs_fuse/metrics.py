@@ -101,7 +101,6 @@ class CommitMetrics:
     operations_batch_max: int = 0
     lag_s: float = 0.0
     objects_deleted: int = 0
-    relocated: int = 0
     clock_jumps: int = 0
     clock_offset_s: float = 0.0
     redated: int = 0

@@ -1,4 +1,4 @@
-"""The commands `pack`, `gc`, `snapshot` and `fsck`: each runs its engine on a view of the lake."""
+"""The commands `pack`, `relocate`, `gc`, `snapshot` and `fsck`: each runs its engine on a view of the lake."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
             done.describe(dry_run=args.dry_run),
             failed=bool(done.swept.failed),
         )
+
+
+async def run_relocate(work: Work, args: protocol.RelocateArgs) -> protocol.Finished:
+    async with open_view(work) as lake:
+        done = await repack.unpack(
+            lake, work.path, packed=False, dry_run=args.dry_run, report=work.report, note=work.note
+        )
+        return work.finished({**done.summary(), "dry_run": args.dry_run}, done.describe(dry_run=args.dry_run))
 
 
 async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:

@@ -1,4 +1,5 @@
-"""`pack` and `unpack`: move small plain objects into packs, and files of packs into plain objects.
+"""`pack`, `unpack` and `relocate`: move small plain objects into packs, files of packs into plain objects, and renamed
+objects to the keys of their names.
 
 What always holds (*same files*): names, inodes, attributes and open handles stay as they are, and mounts continue to
 read.
@@ -7,16 +8,16 @@ Pack: objects are read at one ETag, stored in packs with a commit each (`relocat
 in which mounts apply the commits (`superseded_objects`). Killed before a commit: nothing happened. Between a commit and
 the deletions: objects that every mount hides, which a second run deletes. A second run completes the work.
 
-Unpack: each file is put as a plain object at its own key, if there is none; then one commit relocates many of them.
-Killed in between: the objects count as new objects of another program, with the same bytes and attributes. Files are
-checked again before the commit, and the object of a changed file is deleted. A change within the last two requests is
-not seen.
+Unpack and relocate: each file is put, or its object copied by the store, as a plain object at its own key, if there is
+none; then one commit relocates many of them. Killed in between: the objects count as new objects of another program,
+with the same bytes and attributes. Files are checked again before the commit, and the object of a changed file is
+deleted. A change within the last two requests is not seen. Renamed objects stay at their old keys until `gc`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 import trio
@@ -24,14 +25,16 @@ import trio
 from lakefs_fuse.admin.extent_reader import CHUNK_BYTES, Bytes, ExtentReader, Moving
 from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import Moved, RelocationBuilder, Relocator
-from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
-from lakefs_fuse.admin.work import Report
+from lakefs_fuse.admin.superseded_objects import Swept, delete, hidden_since, sweep
+from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.record import OWN
-from lakefs_fuse.config import MIB
-from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed
+from lakefs_fuse.config import DELETE_AFTER_S, MIB
+from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.store.server_copy import copy_object
 from lakefs_fuse.sync.nursery import for_each
+from lakefs_fuse.upload.publish import token_of
 from lakefs_fuse.vfs.namespace.attributes import describe
 
 THRESHOLD_BYTES = 1 * MIB
@@ -152,7 +155,8 @@ async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept
 
 @dataclass(slots=True)
 class Unpacked:
-    """Result of `unpack`, or of a dry run. ``left`` counts files that stay in packs; notes say why."""
+    """Result of `unpack` or `relocate`, or of a dry run. ``left`` counts files that stay where they are; notes say
+    why."""
 
     files: int = 0
     bytes: int = 0
@@ -165,25 +169,29 @@ class Unpacked:
     def describe(self, *, dry_run: bool) -> str:
         """The result as text for users."""
         verb = "would be" if dry_run else "are"
-        text = f"{self.files:,} files of {self.bytes:,} bytes {verb} plain objects{'' if dry_run else ' now'}"
-        return text + (f"; {self.left:,} stay in packs" if self.left else "")
+        text = f"{self.files:,} files of {self.bytes:,} bytes {verb} plain objects at their own keys"
+        return text + ("" if dry_run else " now") + (f"; {self.left:,} stay where they are" if self.left else "")
 
 
-async def unpack(lake: LakeView, path: str, *, dry_run: bool = False, report: Report, note: Note) -> Unpacked:
-    """Raises LakeError; what was committed by then stays."""
-    work = _Unpack(lake, report, note)
+async def unpack(
+    lake: LakeView, path: str, *, packed: bool = True, dry_run: bool = False, report: Report, note: Note
+) -> Unpacked:
+    """Move files to plain objects at their own keys: those of packs, or (not ``packed``) those whose objects are at the
+    keys of earlier names. Raises LakeError; what was committed by then stays."""
+    work = _Unpack(lake, report, note, is_relocation=not packed)
     batch: list[Moving] = []
     size = 0
     async with aclosing(lake.listed_files(path)) as files:
         async for name, entry in files:
-            extent = lake.namespace.extent(entry) if lake.is_in_pack(entry) else None
-            if extent is None:
+            is_meant = bool(entry.place) and lake.is_in_pack(entry) == packed
+            extent = lake.namespace.extent(entry) if is_meant else None
+            if extent is None or (not packed and not extent.is_whole):
                 continue
             if dry_run:
                 work.done.files += 1
                 work.done.bytes += entry.size
                 continue
-            if batch and (size + entry.size > CHUNK_BYTES or len(batch) >= BATCH_FILES):
+            if batch and ((packed and size + entry.size > CHUNK_BYTES) or len(batch) >= BATCH_FILES):
                 await work.put(batch)
                 batch, size = [], 0
             batch.append(Moving(name, entry, extent))
@@ -196,29 +204,29 @@ async def unpack(lake: LakeView, path: str, *, dry_run: bool = False, report: Re
 class _Unpack:
     """Writes plain objects, and commits the relocations."""
 
-    def __init__(self, lake: LakeView, report: Report, note: Note) -> None:
-        self._lake, self._report, self._note = lake, report, note
+    def __init__(self, lake: LakeView, report: Report, note: Note, *, is_relocation: bool) -> None:
+        self._lake, self._report, self._note, self._is_relocation = lake, report, note, is_relocation
         self._reader = ExtentReader(lake.client)
         self.done = Unpacked()
 
     async def put(self, files: Sequence[Moving]) -> None:
         """Raises LakeError."""
-        data = await self._reader.read(files)
+        data = [None] * len(files) if self._is_relocation else await self._reader.read(files)
         put: list[tuple[Moving, ObjectMeta]] = []
 
         async def put_one(read: tuple[Moving, Bytes | None]) -> None:
             file, found = read
-            if found is None:
+            if found is None and not self._is_relocation:
                 self._leave(file.path, "its bytes are damaged or gone: run fsck")
             elif not self._is_current(file):
                 self._leave(file.path, "it was changed meanwhile")
-            elif meta := await self._put(file, found.data):
+            elif meta := await self._put(file, None if found is None else found.data):
                 put.append((file, meta))
 
         await self._lake.refresh()
         await for_each(zip(files, data, strict=True), put_one, PUTS_AT_ONCE)
         await self._commit(put)
-        self._report("unpacking", self.done.files, self.done.bytes)
+        self._report("relocating" if self._is_relocation else "unpacking", self.done.files, self.done.bytes)
 
     def _is_current(self, file: Moving) -> bool:
         now = self._lake.find(file.path)
@@ -226,30 +234,57 @@ class _Unpack:
             file.entry.place, file.entry.offset, file.entry.size,
         )  # fmt: skip
 
-    async def _put(self, file: Moving, raw: bytes) -> ObjectMeta | None:
+    async def _put(self, file: Moving, raw: bytes | None) -> ObjectMeta | None:
+        """Put the bytes, or have the store copy the object where there are none."""
         lake, key = self._lake, file.path
         if lake.tree.objects.used(key) is not None:
             self._leave(key, "another name has its bytes in the object at this key")
             return None
         try:
-            if file.entry.etag:
-                await lake.client.delete(key, etag=file.entry.etag)
-        except PreconditionFailed:
-            pass
-        try:
-            return await lake.client.put(key, raw, metadata=describe(file.entry, with_mtime=True), if_absent=True)
+            if not await self._is_free(file):
+                return None
+            if raw is not None:
+                return await lake.client.put(key, raw, metadata=describe(file.entry, with_mtime=True), if_absent=True)
+            version = file.source.version
+            return await copy_object(lake.client, version.key, version.etag, version.size, key, if_absent=True)
+        except NotFound:
+            self._leave(key, "its bytes are gone: run fsck")
         except PreconditionFailed:
             return await self._adopted(file, raw)
-        except KeyRefused as error:
+        except (KeyRefused, Unsupported) as error:
             self._leave(key, str(error))
         return None
 
-    async def _adopted(self, file: Moving, raw: bytes) -> ObjectMeta | None:
-        """The object at the key, if its bytes are those of the file: a late PUT, or one of an earlier run."""
+    async def _is_free(self, file: Moving) -> bool:
+        """Nothing is at the file's own key when this returns, but perhaps what somebody else puts there. What commits
+        hide there is deleted if that is old enough for every mount to know."""
+        client = self._lake.client
+        there = await client.find(file.path)
+        if there is None:
+            return True
+        since = hidden_since(self._lake, there, removed=True)
+        if since is None:
+            raise PreconditionFailed(file.path)
+        if since + DELETE_AFTER_S * NS > self._lake.clock.wall_ns():
+            self._leave(file.path, f"the version before is at its key: run this again in {DELETE_AFTER_S:g} s")
+            return False
+        with suppress(PreconditionFailed):
+            await client.delete(file.path, etag=there.etag)
+        return True
+
+    async def _adopted(self, file: Moving, raw: bytes | None) -> ObjectMeta | None:
+        """The object at the key, if its bytes are those of the file: a late request, or one of an earlier run."""
         try:
-            fetched = await self._lake.client.get(file.path, 0, max(1, len(raw) + 1))
-            if fetched.meta.size == len(raw) and bytes(fetched.data) == raw:
-                return fetched.meta
+            if raw is None:
+                there = await self._lake.client.head(file.path)
+                source = await self._lake.client.head(file.source.version.key)
+                is_same = there.etag == source.etag or (token_of(there) and token_of(there) == token_of(source))
+                if is_same and there.size == source.size:
+                    return there
+            else:
+                fetched = await self._lake.client.get(file.path, 0, max(1, len(raw) + 1))
+                if fetched.meta.size == len(raw) and bytes(fetched.data) == raw:
+                    return fetched.meta
         except NotFound:
             pass
         self._leave(file.path, "another object was put at its key")
@@ -280,4 +315,4 @@ class _Unpack:
     def _leave(self, path: str, why: str) -> None:
         self.done.left += 1
         if self.done.left <= NOTES_MAX:
-            self._note(f"left in its pack: {path}: {why}")
+            self._note(f"left where it is: {path}: {why}")

@@ -28,6 +28,7 @@ MODULES = {
     "orphans": "daemon_commands",
     "pack": "lake_commands",
     "refresh": "daemon_commands",
+    "relocate": "lake_commands",
     "snapshot": "lake_commands",
     "stats": "stats",
     "umount": "umount",

@@ -1,4 +1,4 @@
-"""`lakefs-fuse ingest`, `pack`, `unpack`, `snapshot`, `gc`, `fsck`, `upgrade`: commands that work beside the mounts.
+"""`lakefs-fuse ingest`, `pack`, `unpack`, `relocate`, `snapshot`, `gc`, `fsck`, `upgrade`: commands beside the mounts.
 
 Each turns its arguments into a request and runs it in a child process (`worker.run_offline`), which has the libraries
 that reach a store. Nothing here keeps state; what a crash leaves is said by the engine of each command, in `admin`.
@@ -31,6 +31,7 @@ from lakefs_fuse.control.worker_protocol import (
     IngestArgs,
     PackArgs,
     Place,
+    RelocateArgs,
     SnapshotArgs,
     UpgradeArgs,
 )
@@ -123,6 +124,22 @@ def unpack(path: str, lake: str | None, dry_run: bool, as_json: bool, **options:
     """
     args = PackArgs(back=True, dry_run=dry_run)
     return run_offline("pack", find_place(path, options, lake), args, as_json=as_json)
+
+
+@click.command("relocate", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("path", PATH_HELP)
+@dry_run_option
+@json_option
+@lake_option
+@store_options
+def relocate(path: str, lake: str | None, dry_run: bool, as_json: bool, **options: Any) -> int:
+    """Copy the objects of renamed files to the keys of their names, where other S3 tools find them.
+
+    A rename moves no bytes: the object of a large file stays at the key of the name under which it was written. The
+    store makes the copies itself. Names, attributes and open files stay as they are. Do not rename the files
+    meanwhile. `lakefs-fuse gc` deletes the objects at the old keys.
+    """
+    return run_offline("relocate", find_place(path, options, lake), RelocateArgs(dry_run=dry_run), as_json=as_json)
 
 
 @click.command("snapshot", cls=GroupedCommand, context_settings=SETTINGS)

@@ -111,8 +111,9 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "again. Turn it off where another program restarts it.")  # fmt: skip
 @_setting("--refresh", "refresh_s", type=DURATION, group=SHARING, help="Interval at which the store is polled for "
         "commits of other mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each.")  # fmt: skip
-@_setting("--relocate-after", "relocate_after_s", type=DURATION, group=SHARING, help="Time after which the store "
-        "copies a renamed plain object to its new key, where other S3 tools find it; 0 never copies.")  # fmt: skip
+@_setting("--delete-after", "delete_after_s", type=DURATION, group=SHARING, help="Time for which an object stays in "
+        "the store when its file was removed or replaced. Other mounts that have not heard of that may still rename "
+        "the file: below 5m use it only for a lake with one mount.")  # fmt: skip
 @option("--allow-other", is_flag=True, group=SHARING, help="Let other users access the mount. An ordinary user needs "
         "user_allow_other in /etc/fuse.conf.")  # fmt: skip
 @option("--uid", type=click.IntRange(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Owner of files whose objects "
@@ -198,7 +199,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
 
 
 _OF_WRITING = (
-    "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "rules", "relocate_after_s", "durability",
+    "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "rules", "delete_after_s", "durability",
     "writeback_delay_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
 )  # fmt: skip
 _OF_CHANGES = ("metadata_ttl_s", "refresh_s")

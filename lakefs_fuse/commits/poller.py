@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 import trio
@@ -63,11 +64,14 @@ class Poller:
         *,
         refresh_s: float,
         redate: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+        applied: Callable[[Record], object] = lambda _: None,
     ) -> None:
-        """``redate`` is asked to commit again what was dated too far ahead."""
+        """``redate`` is asked to commit again what was dated too far ahead; ``applied`` is told each record."""
         self._log, self._applier, self._metrics = log, applier, metrics
         self._clock = log.clock
-        self._refresh_s, self._redate = refresh_s, redate
+        self._refresh_s, self._redate, self._applied = refresh_s, redate, applied
+        self._polled_s = -math.inf
+        """When the last poll that came to its end began."""
         self._refused: set[str] = set()
         self._ahead: set[str] = set()
         """Commits that were left out because of their time, on the first page of them."""
@@ -110,7 +114,7 @@ class Poller:
             self._metrics.polls += 1
             count, backoff = 0, Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
             give_up_at = trio.current_time() + DOUBT_S_MAX
-            commits = self._applier.commits
+            commits, began_polling_s = self._applier.commits, trio.current_time()
             while True:
                 began_s, newest = trio.current_time(), commits.newest()
                 found = await self._find()
@@ -120,10 +124,16 @@ class Poller:
                 count += done
                 if done == len(found):
                     commits.record_polled(newest)
+                    self._polled_s = began_polling_s
                     if done:
                         commits.forget_before(max(0, commits.polled() - 2 * WINDOW_NS))
                     return count
                 await trio.sleep(backoff.next_s())
+
+    async def heard(self, within_s: float) -> None:
+        """Every commit that was visible ``within_s`` ago is in effect here when this returns. Raises LakeError."""
+        if trio.current_time() - self._polled_s > within_s:
+            await self.poll()
 
     async def _find(self) -> list[tuple[int, str, ObjectMeta]]:
         """Commits that are not applied, the oldest first."""
@@ -197,6 +207,7 @@ class Poller:
                 await self._applier.apply_in_steps(record, this, outdated=outdated)
             else:
                 self._applier.apply(record, this, outdated=outdated)
+            self._applied(record)
         return len(metas)
 
     async def _fetch(self, meta: ObjectMeta, bytes_max: int) -> Record | None:

@@ -49,6 +49,12 @@ class IngestArgs(msgspec.Struct, frozen=True, kw_only=True):
     count: bool = False
 
 
+class RelocateArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `relocate`."""
+
+    dry_run: bool = False
+
+
 class PackArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Of `pack`, and with ``back`` of `unpack`, which uses ``dry_run`` only."""
 

@@ -64,6 +64,7 @@ class Command:
 COMMANDS = {
     "checkpoint": Command(protocol.CheckpointArgs, "admin.checkpoints:run_checkpoint", writes=lambda args: False),
     "checkpoint-verify": Command(protocol.VerifyArgs, "admin.checkpoints:run_verify", writes=lambda args: False),
+    "relocate": Command(protocol.RelocateArgs, "admin.commands:run_relocate", probes=True),
     "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True),
     "gc": Command(protocol.GcArgs, "admin.commands:run_gc"),
     "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", writes=lambda args: bool(args.repair)),

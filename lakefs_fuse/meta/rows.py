@@ -7,7 +7,7 @@ the batches that were committed; what is only here and in no store is synced by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 import msgspec
@@ -68,8 +68,10 @@ class PathRows(Generic[T]):
     def __init__(self, database: Database, kind: bytes, row_type: type[T]) -> None:
         self._db, self._kind, self._type = database, kind, row_type
 
-    def get(self, path: str) -> T | None:
-        raw = self._db.get(self._kind + path.encode(*schema.PATH))
+    def get(self, path: str, batch: Batch | None = None) -> T | None:
+        """The row, as it is once ``batch`` is committed."""
+        key = self._kind + path.encode(*schema.PATH)
+        raw = batch.rows[key] if batch is not None and key in batch.rows else self._db.get(key)
         return None if raw is None else msgspec.msgpack.decode(raw, type=self._type)
 
     def put(self, batch: Batch, path: str, row: T) -> None:
@@ -81,34 +83,6 @@ class PathRows(Generic[T]):
     def items(self) -> Iterator[tuple[str, T]]:
         for key, raw in self._db.scan(self._kind, schema.end_of(self._kind)):
             yield key[1:].decode(*schema.PATH), msgspec.msgpack.decode(raw, type=self._type)
-
-
-class TimedRows(Generic[T]):
-    """Structs of one type by time (ns since 1970) and path: what is not due costs nothing."""
-
-    def __init__(self, database: Database, kind: bytes, row_type: type[T]) -> None:
-        self._db, self._kind, self._type = database, kind, row_type
-
-    def _key(self, due_ns: int, path: str) -> bytes:
-        return self._kind + schema.NUMBER.pack(due_ns) + path.encode(*schema.PATH)
-
-    def put(self, batch: Batch, due_ns: int, rows: Mapping[str, T]) -> int:
-        """Put rows, by their paths; answers how many there were not before."""
-        encoded = {self._key(due_ns, path): msgspec.msgpack.encode(row) for path, row in rows.items()}
-        batch.rows |= encoded
-        return self._db.get_many(list(encoded)).count(None)
-
-    def delete(self, batch: Batch, due_ns: int, path: str) -> None:
-        batch.rows[self._key(due_ns, path)] = None
-
-    def due(self, now_ns: int) -> Iterator[tuple[int, str, T]]:
-        """Rows of this time and earlier, the oldest first."""
-        for key, raw in self._db.scan(self._kind, self._kind + schema.NUMBER.pack(now_ns + 1)):
-            time_ns, path = int.from_bytes(key[1:9], "big"), key[9:].decode(*schema.PATH)
-            yield time_ns, path, msgspec.msgpack.decode(raw, type=self._type)
-
-    def count(self) -> int:
-        return sum(1 for _ in self._db.scan(self._kind, schema.end_of(self._kind)))
 
 
 class SingleRow(Generic[T]):
@@ -129,7 +103,8 @@ class SingleRow(Generic[T]):
 class Deletion(msgspec.Struct, frozen=True, array_like=True):
     """A plain object to be deleted, as the version that was removed.
 
-    ``etag`` is empty for a directory marker, of which any version goes. ``due_ns``: not before this time (wall clock).
+    ``etag`` is empty for a directory marker, of which any version goes. ``due_ns``: not before this time (wall clock; 0
+    until it is queued). ``removed_ns``: when it was (0: by an earlier program, which did not say).
     ``checked`` is for earlier programs that read the row: they compare versions only where it is true.
     """
 
@@ -137,6 +112,7 @@ class Deletion(msgspec.Struct, frozen=True, array_like=True):
     etag: str
     checked: bool = True
     due_ns: int = 0
+    removed_ns: int = 0
 
 
 class DeletionRows:
@@ -158,7 +134,7 @@ class DeletionRows:
 
     def delete(self, batch: Batch, key: str) -> bool:
         """Answers whether there was one."""
-        known = self.get(key)
+        known = self._rows.get(key, batch)
         if known is None:
             return False
         batch.rows[_due_key(known)] = None

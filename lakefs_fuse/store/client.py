@@ -230,14 +230,14 @@ class StoreClient:
 
     async def delete_many_if_match(self, versions: Sequence[tuple[str, str]]) -> dict[str, str]:
         """Delete each key as the version (ETag) beside it, or any where that is empty, DELETES_AT_ONCE at a time. A key
-        that has another version now is done with. The answer maps keys that may not be deleted to why. Raises other
-        StoreErrors."""
+        that has another version now is done with. Each is tried once: where the answer is lost, the caller finds out
+        what is there. The answer maps keys that may not be deleted to why. Raises other StoreErrors."""
         refused: dict[str, str] = {}
 
         async def delete(version: tuple[str, str]) -> None:
             key, etag = version
             try:
-                await self.delete(key, etag=etag or None)
+                await self._attempt("delete", partial(self._store.delete, key, etag=etag or None), abandon=False)
             except PreconditionFailed:
                 pass
             except AccessDenied as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from lakefs_fuse.blockcache.object_version import Extent
+from lakefs_fuse.commits.record import Record
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.meta.tree_events import TreeEvents
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -31,6 +32,8 @@ class ChangeEvents(TreeEvents):
     """A listing is merged; answers keys of objects that it must not show."""
     key_reservations: list[Callable[[str], bool]] = field(default_factory=list)
     """A key is chosen for an object; answers whether another name's object may still need it."""
+    commit_applied: list[Callable[[Record], object]] = field(default_factory=list)
+    """Another node's commit is in effect here."""
     redated_file_closed: list[Callable[[Entry], object]] = field(default_factory=list)
     """The last handle closed on a file whose mtime another node changed; its row."""
     version_stored: list[Callable[[str, Extent], object]] = field(default_factory=list)
@@ -41,6 +44,11 @@ class ChangeEvents(TreeEvents):
     """The file of a path is created or truncated: nothing of an earlier version counts."""
     statistics_requested: list[Callable[[], dict[str, object]]] = field(default_factory=list)
     """Counters are about to be read; answers what a listener adds to them."""
+
+    def announce_commit(self, record: Record) -> None:
+        """Call the listeners of `commit_applied`."""
+        for listener in self.commit_applied:
+            listener(record)
 
     def announce_metadata(self, meta: ObjectMeta) -> None:
         """Call the listeners of `metadata_read`."""

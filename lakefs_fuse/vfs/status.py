@@ -17,7 +17,6 @@ from lakefs_fuse.staging.staging_area import Staging, StagingState
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.relocation.relocator import Relocator
 from lakefs_fuse.vfs.writeback.orphans import Recovery
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
@@ -135,13 +134,12 @@ def cache_section(metrics: Metrics, cache: BlockCache) -> dict[str, object]:
 
 
 def commit_section(
-    metrics: Metrics, committer: Committer, deletions: DeletionQueue, relocator: Relocator, objects: Objects
+    metrics: Metrics, committer: Committer, deletions: DeletionQueue, objects: Objects
 ) -> dict[str, object]:
     return {
         **dataclasses.asdict(metrics.commits),
         "operations_waiting": committer.journal.operations,
         "deletions_waiting": deletions.waiting,
-        "relocations_waiting": relocator.tasks.waiting,
         "packs_known": objects.packs,
         "pack_bytes": objects.bytes_packed,
         "pack_bytes_live": objects.bytes_live,

@@ -20,7 +20,7 @@ from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.path_tree import Relocated, Watcher
-from lakefs_fuse.commits.poller import DOUBT_S_MAX, Poller
+from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
@@ -42,6 +42,7 @@ from lakefs_fuse.vfs.files.verification import verification
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
 from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.create import NewFiles
 from lakefs_fuse.vfs.ops.directory import Directories
@@ -54,8 +55,6 @@ from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 from lakefs_fuse.vfs.ops.unlink import Unlinker
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
 from lakefs_fuse.vfs.pinning.pinner import Pinner, Units
-from lakefs_fuse.vfs.relocation.pending_copies import PendingCopies
-from lakefs_fuse.vfs.relocation.relocator import RelocationTasks, Relocator
 from lakefs_fuse.vfs.status import Status, cache_section, commit_section, staging_section
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.orphans import Recovery
@@ -65,11 +64,6 @@ from lakefs_fuse.vfs.writeback.queue import WriteBack
 from lakefs_fuse.vfs.writeback.reconciliation import StoredVersions
 from lakefs_fuse.vfs.writeback.replay import Replay
 from lakefs_fuse.vfs.writeback.scheduler import PublishScheduler
-
-HEARD_S_MAX = 60.0
-"""Nodes are expected to look for commits at least so often."""
-COMMIT_S_MAX = 1.5
-"""From a change of a name to its commit."""
 
 
 class FilesWatcher(Watcher):
@@ -147,8 +141,8 @@ class Ground:
         layout = PartLayout(self.spans, staging_bytes_max=config.staging_bytes_max)
         return Uploader(self.client, reader, staging, layout, self.nursery, self.node.clock, save, config.uploads_max)
 
-    def draft_ids(self) -> Callable[[], str]:
-        stream = self.node.random.stream("draft-ids")
+    def ids(self, purpose: str) -> Callable[[], str]:
+        stream = self.node.random.stream(purpose)
         return lambda: f"{stream.getrandbits(128):032x}"
 
     @property
@@ -162,14 +156,17 @@ class Ground:
 class Commits:
     """How this node changes names, and learns of others' changes."""
 
-    def __init__(self, ground: Ground, namespace: Namespace, watcher: FilesWatcher) -> None:
+    def __init__(self, ground: Ground, namespace: Namespace, watcher: FilesWatcher, events: ChangeEvents) -> None:
         metrics, database, client = ground.metrics.commits, ground.database, ground.client
         node = ground.node
         self.clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
         log = CommitLog(client, self.clock, node.threads, writer=f"{node.random.stream('writer').getrandbits(32):08x}")
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
         journal = ChangeJournal(database)
-        self.deletions = DeletionQueue(database, client, namespace.tree, journal, metrics, clock_ns=ground.clock_ns)
+        self.deletions = DeletionQueue(
+            database, client, namespace.tree, journal, metrics,
+            clock_ns=self.clock.wall_ns, delay_s=ground.config.delete_after_s,
+        )  # fmt: skip
         self.writeback = WriteBack(
             database, ground.nursery, Rules.of(ground.config), ground.metrics.writeback, self.deletions
         )
@@ -178,7 +175,7 @@ class Commits:
         )
         self.poller = Poller(
             log, self.applier, metrics,
-            refresh_s=ground.config.refresh_s, redate=self.committer.redate,
+            refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.announce_commit,
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
 
@@ -211,14 +208,15 @@ class Assembly:
 
     def __init__(self, ground: Ground) -> None:
         self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
-        events, copies, threads = ChangeEvents(), PendingCopies(database), ground.node.threads
+        events, threads = ChangeEvents(), ground.node.threads
         tree = Tree(database, events)
         self.files = files = FileTable(database, tree, ground.cache, events)
         self.namespace = namespace = Namespace(
             config, database, tree, ground.client, metrics.namespace, ground.nursery, ground.node.clock, files
         )
-        self._commits = commits = Commits(ground, namespace, FilesWatcher(namespace, files))
-        self.committer, self.deletions = committer, deletions = commits.committer, commits.deletions
+        self._commits = commits = Commits(ground, namespace, FilesWatcher(namespace, files), events)
+        self.committer = committer = commits.committer
+        self.deletions = commits.deletions
         reader = ground.reader(events.announce_metadata)
         units = Units(config.rules)
         self.pinner = Pinner(
@@ -228,17 +226,16 @@ class Assembly:
         if units.any:
             events.version_stored.append(self.pinner.published)
             events.path_renamed.append(self.pinner.renamed)
-        tasks = RelocationTasks(
-            database, metrics.commits, ground.node.clock, after_s=config.relocate_after_s,
-            check_s=2 * (min(config.refresh_s, HEARD_S_MAX) + COMMIT_S_MAX + DOUBT_S_MAX),
-        )  # fmt: skip
-        self.relocator = Relocator(tasks, copies, namespace, files, committer, deletions, ground.client, self.pinner)
+        self.renamed = RenamedObjects(
+            namespace, ground.client, committer, ground.nursery, ground.ids("hidden-objects"), self.pinner.moved
+        )
+        events.commit_applied.append(self.renamed.commit_applied)
         services = ground.services(reader, files.save)
         self.staging = services.staging
         self.writeback = writeback = commits.writeback
-        self.drafts = drafts = Drafts(files, services, writeback, ground.draft_ids())
+        self.drafts = drafts = Drafts(files, services, writeback, ground.ids("draft-ids"))
         writer = self._object_writer()
-        stored_versions = StoredVersions(namespace, ground.client, copies)
+        stored_versions = StoredVersions(namespace, ground.client)
         self.replay = Replay(
             database, namespace, drafts, writeback, stored_versions, writer, metrics.writeback,
             ensure_directory=lambda path: commits.applier.paths.ensure_directory(path, ground.clock_ns()),
@@ -255,7 +252,6 @@ class Assembly:
         )  # fmt: skip
         self._reader, self._group_commit = reader, group_commit
         self.filesystem = self._filesystem(services, publisher)
-        events.keys_unlisted.append(copies.paths)
         events.key_reservations.append(committer.journal.reserves)
         if not config.read_only:
             events.object_overridden.append(commits.foreign_objects(ground, namespace).add)
@@ -267,13 +263,13 @@ class Assembly:
         incomplete = IncompleteFiles(
             ground.database, namespace, files, services, self.recovery, self._commits.read_again
         )
-        io = FileIO(namespace, drafts, self._reader, publisher, incomplete, poll)
+        io = FileIO(namespace, drafts, self._reader, publisher, incomplete, self.renamed, poll)
         names = NameChanges(namespace, self.committer, writeback, clock)
         unlinker = Unlinker(ground.database, drafts, io, self._reader, self.committer, writeback, clock)
         preparation = RenamePreparation(
-            namespace, files, ground.client, poll, publisher, writeback, config.staging_timeout_s
+            namespace, files, ground.client, self.poller.heard, publisher, writeback, config.staging_timeout_s
         )
-        renames = Renames(namespace, files, names, self.committer, unlinker, self.relocator, writeback, preparation)
+        renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation)
         attributes = Attributes(config, ground.client, namespace, drafts, io, names, unlinker.inodes, clock)
         new_files = NewFiles(config, ground.database, namespace, drafts, io, self._group_commit, clock)
         return Filesystem(
@@ -282,7 +278,7 @@ class Assembly:
             namespace,
             attributes,
             ExtendedAttributes(config.store.source, namespace, files, names, writeback),
-            Directories(namespace, files, names, unlinker, renames, self.relocator, clock),
+            Directories(namespace, files, names, unlinker, renames, clock),
             Handles(namespace, files, attributes, io, new_files, clock),
             Durability(config, files, io, names, writeback, self.recovery, self.deletions),
         )
@@ -295,7 +291,7 @@ class Assembly:
             "cache": lambda: cache_section(metrics, ground.cache),
             "reader": lambda: dataclasses.asdict(reader.statistics()),
             "namespace": lambda: {**dataclasses.asdict(metrics.namespace), **namespace.statistics()},
-            "commits": lambda: commit_section(metrics, self.committer, self.deletions, self.relocator, objects),
+            "commits": lambda: commit_section(metrics, self.committer, self.deletions, objects),
             "staging": lambda: staging_section(self.staging, namespace),
             "kept": self.pinner.statistics,
             "capabilities": lambda: dataclasses.asdict(ground.client.capabilities),
@@ -308,7 +304,7 @@ class Assembly:
             ground.node.threads, self.files.being_written,
         )  # fmt: skip
         return ObjectWriter(
-            self.namespace, self.committer, self.deletions, self.relocator, packer, self.files,
+            self.namespace, self.committer, self.deletions, self.renamed, packer, self.files,
             Rules.of(ground.config), ground.shown,
         )  # fmt: skip
 
@@ -344,6 +340,4 @@ class Assembly:
         if not self._ground.config.read_only:
             nursery.start_soon(self._scheduler.run)
             nursery.start_soon(self._commits.committer.run)
-            nursery.start_soon(self._commits.deletions.run)
-            self.relocator.tasks.load(self.relocator.copies.paths())
-            nursery.start_soon(self.relocator.run)
+            nursery.start_soon(self._commits.deletions.run, self.poller.heard)

@@ -122,7 +122,7 @@ class Lake:
         options += ["--refresh", choose(["0.2", "1"])]
         options += ["--metadata-ttl", choose(["1", "60"] if self._plan.mounts == 1 else ["1", "5"])]
         options += [
-            "--relocate-after",
+            "--delete-after",
             choose(["0", "500ms", "60"]),
             "--pack",
             choose(["auto", "auto", "always", "never"]),

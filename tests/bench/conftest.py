@@ -35,7 +35,7 @@ TINY: Sizes = msgspec.structs.replace(
 )
 """Limits that are never reached, so that the counts are those of whole workloads."""
 
-ALONE = ("--refresh", "1h", "--metadata-ttl", "1h", "--relocate-after", "0")
+ALONE = ("--refresh", "1h", "--metadata-ttl", "1h", "--delete-after", "0")
 """Nobody else writes: no request comes later by itself."""
 
 WANTED: tuple[tuple[type[Lakefs], tuple[str, ...]], ...] = (

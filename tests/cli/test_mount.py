@@ -36,7 +36,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --free-space 100M --endpoint-url http://localhost:8333/ --region eu-1 --profile lab --addressing-style path
         --ca-bundle ca.pem --metadata-ttl 5m --read-only --allow-other --uid 1000 --gid 100 --file-mode 600
         --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --attributes objects
-        --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --relocate-after 0
+        --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --delete-after 0
         --durability writeback --writeback-delay 500ms --staging-timeout 10m --upload-limit 2GiB/s --no-supervise
         --log-level debug --foreground""".split()
     assert run(arguments) == 0
@@ -87,7 +87,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
                 "keep_newest": 2,
             },
         ),
-        "relocate_after_s": 0.0,
+        "delete_after_s": 0.0,
         "durability": "writeback",
         "writeback_delay_s": 0.5,
         "staging_timeout_s": 600.0,
@@ -153,7 +153,7 @@ def test_help_and_readme_tell_the_defaults_that_hold() -> None:
     assert told["--pack"] == config.pack
     assert SIZE.convert(told["--pack-threshold"], None, None) == config.pack_threshold_bytes
     assert DURATION.convert(told["--refresh"], None, None) == config.refresh_s
-    assert DURATION.convert(told["--relocate-after"], None, None) == config.relocate_after_s
+    assert DURATION.convert(told["--delete-after"], None, None) == config.delete_after_s
     assert told["--durability"] == config.durability
     assert DURATION.convert(told["--writeback-delay"], None, None) == config.writeback_delay_s
     assert DURATION.convert(told["--staging-timeout"], None, None) == config.staging_timeout_s
@@ -194,11 +194,11 @@ def test_options_as_mount8_passes_them(mounted: list[MountConfig]) -> None:
 def test_packing_through_mount8(mounted: list[MountConfig], tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text('[[rule]]\npath = "**/*.json"\npack-threshold = "4KiB"\n')
-    options = f"pack=never,pack_threshold=2M,refresh=10,relocate_after=5m,rules={rules}"
+    options = f"pack=never,pack_threshold=2M,refresh=10,delete_after=7m,rules={rules}"
     assert run(["mount", "file:///data", "/mnt/lake", "-o", options]) == 0
     (config,) = mounted
     assert (config.pack, config.pack_threshold_bytes, config.refresh_s) == ("never", 2 * MIB, 10.0)
-    assert config.relocate_after_s == 300.0
+    assert config.delete_after_s == 420.0
     assert config.rules == (Rule(path="**/*.json", pack_threshold_bytes=4096),)
 
 
@@ -240,7 +240,7 @@ def test_an_option_value_that_looks_like_an_option_is_a_value(mounted: list[Moun
         (["--pack-threshold", "65M"], "--pack-threshold"),
         (["--refresh", "-5"], "--refresh"),
         (["--refresh", "0"], "--refresh"),
-        (["--relocate-after", "-1"], "--relocate-after"),
+        (["--delete-after", "-1"], "--delete-after"),
         (["--durability", "sometimes"], "--durability"),
         (["--writeback-delay", "-1"], "--writeback-delay"),
         (["--staging-timeout", "long"], "--staging-timeout"),

@@ -72,7 +72,9 @@ class Daemon(Node):
         self.client = store_client(store, store.capabilities, retry_timeout_s=0)
         self.log = CommitLog(self.client, self.clock, WorkerThreads(), writer=writer)
         journal = ChangeJournal(self.database)
-        self.deletions = DeletionQueue(self.database, self.client, self.tree, journal, self.metrics, clock_ns=clock)
+        self.deletions = DeletionQueue(
+            self.database, self.client, self.tree, journal, self.metrics, clock_ns=clock, delay_s=0.0
+        )
         self.acknowledged = Acknowledged()
         self.committer = Committer(
             self.log,

@@ -20,6 +20,10 @@ from tests.memory_store import Failures, Pause, Request
 from tests.upload.drafting import reached
 
 
+async def heard(_: float) -> None:
+    """Every commit is in effect."""
+
+
 def is_delete(request: Request) -> bool:
     return request.what == "delete"
 
@@ -48,7 +52,7 @@ async def test_one_request_takes_a_thousand(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:
         doom(a, *give(site, *(f"f{number}" for number in range(2100))))
-        assert [await a.deletions.delete_due() for _ in range(4)] == [1000, 1000, 100, 0]
+        assert [await a.deletions.delete_due(heard) for _ in range(4)] == [1000, 1000, 100, 0]
         assert site.store.objects == {}
 
 
@@ -192,7 +196,7 @@ async def test_the_task_gathers_and_goes_on_after_trouble(tmp_path: Path, monkey
     with site.daemon("a") as a:
         site.store.hook = failures = Failures(is_delete, Unavailable("away"), count=3)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(a.deletions.run)
+            nursery.start_soon(a.deletions.run, heard)
             for key in ("x", "y"):
                 doom(a, *give(site, key))
             await until(lambda: not a.deletions.waiting)

@@ -48,7 +48,7 @@ class Life(msgspec.Struct, frozen=True):
     delay_s: float
     slow_s: float
     pack: str
-    relocate_after_s: float
+    delete_after_s: float
     last: bool
 
 
@@ -125,7 +125,7 @@ async def _live(life: Life, pipe: Connection) -> list[str]:
     async with lake(
         store, Path(life.root) / CACHE, clock=Running(), capabilities=capabilities, retry_timeout_s=0.0,
         durability="writeback", writeback_delay_s=life.delay_s, pack=life.pack, orphans="abort",
-        relocate_after_s=life.relocate_after_s,
+        delete_after_s=life.delete_after_s,
     ) as mounted:  # fmt: skip
         if not life.number:
             for user in users:

@@ -22,12 +22,9 @@ from lakefs_fuse.meta.rows import (
     PathRows,
     SequenceRows,
     SingleRow,
-    TimedRows,
 )
 from lakefs_fuse.meta.tree import Listing, Tombstone, Tree
 from lakefs_fuse.vfs.pinning.pinner import Row
-from lakefs_fuse.vfs.relocation.pending_copies import PendingCopy
-from lakefs_fuse.vfs.relocation.relocator import Task
 from tests.fakes import open_database
 
 NUMBER = bytes.fromhex("0000000000000102")
@@ -108,8 +105,8 @@ def test_journal_and_change_rows_have_these_bytes(database: Database) -> None:
 
 def test_deletion_rows_have_these_bytes(database: Database) -> None:
     rows, batch = DeletionRows(database), Batch()
-    assert rows.put(batch, Deletion("ü", "e", due_ns=258))
-    assert written(database, batch, b"G") == {b"G\xc3\xbc": b"\x94\xa2\xc3\xbc\xa1e\xc3\xcd\x01\x02"}
+    assert rows.put(batch, Deletion("ü", "e", due_ns=258, removed_ns=5))
+    assert written(database, batch, b"G") == {b"G\xc3\xbc": b"\x95\xa2\xc3\xbc\xa1e\xc3\xcd\x01\x02\x05"}
     assert rows_of(database, b"H") == {b"H" + NUMBER + b"\xc3\xbc": b""}
     batch = Batch()
     assert not rows.put(batch, Deletion("ü", "f", due_ns=1))
@@ -119,6 +116,10 @@ def test_deletion_rows_have_these_bytes(database: Database) -> None:
     batch = Batch()
     assert rows.delete(batch, "ü")
     assert written(database, batch, b"G") == rows_of(database, b"H") == {}
+    batch = Batch()
+    assert [rows.put(batch, Deletion("k", etag, due_ns=258)) for etag in ("a", "b")] == [True, False]
+    database.commit(batch)
+    assert [deletion.etag for deletion in rows.due(258)] == ["b"]
 
 
 def test_commit_rows_have_these_bytes(database: Database) -> None:
@@ -135,15 +136,11 @@ def test_commit_rows_have_these_bytes(database: Database) -> None:
     assert (database.get(b"Mnewest"), database.get(b"Moutdated")) == ((257).to_bytes(8, "big"), b"")
 
 
-def test_pin_copy_and_relocation_rows_have_these_bytes(database: Database) -> None:
+def test_pin_rows_have_these_bytes(database: Database) -> None:
     batch = Batch()
     PathRows(database, schema.PIN, Row).put(batch, "a/ü", Row(2, True))
-    PathRows(database, schema.COPY, PendingCopy).put(batch, "a/ü", PendingCopy("e", "t"))
-    TimedRows(database, schema.RELOCATION, Task).put(batch, 258, {"a": Task("a", True, 5, "t")})
     database.commit(batch)
     assert rows_of(database, b"K") == {b"Ka/\xc3\xbc": b"\x82\xa8sequence\x02\xa5whole\xc3"}
-    assert rows_of(database, b"Y") == {b"Ya/\xc3\xbc": b"\x92\xa1e\xa1t"}
-    assert rows_of(database, b"Z") == {b"Z" + NUMBER + b"a": b"\x94\xa1a\xc3\x05\xa1t"}
 
 
 def test_single_rows_have_these_bytes(database: Database) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FIXTURES = {"seaweedfs": "seaweed", "moto": "moto", "rclone": "rclone"}
 LakeMaker = Callable[..., Lake]
-SHARED_OPTIONS = ("--refresh", "1h", "--relocate-after", "0")
+SHARED_OPTIONS = ("--refresh", "1h")
 """Nobody else commits to the shared lake, and its tests count requests: none that come later by themselves."""
 STORES = os.environ.get("LAKEFS_TEST_STORES", "seaweedfs").split(",")
 

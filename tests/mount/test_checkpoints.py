@@ -176,7 +176,7 @@ def test_verifying_by_lists_of_sums_and_of_shards(s3: Lake) -> None:
 
 
 def test_verifying_packed_files_and_renamed_ones(make_lake: LakeMaker) -> None:
-    lake = make_lake("seaweedfs", "--pack", "always", "--relocate-after", "0").mount()
+    lake = make_lake("seaweedfs", "--pack", "always").mount()
     ckpt = lake.path / "ckpt"
     (ckpt / "step1").mkdir(parents=True)
     (ckpt / "step1" / "a.pt").write_bytes(zipped(1))

@@ -37,7 +37,7 @@ def is_as_written(lake: Lake, size: int, pieces: dict[int, bytes]) -> bool:
 
 
 def test_truncate_on_s3_sends_zeros_once(make_lake: LakeMaker) -> None:
-    lake = make_lake("seaweedfs", "--relocate-after", "0").mount()
+    lake = make_lake("seaweedfs").mount()
     path = lake.path / "f"
     path.touch()
     lake.sync()
@@ -74,7 +74,7 @@ def test_truncate_on_s3_sends_zeros_once(make_lake: LakeMaker) -> None:
 
 
 def test_truncate_on_local_store_keeps_holes(make_lake: LakeMaker) -> None:
-    lake = make_lake("file", "--relocate-after", "0").mount()
+    lake = make_lake("file").mount()
     path = lake.path / "f"
     with path.open("wb") as file:
         file.write(PIECE)

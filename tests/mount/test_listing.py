@@ -59,7 +59,7 @@ def attributes(directory: Path) -> dict[str, tuple[object, ...]]:
 
 def test_the_library_and_python_write_the_same_entries(make_lake: LakeMaker) -> None:
     """Of every kind: with defaults and without, before 1970, links, directories, files that others put or packed."""
-    lake = make_lake("file", "--metadata-ttl", "1h", "--refresh", "1h", "--relocate-after", "0").mount()
+    lake = make_lake("file", "--metadata-ttl", "1h", "--refresh", "1h").mount()
     directory = lake.path / "d"
     directory.mkdir()
     for name in ("a", "ünï code", "n" * 255, "mode", "old"):

@@ -26,8 +26,8 @@ LARGE = (150_000, 220_000, 300_000)
 """Bytes: several parts."""
 GATHER_S, DOUBT_S = 1.5, 1.0
 """See `wiring.COMMIT_S_MAX` and `poller.DOUBT_S_MAX`: they say when a renamed object is looked at."""
-KEPT_S = 120.0
-"""See `relocator.KEPT_NS`."""
+DELETE_AFTER_S = 20.0
+"""Longer than a node of these workloads takes to hear of a removal, with requests as slow as they make them."""
 POLL_WINDOW_S = 120.0
 """See `hybrid_clock.WINDOW_NS`."""
 RETRY_S = 60.0
@@ -56,15 +56,9 @@ class Script:
         return float(str(self.config["refresh_s"]))
 
     @property
-    def check_s(self) -> float:
-        """From a rename to when its node looks at the old key of the object."""
+    def heard_s(self) -> float:
+        """After a change every node has heard of it."""
         return 2 * (self.refresh_s + GATHER_S + DOUBT_S)
-
-    @property
-    def copy_s(self) -> float:
-        """From a rename to the copy of the object, a second more or less; 0 where it is never copied."""
-        after_s = float(str(self.config["relocate_after_s"]))
-        return max(after_s, self.check_s) + 0.5 if after_s else 0.0
 
     def name(self, letter: str) -> str:
         """A name of this round's own."""
@@ -184,36 +178,31 @@ def closed_during_a_question(do: Script) -> None:
 
 
 def copy_meets_a_change(do: Script) -> None:
-    """A renames the plain object f to g, and copies it to key g some seconds later. At about that moment B packs g,
-    stores a plain object there, or renames h over it, which A polls before the copy, while it is made, or after it."""
+    """A renames the plain object f to g, and a command copies it to key g some seconds later. At about that moment B
+    packs g, or stores a plain object there, which the command has not polled."""
     a, b, *_ = do.actors()
-    f, g, h = do.name("f"), do.name("g"), do.name("h")
-    at_s = do.prepare(a, do.new(f, PLAIN), do.new(h, PLAIN))
+    f, g = do.name("f"), do.name("g")
+    at_s = do.prepare(a, do.new(f, PLAIN))
     do.do(at_s, a, plans.Rename(old=f, new=g))
-    copied_s = at_s + (do.copy_s or do.check_s)
-    kind = do.rng.choice(["pack", "plain", "rename"])
-    if kind != "plain" and do.rng.random() < 0.5:  # else see `copy_over_a_new_object`
-        do.slow(copied_s - 2.0, a, 4.0, do.between(0.0, 1.0), "copy", answer_s=do.between(1.5, 3.0))
-    if kind == "rename":
-        do.do(copied_s + do.between(-0.5, 1.0), b, plans.Rename(old=h, new=g))
-    else:
-        change = do.new(g, PACKED if kind == "pack" else PLAIN)
-        do.slow(copied_s - 2.0, b, 4.0, do.between(2.0, 4.0), "delete")  # or there is nothing left to copy
-        do.do(copied_s + do.between(-1.0, 0.1), b, change)
-    do.quiet_s = 14.0 if kind != "rename" or do.rng.random() < 0.5 else 14.0 + KEPT_S
+    copied_s = at_s + do.heard_s
+    do.do(copied_s, a, plans.Admin(what="relocate"), user=8)
+    do.do(copied_s + do.between(-0.5, 0.8), b, do.new(g, do.rng.choice([PACKED, PLAIN])))
+    do.quiet_s = 14.0 + DELETE_AFTER_S
 
 
 def object_returns_to_its_key(do: Script) -> None:
-    """A renames a to b, and copies it to its new key: the object at key a is to be deleted two minutes later. Meanwhile
-    B stores the same bytes as a new file a, which has the same ETag."""
+    """A renames a to b, which a command copies to its new key. B stores the same bytes as a new file a, which has the
+    same ETag as the object that was copied, and gc deletes what nobody refers to."""
     x, y, *_ = do.actors()
     a, b = do.name("a"), do.name("b")
     write = do.new(a, PLAIN)
     at_s = do.prepare(x, write)
     do.do(at_s, x, plans.Rename(old=a, new=b))
-    again_s = at_s + do.copy_s + 1.5 + do.refresh_s + do.between(0.5, 60.0)
+    copied_s = at_s + do.heard_s
+    do.do(copied_s, x, plans.Admin(what="relocate"), user=8)
+    again_s = copied_s + do.between(1.0, 10.0)
     do.do(again_s, y, write)
-    do.quiet_s = at_s + do.copy_s + KEPT_S + 15.0 - again_s
+    do.do(again_s + do.between(1.0, 5.0), x, plans.Admin(what="gc", grace_s=do.rng.choice([1.0, 5.0])), user=8)
 
 
 def pack_under_the_old_name(do: Script) -> None:
@@ -372,18 +361,59 @@ def replaced_while_removed(do: Script) -> None:
     do.do(at_s + 1.0 + do.between(0.1, 1.5), b, do.new(f, PACKED))
 
 
+def old_key_is_taken(do: Script) -> None:
+    """A renames d to e. B, which has d/f open for writing and has not polled that, closes it in place. Later it makes d
+    again, and publishes a new d/f by rename, at the key at which e/f has its bytes."""
+    a, b, *_ = do.actors()
+    d, e, f = do.name("d"), do.name("e"), f"{do.name('d')}/f"
+    at_s = do.prepare(a, plans.Mkdir(path=d), do.new(f, PLAIN))
+    pause_s = do.between(0.2, 1.0)
+    renamed_s = at_s + 2 * pause_s - do.between(0.0, do.refresh_s)
+    do.do(at_s, b, do.new(f, PLAIN, pieces=2, pause_s=pause_s))
+    do.do(max(at_s + 0.1, renamed_s), a, plans.Rename(old=d, new=e))
+    again_s = max(at_s + 0.1, renamed_s) + do.heard_s + do.between(-1.5, 0.5)
+    do.do(again_s - 0.3, b, plans.Mkdir(path=d))
+    do.do(again_s - 0.2, b, do.new(f + ".tmp", PLAIN))
+    do.do(again_s, b, plans.Rename(old=f + ".tmp", new=f))
+    do.quiet_s = 25.0
+
+
+def repeated_deletion(do: Script) -> None:
+    """A removes the plain object f; the answer to its DELETE is lost. B stores the same bytes as a new file f, before A
+    finds out whether the object is gone."""
+    a, b, *_ = do.actors()
+    f = do.name("f")
+    write = do.new(f, PLAIN)
+    at_s = do.prepare(a, write)
+    do.do(at_s, a, plans.Unlink(path=f))
+    deleted_s = at_s + DELETE_AFTER_S
+    do.do(deleted_s - 1.0, a, plans.Storm(seconds=6.0, lost_answer=1.0, kinds=("delete",)))
+    do.do(deleted_s + do.between(0.0, 12.0), b, write)
+    do.quiet_s = 45.0
+
+
+def removed_while_it_is_renamed(do: Script) -> None:
+    """A removes the plain object f, or replaces it under another name, and B renames f, of which neither has polled the
+    other's: the object has a name when its time has come."""
+    a, b, *_ = do.actors()
+    f, g, h = do.name("f"), do.name("g"), do.name("h")
+    at_s = do.prepare(a, do.new(f, PLAIN), do.new(h, PLAIN))
+    removals: list[plans.AnyOp] = [plans.Unlink(path=f), do.new(f, PACKED), plans.Rename(old=h, new=f)]
+    do.do(at_s, a, do.rng.choice(removals))
+    do.do(at_s + do.between(-0.5, do.refresh_s), b, plans.Rename(old=f, new=g))
+    do.quiet_s = 14.0 + DELETE_AFTER_S
+
+
 CLOSE: tuple[Scenario, ...] = (
     overtaken_commit, turns_within_a_second, listed_before_polled, closed_during_a_list, closed_during_a_question,
     copy_meets_a_change, object_returns_to_its_key, pack_under_the_old_name, removed_and_stored_again,
     removal_after_a_return, rename_takes_along, replaced_while_open, gc_after_a_rename, removed_then_packed,
     refused_pack, unanswered_rename, unanswered_creation, late_commit, death_after_a_commit,
-    removed_while_it_is_packed, replaced_while_removed,
+    removed_while_it_is_packed, replaced_while_removed, old_key_is_taken, repeated_deletion,
+    removed_while_it_is_renamed,
 )  # fmt: skip
 OFTEN: dict[Scenario, int] = {overtaken_commit: 4, turns_within_a_second: 2, copy_meets_a_change: 5,
                               removed_and_stored_again: 2, closed_during_a_question: 2}  # fmt: skip
-COPYING = {copy_meets_a_change, object_returns_to_its_key}
-"""They need copies of renamed objects."""
-
 
 # -- under write-back
 
@@ -473,24 +503,6 @@ POWER: tuple[Scenario, ...] = (power_after_a_close, power_after_a_commit)
 # -- what the program is known not to pass
 
 
-def old_key_is_taken(do: Script) -> None:
-    """A renames d to e. B, which has d/f open for writing and has not polled that, closes it in place. Later it makes d
-    again, and publishes a new d/f by rename. Then A, which has not polled that, looks for its object at key d/f, finds
-    what B closed there, and commits that the old name is gone."""
-    a, b, *_ = do.actors()
-    d, e, f = do.name("d"), do.name("e"), f"{do.name('d')}/f"
-    at_s = do.prepare(a, plans.Mkdir(path=d), do.new(f, PLAIN))
-    pause_s = do.between(0.2, 1.0)
-    renamed_s = at_s + 2 * pause_s - do.between(0.0, do.refresh_s)
-    do.do(at_s, b, do.new(f, PLAIN, pieces=2, pause_s=pause_s))
-    do.do(max(at_s + 0.1, renamed_s), a, plans.Rename(old=d, new=e))
-    again_s = max(at_s + 0.1, renamed_s) + do.check_s + do.between(-1.5, 0.5)
-    do.do(again_s - 0.3, b, plans.Mkdir(path=d))
-    do.do(again_s - 0.2, b, do.new(f + ".tmp", PLAIN))
-    do.do(again_s, b, plans.Rename(old=f + ".tmp", new=f))
-    do.quiet_s = 25.0
-
-
 def gc_beside_renames(do: Script) -> None:
     """All nodes rename a few packed files, and write them now and then, while gc runs in a loop with a grace period of
     seconds: it stores what is left of a pack again, and deletes the pack, which a rename that is under way names."""
@@ -521,45 +533,8 @@ def grace_of_a_pack_that_was_named_again(do: Script) -> None:
     do.do(again_s + do.between(0.5, 1.3), b, plans.Rename(old=g, new=h))
 
 
-def repeated_deletion(do: Script) -> None:
-    """A removes the plain object f; the answer to its DELETE is lost. B stores the same bytes as a new file f; then A
-    repeats the DELETE, on condition of the same ETag."""
-    a, b, *_ = do.actors()
-    f = do.name("f")
-    write = do.new(f, PLAIN)
-    at_s = do.prepare(a, write)
-    do.do(at_s, a, plans.Storm(seconds=5.0, lost_answer=1.0, kinds=("delete",)))
-    do.do(at_s, a, plans.Unlink(path=f))
-    do.do(at_s + do.between(4.0, 12.0), b, write)
-    do.quiet_s = 45.0
-
-
-def copy_over_a_new_object(do: Script) -> None:
-    """A, which is to copy a renamed object to key g, sees that nothing is there; before its copy arrives, B stores a
-    plain object g."""
-    a, b, *_ = do.actors()
-    f, g = do.name("f"), do.name("g")
-    at_s = do.prepare(a, do.new(f, PLAIN))
-    do.do(at_s, a, plans.Rename(old=f, new=g))
-    copied_s = at_s + do.copy_s
-    do.slow(copied_s - 2.0, a, 4.0, 1.0, "copy")
-    do.slow(copied_s - 2.0, b, 4.0, 4.0, "delete")
-    do.do(copied_s + do.between(-0.3, 1.0), b, do.new(g, PLAIN))
-
-
-def copy_is_taken_for_newer(do: Script) -> None:
-    """A renames the plain object f over g, and copies it there. In the same second B, which has not polled that the
-    copy is there, renames h over g: the copy is not what B's commit hides, and shows again."""
-    a, b, *_ = do.actors()
-    f, g, h = do.name("f"), do.name("g"), do.name("h")
-    at_s = do.prepare(a, do.new(f, PLAIN), do.new(g, PLAIN), do.new(h, PLAIN))
-    do.do(at_s, a, plans.Rename(old=f, new=g))
-    do.do(at_s + do.copy_s + do.between(-0.3, 1.0), b, plans.Rename(old=h, new=g))
-
-
 DEFECTS: tuple[Scenario, ...] = (
-    old_key_is_taken, gc_beside_renames, grace_of_a_pack_that_was_named_again, repeated_deletion,
-    copy_over_a_new_object, copy_is_taken_for_newer,
+    gc_beside_renames, grace_of_a_pack_that_was_named_again,
 )  # fmt: skip
 """One for each seed of profile `defects`, in turns."""
 SETTINGS = ("close", "close", "close", "writeback", "power")
@@ -572,7 +547,7 @@ def _config(rng: random.Random, setting: str) -> dict[str, object]:
         "pack_threshold_bytes": PACK_THRESHOLD_BYTES,
         "refresh_s": rng.choice([1.0, 2.0]),
         "metadata_ttl_s": rng.choice([2.0, 5.0]),
-        "relocate_after_s": rng.choice([1.0, 1.0, 3.0, 12.0, 0.0]),
+        "delete_after_s": DELETE_AFTER_S,
         "staging_timeout_s": 60.0,
         "writeback_delay_s": rng.choice([0.2, 2.0]),
     }
@@ -588,8 +563,6 @@ def make_directed(seed: int, nodes: int) -> Plan:
     config = _config(rng, setting)
     scenarios = {"close": CLOSE, "writeback": WRITEBACK, "power": POWER}[setting]
     weights = [OFTEN.get(scenario, 1) for scenario in scenarios]
-    if not config["relocate_after_s"]:
-        weights = [0 if scenario in COPYING else weight for scenario, weight in zip(scenarios, weights, strict=True)]
     chosen = rng.choices(scenarios, weights, k=rng.choice(ROUNDS))
     apart_s = rng.choice([0.0, 0.95, 0.95])
     return _plan("directed", seed, nodes, chosen, config, rng, apart_s, forgets=setting == "power")
@@ -627,7 +600,5 @@ def plan_of(scenario: Scenario, seed: int, nodes: int = 3, times: int = 1) -> Pl
     rng = random.Random(f"{scenario.__name__}/{seed}/{nodes}")
     setting = "power" if scenario in POWER else "writeback" if scenario in WRITEBACK else "close"
     config = _config(rng, setting)
-    if scenario in COPYING or scenario in DEFECTS:
-        config["relocate_after_s"] = config["relocate_after_s"] or 6.0
     profile = "defects" if scenario in DEFECTS else "directed"
     return _plan(profile, seed, nodes, [scenario] * times, config, rng, 0.95, forgets=setting == "power")

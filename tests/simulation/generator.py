@@ -56,7 +56,7 @@ class _Maker:
             "pack": {"packs": "always"}.get(profile) or rng.choice(["auto", "never", "never", "always"]),
             "refresh_s": 2.0,
             "metadata_ttl_s": rng.choice([2.0, 5.0]),
-            "relocate_after_s": rng.choice([1.0, 3.0, 0.0 if profile == "packs" else 6.0]),
+            "delete_after_s": rng.choice([150.0, 300.0]),
             "pack_threshold_bytes": 32_000,
             "staging_timeout_s": 60.0,
             "writeback_delay_s": rng.choice([0.2, 2.0]),
@@ -183,7 +183,7 @@ class _Maker:
             case "truncate":
                 return plans.Truncate(path=self.existing(), size=rng.choice([0, 10, 5000, 100_000]))
             case _:
-                what = rng.choice(["gc", "gc", "pack", "unpack", "snapshot", "fsck"])
+                what = rng.choice(["gc", "gc", "pack", "unpack", "relocate", "snapshot", "fsck"])
                 return plans.Admin(what=what, grace_s=rng.choice([5.0, 30.0]))  # type: ignore[arg-type]
 
     def foreign_operation(self) -> plans.AnyOp:

@@ -32,6 +32,8 @@ class OtherPrograms:
         self._store, self._oracle, self._read_lake = store, oracle, read_lake
         self._put: set[tuple[str, str]] = set()
         """Keys and ETags of all that was put."""
+        self._deleted: set[str] = set()
+        """Keys whose last object was deleted."""
 
     def put(self, path: str, data: bytes, operation: int) -> str:
         """Store an object at the key of a path."""
@@ -46,6 +48,7 @@ class OtherPrograms:
         etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
         self._store.sender = PROGRAM
         self._store.put_as(path, data, etag)
+        self._deleted.discard(path)
         self._put.add((path, etag))
         after = self._read_lake()
         if _is_own(after, path):
@@ -67,6 +70,7 @@ class OtherPrograms:
             return "not shown"
         shown = self._shown(before, path)
         self._store.remove(path)
+        self._deleted.add(path)
         after = self._read_lake()
         self._remove(path, shown, operation, after)
         for directory in sorted(before.names.keys() - after.names.keys() - {path}):
@@ -74,15 +78,17 @@ class OtherPrograms:
         return "ok"
 
     def destroyed(self) -> list[str]:
-        """Files whose bytes were replaced where a rename had left them: by a program, or by a node's copy of what it
-        put, which looks alike."""
-        if not self._put:
+        """Files whose bytes were replaced or deleted where a rename had left them: by a program, or by a node's copy of
+        what it put, which looks alike."""
+        if not self._put and not self._deleted:
             return []
         names, copies, senders = self._read_lake().names, self._store.copies, self._store.senders
         return [
             path
             for path, name in sorted(names.items())
-            if name.problem and name.key != path and (senders.get(name.key) == PROGRAM or name.key in copies)
+            if name.problem
+            and name.key != path
+            and (senders.get(name.key) == PROGRAM or name.key in copies or name.key in self._deleted)
         ]
 
     def are_ghosts(self, directories: set[str], tree: Mapping[str, bytes]) -> bool:

@@ -91,7 +91,7 @@ class Watch(Op, frozen=True):
 class Admin(Op, frozen=True):
     """A command beside the mounts."""
 
-    what: Literal["gc", "pack", "unpack", "snapshot", "fsck"]
+    what: Literal["gc", "pack", "unpack", "relocate", "snapshot", "fsck"]
     grace_s: float = 0.0
 
 

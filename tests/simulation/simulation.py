@@ -13,14 +13,14 @@ import shutil
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import trio
 
-from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_snapshot
+from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_relocate, run_snapshot
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.commits.record import OWN, Operation, Put, Remove
 from lakefs_fuse.control import worker_protocol as protocol
@@ -794,6 +794,8 @@ class Simulation:
                 await run_pack(work, protocol.PackArgs(grace_s=op.grace_s))
             case "unpack":
                 await run_pack(work, protocol.PackArgs(back=True))
+            case "relocate":
+                await run_relocate(work, protocol.RelocateArgs())
             case "snapshot":
                 await run_snapshot(work, protocol.SnapshotArgs())
             case "fsck":
@@ -1016,12 +1018,17 @@ class Simulation:
         }
 
     async def _remove_destroyed(self, quiet_s: float) -> None:
-        """Users remove files whose bytes another program replaced just before a rename: they cannot be read."""
+        """Users read files whose bytes another program replaced before a rename, or deleted. They remove those that
+        cannot be read then either."""
         paths = [] if self.oracle.is_strict else self._others.destroyed()
         if not paths:
             return
         node = self._nodes[0]
         for path in paths:
+            with suppress(FileError), _ungrouped():
+                await node.lake.parts.renamed.adopt(path)  # as a read does whose bytes are in no cache
+        await trio.sleep(quiet_s)
+        for path in self._others.destroyed():
             self.oracle.known["destroyed bytes"] += 1
             self.tell(node.name, f"removes {path}, whose bytes are destroyed")
             removal = self.oracle.remove(path, node.name, frozenset(self.oracle.versions[path]))
@@ -1184,7 +1191,7 @@ class Simulation:
 
     def _left_on(self, node: SimulatedNode) -> dict[str, int]:
         commits = node.lake.commits()
-        names = ("deletions_waiting", "relocations_waiting", "journaled")
+        names = ("deletions_waiting", "journaled")
         return {name: commits[name] for name in names if commits.get(name)}
 
 

@@ -17,6 +17,7 @@ import pytest
 from msgspec import msgpack
 
 from lakefs_fuse.admin.gc import Collector
+from lakefs_fuse.admin.repack import unpack
 from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.store.protocol import Capabilities
 from tests.admin.lakes import fold_all, headless, silent
@@ -137,16 +138,16 @@ async def test_reader_beside_a_fresh_mount_shows_the_same(script: Script, lists_
 
 async def test_reader_of_relocated_files_shows_them_at_their_new_place(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
-    async with lakes.lake(store, tmp_path / "node", clock=clock, pack="never", relocate_after_s=10.0) as node:
+    async with lakes.lake(store, tmp_path / "node", clock=clock, pack="never") as node:
         await node.write("old", b"bytes")
         await node.setattr("old", mode=0o600)
         await node.rename("old", "new")
         await node.sync()
         assert read_lake(stored(store)).names["new"].key == "old"
-        clock.advance(200)
-        assert await node.parts.relocator.relocate_due() == 1
-        clock.advance(200)
-        await node.sync()
+    async with headless(store, clock) as view:
+        done = await unpack(view, "", packed=False, report=silent, note=lambda _: None)
+        assert (done.files, done.left) == (1, 0)
+    store.take("old")
     found = await assert_shown_as_mounted(store, tmp_path / "fresh", clock)
     assert (found.names["new"].key, found.names["new"].mode, found.leftovers) == ("new", 0o600, [])
 

@@ -356,7 +356,7 @@ async def test_it_could_not_be_removed_while_its_close_waited(tmp_path: Path, mo
             with pytest.raises(CacheError):
                 await m.unlink("second")
 
-        monkeypatch.setattr(Directories, "_unlink_now", fails)
+        monkeypatch.setattr(Directories, "_unlink", fails)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(remove)
             await trio.testing.wait_all_tasks_blocked(0.05)

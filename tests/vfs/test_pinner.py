@@ -271,22 +271,22 @@ async def test_packed_files_are_kept_with_their_pack(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", [True, False])
-async def test_what_the_cache_has_follows_the_object_to_its_new_key(tmp_path: Path, rule: bool) -> None:
-    """The store copies a renamed object to its new key; reading it there is no request, now and after a remount."""
+async def test_what_the_cache_has_follows_the_object_to_another_key(tmp_path: Path, rule: bool) -> None:
+    """The store copies a renamed object away from a key that is written; reading it there is no request, now and after
+    a remount."""
     clock, store = Clock(), MemoryStore()
     rules = keep("ckpt/**") if rule else ()
-    async with lake(store, tmp_path, clock=clock, rules=rules, pack="never", relocate_after_s=10.0) as mounted:
+    async with lake(store, tmp_path, clock=clock, rules=rules, pack="never") as mounted:
         await mounted.mkdir("ckpt")
         await save(mounted, "model.tmp", 1)
         await mounted.rename("model.tmp", "ckpt/model.pt")
-        clock.advance(200)
-        assert await mounted.parts.relocator.relocate_due() == 1
-        assert "ckpt/model.pt" in store.objects
+        await mounted.parts.renamed.free("model.tmp")
+        store.take("model.tmp")
         assert await gets_of(mounted, "ckpt/model.pt") == 0
         if rule:
             assert await survivors(mounted, "ckpt/model.pt") == ["ckpt/model.pt"]
             assert (await kept(mounted))["missing_bytes"] == 0
-    async with lake(store, tmp_path, clock=clock, rules=rules, pack="never", relocate_after_s=10.0) as mounted:
+    async with lake(store, tmp_path, clock=clock, rules=rules, pack="never") as mounted:
         assert await gets_of(mounted, "ckpt/model.pt") == 0
         assert await mounted.read("ckpt/model.pt") == noise(1, SIZE)
 

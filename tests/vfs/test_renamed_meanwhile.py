@@ -220,7 +220,7 @@ async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_
 ) -> None:
     """The second version cannot lie at the key, which the renamed file uses by then: the first one stays there."""
     store, clock = MemoryStore(), Clock()
-    async with two_lakes(store, tmp_path, clock=clock, pack="never", relocate_after_s=TTL_S) as (one, two):
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
         await one.write("f", b"first")
         await one.sync()
         await two.poll()
@@ -234,10 +234,6 @@ async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_
         await two.close(handle)
         await two.sync()
         await one.poll()
-        clock.advance(20 * TTL_S)
-        await one.parts.relocator.relocate_due()
-        await one.fs.sync_names()
-        await two.poll()
         assert await one.tree() == await two.tree() == {"f": b"third!", "g": b"second"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"f": b"third!", "g": b"second"}
@@ -311,7 +307,7 @@ async def test_a_file_that_is_renamed_while_it_is_changed_is_not_mixed_with_what
     """The draft is a change of the version that was opened, and that is what is stored, though the row that is renamed
     names the other node's version by then."""
     store, clock = MemoryStore(), Clock()
-    async with two_lakes(store, tmp_path, clock=clock, pack="never", relocate_after_s=TTL_S) as (one, two):
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
         await one.write("a", bytes(LARGE))
         await one.rename("a", "f")  # from now on commits tell of its versions
         await one.sync()

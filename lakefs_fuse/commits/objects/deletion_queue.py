@@ -1,37 +1,54 @@
-"""Plain objects to be deleted from the store because a commit removed their names.
+"""The end of plain objects: superseded when a commit removes or replaces the name that had them, deleted later.
+
+A superseded object stays for ``delete_after_s``, longer than it takes until every node has heard of the commit and this
+one of whatever a node did before that: another may have renamed the file without knowing, and names the object then.
 
 What always holds:
 
-* *versions only*: a key is queued in the batch that records the commit, and deleted after it, as the version that was
-  removed: one that was put there since stays, and so does what another name refers to;
+* *queued with the commit*: a key is queued in the batch that records the commit, and no object is deleted without one;
+* *versions only*: an object goes when its time has come and no name means it, as far as commits were heard of just
+  before, and while the store still shows that version with a date before its removal: one that was put there since
+  stays. DELETE names the ETag, and is sent once: where its answer is lost, all this is decided again;
 * *no deletion under a write*: a key that gets new bytes from this node leaves the queue first (`keeping`).
 
-Trio thread only. After a crash the next mount goes on with the queue; until then a tombstone hides an object that is
-still there.
+Trio thread only. After a crash the next mount goes on with the queue. Where the cache is lost, `gc` finds what is left.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 
+import msgspec
 import trio
 
 from lakefs_fuse.commits.change_journal import ChangeJournal
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import LakeError, NotFound
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Deletion, DeletionRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
-from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
+from lakefs_fuse.store.client import DELETE_KEYS_MAX, DELETES_AT_ONCE, StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
+from lakefs_fuse.sync.nursery import for_each
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
 GATHER_S = 1.0
 """Deletions wait so long to be made in one pass with others, unless it is full; their names are hidden meanwhile."""
+HEARD_S = 60.0
+"""Commits that were visible so long ago are in effect here before anything is deleted. A rename by a node that has not
+heard of the removal is visible much earlier than the object may go."""
+NS = 1_000_000_000
+REFUSED_NS = 60 * NS
+"""What the store refuses to delete is tried again so much later; others go on meanwhile."""
+DATED_LATE_NS = 3 * NS
+"""The store's date of an object may be so much after the removal: it is told to the second, and clocks differ."""
+HEADS_MAX = 2
+"""Of so many keys in a directory each is asked for; of more with a LIST for every thousand names."""
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +64,10 @@ class DeletionQueue:
         metrics: CommitMetrics,
         *,
         clock_ns: Callable[[], int],
+        delay_s: float,
     ) -> None:
+        """``delay_s`` after its commit an object may be deleted."""
+        self._delay_ns = int(delay_s * NS)
         self._db, self._client, self._tree, self._journal, self._metrics = database, client, tree, journal, metrics
         self._clock_ns = clock_ns
         self._kick, self._full, self._passed = trio.Event(), trio.Event(), trio.Event()
@@ -57,6 +77,10 @@ class DeletionQueue:
         self.waiting = len(self._rows.keys())
 
     def add(self, batch: Batch, doomed: Deletion) -> None:
+        """An object is superseded now, unless it is queued again."""
+        if not doomed.due_ns:
+            now = self._clock_ns()
+            doomed = msgspec.structs.replace(doomed, due_ns=now + self._delay_ns, removed_ns=now)
         self.waiting += self._rows.put(batch, doomed)
         self._kick.set()
         if self.waiting >= DELETE_KEYS_MAX:
@@ -103,13 +127,13 @@ class DeletionQueue:
             self.waiting -= self._rows.delete(batch, key)
         self._db.commit(batch)
 
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def run(self, heard: Callable[[float], Awaitable[object]]) -> None:
+        """Until cancelled. ``heard`` as `Poller.heard`."""
         backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
         while True:
             self._kick, self._full = trio.Event(), trio.Event()
             try:
-                while await self.delete_due() == DELETE_KEYS_MAX:
+                while await self.delete_due(heard) == DELETE_KEYS_MAX:
                     self._end_pass()
                 backoff.reset()
             except LakeError as error:
@@ -144,7 +168,7 @@ class DeletionQueue:
                 return
             fruitless += self.waiting == waiting
 
-    async def delete_due(self) -> int:
+    async def delete_due(self, heard: Callable[[float], Awaitable[object]]) -> int:
         """Delete up to a thousand objects whose time has come; answers how many were dealt with. Raises LakeError."""
         now = self._clock_ns()
         due: list[Deletion] = []
@@ -158,18 +182,72 @@ class DeletionQueue:
         done = trio.Event()
         self._under_way.update((doomed.key, done) for doomed in due)
         try:
-            unwanted = [(doomed.key, doomed.etag) for doomed in due if not self._is_wanted(doomed)]
-            failed = await self._client.delete_many_if_match(unwanted)
-            self._metrics.objects_deleted += len(unwanted) - len(failed)
-            self._forget([doomed.key for doomed in due if doomed.key not in failed])
+            await heard(HEARD_S)
+            there = await self._still_there([doomed for doomed in due if not self._is_wanted(doomed)])
+            unwanted = [(doomed.key, doomed.etag) for doomed in there if not self._is_wanted(doomed)]
+            refused = await self._client.delete_many_if_match(unwanted)
+            self._metrics.objects_deleted += len(unwanted) - len(refused)
+            self._end(due, refused)
         finally:
             for doomed in due:
                 self._under_way.pop(doomed.key, None)
             done.set()
-        if failed:
-            key, why = next(iter(failed.items()))
-            raise LakeError(f"{len(failed)} objects, {key} among them: {why}")
+        if refused:
+            key, why = next(iter(refused.items()))
+            raise LakeError(f"{len(refused)} objects, {key} among them: {why}")
         return len(due)
+
+    def _end(self, due: Sequence[Deletion], refused: Mapping[str, str]) -> None:
+        batch, later_ns = Batch(), self._clock_ns() + REFUSED_NS
+        for doomed in due:
+            if self._rows.get(doomed.key) != doomed:
+                continue  # another version was removed meanwhile
+            if doomed.key in refused:
+                self._rows.put(batch, msgspec.structs.replace(doomed, due_ns=later_ns))
+            else:
+                self.waiting -= self._rows.delete(batch, doomed.key)
+        self._db.commit(batch)
+
+    async def _still_there(self, doomed: Sequence[Deletion]) -> list[Deletion]:
+        """Those that the store still has as the version that was removed, and directory markers. Raises LakeError."""
+        below: dict[str, dict[str, Deletion]] = defaultdict(dict)
+        for each in doomed:
+            if each.etag:
+                below[each.key[: each.key.rfind("/") + 1]][each.key] = each
+        there: list[Deletion] = [each for each in doomed if not each.etag]
+
+        def keep(some: dict[str, Deletion], meta: ObjectMeta) -> None:
+            each = some.get(meta.key)
+            if each is None or meta.etag != each.etag:
+                return
+            if not each.removed_ns or meta.mtime_ns <= each.removed_ns + DATED_LATE_NS:
+                there.append(each)
+
+        async def ask(prefix: str) -> None:
+            some = below[prefix]
+            if len(some) > HEADS_MAX:
+                for meta in await self._listed(prefix, some):
+                    keep(some, meta)
+                return
+            for key in some:
+                with suppress(NotFound):
+                    keep(some, await self._client.head(key))
+
+        await for_each(list(below), ask, min(DELETES_AT_ONCE, len(below)))
+        return there
+
+    async def _listed(self, prefix: str, keys: Collection[str]) -> list[ObjectMeta]:
+        """Objects of a directory from the first of these keys to the last."""
+        is_sorted = self._client.capabilities.sorted_listing
+        start, last = (min(keys)[:-1], max(keys).encode()) if is_sorted else ("", b"")
+        found: list[ObjectMeta] = []
+        token: str | None = None
+        while True:
+            page = await self._client.list_page(prefix, delimiter="/", start_after=start, token=token)
+            found += [meta for meta in page.objects if meta.key in keys]
+            token = page.next_token
+            if token is None or (is_sorted and page.objects and page.objects[-1].key.encode() > last):
+                return found
 
     def _is_wanted(self, doomed: Deletion) -> bool:
         """A name means the object: another one, or its own again. One that was renamed from this key means whatever

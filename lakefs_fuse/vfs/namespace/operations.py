@@ -139,7 +139,7 @@ def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None
     above, _, name = key.encode("utf-8", "surrogatepass").rpartition(b"/")
     parent = tree.directory(above)
     there = None if parent is None else tree.named(parent, name)
-    if there is None or there.is_local:
+    if there is None or there.is_local or (there.is_plain and there.etag == etag):
         builder.operations.append(Remove(key, hides=etag))
     elif there.place or there.is_symlink:
         builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)

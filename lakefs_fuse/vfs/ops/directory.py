@@ -25,7 +25,6 @@ from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
 from lakefs_fuse.vfs.ops.rename import Renames
 from lakefs_fuse.vfs.ops.unlink import Unlinker
-from lakefs_fuse.vfs.relocation.relocator import Relocator
 
 TARGET_BYTES_MAX = 4095
 """Of a symbolic link: PATH_MAX without its NUL."""
@@ -41,11 +40,10 @@ class Directories:
         names: NameChanges,
         unlinker: Unlinker,
         renames: Renames,
-        relocator: Relocator,
         clock: Clock,
     ) -> None:
         self._ns, self._files, self._names, self._unlinker = namespace, files, names, unlinker
-        self.renames, self._relocator, self._clock = renames, relocator, clock
+        self.renames, self._clock = renames, clock
 
     # -- directories
 
@@ -107,13 +105,6 @@ class Directories:
         self._ns.touch(parent)
 
     async def _unlink(self, entry: Entry) -> None:
-        if self._relocator.copies.any_pending:
-            async with self._relocator.hold_copies(self._names.path(entry)):
-                self._unlink_now(entry)
-        else:
-            self._unlink_now(entry)
-
-    def _unlink_now(self, entry: Entry) -> None:
         row = self._ns.tree.named(entry.parent, entry.name)
         if row is None:
             return

@@ -33,6 +33,7 @@ from lakefs_fuse.upload.draft import Draft, DraftEnded
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
 from lakefs_fuse.vfs.writeback.publisher import Publisher
 
@@ -54,11 +55,12 @@ class FileIO:
         reader: BlockReader,
         publisher: Publisher,
         incomplete: IncompleteFiles,
+        renamed: RenamedObjects,
         poll: Callable[[], Awaitable[object]],
     ) -> None:
         """``poll`` applies what others committed."""
         self._ns, self._files, self._drafts = namespace, drafts.files, drafts
-        self._reader, self._publisher, self.poll = reader, publisher, poll
+        self._reader, self._publisher, self._renamed, self.poll = reader, publisher, renamed, poll
         self.close, self.publish, self.set_aside = publisher.close, publisher.publish, incomplete.set_aside
         self._replaced_in: dict[int, None] = {}
         """Directories in which others replaced a file lately."""
@@ -200,9 +202,14 @@ class FileIO:
     async def renew(self, entry: Entry) -> Entry | None:
         """What the store has now under the name of a version that is gone; None where that is no other file, or the
         store does not tell."""
-        if not entry.is_plain or self._ns.tree.entry(entry.inode) is None:
+        if self._ns.tree.entry(entry.inode) is None:
             return None
         try:
+            if entry.place:
+                await self._renamed.adopt(self._ns.key(entry))
+                return None
+            if not entry.is_plain:
+                return None
             now, _ = await self._ns.lookup(entry.parent, entry.name, ask=True)
         except LakeError as error:
             log.info("%s was replaced, and by what cannot be told: %s", os.fsdecode(entry.name), error)

@@ -5,9 +5,8 @@ this node keep their inodes. Files that are not in the store yet move here only,
 those that are being written go on under it.
 
 A rename is prepared (`RenamePreparation`), planned from one reading of the facts (`rename_plan`), carried out in one
-commit or one batch, and finished: files in use, the pinner and the relocator follow. What always holds: facts
-are read and the plan is carried out in one step of the loop. A crash leaves the whole rename or nothing of it. Trio
-thread only.
+commit or one batch, and finished: files in use and the pinner follow. What always holds: facts are read and the plan is
+carried out in one step of the loop. A crash leaves the whole rename or nothing of it. Trio thread only.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-
-import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
@@ -42,7 +39,6 @@ from lakefs_fuse.vfs.ops.rename_plan import (
 )
 from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 from lakefs_fuse.vfs.ops.unlink import Unlinker
-from lakefs_fuse.vfs.relocation.relocator import Relocator, renamed_objects
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
 RENAME_NOREPLACE = 1
@@ -59,13 +55,11 @@ class Renames:
         names: NameChanges,
         committer: Committer,
         unlinker: Unlinker,
-        relocator: Relocator,
         writeback: WriteBack,
         preparation: RenamePreparation,
     ) -> None:
         self._ns, self._files, self._names, self._committer = namespace, files, names, committer
-        self._unlinker, self._relocator, self._writeback = unlinker, relocator, writeback
-        self._preparation = preparation
+        self._unlinker, self._writeback, self._preparation = unlinker, writeback, preparation
 
     async def rename(self, parent_old: int, name_old: bytes, parent_new: int, name_new: bytes, flags: int) -> None:
         """Atomic for every observer of the lake, whatever the size. Raises FileError as rename(2) says; LakeError where
@@ -125,15 +119,13 @@ class Renames:
             old, new = self._names.path(now), self._names.path_in(parent, name)
             opened = None if there is None or (exchange and not now.is_local) else self._files.hold(there.inode)
             is_held = False
-            renamed: list[str] = []
 
             async def execute(_: Entry) -> None:
                 nonlocal is_held
-                async with self._relocator.hold_copies(old, new):
-                    if now.flags & Flag.LOCAL:
-                        self._move_row(source.inode, parent, name)
-                    else:
-                        is_held = await self._commit(source, parent, name, exchange, opened, renamed)
+                if now.flags & Flag.LOCAL:
+                    self._move_row(source.inode, parent, name)
+                else:
+                    is_held = await self._commit(source, parent, name, exchange, opened)
 
             if opened is not None:
                 await self._unlinker.unlink(opened, execute)
@@ -142,29 +134,25 @@ class Renames:
             self._files.moved()
             for listener in self._ns.events.path_renamed:
                 listener(old, new)
-            if renamed:
-                self._relocator.tasks.schedule(renamed)
         return is_held
 
     # -- what is in the store
 
-    async def _commit(
-        self, source: Entry, parent: int, name: bytes, exchange: bool, opened: OpenFile | None, renamed: list[str]
-    ) -> bool:
-        """``renamed`` gets the paths of objects that are at other keys now. Whether a flush has to follow."""
+    async def _commit(self, source: Entry, parent: int, name: bytes, exchange: bool, opened: OpenFile | None) -> bool:
+        """Whether a flush has to follow."""
         entry = self._ns.tree.entry(source.inode) or source
         old, new = self._names.path(entry), self._names.path_in(parent, name)
 
         def plan() -> Change:
             change = plan_rename(self._read_facts(source.inode, parent, name, exchange))
             self._ns.check_paths([each.path for each in change.operations])
-            renamed[:] = renamed_objects(change)
             return change
 
         is_writeback = self._writeback.is_for(old) and self._writeback.is_for(new)
         is_held = bool(self._committer.held_until)
         route = route_of(entry, exchange=exchange, is_writeback=is_writeback, is_held=is_held)
         if route is Route.COMMITTED:
+            await self._preparation.hear()
             await self._committer.commit(plan)
             return False
         async with self._committer.quiet():
@@ -201,9 +189,7 @@ class Renames:
         if exchange and target is not None:
             moving += self._below(new, old, target)
         elif target is not None and not target.is_dir:
-            due_ns = self._relocator.tasks.replaced_due_ns()  # after the renamed object was copied over it
-            orphaned = self._names.orphaned(new, target)
-            replaced = [msgspec.structs.replace(doomed, due_ns=due_ns) for doomed in orphaned]
+            replaced = self._names.orphaned(new, target)
         entries = [entry for _, _, entry in moving]
         own = [after for _, after, entry in moving if not entry.flags & Flag.DIRECTORY]
         hides = dict(zip(own, self._ns.tree.own_etags(own), strict=True))

@@ -16,6 +16,7 @@ from functools import partial
 
 import trio
 
+from lakefs_fuse.commits.objects.deletion_queue import HEARD_S
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.product import PLACEHOLDER
@@ -39,14 +40,19 @@ class RenamePreparation:
         namespace: Namespace,
         files: FileTable,
         client: StoreClient,
-        poll: Callable[[], Awaitable[object]],
+        heard: Callable[[float], Awaitable[object]],
         publisher: Publisher,
         writeback: WriteBack,
         patience_s: float,
     ) -> None:
-        """``poll`` applies what others committed."""
-        self._ns, self._files, self._client, self._poll = namespace, files, client, poll
+        """``heard`` as `Poller.heard`."""
+        self._ns, self._files, self._client, self._heard = namespace, files, client, heard
         self._publisher, self._writeback, self._patience_s = publisher, writeback, patience_s
+
+    async def hear(self) -> None:
+        """What others did to names before HEARD_S is known here: an object that they removed since is still there.
+        Raises LakeError."""
+        await self._heard(HEARD_S)
 
     # -- what others put below a directory
 
@@ -55,7 +61,7 @@ class RenamePreparation:
         await self._writeback.retry_while_away(path, partial(self._list_below, directory), self._patience_s)
 
     async def _list_below(self, directory: Entry) -> None:
-        await self._poll()
+        await self._heard(0.0)
         await self._list_unlisted(directory)
         if await self._list_changed(directory):
             await self._list_unlisted(directory)

@@ -45,7 +45,7 @@ from lakefs_fuse.vfs.files.open_file import OpenFile, OpenState
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
-from lakefs_fuse.vfs.relocation.relocator import Relocator
+from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.writeback.group_commit import GroupCommit
 from lakefs_fuse.vfs.writeback.packer import Packer
 from lakefs_fuse.vfs.writeback.publish_plan import (
@@ -117,7 +117,7 @@ class ObjectWriter:
         namespace: Namespace,
         committer: Committer,
         deletions: DeletionQueue,
-        relocator: Relocator,
+        renamed: RenamedObjects,
         packer: Packer,
         files: FileTable,
         rules: Rules,
@@ -125,7 +125,7 @@ class ObjectWriter:
     ) -> None:
         """``shown`` are the mode, uid and gid that a listing's files have here."""
         self._ns, self._committer, self._deletions = namespace, committer, deletions
-        self._relocator, self._packer, self._files = relocator, packer, files
+        self._renamed, self._packer, self._files = renamed, packer, files
         self._rules, self._shown = rules, shown
         self._storing_plain = 0
         """Files that are being stored as plain objects: those that close meanwhile are not alone."""
@@ -142,16 +142,15 @@ class ObjectWriter:
         Raises LakeError; then nothing is lost, and it can be tried again.
         """
         await self._committer.reconcile()  # or these bytes may hit what a rename that seemed to fail has taken away
-        async with self._relocator.copies.hold(file.key, draft.target.key):
-            before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
-            policy = self._rules.pack_for(file.key)
-            plan = await self._plan(file, draft, policy, alone=alone)
-            if plan.form is not Form.PLAIN:
-                plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
-                if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
-                    return self._retire(before, self._packed(file, draft))
-                plan = await self._plan(file, draft, policy, alone=True)
-            return self._retire(before, await self._plain(file, draft, plan))
+        before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
+        policy = self._rules.pack_for(file.key)
+        plan = await self._plan(file, draft, policy, alone=alone)
+        if plan.form is not Form.PLAIN:
+            plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
+            if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
+                return self._retire(before, self._packed(file, draft))
+            plan = await self._plan(file, draft, policy, alone=True)
+        return self._retire(before, await self._plain(file, draft, plan))
 
     async def _plan(self, file: OpenFile, draft: Draft, policy: PackPolicy, *, alone: bool) -> PublishPlan:
         """Plan the version with the facts of one moment, and give its draft the key."""
@@ -189,9 +188,8 @@ class ObjectWriter:
         earlier versions of some, which stay out of it."""
         await self._committer.reconcile()
         objects = self._ns.tree.objects
-        async with self._relocator.copies.hold(*(file.key for file, _ in files)):
-            before = {draft.id: objects.get(file.entry.place) if file.entry.place else None for file, draft in files}
-            await self._packer.commit_pack(files, passed)
+        before = {draft.id: objects.get(file.entry.place) if file.entry.place else None for file, draft in files}
+        await self._packer.commit_pack(files, passed)
 
         def stored(file: OpenFile, draft: Draft) -> StoredVersion:
             return self._retire(before[draft.id], self._packed(file, draft))
@@ -222,13 +220,14 @@ class ObjectWriter:
         try:
             async with self._deletions.keeping(key):
                 if plan.frees_key:
-                    await self._relocator.free(key)
+                    await self._renamed.free(key)
                 if plan.commits_first:
                     await self._committer.flush()
                 published = await publish(draft)
         finally:
             self._storing_plain -= 1
         path, meta = file.key, published.meta
+        self._renamed.note_stored(key, meta.etag)
         row = self._ns.tree.entry(file.entry.inode)
         now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
@@ -268,8 +267,6 @@ class ObjectWriter:
         if key != path:
             doomed = superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
-        if key != path:
-            self._relocator.tasks.schedule([path])
 
     async def finish(self, draft: Draft, path: str) -> None:
         """Make what a daemon that died left of a file its newest version. The caller holds ``draft.exclusive()``.
@@ -278,11 +275,12 @@ class ObjectWriter:
         """
         key = draft.target.key
         there = self._ns.at(path)
-        async with self._relocator.copies.hold(path, key), self._deletions.keeping(key):
+        async with self._deletions.keeping(key):
             used = self._ns.tree.objects.used(key) if draft.upload_intent_ns else None
             if used is not None and (there is None or there.place != used.number):
-                await self._relocator.free(key)
+                await self._renamed.free(key)
             published = await publish(draft)
+        self._renamed.note_stored(key, published.meta.etag)
         self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0]))
         await self._committer.flush()
 

@@ -13,7 +13,6 @@ from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.publish import token_of
 from lakefs_fuse.vfs.namespace.namespace import Namespace
-from lakefs_fuse.vfs.relocation.pending_copies import PendingCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class Visible:
 class StoredVersions:
     """Answers which versions are in the store. See the module's head."""
 
-    def __init__(self, namespace: Namespace, client: StoreClient, copies: PendingCopies) -> None:
-        self._ns, self._client, self._copies = namespace, client, copies
+    def __init__(self, namespace: Namespace, client: StoreClient) -> None:
+        self._ns, self._client = namespace, client
         self._commits: dict[str, bool] = {}
         """Of daemons that ended: what the store said cannot change."""
 
@@ -76,9 +75,6 @@ class StoredVersions:
             return Visible()
         tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass")) if key == path else None
         if tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns):
-            return Visible()
-        begun = self._copies.get(path) if key == path else None
-        if begun is not None and begun.matches(meta, token_of(meta)):
             return Visible()
         return Visible(meta.etag, token_of(meta))
 

@@ -1,0 +1,52 @@
+"""Copies of whole objects that the store makes itself: in one request, or in parts where the object is large.
+
+What always holds: the copy is visible all at once, with the metadata of its source, or not at all; an upload in parts
+that does not end so is aborted. A crash leaves an unfinished upload, which `gc` ends. Tasks of one trio loop.
+"""
+
+from __future__ import annotations
+
+import trio
+
+from lakefs_fuse.errors import Unsupported
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta, PartRef
+
+COPY_BYTES_MAX = 5 << 30
+"""What S3 copies in one request."""
+COPY_PART_BYTES = 1 << 30
+"""More is copied in parts, where the store can."""
+ABORT_S_MAX = 5.0
+"""Giving up a copy in parts waits so long for the store; what stays there is an unfinished upload, which `gc` ends."""
+
+
+async def copy_object(
+    client: StoreClient, source: str, etag: str, size: int, target: str, *, if_absent: bool = False
+) -> ObjectMeta:
+    """Copy the version ``etag``, of ``size`` bytes, of the object ``source``. ``if_absent``: in parts, because the
+    store then refuses where something is at ``target``; a store that has no such condition copies over it.
+
+    Raises NotFound, PreconditionFailed (another version is at ``source``, or something at ``target``), Unsupported
+    where the store cannot copy so much, and other StoreErrors.
+    """
+    can_copy_parts = client.capabilities.part_copy
+    is_conditional = if_absent and can_copy_parts and client.capabilities.complete_if_absent
+    if not is_conditional and (size <= COPY_PART_BYTES or not can_copy_parts):
+        if size > COPY_BYTES_MAX:
+            raise Unsupported(f"{source} has {size} bytes, and parts cannot be copied")
+        return await client.copy(source, target, etag=etag)
+    metadata = (await client.head(source)).metadata
+    upload_id = await client.create_multipart(target, metadata=metadata)
+    completed = False
+    try:
+        refs: list[PartRef] = []
+        for number, start in enumerate(range(0, max(size, 1), COPY_PART_BYTES), 1):
+            end = min(start + COPY_PART_BYTES, size)
+            refs.append(await client.upload_part_copy(target, upload_id, number, source, start, end, etag=etag))
+        meta = await client.complete_multipart(target, upload_id, refs, if_absent=is_conditional)
+        completed = True
+        return meta
+    finally:
+        if not completed:
+            with trio.move_on_after(ABORT_S_MAX, shield=True):
+                await client.abort_multipart(target, upload_id)

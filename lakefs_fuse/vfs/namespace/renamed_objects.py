@@ -1,0 +1,152 @@
+"""Plain objects that stay at the key of an earlier name after a rename: what becomes of them when that key is written.
+
+A rename is a commit and moves no bytes, so a name may have its bytes at the key of a name that is gone. Nodes that know
+that store elsewhere. One that has not heard of the rename replaces the object there, as if it still were the file of
+that name: what it wrote came before the rename, and the renamed file is that version now. It says so in a commit when
+it hears of the rename (`commit_applied`). Where it was lost before, who reads the renamed file finds out (`adopt`).
+
+What always holds: a name is given to another version only after a HEAD that showed it at the key, and only while the
+name still means the version that is gone; no object is deleted here. What this node wrote is remembered in memory
+alone: after a crash, `adopt` does the same for who reads. Trio thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import trio
+
+from lakefs_fuse.blockcache.object_version import Version
+from lakefs_fuse.commits.change import Change
+from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.record import OBJECTS, THIS, ObjectRef, Put, Record, Relocate
+from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.object_table import ObjectRow
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ObjectMeta
+from lakefs_fuse.store.server_copy import copy_object
+from lakefs_fuse.upload.publish import token_of
+from lakefs_fuse.vfs.namespace.attributes import learn
+from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
+
+STORED_MAX = 1 << 16
+"""Objects that are remembered: about 16 MB. Commits of others are heard of within seconds."""
+log = logging.getLogger(__name__)
+
+
+class RenamedObjects:
+    """See the module's head."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        client: StoreClient,
+        committer: Committer,
+        nursery: trio.Nursery,
+        new_id: Callable[[], str],
+        moved: Callable[[Version, Version], Awaitable[None]],
+    ) -> None:
+        """``new_id`` makes names of hidden objects; ``moved`` is told that the bytes of one version are another now."""
+        self._ns, self._client, self._committer, self._nursery = namespace, client, committer, nursery
+        self._new_id, self._moved = new_id, moved
+        self._stored: dict[str, str] = {}
+        """ETags by key of what this node stored lately at the keys of files."""
+
+    def note_stored(self, key: str, etag: str) -> None:
+        """This node has stored a plain object at the key of a file."""
+        self._stored.pop(key, None)
+        self._stored[key] = etag
+        if len(self._stored) > STORED_MAX:
+            del self._stored[next(iter(self._stored))]
+
+    def commit_applied(self, record: Record) -> None:
+        """Another node's commit is in effect here. Names that it gives to objects which this node has replaced get the
+        version that is there now, soon."""
+        replaced = {
+            number
+            for number, ref in enumerate(record.objects)
+            if number > THIS and self._stored.get(ref.key, ref.etag) != ref.etag
+        }
+        if replaced:
+            for operation in record.operations:
+                if isinstance(operation, Put) and operation.object in replaced:
+                    self._nursery.start_soon(self._adopt_soon, operation.path)
+
+    async def _adopt_soon(self, path: str) -> None:
+        try:
+            await self.adopt(path)
+        except LakeError as error:
+            log.warning("%s was renamed while this node replaced it, and cannot be read yet: %s", path, error)
+
+    async def adopt(self, path: str) -> bool:
+        """Give a renamed file the version that is at the key of its earlier name now, where a node of this lake stored
+        that, or another program before the rename. Whether it did. Raises LakeError."""
+        entry, row = self._renamed(path)
+        if entry is None or row is None:
+            return False
+        try:
+            meta = await self._client.head(row.key)
+        except NotFound:
+            log.error("%s: its bytes were at %s, which somebody removed", path, row.key)
+            return False
+        if meta.etag == row.etag:
+            return False
+        if not token_of(meta) and not self._precedes_rename(row, meta):
+            log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
+            return False
+        await self._committer.commit(lambda: self._adoption(path, row, meta))
+        return True
+
+    def _adoption(self, path: str, row: ObjectRow, meta: ObjectMeta) -> Change:
+        """Called when the commit's turn has come. New bytes at the key came before the rename, and the old name hides
+        them; those of another program only where the rename hides them anyway."""
+        builder = ChangeBuilder(self._ns.tree)
+        entry, now = self._renamed(path)
+        if entry is not None and now == row:
+            found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
+            builder.put(path, found, key=row.key, hides=entry.etag)
+            hide_object(builder, self._ns.tree, row.key, meta.etag)
+        return builder.change()
+
+    def _precedes_rename(self, row: ObjectRow, meta: ObjectMeta) -> bool:
+        """The rename that took an object's name away hides what another program put there: it came before."""
+        tombstone = self._ns.tree.tombstones.get(row.key.encode(*schema.PATH))
+        return tombstone is not None and tombstone.etag == row.etag and tombstone.hides(meta.etag, meta.mtime_ns)
+
+    def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
+        """The file at a path, if its bytes are a plain object elsewhere."""
+        above, _, name = path.rpartition("/")
+        directory = self._ns.directory(above)
+        entry = None if directory is None else self._ns.tree.named(directory, name.encode())
+        row = self._ns.tree.objects.get(entry.place) if entry is not None and entry.place else None
+        if entry is None or entry.is_local or row is None or row.is_pack:
+            return None, None
+        return entry, row
+
+    async def free(self, key: str) -> None:
+        """Have the store copy the bytes of other names away from a key that is about to be replaced, and commit where
+        they are. Raises LakeError."""
+        row = self._ns.tree.objects.used(key)
+        if row is None:
+            return
+        copied = await copy_object(self._client, row.key, row.etag, row.size, OBJECTS + self._new_id())
+        await self._committer.commit(lambda: self._move(row, copied))
+        await self._moved(Version(row.key, row.etag, row.size), Version(copied.key, copied.etag, row.size))
+
+    def _move(self, row: ObjectRow, copied: ObjectMeta) -> Change:
+        """Called when the commit's turn has come."""
+        objects = [ObjectRef(), ObjectRef(row.key, row.etag, row.size), ObjectRef(copied.key, copied.etag, row.size)]
+        moved = [
+            Relocate(
+                path, 1, entry.offset, "", 2, entry.offset, entry.size, entry.mode, entry.uid, entry.gid,
+                entry.mtime_ns, hides=entry.etag,
+            )
+            for path, entry in self._ns.tree.below(ROOT_INODE, "")
+            if entry.place == row.number and not entry.is_local
+        ]  # fmt: skip
+        return Change(operations=list(moved), objects=objects)

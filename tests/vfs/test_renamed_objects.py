@@ -1,0 +1,132 @@
+"""Renamed plain objects stay at the keys of their earlier names: nodes that had not heard of it write there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.errors import FileError
+from tests.fakes import delete_all_due
+from tests.memory_store import MemoryStore
+from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.vfs.writing_back import rewrite
+
+WINDOW_S = 300.0
+SHOWN_S_MAX = 5.0
+
+
+async def until_shown(m: Lake, path: str, data: bytes) -> None:
+    """What a commit of another node caused here was committed, too."""
+    with trio.fail_after(SHOWN_S_MAX):
+        while (await m.found(path)).size != len(data) or await m.read(path) != data:
+            await trio.sleep(0.01)
+
+
+async def renamed_and_rewritten(one: Lake, two: Lake) -> None:
+    """One node renames ``f`` to ``g``; the other, which has not heard of that, replaces ``f`` in place."""
+    await one.write("f", b"first")
+    await one.sync()
+    await two.poll()
+    assert await two.names() == ["f"]
+    await one.rename("f", "g")
+    await one.sync()
+    await rewrite(two, "f", b"second")
+
+
+async def test_who_replaced_a_renamed_file_says_so_when_it_hears_of_the_rename(tmp_path: Path) -> None:
+    """What it wrote came before the rename: the new name has its bytes, and nobody has to read them first."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await renamed_and_rewritten(one, two)
+        await two.poll()
+        await until_shown(two, "g", b"second")
+        await one.poll()
+        assert await one.tree() == await two.tree() == {"g": b"second"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"g": b"second"}
+
+
+async def test_who_reads_a_renamed_file_finds_what_a_lost_node_wrote_in_its_place(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await renamed_and_rewritten(one, two)  # and the other node hears of nothing any more
+    async with lake(store, tmp_path / "reader", clock=clock) as reader:
+        with pytest.raises(FileError, match="replaced"):
+            await reader.read("g")
+        assert await reader.tree() == {"g": b"second"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"g": b"second"}
+
+
+async def test_object_that_was_removed_before_a_rename_was_heard_of_stays(tmp_path: Path) -> None:
+    """One node removes the file, another renames it meanwhile: the object is deleted only if no rename comes."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
+        await one.write("f", b"bytes")
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["f"]
+        await one.unlink("f")
+        await one.fs.sync_names()
+        await two.rename("f", "g")
+        clock.advance(2 * WINDOW_S)
+        await one.poll()
+        await delete_all_due(one.parts.deletions)
+        await two.poll()
+        assert store.data("f") == b"bytes"
+        assert await one.tree() == await two.tree() == {"g": b"bytes"}
+
+
+async def test_removed_object_stays_until_others_had_time_to_hear_of_it(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never", delete_after_s=WINDOW_S) as m:
+        await m.write("f", b"bytes")
+        await m.unlink("f")
+        await m.fs.sync_names()
+        clock.advance(WINDOW_S - 1)
+        await delete_all_due(m.parts.deletions)
+        assert store.data("f") == b"bytes"
+        clock.advance(2)
+        await delete_all_due(m.parts.deletions)
+        assert "f" not in store.objects
+
+
+async def test_key_that_another_name_still_has_its_bytes_at_is_freed_for_an_upload_that_began_before(
+    tmp_path: Path,
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never") as m:
+        await m.write("old", b"bytes")
+        await m.rename("old", "name")
+        await m.parts.renamed.free("old")
+        location = m.fs.xattr((await m.found("name")).inode, "user.lakefs.location")
+        assert b"/.lakefs/objects/" in location
+        store.take("old")
+        assert await m.tree() == {"name": b"bytes"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"name": b"bytes"}
+
+
+async def test_file_that_is_renamed_and_written_in_place_while_it_is_open_keeps_both_names(tmp_path: Path) -> None:
+    """The second version of the other node cannot lie at the key, which the renamed file uses by then."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.write("f", b"first")
+        await one.sync()
+        await two.poll()
+        await one.rename("f", "g")
+        await one.sync()
+        handle = await two.open("f", os.O_RDWR)
+        await two.fs.write(handle, 0, b"second")
+        await two.fs.fsync(handle)
+        await two.poll()
+        await until_shown(two, "g", b"second")
+        await two.fs.write(handle, 0, b"third!")
+        await two.close(handle)
+        await two.sync()
+        await one.poll()
+        assert (await one.tree())["g"] in (b"second", b"third!")
+        assert await one.tree() == await two.tree()
