@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.commit_log import CommitLog
@@ -46,6 +46,11 @@ class LakeView:
     node: Node
     scratch: str
     """Directory for temporary files."""
+    _overriding: set[int] = field(default_factory=set)
+    """Inodes of plain objects that a listing showed in place of bytes elsewhere."""
+
+    def __post_init__(self) -> None:
+        self.namespace.events.object_overridden.append(lambda entry: self._overriding.add(entry.inode))
 
     @property
     def namespace(self) -> Namespace:
@@ -80,6 +85,11 @@ class LakeView:
         """The number of names with bytes in this version of an object."""
         row = self.tree.objects.find(key, etag)
         return 0 if row is None else max(0, row.entries)
+
+    def is_uncommitted(self, entry: Entry) -> bool:
+        """A plain object was put in place of bytes that a commit names, and no commit says so yet. A mount that has not
+        listed the name still has those."""
+        return not entry.stamp and entry.inode in self._overriding
 
     def is_in_pack(self, entry: Entry) -> bool:
         """Whether the bytes of a file lie in a pack."""

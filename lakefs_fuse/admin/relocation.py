@@ -37,7 +37,7 @@ SLOW_S = 60.0
 
 @dataclass(slots=True)
 class Moved:
-    """Result of a relocation. ``left`` counts files that changed, were removed, or are damaged."""
+    """Result of a relocation. ``left`` counts files that changed, went, are damaged, or are in no commit yet."""
 
     files: int = 0
     bytes: int = 0

@@ -5,8 +5,10 @@ What always holds (*same files*): names, inodes, attributes and open handles sta
 read.
 
 Pack: objects are read at one ETag, stored in packs with a commit each (`relocation`), and deleted after a grace period
-in which mounts apply the commits (`superseded_objects`). Killed before a commit: nothing happened. Between a commit and
-the deletions: objects that every mount hides, which a second run deletes. A second run completes the work.
+in which mounts apply the commits (`superseded_objects`). An object in place of bytes that a commit names is left until
+a commit names it: mounts that have not listed it would not apply its relocation, and it would be lost. Killed before a
+commit: nothing happened. Between a commit and the deletions: objects that every mount hides, which a second run
+deletes. A second run completes the work.
 
 Unpack and relocate: each file is put, or its object copied by the store, as a plain object at its own key, if there is
 none; then one commit relocates many of them. Killed in between: the objects count as new objects of another program,
@@ -97,11 +99,15 @@ async def pack(
     """Raises LakeError; what was committed by then stays."""
     packed = Packed()
     elsewhere: list[ObjectMeta] = []
+    left = 0
 
     relocator = Relocator(lake, report=lambda moved: report("packing", moved.files, moved.bytes))
     async with aclosing(lake.listed_files(path)) as files:
         async for name, entry in files:
             if not _is_small_plain(lake, entry, threshold_bytes):
+                continue
+            if lake.is_uncommitted(entry):
+                left += 1
                 continue
             if dry_run:
                 packed.moved.files += 1
@@ -117,6 +123,7 @@ async def pack(
         await sweep(lake, prefix, packed.swept, grace_s=grace_s, removed=False, dry_run=True, only=only)
         return packed
     packed.moved = await relocator.finish()
+    packed.moved.left += left
     if packed.moved.packs and grace_s:
         report("waiting for the grace period", packed.moved.files, packed.moved.bytes)
         await sleep(grace_s)

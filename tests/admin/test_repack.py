@@ -16,6 +16,7 @@ from tests.admin.lakes import commits, dataset, give_pack, headless, plain, sile
 from tests.memory_store import Failures, MemoryStore, Request
 from tests.tiers import sized
 from tests.vfs.lakes import Clock, Lake, lake
+from tests.vfs.writing_back import until
 
 FILES = dataset(30) | dataset(10, "data/deep/er") | {"top": b"at the top", "data/empty": b""}
 
@@ -164,6 +165,27 @@ async def test_what_others_replace_meanwhile_is_theirs(store: MemoryStore, clock
     expected = FILES | {"data/0003": b"theirs", "data/0004": b"theirs", "data/0005": b"theirs, too"}
     assert await fresh(store, clock, tmp_path) == expected
     assert plain(store) == ["data/0003", "data/0004", "data/0005"]
+
+
+async def test_an_object_in_place_of_packed_bytes_waits_for_its_commit(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    give_pack(store, clock, {"data/0001": b"older", "data/deep/new": b"packed"})
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        assert await mounted.read("data/deep/new") == b"packed"
+        clock.advance(60)
+        store.give("data/deep/new", b"of another program")
+        clock.advance(1)
+        done = await pack(store, clock, "data/deep")
+        assert (done.moved.files, done.moved.left) == (10, 1)
+        await mounted.poll()
+        clock.advance(200)
+        assert await mounted.read("data/deep/new") == b"of another program"
+        await until(lambda: mounted.commits()["written"] == 1)
+    assert (await fresh(store, clock, tmp_path))["data/deep/new"] == b"of another program"
+    assert (await pack(store, clock, "data/deep")).moved.files == 1
+    assert (await fresh(store, clock, tmp_path))["data/deep/new"] == b"of another program"
+    assert "data/deep/new" not in plain(store)
 
 
 async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
