@@ -680,7 +680,8 @@ class Simulation:
             with self._watched(node, old_path, again):
                 await fs.rename(parent, name, target, renamed, op.flags)
             for old, new in moves:
-                for path in node.below(new):
+                made = [new + path[len(old) :] for path in list(self.oracle.versions) if path.startswith(old + "/")]
+                for path in [*node.below(new), *(path for path in made if self._is_directory(node, path))]:
                     self._register_moved(node, call, old + path[len(new) :], path, registered)
             for version, removal in zip(list(call.versions), list(call.removals), strict=True):
                 there = node.entry(version.path)
@@ -722,7 +723,11 @@ class Simulation:
     def _directories(self, node: SimulatedNode, path: str) -> list[str]:
         """Directories below a path that the oracle knows."""
         below = [known for known in list(self.oracle.versions) if known.startswith(path + "/")]
-        return [known for known in below if (entry := node.entry(known)) is not None and entry.is_dir]
+        return [known for known in below if self._is_directory(node, known)]
+
+    def _is_directory(self, node: SimulatedNode, path: str) -> bool:
+        entry = node.entry(path)
+        return entry is not None and entry.is_dir
 
     def _register_move(
         self, node: SimulatedNode, call: _Call, old: str, new: str, registered: set[tuple[str, Version]]
@@ -754,7 +759,8 @@ class Simulation:
         entry = node.entry(new)
         if entry is None or any(moved in self._versions_of(node, new, entry) for moved in call.versions):
             return
-        pending, data = self._pending_in(node, entry.inode), node.stored_bytes(entry)
+        pending = self._pending_in(node, entry.inode)
+        data = DIRECTORY if entry.is_dir else node.stored_bytes(entry)
         if pending is not None and pending.path == old and data in (None, pending.data):
             found = frozenset({pending})
         elif data is not None and not self.oracle.matching(new, data):
