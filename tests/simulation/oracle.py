@@ -50,9 +50,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 DIRECTORY = b"<directory>"
 PATHS_MAX = 50
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
 CONFLICT = ".conflict-"
 """In the name under which a version is kept where another client had created the file first."""
 
@@ -225,7 +227,7 @@ class Oracle:
         if not found:
             listed = ", ".join(map(str, versions)) or "nothing"
             return f"{path} shows {describe(data)}, which nobody put there ({listed} was put)"
-        allowed = [version for version in found if not self._replaced(version) and not self._removed(version)]
+        allowed = [version for version in found if not self._replaced(version, tree) and not self._removed(version)]
         if (
             not allowed
             and (self.is_announced(path) or any(map(self._is_announced_late, found)))
@@ -352,9 +354,17 @@ class Oracle:
             for version in versions
         )
 
-    def _replaced(self, version: Version) -> bool:
-        """An acknowledged put knew it."""
-        return any(version in later.known and later.is_certain for later in self.versions[version.path])
+    def _replaced(self, version: Version, tree: Mapping[str, bytes] = NOTHING) -> bool:
+        """An acknowledged put knew it, which is not under the name from which a rename was to take it along."""
+        return any(
+            version in later.known and later.is_certain and not self._is_left_behind(later, tree)
+            for later in self.versions[version.path]
+        )
+
+    def _is_left_behind(self, version: Version, tree: Mapping[str, bytes]) -> bool:
+        """It was stored while another node renamed it, and is under the old name after all."""
+        is_taken_along = version.origin is not None and version.operation == -1
+        return is_taken_along and tree.get(version.origin.path) == version.data  # type: ignore[union-attr]
 
     def _removed(self, version: Version) -> bool:
         """An acknowledged removal named it, and it alone."""
