@@ -316,7 +316,7 @@ class Oracle:
         """The newest commit removes it, by a node whose users did not, while another node changed the name, or one that
         the file had, or got elsewhere."""
         remover = self.last_remover(path)
-        if not remover or any(removal.node == remover for removal in self.removals[path]):
+        if not remover or any(each.node == remover and not each.is_withdrawn for each in self.removals[path]):
             return False
         paths = {path}
         for version in certain:
