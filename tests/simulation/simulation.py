@@ -44,7 +44,7 @@ from tests.simulation.machine import MachineClock, MachineThreads
 from tests.simulation.memory_engine import MemoryEngines
 from tests.simulation.network import Killed, Link, Weather
 from tests.simulation.node import STORE, NodeDown, SimulatedDisk, SimulatedNode, World
-from tests.simulation.object_store import SimulatedStore
+from tests.simulation.object_store import COMMITS, SimulatedStore
 from tests.simulation.oracle import DIRECTORY, Oracle, Removal, Version, describe
 from tests.simulation.other_programs import PROGRAM, OtherPrograms
 from tests.simulation.plan import Plan, Step
@@ -1017,7 +1017,7 @@ class Simulation:
         """Directories above plain objects of which a commit has told after another node had deleted them."""
         return {
             path[:at]
-            for path in self._commits.paths(self._objects())
+            for path in self._commits.paths(self._ever_committed())
             if self._is_announced(path) and path not in self.store.objects
             for at, mark in enumerate(path)
             if mark == "/"
@@ -1102,10 +1102,11 @@ class Simulation:
         return tree
 
     def _newest(self, path: str) -> tuple[str, Operation] | None:
-        return self._commits.newest(path, self._objects())
+        return self._commits.newest(path, self._ever_committed())
 
-    def _objects(self) -> dict[str, bytes]:
-        return {key: data for key, (data, _) in self.store.objects.items()}
+    def _ever_committed(self) -> dict[str, bytes]:
+        """Every commit by its key, those too that gc has deleted: what they said is in an index."""
+        return {key: data for (key, _), data in self.store.versions.items() if key.startswith(COMMITS)}
 
     def _is_announced(self, path: str) -> bool:
         newest = self._newest(path)
