@@ -205,8 +205,11 @@ class Simulation:
 
     def _follow(self, node: SimulatedNode, *_: object) -> None:
         """What a node has not published yet goes along when another node renames a directory above it."""
-        for key, version in list(self._pending.items()):
-            if key[:2] != (node.name, node.lives) or node.daemon is None or not version.is_certain:
+        for key in list(self._pending):
+            if key[:2] != (node.name, node.lives) or node.daemon is None:
+                continue
+            version = self._pending_in(node, key[2])
+            if version is None or not version.is_certain:
                 continue
             path = node.path_of(key[2])
             entry = None if path is None else node.entry(path)
@@ -572,6 +575,9 @@ class Simulation:
         moved.is_certain = True
         if moved is not version:
             call.doubtful.add(version)
+            key = (node.name, node.lives, inode)
+            if self._pending.get(key) is version:
+                self._pending[key] = moved
         elif entry is not None and entry.inode == inode:
             self._views.show(node.name, moved.path, moved.data)
 
