@@ -216,7 +216,10 @@ class Oracle:
         versions = [version for version in self.versions.get(path, ()) if not version.is_withdrawn]
         if data is None:
             return self._check_absent(path, versions, tree)
-        if data == DIRECTORY and (any(below.startswith(path + "/") for below in tree) or self._is_written_below(path)):
+        if data == DIRECTORY and (
+            any(below.startswith(path + "/") for below in tree)
+            or any(map(self._is_written_below, [path, *self.moved_from(path)]))
+        ):
             return ""
         found = [version for version in versions if data in self._bytes_of(version)]
         if not found and self._is_moved_along(path, data):
@@ -353,6 +356,16 @@ class Oracle:
             if below.startswith(path + "/")
             for version in versions
         )
+
+    def moved_from(self, path: str) -> set[str]:
+        """Where something was before a directory above it was renamed."""
+        return {
+            directory.origin.path + path[at:]
+            for at, mark in enumerate(path)
+            if mark == "/"
+            for directory in self.versions.get(path[:at], ())
+            if directory.origin is not None and not directory.is_withdrawn
+        }
 
     def _replaced(self, version: Version, tree: Mapping[str, bytes] = NOTHING) -> bool:
         """An acknowledged put knew it, which is not under the name from which a rename was to take it along."""

@@ -117,7 +117,9 @@ class Views:
             is_moved = any(each.origin is not None and CONFLICT in each.origin.path for each in versions)
             if not mark or is_moved or any(each.node == "everybody" for each in versions):
                 continue
-            nodes = {each.node for each in self._oracle.versions.get(name, ()) if not each.is_withdrawn}
+            names = [name, *self._oracle.moved_from(name)]
+            puts = [each for where in names for each in self._oracle.versions.get(where, ())]
+            nodes = {each.node for each in puts if not each.is_withdrawn}
             only = nodes.pop() if len(nodes) == 1 else ""
             if only and not self.has_other_writer(only, name):
                 wrong.append(f"{path} is kept beside what {only} alone wrote")
