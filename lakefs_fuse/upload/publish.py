@@ -128,8 +128,22 @@ async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
     if meta is not None:
         return meta
     if isinstance(error, PreconditionFailed):
+        await _leave_key(draft)
         raise FileError(errno.EEXIST, f"{draft.target.key} was created by another client meanwhile") from error
     raise error
+
+
+async def _leave_key(draft: Draft) -> None:
+    """The key is another file's, and the store would complete the upload nowhere else: a file that is renamed then
+    begins anew under its next name. Bytes that only the upload has keep it."""
+    if not draft.upload_id or draft.parts.bytes_dropped:
+        return
+    try:
+        await draft.abort_upload()
+    except LakeError as error:
+        log.warning("the multipart upload of %s goes on, which is of no use: %s", draft.target.key, error)
+        return
+    draft.forget_upload()
 
 
 async def _find_completed(draft: Draft) -> ObjectMeta | None:

@@ -137,6 +137,27 @@ async def test_exclusive_creation_is_exclusive_across_nodes(tmp_path: Path, size
         assert await one.read("lock") == noise(1, size)
 
 
+@pytest.mark.parametrize("size", [3, LARGE])
+async def test_file_whose_name_was_taken_can_be_renamed_and_leaves_the_name_to_the_other(
+    tmp_path: Path, size: int
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        handle = await m.create("lock", os.O_RDWR | os.O_EXCL)
+        await m.fs.write(handle, 0, noise(1, size))
+        store.give("lock", b"theirs")
+        with pytest.raises(FileError) as caught:
+            await m.close(handle)
+        assert caught.value.errno == errno.EEXIST
+        await m.rename("lock", "mine")
+        await m.fs.make_durable()
+        assert store.data("mine") == noise(1, size)
+        assert store.data("lock") == b"theirs"
+        clock.advance(TTL_S + 1)
+        assert await m.tree() == {"lock": b"theirs", "mine": noise(1, size)}
+        assert not store.uploads
+
+
 async def test_exclusive_creation_asks_the_store(tmp_path: Path) -> None:
     store = MemoryStore()
     async with lake(store, tmp_path) as m:
