@@ -8,7 +8,7 @@ import pytest
 
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError
-from tests.memory_store import MemoryStore
+from tests.memory_store import MemoryStore, Request, When
 from tests.vfs.lakes import TTL_S, Clock, lake
 from tests.vfs.writing_back import rewrite, until
 
@@ -36,6 +36,29 @@ async def test_object_of_another_program_is_committed_and_its_removal_leaves_no_
     del store.objects["f"]
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.names() == []
+
+
+async def test_object_that_is_deleted_before_it_is_committed_leaves_the_name_as_it_is_here(tmp_path: Path) -> None:
+    """This node has forgotten the packed bytes, and went on without the name, which others showed."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        await m.write("f", b"packed")
+        await m.sync()
+        clock.advance(5)
+        store.give("f", b"foreign")
+        clock.advance(TTL_S + 1)
+
+        def delete(request: Request, when: When) -> None:
+            if (request.what, request.key, when) == ("head", "f", "before"):
+                store.objects.pop("f", None)
+
+        store.hook = delete
+        assert await m.names() == ["f"]
+        await until(lambda: m.commits()["written"] == 2)
+        clock.advance(TTL_S + 1)
+        here = await m.names()
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.names() == here == []
 
 
 async def test_object_of_another_node_is_not_committed_and_that_node_can_pack_it_again(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """Plain objects that another program put in place of bytes that a commit names: a commit says so.
 
-Without it the name would get its older bytes back when that object is deleted. An object that a node of this lake wrote
-needs none: its writer commits what there is to say, and knows of its own later versions.
+Without it the name would get its older bytes back when that object is deleted; if it was deleted before, the commit
+says that the name is gone, as this node has forgotten those bytes. An object that a node of this lake wrote needs none:
+its writer commits what there is to say, and knows of its own later versions.
 
-What always holds: a commit is made only for an object of another program (no draft token in its metadata), of which a
-HEAD and then a poll of commits show that the name still means it. A crash loses what waits; the name means the object
-all the same, until it is deleted. Trio thread only.
+What always holds: a commit is made only for an object of another program (no draft token in its metadata), or for one
+that is not there any more, of which a HEAD and then a poll of commits show that the name still means it. A crash loses
+what waits; the name means the object all the same, until it is deleted. Trio thread only.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ForeignObjects:
             self._is_running = False
 
     async def _commit(self, batch: dict[int, str]) -> None:
-        foreign: dict[int, ObjectMeta] = {}
+        found: dict[int, ObjectMeta | None] = {}
         failed: list[LakeError] = []
 
         async def ask(inode: int, etag: str) -> None:
@@ -81,28 +82,32 @@ class ForeignObjects:
             if entry is None:
                 return
             try:
-                meta = await self._client.head(self._ns.key(entry))
+                meta = await self._client.find(self._ns.key(entry))
             except LakeError as error:
                 failed.append(error)
                 return
-            if meta.etag == etag and not token_of(meta):
-                foreign[inode] = meta
+            if meta is None or (meta.etag == etag and not token_of(meta)):
+                found[inode] = meta
 
         async with trio.open_nursery() as nursery:
             for inode, etag in batch.items():
                 nursery.start_soon(ask, inode, etag)
         if failed:
             log.warning("%d replaced objects could not be committed: %s", len(failed), failed[0])
-        if foreign:
+        if found:
             await self._poll()
-            await self._committer.commit(lambda: self._change(foreign))
+            await self._committer.commit(lambda: self._change(batch, found))
 
-    def _change(self, foreign: dict[int, ObjectMeta]) -> Change:
+    def _change(self, batch: dict[int, str], found: dict[int, ObjectMeta | None]) -> Change:
         """Called when the commit's turn has come."""
         builder = ChangeBuilder(self._ns.tree)
-        for inode, meta in foreign.items():
-            entry = self._current(inode, meta.etag)
-            if entry is not None:
+        for inode, meta in found.items():
+            entry = self._current(inode, batch[inode])
+            if entry is None:
+                continue
+            if meta is None:
+                builder.remove(self._ns.key(entry), entry)
+            else:
                 builder.put(self._ns.key(entry), attributes.learn(entry, meta.metadata or {}))
         return builder.change()
 
