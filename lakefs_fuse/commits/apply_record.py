@@ -62,6 +62,9 @@ class Doubt(msgspec.Struct, frozen=True):
     path: str
     etag: str
     hides: str
+    by_date: bool = True
+    """An older object does not count. Else whatever is there counts: an operation about another version of the name
+    does not touch it."""
 
 
 class _Step(msgspec.Struct):
@@ -309,10 +312,14 @@ class Application:
 
     def _is_older(self, step: _Step, hides: str) -> bool:
         """Something newer than this record is known of the name."""
-        if step.tombstone is not None and step.tombstone.stamp > self._stamp:
-            return True
+        tombstone = step.tombstone
+        if tombstone is not None and tombstone.stamp > self._stamp:
+            own = isinstance(step.operation, Put) and step.operation.object == OWN
+            is_there = own and self._is_survivor(tombstone, hides) and self._outdated.get(step.operation.path) != hides
+            if not is_there or step.current is not None:
+                return True
         current = step.current
-        if current is None:
+        if current is None or self._is_named(current, step.operation, hides):
             return False
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
 
@@ -336,14 +343,46 @@ class Application:
     def _doubt(self, operation: Operation) -> Doubt | None:
         if not isinstance(operation, Put | Symlink | Remove) or (isinstance(operation, Remove) and operation.directory):
             return None
-        (current,) = self._paths.find_many([operation.path.encode()])
+        raw = operation.path.encode()
+        (current,) = self._paths.find_many([raw])
+        if isinstance(operation, Remove) and current is not None and self._is_other(current, operation.hides):
+            return Doubt(operation.path, current.etag, operation.hides, by_date=False)
+        if isinstance(operation, Put) and operation.object == OWN and current is None:
+            tombstone = self._tree.tombstones.get(raw)
+            if tombstone is not None and self._is_survivor(tombstone, operation.hides):
+                return Doubt(operation.path, operation.hides, "", by_date=False)
         if current is None or (_is_dated_by_store(current) and current.ctime_ns > self._time + NS):
             return None
         if self._is_unknown(current, operation.path, operation.hides):
             return Doubt(operation.path, current.etag, operation.hides)
         return None
 
+    def _is_other(self, current: Entry, hides: str) -> bool:
+        """A plain object that a commit told of before, and that a later removal of another does not name: its writer
+        had not seen it, or somebody replaced it since."""
+        is_told = 0 < current.stamp < self._stamp and not self._own
+        return is_told and current.is_plain and not current.flags & NO_OBJECT and hides not in ("", current.etag)
+
+    def _is_named(self, current: Entry, operation: Operation, hides: str) -> bool:
+        """A plain object that a later commit tells of, and that this one knew: who told of it later had not seen this
+        commit, or would have put another."""
+        is_own = isinstance(operation, Put) and operation.object == OWN
+        is_told = self._stamp < current.stamp < PENDING and current.is_plain and not current.flags & NO_OBJECT
+        return is_told and not is_own and bool(hides) and current.etag == hides
+
+    def _is_survivor(self, tombstone: Tombstone, etag: str) -> bool:
+        """A plain object that is told of after a later removal, which names another."""
+        return PENDING > tombstone.stamp > self._stamp and tombstone.etag not in ("", etag)
+
+    def _is_gone(self, step: _Step, etag: str) -> bool:
+        """What is known of the name hides, or removed, this very plain object, whenever that was."""
+        if step.current is not None:
+            return bool(step.current.place) and step.current.stamp > 0 and step.current.etag == etag
+        return step.tombstone is not None and step.tombstone.etag == etag
+
     def _put(self, step: _Step, operation: Put) -> None:
+        if operation.object == OWN and not self._own and self._is_gone(step, operation.hides):
+            return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
         self._set_file(
@@ -438,8 +477,11 @@ class Application:
     def _remove(self, step: _Step, operation: Remove) -> None:
         if self._is_older(step, operation.hides):
             return
-        self._changes.tombstones[step.raw] = Tombstone(self._stamp, operation.hides)
         current = step.current
+        is_other = current is not None and not operation.directory and self._is_other(current, operation.hides)
+        if is_other and self._outdated.get(operation.path) != current.etag:  # type: ignore[union-attr]
+            return
+        self._changes.tombstones[step.raw] = Tombstone(self._stamp, operation.hides)
         if current is None:
             return
         if operation.directory and self._tree.has_children(current.inode):  # it stays for as long as they do

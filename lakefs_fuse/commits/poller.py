@@ -236,7 +236,10 @@ class Poller:
                 except NotFound:
                     outdated[doubt.path] = doubt.etag
                     return
-                if there.etag == doubt.hides or there.mtime_ns + NS <= record.time:
+                if not doubt.by_date:
+                    if there.etag != doubt.etag:
+                        outdated[doubt.path] = doubt.etag
+                elif there.etag == doubt.hides or there.mtime_ns + NS <= record.time:
                     outdated[doubt.path] = doubt.etag
                 elif there.mtime_ns <= record.time:
                     is_sure = False

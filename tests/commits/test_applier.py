@@ -655,3 +655,49 @@ def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
         n.commit(50, change=theirs, writer="0000000b")
         n.applier.restamp(msgspec.structs.replace(mine, time=at(60)), PENDING | 1, at(60))
         assert n.found("f").mode == 0o600
+
+
+# -- a commit that names a version speaks of that version alone
+
+
+def told(etag: str) -> Put:
+    """The plain object of this ETag is the file."""
+    return Put("f", OWN, 0, 1, 0o644, 0, 0, 0, hides=etag)
+
+
+@pytest.mark.parametrize("is_removal_first", [True, False])
+@pytest.mark.parametrize("removal_s", [20, 40])
+def test_removed_version_does_not_come_back_when_its_writer_tells_of_it_late(
+    tmp_path: Path, is_removal_first: bool, removal_s: int
+) -> None:
+    """Whichever of the two times is the later one, and whichever arrives first."""
+    with node(tmp_path) as n:
+        commits: list[tuple[int, Operation]] = [(removal_s, Remove("f", hides="e1")), (30, told("e1"))]
+        for seconds, operation in commits if is_removal_first else reversed(commits):
+            n.commit(seconds, operation, writer="0000000b")
+        assert n.find("f") is None
+
+
+def test_object_that_a_file_elsewhere_has_replaced_does_not_come_back(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(20, put("f", 7, hides="e1"))
+        n.commit(30, told("e1"), writer="0000000b")
+        assert n.found("f").size == 7
+        n.commit(40, Remove("f"), told("e1"), writer="0000000b")
+        assert (n.found("f").place, n.found("f").etag) == (0, "e1"), "who knew of that put the same bytes again"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("is_removal_first", [True, False])
+def test_removal_leaves_a_version_that_it_does_not_name(tmp_path: Path, is_there: bool, is_removal_first: bool) -> None:
+    """Where the store has it: else the removal's writer had seen one that came after it."""
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        commits: list[tuple[int, Operation]] = [(40, Remove("f", hides="e1")), (30, told("e2"))]
+        for seconds, operation in commits if is_removal_first else reversed(commits):
+            record = merged([Change(operations=[operation])], "0000000b", at(seconds))
+            asked = [doubt for doubt in n.applier.doubts(record) if doubt is not None and not doubt.by_date]
+            outdated = {} if is_there else {doubt.path: doubt.etag for doubt in asked}
+            n.applier.apply(record, archive(record.time, record.writer), outdated=outdated)
+        found = n.find("f")
+        assert (found.etag if found is not None else "") == ("e2" if is_there else "")

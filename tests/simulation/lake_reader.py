@@ -142,6 +142,8 @@ class _Operation(NamedTuple):
     is_directory: bool = False
     hides: str = ""
     attributes: _Attributes = _Attributes()
+    is_own: bool = False
+    """A put that names the plain object at the key of the path."""
 
 
 class _Order(NamedTuple):
@@ -366,7 +368,8 @@ class _Archive:
         mode, uid, gid = (None if fields.get(name, UNSET) == UNSET else fields[name] for name in ("mode", "uid", "gid"))
         attributes = _Attributes(mode, uid, gid, fields.get("mtime"), fields["xattrs"])
         target = fields.get("target", "").encode()
-        return _Operation(str(kind), path, place, size, source, target, fields["directory"], hides, attributes)
+        is_own = kind == "put" and fields["object"] < 0
+        return _Operation(str(kind), path, place, size, source, target, fields["directory"], hides, attributes, is_own)
 
     def read(self, offset: int, size: int) -> tuple[bytes | None, str]:
         """Bytes of a member, or None and why they cannot be read."""
@@ -398,7 +401,9 @@ def _array(value: object, what: str, length_min: int = 0) -> list[Any]:
 class _State:
     """What commits say of each path, whatever the order in which they are applied."""
 
-    def __init__(self, base: _State | None = None) -> None:
+    def __init__(self, base: _State | None = None, plain: Mapping[str, str] | None = None) -> None:
+        """``plain`` are the ETags of plain objects, by key."""
+        self.plain = plain or {}
         self.files: dict[str, _File] = dict(base.files) if base else {}
         self.directories: dict[str, _Directory] = dict(base.directories) if base else {}
         self.changed: dict[str, dict[_Place, tuple[_Order, _Attributes]]] = {}
@@ -421,7 +426,7 @@ class _State:
             self._name_directory(order, operation)
             return
         known = self.files.get(operation.path)
-        if known is not None and known.order > order:
+        if known is not None and not self._wins(order, operation, known):
             return
         target = operation.target if operation.kind == "symlink" else None
         self.files[operation.path] = _File(
@@ -430,6 +435,22 @@ class _State:
         versions = self.changed.get(operation.path, {})
         for place in [place for place, (changed, _) in versions.items() if changed <= order]:
             del versions[place]
+
+    def _wins(self, order: _Order, operation: _Operation, known: _File) -> bool:
+        """Over what an earlier or later commit says of the file. The version that one names is not another's."""
+        path, hides, is_own = operation.path, operation.hides, operation.is_own
+        told = known.place.etag if known.place is not None and known.is_at_own_key(path) else None
+        if is_own and told is None and known.hides == hides:
+            return False
+        if told is not None and not is_own and hides:
+            if known.order > order:
+                return told == hides
+            if operation.kind == "remove" and told != hides:
+                return self.plain.get(path) != told
+        if known.order > order:
+            is_other = is_own and known.is_removed and known.hides not in ("", hides)
+            return is_other and self.plain.get(path) == hides
+        return True
 
     def _set_attributes(self, order: _Order, operation: _Operation) -> None:
         assert operation.place is not None
@@ -601,7 +622,8 @@ class Reader:
         lake = Lake()
         archives = self._parse_archives(objects, lake)
         index = self._newest_index(objects, lake)
-        state = _State(index.state if index else None)
+        plain = {key: each.etag for key, each in objects.items() if not key.startswith(RESERVED + "/")}
+        state = _State(index.state if index else None, plain)
         for archive in archives.values():
             time, writer = archive.order.time, archive.key[-12:-4]
             if now_ns is not None and time > now_ns + COMMIT_AHEAD_MAX_S * NS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -65,14 +65,6 @@ class SimulatedStore:
         """Of the request that is being carried out."""
         self.senders: dict[str, str] = {}
         """Of the last version of each key."""
-        self.storers: dict[tuple[str, str], set[str]] = defaultdict(set)
-        """Who has stored a version, by key and ETag."""
-        self.deleting: Callable[[str, str], None] = lambda key, etag: None
-        """Called with key and ETag before a version is deleted."""
-        self.deleted: dict[str, str] = {}
-        """The ETag of the last version of a key that was deleted."""
-        self.order: list[tuple[str, str, str]] = []
-        """Sender, kind and key of each HEAD, and of each request that lists or puts commits."""
         self.copies: set[str] = set()
         """Keys whose object was made by a copy inside the store."""
         self._keys: list[str] = []
@@ -81,8 +73,6 @@ class SimulatedStore:
 
     def _note(self, what: str, key: str, detail: str = "") -> None:
         self.requests[what] += 1
-        if what == "head" or (what in ("list", "put") and key.startswith(COMMITS)):
-            self.order.append((self.sender, what, key))
         if self.trace is not None:
             if key.startswith(INDEX):  # RocksDB writes an id of its own into each file
                 detail = ""
@@ -98,15 +88,11 @@ class SimulatedStore:
         self.objects[key] = (data, meta)
         self.versions[key, etag] = data
         self.senders[key] = self.sender
-        self.storers[key, etag].add(self.sender.partition("#")[0])
         return meta
 
     def remove(self, key: str) -> None:
         """Delete an object, whoever asks for it."""
-        removed = self.objects.pop(key, None)
-        if removed is not None:
-            self.deleting(key, removed[1].etag)
-            self.deleted[key] = removed[1].etag
+        if self.objects.pop(key, None) is not None:
             del self._keys[bisect.bisect_left(self._keys, key)]
 
     def _found(self, key: str, etag: str | None = None) -> tuple[bytes, ObjectMeta]:

@@ -13,26 +13,11 @@ plain objects are changed in place, so of two nodes that had not seen each other
 
 * the later commit wins, a removal like any other (*later commit*), but that
 * a rename and a write in place leave the new bytes under the new name (*carried*);
-* a rename and a deletion leave neither name (*deleted*);
-* a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE (*unchecked*);
-* what is committed between the poll of a node that found another program's object in place of a file, and the PUT of
-  its commit that says so, is lost (*overtaken*).
+* a rename and a deletion leave the new name, or neither where it was another program's deletion (*deleted*);
+* a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE (*unchecked*).
 
-Some defects are known, and are counted in `Oracle.known` in place of being reported, unless the oracle is strict; they
-come from the rule that the newest commit of a name wins, whichever versions it names:
+Some defects are known, and are counted in `Oracle.known` in place of being reported, unless the oracle is strict:
 
-* *unnamed removal*: a removal that was committed later takes a version written in place that it does not name;
-* *late announcement*: a commit that tells of a plain object after another node has removed or replaced that version
-  brings it back, or leaves nothing where that node has deleted the object;
-* *equal bytes*: a node deletes the object that it has replaced, by its ETag, where another has stored the same bytes;
-* *late look*: a node that looks for a renamed object at its old key, and finds none, commits that the new name is gone,
-  although another node has written it meanwhile, or has replaced the object under a name that it had;
-* *late adoption*: a node that looks for a renamed object at its old key finds what another node has created there
-  since, and takes it for the same file;
-* *late write*: a node that has not heard of a rename replaces the object in place, after the renaming node has looked
-  for that: the new name has no bytes, and the run ends;
-* *early deletion*: a node deletes an object that it has replaced, and that another node has renamed meanwhile: the new
-  name has no bytes, and the run ends;
 * *late copy*: a renamed object is copied to its new key, or a packed file unpacked to its own, while another node
   renames or removes that name, which shows again;
 * *destroyed bytes*: a file was renamed after another program had replaced its object, in the same second: it cannot be
@@ -116,16 +101,10 @@ class Oracle:
     def __init__(
         self, *, deletes_conditionally: bool, is_strict: bool = False,
         last_remover: Callable[[str], str] = lambda _: "", is_copy: Callable[[str], bool] = lambda _: False,
-        is_announced: Callable[[str], bool] = lambda _: False, is_deleted_twin: Callable[[str], bool] = lambda _: False,
-        is_overtaken: Callable[[str], bool] = lambda _: False,
     ) -> None:  # fmt: skip
         """``last_remover`` answers which node wrote the newest commit of a path, if that removes it; ``is_copy``
-        whether the object at a path's own key was made from another; ``is_announced`` whether the newest commit of a
-        path says that it is the object at its own key; ``is_deleted_twin`` whether the last object at a path's own key
-        was stored there twice, by two nodes, with the same bytes, and deleted; ``is_overtaken`` whether a node said so
-        of another program's object, and had not seen a commit that came before."""
-        self.is_deleted_twin, self.is_overtaken = is_deleted_twin, is_overtaken
-        self.is_copy, self.is_announced = is_copy, is_announced
+        whether the object at a path's own key was made from another."""
+        self.is_copy = is_copy
         self.deletes_conditionally, self.is_strict = deletes_conditionally, is_strict
         self.last_remover = last_remover
         self.known: Counter[str] = Counter()
@@ -225,18 +204,10 @@ class Oracle:
         if not found and self._is_moved_along(path, data):
             self.met["moved along"] += 1
             return ""
-        if not found and self._is_adopted(data, versions) and self.is_known("late adoption"):
-            return ""
         if not found:
             listed = ", ".join(map(str, versions)) or "nothing"
             return f"{path} shows {describe(data)}, which nobody put there ({listed} was put)"
         allowed = [version for version in found if not self._replaced(version, tree) and not self._removed(version)]
-        if (
-            not allowed
-            and (self.is_announced(path) or any(map(self._is_announced_late, found)))
-            and self.is_known("late announcement")
-        ):
-            return ""
         if not allowed and self.is_copy(path) and self.is_known("late copy"):
             return ""
         if not allowed:
@@ -250,23 +221,8 @@ class Oracle:
         for version in versions:
             if not self._replaced(version) and self._may_be_removed(version, tree):
                 return ""
-        if self.is_overtaken(path):
-            self.met["overtaken"] += 1
-            return ""
-        if any(self._is_unnamed(version) for version in versions) and self.is_known("unnamed removal"):
-            return ""
-        if self.is_deleted_twin(path) and self.is_known("equal bytes"):
-            return ""
-        if (
-            self.is_announced(path)
-            and any(map(self._is_announced_late, versions))
-            and self.is_known("late announcement")
-        ):
-            return ""
         if all(version.data == DIRECTORY for version in certain) and self._is_emptied(path):
             self.met["emptied"] += 1
-            return ""
-        if self._is_looked_for_late(path, certain) and self.is_known("late look"):
             return ""
         lost = [version for version in certain if not self._replaced(version)] or certain
         return f"{path} is gone: {', '.join(map(str, lost))} was put and nobody removed it"
@@ -277,16 +233,6 @@ class Oracle:
             return False
         self.known[defect] += 1
         return True
-
-    def _is_adopted(self, data: bytes, versions: list[Version]) -> bool:
-        """They are the bytes of a version that was written to a key from which a name had been moved."""
-        for version in versions:
-            moved = version
-            while moved.origin is not None:
-                moved = moved.origin
-                if data in self.ever[moved.path]:
-                    return True
-        return False
 
     def _is_moved_along(self, path: str, data: bytes) -> bool:
         return any(
@@ -314,38 +260,6 @@ class Oracle:
         """No commit makes the directory any more: it was there only because of what was below it."""
         below = [each for where, some in self.removals.items() if where.startswith(path + "/") for each in some]
         return bool(self.last_remover(path)) and any(not each.is_withdrawn for each in below)
-
-    def _is_looked_for_late(self, path: str, certain: list[Version]) -> bool:
-        """The newest commit removes it, by a node whose users did not, while another node changed the name, or one that
-        the file had, or got elsewhere."""
-        remover = self.last_remover(path)
-        if not remover or any(each.node == remover and not each.is_withdrawn for each in self.removals[path]):
-            return False
-        paths = {path}
-        for version in certain:
-            moved = version
-            while moved.origin is not None:
-                moved = moved.origin
-                paths |= {moved.path, *(each.path for each in moved.moved_to)}
-        changes = [each for path in paths for each in (*self.versions.get(path, ()), *self.removals.get(path, ()))]
-        return any(each.node not in (remover, "everybody") and not each.is_withdrawn for each in changes)
-
-    def _is_unnamed(self, version: Version) -> bool:
-        """A removal took it that did not know it."""
-        return not self._replaced(version) and any(
-            version not in removal.known and removal not in version.removals_before and not removal.is_withdrawn
-            for removal in self.removals[version.path]
-        )
-
-    def _is_announced_late(self, version: Version) -> bool:
-        """Others removed or replaced it before the node that wrote it in place said so."""
-        return (
-            version.is_plain
-            and all(later.node != version.node for later in self.versions[version.path] if version in later.known)
-            and all(
-                r.node != version.node for r in self.removals[version.path] if r.named == {version} and r.is_certain
-            )
-        )
 
     def _is_written_below(self, path: str) -> bool:
         """A directory that one node removed while another wrote into it stays."""

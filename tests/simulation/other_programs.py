@@ -16,11 +16,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 
-from lakefs_fuse.commits.record import OWN, Operation, Put
 from tests.simulation.lake_reader import Lake
-from tests.simulation.object_store import COMMITS, SimulatedStore
+from tests.simulation.object_store import SimulatedStore
 from tests.simulation.oracle import DIRECTORY, Oracle, Version
-from tests.simulation.trace import read
 
 PROGRAM = "foreign"
 
@@ -98,26 +96,6 @@ class OtherPrograms:
         return all(any(key.startswith(path + "/") for key in leftovers) for path in tops) and not any(
             path.startswith(above + "/") for above in directories for path in tree.keys() - directories
         )
-
-    def is_overtaken(self, path: str, newest: tuple[str, Operation] | None) -> bool:
-        """The newest commit of a path says that it is an object that a program put there, and its node looked for
-        commits, after it had looked at the object, before another node's commit of the path was in the store."""
-        if newest is None or not isinstance(newest[1], Put) or newest[1].object != OWN:
-            return False
-        if (path, newest[1].hides) not in self._put:
-            return False
-        order, commit = self._store.order, newest[0]
-        end = next(at for at, request in enumerate(order) if request[1:] == ("put", commit))
-        node = order[end][0]
-        looked = max((at for at in range(end) if order[at] == (node, "head", path)), default=end)
-        polled = next((at for at in range(looked, end) if order[at] == (node, "list", COMMITS)), end)
-        return any(
-            what == "put" and sender != node and path in self._paths_of(key) for sender, what, key in order[polled:end]
-        )
-
-    def _paths_of(self, commit: str) -> set[str]:
-        stored = self._store.objects.get(commit)
-        return set() if stored is None else {each.path for each in read(commit, stored[0]).operations}
 
     def _shown(self, lake: Lake, path: str) -> frozenset[Version]:
         name = lake.names.get(path)

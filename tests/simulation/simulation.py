@@ -22,7 +22,7 @@ import trio
 
 from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_relocate, run_snapshot
 from lakefs_fuse.admin.work import Work
-from lakefs_fuse.commits.record import OWN, Operation, Put, Remove
+from lakefs_fuse.commits.record import Operation, Remove
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.environment.node import Node, RandomStreams
@@ -71,10 +71,6 @@ TREES_MAX, TREE_PAUSE_S = 3, 3.0
 
 class Failed(Exception):
     """The simulation found something wrong."""
-
-
-class Ended(Exception):
-    """A known defect left a lake in which nothing more can be compared."""
 
 
 @dataclass
@@ -131,15 +127,11 @@ class Simulation:
         self.outcome = Outcome(plan)
         self._clock = MachineClock()
         self.store = SimulatedStore(_capabilities(plan), self._clock.wall_ns)
-        self.store.deleting = self._note_deletion
         self.oracle = Oracle(
             deletes_conditionally=self.store.capabilities.delete_if_match,
             is_strict=is_strict or plan.profile == "turns",
             last_remover=self._last_remover,
             is_copy=self._is_copy,
-            is_announced=self._is_announced,
-            is_deleted_twin=self._is_deleted_twin,
-            is_overtaken=self._is_overtaken,
         )
         self._views = Views(self.oracle)
         self._nodes: list[SimulatedNode] = []
@@ -151,7 +143,6 @@ class Simulation:
         """By operation that succeeded: the last one that had begun when it ended."""
         self._synced: dict[str, int] = {}
         """By node: the last write-back write that was acknowledged. What ended before it began survives a power cut."""
-        self._deleted_unaware: set[tuple[str, str]] = set()
         self._bytes_ever: set[bytes] = {b""}
         self._reader, self._commits = Reader(), Commits()
         self._others = OtherPrograms(self.store, self.oracle, self.read_lake)
@@ -174,11 +165,10 @@ class Simulation:
                 finally:
                     nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
-            found, rest = group.split((Failed, Ended))
+            found, rest = group.split(Failed)
             if found is None or (rest is not None and rest.split((trio.Cancelled, Killed))[1] is not None):
                 raise
-            if failed := found.split(Failed)[0]:
-                self.outcome.failure = str(_first(failed))
+            self.outcome.failure = str(_first(found))
         self.outcome.virtual_s = trio.current_time()
         self.outcome.requests = self.store.requests
         self.outcome.known = self.oracle.known
@@ -980,54 +970,10 @@ class Simulation:
             self.tell("all", f"not yet equal: {wrong}")
             await trio.sleep(COMPARISON_PAUSE_S)
         if wrong:
-            for defect, names in (
-                ("late write", self._written_late()),
-                ("early deletion", self._deleted_early()),
-                ("late announcement", self._above_what_is_gone()),
-            ):
-                if names and not (await self._compare(names))[1] and self.oracle.is_known(defect):
-                    raise Ended
             raise Failed(wrong)
         for node in self._nodes:
             self._follow(node)
         self._ask_oracle(tree)
-
-    def _written_late(self) -> set[str]:
-        """Names without bytes, because a node that had not heard of a rename has replaced the object in place."""
-        return {
-            path
-            for path, name in self.read_lake().names.items()
-            if name.problem and name.key in self.store.objects
-            and self.oracle.matching(name.key, self.store.objects[name.key][0])
-        }  # fmt: skip
-
-    def _note_deletion(self, key: str, etag: str) -> None:
-        """Whether a node deletes an object that another uses under a name of which it has not heard."""
-        name = self.store.sender.partition("#")[0]
-        node = next((node for node in self._nodes if node.name == name and node.daemon is not None), None)
-        self._deleted_unaware.discard((key, etag))
-        if node is not None:
-            row = node.lake.fs.namespace.tree.objects.find(key, etag)
-            if row is None or not row.entries:
-                self._deleted_unaware.add((key, etag))
-
-    def _deleted_early(self) -> set[str]:
-        """Names without bytes, because a node that had not heard of them has deleted the object that it replaced."""
-        return {
-            path
-            for path, name in self.read_lake().names.items()
-            if name.problem and name.key not in self.store.objects and (name.key, name.etag) in self._deleted_unaware
-        }
-
-    def _above_what_is_gone(self) -> set[str]:
-        """Directories above plain objects of which a commit has told after another node had deleted them."""
-        return {
-            path[:at]
-            for path in self._commits.paths(self._ever_committed())
-            if self._is_announced(path) and path not in self.store.objects
-            for at, mark in enumerate(path)
-            if mark == "/"
-        }
 
     async def _remove_destroyed(self, quiet_s: float) -> None:
         """Users read files whose bytes another program replaced before a rename, or deleted. They remove those that
@@ -1114,20 +1060,9 @@ class Simulation:
         """Every commit by its key, those too that gc has deleted: what they said is in an index."""
         return {key: data for (key, _), data in self.store.versions.items() if key.startswith(COMMITS)}
 
-    def _is_announced(self, path: str) -> bool:
-        newest = self._newest(path)
-        return newest is not None and isinstance(newest[1], Put) and newest[1].object == OWN
-
     def _is_copy(self, path: str) -> bool:
         is_unpacked = self.store.senders.get(path, "").startswith(ADMIN)
         return path in self.store.objects and (is_unpacked or path in self.store.copies)
-
-    def _is_deleted_twin(self, path: str) -> bool:
-        etag = "" if path in self.store.objects else self.store.deleted.get(path, "")
-        return len(self.store.storers.get((path, etag), ())) > 1
-
-    def _is_overtaken(self, path: str) -> bool:
-        return self._others.is_overtaken(path, self._newest(path))
 
     def _last_remover(self, path: str) -> str:
         newest = self._newest(path)

@@ -22,10 +22,6 @@ class Commits:
                     return key, operation
         return None
 
-    def paths(self, objects: Mapping[str, bytes]) -> set[str]:
-        """Every path that a commit names."""
-        return {operation.path for _, record in self._newest_first(objects) for operation in record.operations}
-
     def _newest_first(self, objects: Mapping[str, bytes]) -> Iterator[tuple[str, Record]]:
         for key in sorted(objects, reverse=True):
             if parse_commit_key(key) is not None:

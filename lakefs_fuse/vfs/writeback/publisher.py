@@ -26,7 +26,7 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import OBJECTS
+from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull
@@ -256,10 +256,18 @@ class ObjectWriter:
         """A commit removed, or hid, the plain object at a path."""
         return self._ns.tree.tombstones.get(path.encode()) is not None
 
+    def _is_hidden(self, path: str, etag: str) -> bool:
+        """A commit says that the plain object of this ETag is not what the name means."""
+        tombstone, there = self._ns.tree.tombstones.get(path.encode()), self._ns.at(path)
+        is_covered = there is not None and bool(there.place) and there.etag == etag
+        return is_covered or (tombstone is not None and tombstone.etag == etag)
+
     def _enqueue_location(self, path: str, entry: Entry, key: str) -> None:
         """Journal that a name is the plain object at ``key``, and that no other name is."""
         builder = ChangeBuilder(self._ns.tree)
         hides = self._ns.own_etag(path)
+        if key == path and self._is_hidden(path, entry.etag):
+            builder.operations.append(Remove(path))  # these bytes were removed before, and are there again
         builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
             hide_object(builder, self._ns.tree, key, entry.etag)
