@@ -42,10 +42,10 @@ from lakefs_fuse.commits.change import (
 )
 from lakefs_fuse.commits.change_journal import ChangeJournal
 from lakefs_fuse.commits.commit_log import CommitLog
-from lakefs_fuse.commits.future_commits import Redated, Redater
+from lakefs_fuse.commits.future_commits import Redated, Redater, linked, still_newest
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import THIS, ObjectRef, Put, Record, Relocate, SetAttr
+from lakefs_fuse.commits.record import ObjectRef, Put, Record, SetAttr
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
@@ -417,19 +417,14 @@ class Committer:
         self._unsure = None
 
     async def _repeat_commit(self, record: Record, this: ObjectRef) -> None:
-        """The PUT took so long that polls may be past the commit's time: another one repeats its operations."""
+        """The PUT took so long that polls may be past the commit's time: another one repeats its operations, but for
+        those on names of which later commits speak, of nodes that saw this one or not. Raises LakeError."""
         logger.warning("commit %s took long to store: another commit repeats its changes", this.key)
-        objects = [*record.objects, this]
-        last = len(record.objects)
-        operations = [
-            replace(operation, object=last)
-            if isinstance(operation, Put | Relocate) and operation.object == THIS
-            else operation
-            for operation in record.operations
-        ]
-        time = self._clock.now()
-        again = replace(record, time=time, objects=objects, operations=operations)
-        self._applier.apply(again, await self._log.put_record(again), own=True)
+        change = linked(this, record, await still_newest(self._log, record))
+        if change.operations:
+            time = self._clock.now()
+            again = replace(record, time=time, objects=change.objects, operations=change.operations)
+            self._applier.apply(again, await self._log.put_record(again), own=True)
 
     def _record_commit(
         self, sending: Sending, journaled: dict[int, Change], doomed: list[Deletion], record: Record, this: ObjectRef

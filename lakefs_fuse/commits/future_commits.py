@@ -94,7 +94,7 @@ class Redater:
             return done
         made = self._times_made(found)
         done.oldest_ns = min(made.values())
-        await self._read_newer(done.oldest_ns)
+        await self.read_newer(done.oldest_ns)
         for meta in found:
             try:
                 record = await self._log.fetch(meta)
@@ -134,7 +134,7 @@ class Redater:
             made[meta.key] = latest_ns[writer] = min(meta.mtime_ns, known_ns)
         return made
 
-    async def _read_newer(self, since_ns: int) -> None:
+    async def read_newer(self, since_ns: int) -> None:
         """What commits with right dates say since a time."""
         metas: list[ObjectMeta] = []
         last = f"{COMMITS}{self._clock.ahead_ns() + 1:016x}"
@@ -156,7 +156,7 @@ class Redater:
         """Operations on paths that have had no other version since. Raises LakeError."""
         exact = 0 if original.meta.mtime_ns % NS else NS - 1  # LastModified may say no more than the second
         since_ns = original.made_ns + exact
-        left = [each for each in original.record.operations if not self._is_superseded(each, since_ns)]
+        left = [each for each in original.record.operations if not self.is_superseded(each, since_ns)]
         replaced: set[tuple[str, str]] = set()
 
         async def ask(operation: Put | Symlink | Remove) -> None:
@@ -172,7 +172,8 @@ class Redater:
         gone = [each for each in of_names if (each.path, each.hides) in replaced]
         return [each for each in left if each not in gone] if gone else left
 
-    def _is_superseded(self, operation: Operation, since_ns: int) -> bool:
+    def is_superseded(self, operation: Operation, since_ns: int) -> bool:
+        """A commit that was read is later, and says what the operation says."""
         if isinstance(operation, Relocate):
             return False  # applies to one version only
         path, is_directory, is_attributes = _said(operation)
@@ -184,12 +185,23 @@ class Redater:
     async def _commit(self, repeated: Repeated) -> None:
         """What waits, as one commit."""
         waiting, self._waiting = self._waiting, []
-        changes = [_linked(original, operations) for original, operations in waiting if operations]
+        changes = [
+            linked(ObjectRef(original.meta.key, original.meta.etag, original.meta.size), original.record, operations)
+            for original, operations in waiting
+            if operations
+        ]
         time = self._clock.now()
         if changes:
             await self._log.put_record(merged(changes, self._log.writer, time))
         for original, operations in waiting:
             repeated(original, operations, time)
+
+
+async def still_newest(log: CommitLog, record: Record) -> list[Operation]:
+    """What a commit says of paths that no later commit speaks of. Raises LakeError."""
+    redater = Redater(log)
+    await redater.read_newer(record.time)
+    return [each for each in record.operations if not redater.is_superseded(each, record.time)]
 
 
 async def _for_each(items: Sequence[Item], do: Callable[[Item], Awaitable[None]]) -> None:
@@ -209,15 +221,14 @@ def _said(operation: Operation) -> Said:
     return operation.path, is_of_directory(operation), isinstance(operation, SetAttr | Relocate)
 
 
-def _linked(original: Original, operations: Iterable[Operation]) -> Change:
-    """The same, with what was in the commit itself as links into it."""
-    meta, record = original.meta, original.record
+def linked(this: ObjectRef, record: Record, operations: Iterable[Operation]) -> Change:
+    """Operations of a commit's record, with what was in the commit itself, ``this``, as links into it."""
     last = len(record.objects)
-    linked: list[Operation] = []
+    said: list[Operation] = []
     for operation in operations:
         if isinstance(operation, Put | SetAttr | Relocate) and operation.object == THIS:
             operation = replace(operation, object=last)
         if isinstance(operation, Relocate) and operation.from_object == THIS:
             operation = replace(operation, from_object=last)
-        linked.append(operation)
-    return Change(operations=linked, objects=[*record.objects, ObjectRef(meta.key, meta.etag, meta.size)])
+        said.append(operation)
+    return Change(operations=said, objects=[*record.objects, this])

@@ -173,6 +173,30 @@ async def test_a_late_commit_is_said_again(tmp_path: Path) -> None:
         assert await seen_by_others(site) == b.shown()
 
 
+async def test_a_late_commit_is_not_said_again_over_what_came_after_it(tmp_path: Path) -> None:
+    """Another node saw it before its writer had an answer, and removed one of the names."""
+    site = Site(tmp_path)
+    with site.daemon("a") as a, site.daemon("b") as b:
+        await a.poller.poll()
+        site.store.hook = pause = Pause(is_put, "after")
+        async with trio.open_nursery() as nursery:
+            members = [Member(name, b"bytes", 5, 0o644, 0, 0, 0) for name in "fg"]
+            change = Change(operations=[Put(name, THIS, 0, 5, 0o644, 0, 0, 0) for name in "fg"])
+            nursery.start_soon(a.committer.commit, change, members)
+            await reached(pause.reached)
+            site.store.hook = lambda request, at: None
+            site.clock.seconds = 1
+            assert await b.poller.poll() == 1
+            b.enqueue(Remove("f"))
+            await b.committer.flush()
+            site.clock.seconds = 300
+            pause.resume()
+        await a.poller.poll()
+        await b.poller.poll()
+        assert sorted(a.shown()) == sorted(b.shown()) == ["g"]
+        assert await seen_by_others(site) == b.shown()
+
+
 # -- deaths
 
 
