@@ -139,7 +139,7 @@ class Application:
         the tree before the next step."""
         left: list[int] = []
         if self._record.moves and (self._own or len(self._record.operations) <= CARRIED_OVER_MAX):
-            left = carry_over(self._paths, self._record, self._stamp)
+            left = carry_over(self._paths, self._record, self._stamp, own=self._own)
             if left:
                 self._watcher.moved()
         said: Counter[str] = Counter()

@@ -44,6 +44,10 @@ class Watcher:
         """The file is being written here: its inode stays."""
         return False
 
+    def is_exclusive(self, entry: Entry) -> bool:
+        """The file was created here with O_EXCL, and is not in the store: it replaces nothing of the same name."""
+        return False
+
     def redated(self, entry: Entry) -> bool:
         """The mtime of a file changes, which the kernel ignores for an inode that it holds. Answers whether the file is
         open here: then it keeps its inode until the last close."""
@@ -201,8 +205,9 @@ Made: TypeAlias = dict[bytes, Put | Symlink | Mkdir]
 """What a record says of a path, which ends in a slash for a directory."""
 
 
-def carry_over(paths: PathTree, record: Record, stamp: int) -> list[int]:
-    """Move the rows of a record's ``moves``; answers the directories that they left, none where nothing moved."""
+def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False) -> list[int]:
+    """Move the rows of a record's ``moves``; answers the directories that they left, none where nothing moved. ``own``:
+    this node made the change."""
     made: Made = {
         operation.path.encode() + (b"/" if isinstance(operation, Mkdir) else b""): operation
         for operation in record.operations
@@ -214,6 +219,8 @@ def carry_over(paths: PathTree, record: Record, stamp: int) -> list[int]:
         entry = paths.child(source)
         if entry is None or not _is_covered(paths, entry, source, target, record, made, stamp):
             return []
+        if not own and entry.inode in paths.watcher.in_use and paths.watcher.is_exclusive(entry):
+            return []  # another node renamed its own file of that name
         if target not in sources and not _is_free(paths, entry, target, stamp):
             return []
         inodes.add(entry.inode)

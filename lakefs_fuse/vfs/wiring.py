@@ -75,6 +75,10 @@ class FilesWatcher(Watcher):
     def keeps(self, entry: Entry) -> bool:
         return self._files.is_dirty(entry)
 
+    def is_exclusive(self, entry: Entry) -> bool:
+        file = self._files.get(entry.inode)
+        return file is not None and file.versions[0].if_absent
+
     def redated(self, entry: Entry) -> bool:
         file = self._files.hold(entry.inode)
         if file is None:

@@ -138,6 +138,31 @@ async def test_a_new_file_stays_where_another_node_renames_what_was_there_before
         assert await other.tree() == {"f": b"newest", "x": b"old"}
 
 
+@pytest.mark.parametrize("size", [10, LARGE])
+@pytest.mark.parametrize("pack", ["always", "never"])
+async def test_a_file_created_exclusively_stays_where_another_node_renames_its_own(
+    tmp_path: Path, pack: str, size: int
+) -> None:
+    """Both created the name, and the other node renamed its file: that is another one, whose bytes must stay."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack=pack) as (one, two):
+        assert await one.names() == []
+        handle = await one.create("f", os.O_RDWR | os.O_EXCL)
+        await one.fs.write(handle, 0, bytes(size))
+        await two.write("f", b"other")
+        await two.rename("f", "g")
+        await two.sync()
+        await one.poll()
+        await one.close(handle)
+        await one.fs.sync_names()
+        clock.advance(2 * TTL_S)
+        await two.poll()
+        for each in (one, two):
+            assert await each.tree() == {"f": bytes(size), "g": b"other"}
+    async with lake(store, tmp_path / "third", clock=clock) as other:
+        assert await other.tree() == {"f": bytes(size), "g": b"other"}
+
+
 async def test_what_a_listing_shows_is_not_said_again_over_a_rename(tmp_path: Path) -> None:
     """A name that had been removed is a plain object again, which another node sees before it hears that the writer
     has put another file in its place since: what it says of the name must not be newer than that."""
