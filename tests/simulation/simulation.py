@@ -867,6 +867,7 @@ class Simulation:
 
     def _doubt(self, node: SimulatedNode) -> None:
         """What only the node's disk knew is lost with it."""
+        self._views.forget(node.name)
         is_writeback = self._durability_of(node) == "writeback"
         for versions in self.oracle.versions.values():
             for version in versions:

@@ -38,6 +38,11 @@ class Views:
         if (not shown or shown[-1] != data) and before in (None, len(shown)):
             shown.append(data)
 
+    def forget(self, node: str) -> None:
+        """The node lost its disk, and with it what it alone had shown."""
+        for key in [each for each in self._shown if each[0] == node]:
+            del self._shown[key]
+
     def closed_below(self, directory: str) -> list[tuple[str, Version]]:
         """Files that were closed below a directory, and that nobody is replacing, moving or removing now."""
         return [
