@@ -544,6 +544,7 @@ class Simulation:
                 await node.close(handle)
                 self._confirm_write(node, call, version, inode, file)
             except LakeError:
+                self._bytes_ever.add(bytes(data))  # other users of the node see what was written before
                 if not is_closed:
                     call.has_begun = call.has_begun or creates
                     with _ignored():
