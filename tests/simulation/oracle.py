@@ -95,6 +95,11 @@ def describe(data: bytes) -> str:
     return f"{data[:8].decode(errors='replace')}+{len(data)}"
 
 
+def _may_be_plain(version: Version) -> bool:
+    """It is, or may become, the object at its own key, in place of what is there."""
+    return version.origin is None and version.data != DIRECTORY and (version.is_plain or not version.is_certain)
+
+
 class Oracle:
     """See the module's head."""
 
@@ -333,12 +338,14 @@ class Oracle:
         return False
 
     def _in_place_of(self, version: Version) -> set[Version]:
-        """The version, and those that were written in its place, one after another. Equal bytes are one version."""
+        """The version, and those that were written in its place, one after another, or by who had not heard of it.
+        Equal bytes are one version."""
         found, before = {version}, 0
         while len(found) > before:
             before, data = len(found), {each.data for each in found}
             for later in self.versions[version.path]:
-                if not later.is_withdrawn and any(each.data in data for each in later.shown):
+                is_unaware = version not in later.known and later not in version.known and _may_be_plain(later)
+                if not later.is_withdrawn and (is_unaware or any(each.data in data for each in later.shown)):
                     found.add(later)
         return found
 
