@@ -159,7 +159,8 @@ class Oracle:
         own = [removal for removal in self.removals[path] if removal.node == node and not removal.is_withdrawn]
         gone = seen.difference(*(removal.named for removal in own))
         others = [removal for removal in self.removals[path] if removal.node != node and removal.named & gone]
-        return frozenset([*others, *(removal for removal in own if removal.named & seen)])
+        certain = [removal for removal in others if removal.is_certain]  # or it saw one that is on its way
+        return frozenset([*(certain or others), *(removal for removal in own if removal.named & seen)])
 
     def remove(
         self, path: str, node: str, named: frozenset[Version], *, is_rename: bool = False, operation: int = -1
