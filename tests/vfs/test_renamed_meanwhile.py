@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.errors import LakeError, Unavailable
+from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
@@ -349,3 +350,43 @@ async def test_a_file_that_is_renamed_while_it_is_changed_is_not_mixed_with_what
         await one.close(handle)
         await one.sync()
         assert await one.read("g") == bytes(LARGE) + b"appended"
+
+
+async def test_rename_does_not_follow_a_directory_that_another_node_renamed_meanwhile(tmp_path: Path) -> None:
+    """It hears of that while it lists what is below: the name that it was given means nothing any more."""
+    async with two_lakes(MemoryStore(), tmp_path) as (one, two):
+        await one.mkdir("d")
+        await one.sync()
+        await two.poll()
+        await two.names()
+        await one.rename("d", "e")
+        with pytest.raises(FileError) as raised:
+            await two.rename("d", "f")
+        assert raised.value.errno == errno.ENOENT
+        await two.sync()
+        await one.poll()
+        assert await one.names() == await two.names() == ["e"]
+
+
+async def test_rename_over_a_directory_in_which_a_file_was_closed_meanwhile_is_refused(tmp_path: Path) -> None:
+    store = MemoryStore()
+    pause = Pause(lambda request: request.what == "list" and request.key.startswith("d"))
+    async with lake(store, tmp_path / "cache") as m:
+        for name in ("d", "empty"):
+            await m.mkdir(name)
+        await m.write("d/f", b"moves")
+        await m.sync()
+        store.hook = pause
+        async with trio.open_nursery() as nursery:
+
+            async def refused() -> None:
+                with pytest.raises(FileError) as raised:
+                    await m.rename("d", "empty")
+                assert raised.value.errno == errno.ENOTEMPTY
+
+            nursery.start_soon(refused)
+            await reached(pause.reached)
+            store.hook = lambda _request, _when: None
+            await m.write("empty/g", b"closed")
+            pause.resume()
+        assert await m.tree() == {"d": None, "d/f": b"moves", "empty": None, "empty/g": b"closed"}

@@ -83,7 +83,7 @@ class Renames:
         for entry in ends:
             if entry.flags & Flag.DIRECTORY:
                 await self._preparation.list_below(self._names.path(entry), entry)
-        if await self._rename(source, parent_new, name_new, ends):
+        if await self._rename(source, parent_new, name_new, ends, flags):
             await self._names.flush()
         if target is not None and not exchange:
             self._unlinker.forget_name(target)
@@ -100,7 +100,28 @@ class Renames:
         elif source.is_dir:
             raise FileError(errno.ENOTDIR)
 
-    async def _rename(self, source: Entry, parent: int, name: bytes, ends: list[Entry]) -> bool:
+    def _check_ends(self, source: Entry, parent: int, name: bytes, flags: int) -> Entry:
+        """The source as it is now. Another node may have renamed, replaced or removed it meanwhile, and somebody made
+        something of the new name: raises FileError as rename(2) says, ESTALE for a source to be looked up again."""
+        now = self._ns.tree.child(source.parent, source.name)
+        if now is None:
+            raise FileError(errno.ENOENT)
+        if now.inode != source.inode:
+            raise FileError(errno.ESTALE)
+        there = self._ns.tree.child(parent, name)
+        if there is None:
+            if flags == RENAME_EXCHANGE:
+                raise FileError(errno.ENOENT)
+        elif flags == RENAME_NOREPLACE:
+            raise FileError(errno.EEXIST)
+        elif flags != RENAME_EXCHANGE:
+            if there.is_dir != now.is_dir:
+                raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR)
+            if there.is_dir and self._ns.tree.has_children(there.inode):
+                raise FileError(errno.ENOTEMPTY)
+        return now
+
+    async def _rename(self, source: Entry, parent: int, name: bytes, ends: list[Entry], flags: int) -> bool:
         """Whether it has to be flushed before the answer. ``ends`` are what changes places."""
         exchange = len(ends) > 1
         if exchange:
@@ -112,9 +133,7 @@ class Renames:
         file = self._files.get(source.inode)
         # What is being stored when it is renamed is stored first, under its old name.
         async with file.publishing if file is not None and file.draft is not None else nullcontext():
-            now = self._ns.tree.entry(source.inode)
-            if now is None:
-                raise FileError(errno.ENOENT)
+            now = self._check_ends(source, parent, name, flags)
             there = self._ns.tree.child(parent, name)
             old, new = self._names.path(now), self._names.path_in(parent, name)
             opened = None if there is None or (exchange and not now.is_local) else self._files.hold(there.inode)
@@ -123,9 +142,10 @@ class Renames:
             async def execute(_: Entry) -> None:
                 nonlocal is_held
                 if now.flags & Flag.LOCAL:
+                    self._check_ends(source, parent, name, flags)
                     self._move_row(source.inode, parent, name)
                 else:
-                    is_held = await self._commit(source, parent, name, exchange, opened)
+                    is_held = await self._commit(source, parent, name, flags, opened)
 
             if opened is not None:
                 await self._unlinker.unlink(opened, execute)
@@ -138,12 +158,14 @@ class Renames:
 
     # -- what is in the store
 
-    async def _commit(self, source: Entry, parent: int, name: bytes, exchange: bool, opened: OpenFile | None) -> bool:
+    async def _commit(self, source: Entry, parent: int, name: bytes, flags: int, opened: OpenFile | None) -> bool:
         """Whether a flush has to follow."""
+        exchange = flags == RENAME_EXCHANGE
         entry = self._ns.tree.entry(source.inode) or source
         old, new = self._names.path(entry), self._names.path_in(parent, name)
 
         def plan() -> Change:
+            self._check_ends(source, parent, name, flags)
             change = plan_rename(self._read_facts(source.inode, parent, name, exchange))
             self._ns.check_paths([each.path for each in change.operations])
             return change
