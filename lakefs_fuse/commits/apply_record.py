@@ -358,10 +358,10 @@ class Application:
         return None
 
     def _is_other(self, current: Entry, hides: str) -> bool:
-        """A plain object that a commit told of before, and that a later removal of another does not name: its writer
-        had not seen it, or somebody replaced it since."""
-        is_told = 0 < current.stamp < self._stamp and not self._own
-        return is_told and current.is_plain and not current.flags & NO_OBJECT and hides not in ("", current.etag)
+        """A plain object that is known here, and that a later removal of another does not name: its writer had not seen
+        it, or somebody replaced it since."""
+        is_earlier = current.stamp < self._stamp and not self._own
+        return is_earlier and current.is_plain and not current.flags & NO_OBJECT and hides not in ("", current.etag)
 
     def _is_named(self, current: Entry, operation: Operation, hides: str) -> bool:
         """A plain object that a later commit tells of, and that this one knew: who told of it later had not seen this
@@ -475,11 +475,11 @@ class Application:
         return entry
 
     def _remove(self, step: _Step, operation: Remove) -> None:
-        if self._is_older(step, operation.hides):
-            return
         current = step.current
         is_other = current is not None and not operation.directory and self._is_other(current, operation.hides)
         if is_other and self._outdated.get(operation.path) != current.etag:  # type: ignore[union-attr]
+            return
+        if self._is_older(step, operation.hides):
             return
         self._changes.tombstones[step.raw] = Tombstone(self._stamp, operation.hides)
         if current is None:

@@ -108,15 +108,15 @@ def unpack_entry(parent: int, cookie: int, row: bytes) -> Entry:
 
 class Tombstone(msgspec.Struct, frozen=True, gc=False):
     """The removal of a name by a commit: its ``stamp`` as in `Entry`, and the ``etag`` of the plain object that counts
-    as removed at the name's key, where it may lie for a while (empty: nothing in particular)."""
+    as removed at the name's key, where it may lie for a while (empty: any that is older)."""
 
     stamp: int
     etag: str = ""
 
     def hides(self, etag: str, mtime_ns: int) -> bool:
         """The plain object of this ETag and LastModified counts as removed."""
-        if self.etag and etag == self.etag:
-            return mtime_ns < self.stamp + SAME_VERSION_NS
+        if self.etag:
+            return etag == self.etag and mtime_ns < self.stamp + SAME_VERSION_NS
         return mtime_ns + NS <= self.stamp
 
 

@@ -494,6 +494,8 @@ def _plain_wins(file: _File, path: str, etag: str, mtime_ns: int) -> bool:
         return True
     if etag == file.hides:
         return file.is_removed and mtime_ns >= file.order.time + PUT_AGAIN_AFTER_S * NS
+    if file.is_removed and file.hides:
+        return True
     return mtime_ns + NS > file.order.time
 
 

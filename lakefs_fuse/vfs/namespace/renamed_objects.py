@@ -34,6 +34,7 @@ from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
 
+NS = 1_000_000_000
 STORED_MAX = 1 << 16
 """Objects that are remembered: about 16 MB. Commits of others are heard of within seconds."""
 log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ class RenamedObjects:
 
     def _adoption(self, path: str, row: ObjectRow, meta: ObjectMeta) -> Change:
         """Called when the commit's turn has come. New bytes at the key came before the rename, and the old name hides
-        them; those of another program only where the rename hides them anyway."""
+        them; those of another program only where the store dates them before the rename."""
         builder = ChangeBuilder(self._ns.tree)
         entry, now = self._renamed(path)
         if entry is not None and now == row:
@@ -114,9 +115,9 @@ class RenamedObjects:
         return builder.change()
 
     def _precedes_rename(self, row: ObjectRow, meta: ObjectMeta) -> bool:
-        """The rename that took an object's name away hides what another program put there: it came before."""
+        """The rename that took an object's name away is later than what another program put there."""
         tombstone = self._ns.tree.tombstones.get(row.key.encode(*schema.PATH))
-        return tombstone is not None and tombstone.etag == row.etag and tombstone.hides(meta.etag, meta.mtime_ns)
+        return tombstone is not None and tombstone.etag == row.etag and meta.mtime_ns + NS <= tombstone.stamp
 
     def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
         """The file at a path, if its bytes are a plain object elsewhere."""
