@@ -364,10 +364,10 @@ class Application:
         return is_earlier and current.is_plain and not current.flags & NO_OBJECT and hides not in ("", current.etag)
 
     def _is_named(self, current: Entry, operation: Operation, hides: str) -> bool:
-        """A plain object that a later commit tells of, and that this one knew: who told of it later had not seen this
-        commit, or would have put another."""
+        """A plain object that a later commit tells of, or one of this node that is not sent yet, and that this one
+        knew: who told of it had not seen this commit, or would have said that it is there again."""
         is_own = isinstance(operation, Put) and operation.object == OWN
-        is_told = self._stamp < current.stamp < PENDING and current.is_plain and not current.flags & NO_OBJECT
+        is_told = self._stamp < current.stamp and current.is_plain and not current.flags & NO_OBJECT
         return is_told and not is_own and bool(hides) and current.etag == hides
 
     def _is_survivor(self, tombstone: Tombstone, etag: str) -> bool:

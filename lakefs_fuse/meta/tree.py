@@ -321,14 +321,6 @@ class Tree:
             listener()
         return next(self.children(directory), None) is not None
 
-    def hidden_etag(self, entry: Entry) -> str:
-        """What a removal of the name hides: the plain object at its own key. Where there is none, the copy of its bytes
-        that the node which renamed it may be making there just now."""
-        if entry.etag or not entry.place or entry.flags & Flag.LOCAL:
-            return entry.etag
-        row = self.objects.get(entry.place)
-        return "" if row is None or row.is_pack or entry.offset or entry.size != row.size else row.etag
-
     def own_etags(self, paths: Sequence[str], parent: int | None = None) -> list[str]:
         """For each path the ETag of the plain object that is known to lie at its own key, seen or hidden, or that may
         come there; empty for none. ``parent`` is the inode of the directory of all, where that is known."""
@@ -337,7 +329,7 @@ class Tree:
         entries, tombstones = self.named_many(names), self.tombstones.get_many(raw_paths)
         etags = []
         for path, entry, tombstone in zip(paths, entries, tombstones, strict=True):
-            etag = "" if entry is None else self.hidden_etag(entry)
+            etag = "" if entry is None else entry.etag
             if not etag and tombstone is not None:
                 etag = tombstone.etag
             if not etag and self.objects.plain and (used := self.objects.used(path)) is not None:

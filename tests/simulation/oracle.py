@@ -315,7 +315,8 @@ class Oracle:
                 continue
             if version in removal.named:
                 return True
-            if removal.is_rename and version.shown & removal.named and self._is_carried(version, removal, tree):
+            is_in_place = any(version in self._in_place_of(named) for named in removal.named)
+            if removal.is_rename and is_in_place and self._is_carried(version, removal, tree):
                 self.met["carried"] += 1
                 return True
             is_unaware = version not in removal.known and removal not in version.removals_before

@@ -54,14 +54,14 @@ def end(before: str, after: str, entry: Entry, **more: object) -> MovedName:
 
 CASES: dict[str, tuple[RenameFacts, Change]] = {
     "a plain object stays at its key": (
-        RenameFacts((end("f", "n", FILE, leaves="e2"),)),
+        RenameFacts((end("f", "n", FILE),)),
         Change(
             operations=[put("n", FILE), Remove("f", hides="e2")],
             objects=[ObjectRef(), ObjectRef("f", "e2", 5)], moves=[("f", "n")],
         ),
     ),
     "what lies under the new name is hidden, and goes": (
-        RenameFacts((end("f", "g", FILE, hides="e3", leaves="e2"),), replaced=(Deletion("g", "e3", due_ns=9),)),
+        RenameFacts((end("f", "g", FILE, hides="e3"),), replaced=(Deletion("g", "e3", due_ns=9),)),
         Change(
             operations=[put("g", FILE, hides="e3"), Remove("f", hides="e2")],
             objects=[ObjectRef(), ObjectRef("f", "e2", 5)], moves=[("f", "g")], doomed=[Deletion("g", "e3", due_ns=9)],
@@ -84,7 +84,7 @@ CASES: dict[str, tuple[RenameFacts, Change]] = {
         ),
     ),
     "a directory comes before what is in it, and goes after it": (
-        RenameFacts((end("d", "n", DIRECTORY), MovedName("d/f", "n/f", BELOW, leaves="e5"))),
+        RenameFacts((end("d", "n", DIRECTORY), MovedName("d/f", "n/f", BELOW))),
         Change(
             operations=[
                 mkdir("n", DIRECTORY), put("n/f", BELOW), Remove("d/f", hides="e5"), Remove("d", directory=True),
@@ -109,14 +109,14 @@ CASES: dict[str, tuple[RenameFacts, Change]] = {
         ),
     ),
     "the directory that only this name made visible stays": (
-        RenameFacts((end("d/f", "n", BELOW, leaves="e5"),), parent=("d", DIRECTORY)),
+        RenameFacts((end("d/f", "n", BELOW),), parent=("d", DIRECTORY)),
         Change(
             operations=[put("n", BELOW), mkdir("d", DIRECTORY), Remove("d/f", hides="e5")],
             objects=[ObjectRef(), ObjectRef("d/f", "e5", 5)], moves=[("d/f", "n")],
         ),
     ),
     "an exchange removes no name": (
-        RenameFacts((end("f", "g", FILE, hides="e3", leaves="e2"), end("g", "f", OTHER, hides="e2", leaves="e3"))),
+        RenameFacts((end("f", "g", FILE, hides="e3"), end("g", "f", OTHER, hides="e2"))),
         Change(
             operations=[
                 put("g", FILE, hides="e3"),

@@ -64,10 +64,10 @@ class ChangeBuilder:
             else:
                 self.put(after, entry, key=before, hides=hides)
 
-    def add_removals(self, names: Iterable[tuple[str, Entry, str]]) -> None:
+    def add_removals(self, names: Iterable[tuple[str, Entry]]) -> None:
         """As `remove`, of each."""
-        for path, entry, hides in names:
-            self.remove(path, entry, hides)
+        for path, entry in names:
+            self.remove(path, entry)
 
     def change(self) -> Change:
         return Change(operations=self.operations, objects=self._objects, moves=self.moves)

@@ -215,13 +215,12 @@ class Renames:
         entries = [entry for _, _, entry in moving]
         own = [after for _, after, entry in moving if not entry.flags & Flag.DIRECTORY]
         hides = dict(zip(own, self._ns.tree.own_etags(own), strict=True))
-        leaves = [self._ns.tree.hidden_etag(entry) if entry.place else entry.etag for entry in entries]
         ends = (source.inode, target.inode if target is not None else 0)
         names = []
-        for (before, after, entry), left in zip(moving, leaves, strict=True):
+        for before, after, entry in moving:
             orphans = tuple(self._names.orphaned(before, entry)) if entry.flags & Flag.LOCAL else ()
             is_end = entry.inode in ends
-            names.append(MovedName(before, after, entry, hides.get(after, ""), left, orphans, is_end))
+            names.append(MovedName(before, after, entry, hides.get(after, ""), orphans, is_end))
         above = self._names.hidden_parent(source)
         rows = self._snapshot([*entries, above[1]] if above is not None else entries)
         return RenameFacts(tuple(names), rows, tuple(replaced), above)

@@ -38,14 +38,13 @@ def route_of(source: Entry, *, exchange: bool, is_writeback: bool, is_held: bool
 
 
 class MovedName(msgspec.Struct, frozen=True):
-    """A name that moves. ``hides`` is the ETag of the plain object at the key of its next path, ``leaves`` of what its
-    removal hides; ``orphans`` are objects that only the name needs."""
+    """A name that moves. ``hides`` is the ETag of the plain object at the key of its next path; ``orphans`` are objects
+    that only the name needs."""
 
     before: str
     after: str
     entry: Entry
     hides: str = ""
-    leaves: str = ""
     orphans: tuple[Deletion, ...] = ()
     is_end: bool = False
     """It is what the caller named, not something below it."""
@@ -91,7 +90,7 @@ def plan_rename(facts: RenameFacts) -> Change:
             doomed += name.orphans
             if (name.before, False) not in made:
                 builder.remove(name.before, name.entry)
-    builder.add_removals((name.before, name.entry, name.leaves) for name in reversed(moving) if name.row not in made)
+    builder.add_removals((name.before, name.entry) for name in reversed(moving) if name.row not in made)
     return msgspec.structs.replace(builder.change(), doomed=doomed)
 
 
