@@ -40,7 +40,7 @@ from lakefs_fuse.commits.record import (
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.rows import CommitRows
-from lakefs_fuse.meta.tree import Tombstone, Tree
+from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
 
 NS = 1_000_000_000
@@ -183,7 +183,11 @@ class Applier:
             self._tree.restamp(batch, [entry for entry in found if entry and entry.stamp == before], time)
             self._tree.tombstones.write(
                 batch,
-                {path: Tombstone(time, each.etag) for path, each in tombstones if each and each.stamp == before},
+                {
+                    path: msgspec.structs.replace(each, stamp=time)
+                    for path, each in tombstones
+                    if each and each.stamp == before
+                },
             )
             self._db.commit(batch)
 

@@ -106,25 +106,32 @@ def unpack_entry(parent: int, cookie: int, row: bytes) -> Entry:
     )  # fmt: skip
 
 
+BY_DATE = b"\1"
+"""Before the ETag of a tombstone. No ETag begins with it."""
+
+
 class Tombstone(msgspec.Struct, frozen=True, gc=False):
     """The removal of a name by a commit: its ``stamp`` as in `Entry`, and the ``etag`` of the plain object that counts
-    as removed at the name's key, where it may lie for a while (empty: any that is older)."""
+    as removed at the name's key, where it may lie for a while. ``is_by_date``: any that is older counts as removed
+    too, as the file's bytes were elsewhere, and it was hidden already; so it does where there is no ETag."""
 
     stamp: int
     etag: str = ""
+    is_by_date: bool = False
 
     def hides(self, etag: str, mtime_ns: int) -> bool:
         """The plain object of this ETag and LastModified counts as removed."""
-        if self.etag:
-            return etag == self.etag and mtime_ns < self.stamp + SAME_VERSION_NS
-        return mtime_ns + NS <= self.stamp
+        if self.etag and etag == self.etag:
+            return mtime_ns < self.stamp + SAME_VERSION_NS
+        return (self.is_by_date or not self.etag) and mtime_ns + NS <= self.stamp
 
 
 def unpack_tombstone(raw: bytes) -> Tombstone:
     """Raises ValueError for a row that is none."""
     if len(raw) < 8:
         raise ValueError(f"a tombstone of {len(raw)} bytes")
-    return Tombstone(int.from_bytes(raw[:8], "big"), raw[8:].decode())
+    is_by_date = raw[8:9] == BY_DATE
+    return Tombstone(int.from_bytes(raw[:8], "big"), raw[8 + is_by_date :].decode(), is_by_date)
 
 
 class Tombstones:
@@ -152,7 +159,10 @@ class Tombstones:
     def write(self, batch: Batch, tombstones: Mapping[bytes, Tombstone | None]) -> None:
         """Put tombstones at paths, and delete those of paths with None."""
         for path, tombstone in tombstones.items():
-            row = None if tombstone is None else NUMBER.pack(tombstone.stamp) + tombstone.etag.encode()
+            row = None
+            if tombstone is not None:
+                mark = BY_DATE if tombstone.is_by_date else b""
+                row = NUMBER.pack(tombstone.stamp) + mark + tombstone.etag.encode()
             batch.rows[schema.TOMBSTONE + path] = row
 
     def below(self, prefix: bytes) -> Iterator[tuple[bytes, Tombstone]]:

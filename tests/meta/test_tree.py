@@ -238,5 +238,5 @@ def test_own_etags_are_of_the_name_its_tombstone_or_its_object(database: Databas
     tree.insert(batch, ROOT_INODE, b"renamed", 0, place=tree.objects.number("old", "o", 1), size=1)
     tree.tombstones.write(batch, {b"gone": Tombstone(1, "g")})
     database.commit(batch)
-    assert tree.own_etags(["plain", "renamed", "gone", "old", "nothing", "no/where"]) == ["p", "o", "g", "o", "", ""]
+    assert tree.own_etags(["plain", "renamed", "gone", "old", "nothing", "no/where"]) == ["p", "", "g", "o", "", ""]
     assert tree.own_etags(["plain"], ROOT_INODE) == ["p"]

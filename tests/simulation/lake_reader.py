@@ -162,6 +162,8 @@ class _File(NamedTuple):
     target: bytes | None
     hides: str
     attributes: _Attributes
+    is_by_date: bool = False
+    """Of a removed one: older plain objects count as removed, too, because the file's bytes were elsewhere."""
 
     @property
     def is_removed(self) -> bool:
@@ -429,8 +431,11 @@ class _State:
         if known is not None and not self._wins(order, operation, known):
             return
         target = operation.target if operation.kind == "symlink" else None
+        is_by_date = known is not None and not known.is_at_own_key(operation.path)
+        if known is not None and known.is_removed:
+            is_by_date = known.is_by_date
         self.files[operation.path] = _File(
-            order, operation.place, operation.size, target, operation.hides, operation.attributes
+            order, operation.place, operation.size, target, operation.hides, operation.attributes, is_by_date
         )
         versions = self.changed.get(operation.path, {})
         for place in [place for place, (changed, _) in versions.items() if changed <= order]:
@@ -494,7 +499,7 @@ def _plain_wins(file: _File, path: str, etag: str, mtime_ns: int) -> bool:
         return True
     if etag == file.hides:
         return file.is_removed and mtime_ns >= file.order.time + PUT_AGAIN_AFTER_S * NS
-    if file.is_removed and file.hides:
+    if file.is_removed and file.hides and not file.is_by_date:
         return True
     return mtime_ns + NS > file.order.time
 
@@ -531,7 +536,8 @@ class _Index:
             return
         known = self.state.files.get(path)
         if known is None:
-            self.state.files[path] = _File(order, None, 0, None, etag, _Attributes())
+            is_by_date, etag = etag.startswith("\1"), etag.removeprefix("\1")
+            self.state.files[path] = _File(order, None, 0, None, etag, _Attributes(), is_by_date)
         elif known.order < order:  # a relocated object that was put there after the removal
             self.state.files[path] = known._replace(order=order)
 

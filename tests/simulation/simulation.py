@@ -1214,7 +1214,9 @@ def _first(group: BaseException) -> BaseException:
 def simulate(plan: Plan, *, is_tracing: bool = False, is_strict: bool = False) -> Outcome:
     """Run a plan, in a memory filesystem. Known defects are failures where ``is_strict``."""
     root = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    logging.getLogger("lakefs_fuse").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("lakefs_fuse")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     scratch = Path(tempfile.mkdtemp(prefix="simulation-", dir=root))
     try:
 
@@ -1223,4 +1225,5 @@ def simulate(plan: Plan, *, is_tracing: bool = False, is_strict: bool = False) -
 
         return scheduler.run(main, plan.seed)
     finally:
+        logger.setLevel(level)
         shutil.rmtree(scratch, ignore_errors=True)
