@@ -26,7 +26,7 @@ Tasks of one trio loop.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -151,8 +151,9 @@ class Collector:
         old = await read_gc_record(self._lake.client)
         self._contained.update(old.dead)
         self._kept = await snapshots.kept_objects(self._lake.client)
+        named = {row.key for row in self._lake.tree.objects.rows() if row.is_pack and row.entries > 0}
         await self._rewrite()
-        gc_record = await self._fold_dead(old, await self._find_dead())
+        gc_record = await self._fold_dead(old, await self._find_dead(), named)
         if options.wait and options.grace_s and not options.dry_run and gc_record.dead:
             self._report("waiting for the grace period", 0, 0)
             youngest = max(gc_record.dead.values())
@@ -261,11 +262,13 @@ class Collector:
         replaced = entry.is_plain and not entry.stamp and entry.ctime_ns + NS > time_ns
         return entry.stamp >= time_ns or replaced
 
-    async def _fold_dead(self, old: GcRecord, dead: list[ObjectMeta]) -> GcRecord:
-        """Fold dead commits into an index, and record since when they are dead."""
+    async def _fold_dead(self, old: GcRecord, dead: list[ObjectMeta], named: Collection[str]) -> GcRecord:
+        """Fold dead commits into an index, and record since when they are dead: of those that were ``named`` when this
+        run began, since now, though an earlier run found them dead before."""
         lake = self._lake
         now = lake.clock.wall_ns()
-        since = {meta.key: min(now, old.dead.get(meta.key, now)) for meta in dead}
+        noted = {key: time_ns for key, time_ns in old.dead.items() if key not in named}
+        since = {meta.key: min(now, noted.get(meta.key, now)) for meta in dead}
         newest = max((_time_of(key) for key in since), default=0)
         horizon = max(old.horizon, newest + 1) if since else old.horizon
         gc_record = GcRecord(horizon=horizon, dead=since)

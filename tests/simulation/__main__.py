@@ -14,7 +14,7 @@ import click
 import lakefs_fuse
 from tests.simulation import plan as plans
 from tests.simulation import scheduler
-from tests.simulation.generator import KNOWN_TO_FAIL, PROFILES, make_plan
+from tests.simulation.generator import PROFILES, make_plan
 from tests.simulation.mutant import Mutant, apply, load_mutants
 from tests.simulation.runs import Result, Seed, run_all, run_seed
 from tests.simulation.shrink import shrink
@@ -44,9 +44,9 @@ def main() -> None:
 @click.option("--first", default=0, show_default=True, help="The first seed.")
 @click.option(
     "--profile",
-    type=click.Choice(["", *PROFILES, *KNOWN_TO_FAIL]),
+    type=click.Choice(["", *PROFILES]),
     default="",
-    help=f"One profile; all but {', '.join(KNOWN_TO_FAIL)} by default.",
+    help="One profile; all by default.",
 )
 @click.option("--nodes", type=NODES_RANGE, default=NODES, show_default=True, help="How many nodes share the lake.")
 @click.option("--seconds", type=float, help="Start no seed after so long.")
@@ -108,7 +108,7 @@ def _append(ledger: Path, profile: str, results: list[Result], hours: float, kno
 
 @main.command()
 @click.option("--seed", default=0, show_default=True, help="The seed.")
-@click.option("--profile", type=click.Choice([*PROFILES, *KNOWN_TO_FAIL]), default="mixed", show_default=True)
+@click.option("--profile", type=click.Choice(PROFILES), default="mixed", show_default=True)
 @click.option("--nodes", type=NODES_RANGE, default=NODES, show_default=True)
 @click.option("--plan", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A kept plan.")
 @click.option("--polls", is_flag=True, help="Print LIST and GET, too.")

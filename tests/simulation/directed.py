@@ -5,7 +5,6 @@ and a slow request. Each scenario here states the sequence that it aims at; a se
 
 What always holds: the same profile and seed make the same plan. A scenario uses names of its own. What its sequence
 needs is made in a round before it, so every node has seen it, and has just listed everything, when the sequence begins.
-The program passes the seeds of `directed`; `defects` are sequences that it is known not to pass.
 """
 
 from __future__ import annotations
@@ -404,13 +403,45 @@ def removed_while_it_is_renamed(do: Script) -> None:
     do.quiet_s = 14.0 + DELETE_AFTER_S
 
 
+def grace_of_a_pack_that_was_named_again(do: Script) -> None:
+    """gc stores f again, and notes that its pack is not referred to. A, which has not polled that, renames f to g: the
+    pack is referred to, and gc moves g out of it in its next run. B, which has not polled that, renames g: the pack has
+    its whole grace period again."""
+    a, b, *_ = do.actors()
+    f, g, h = do.name("f"), do.name("g"), do.name("h")
+    at_s = do.prepare(b, do.new(f, PACKED[:1]))  # less than half of its pack
+    grace_s = do.refresh_s + 1.0
+    do.do(at_s, a, plans.Admin(what="gc", grace_s=grace_s), user=8)
+    do.do(at_s + do.between(0.3, 0.6), a, plans.Rename(old=f, new=g))
+    again_s = at_s + grace_s + do.between(0.0, 1.0)
+    do.do(again_s, a, plans.Admin(what="gc", grace_s=grace_s), user=8)
+    do.do(again_s + do.between(0.5, 1.3), b, plans.Rename(old=g, new=h))
+
+
+def gc_beside_renames(do: Script) -> None:
+    """All nodes rename a few packed files, and write them now and then, while gc runs in a loop with a grace period in
+    which every node hears of a commit: it stores what is left of a pack again, and deletes the pack, unless a rename
+    that was under way has named it."""
+    names = [do.name(letter) for letter in "fgh"]
+    do.prepare(0, *(do.new(name, PACKED) for name in names[:2]))
+    at_s = 0.0
+    for _ in range(30):
+        at_s += do.rng.expovariate(0.7)
+        old, new = do.rng.sample(names, 2)
+        op: plans.AnyOp = plans.Rename(old=old, new=new) if do.rng.random() < 0.7 else do.new(old, PACKED)
+        do.do(at_s, do.rng.randrange(do.nodes), op)
+    for run in range(int(at_s / 1.5)):
+        do.do(1.0 + 1.5 * run, 0, plans.Admin(what="gc", grace_s=do.heard_s), user=8)
+
+
 CLOSE: tuple[Scenario, ...] = (
     overtaken_commit, turns_within_a_second, listed_before_polled, closed_during_a_list, closed_during_a_question,
     copy_meets_a_change, object_returns_to_its_key, pack_under_the_old_name, removed_and_stored_again,
     removal_after_a_return, rename_takes_along, replaced_while_open, gc_after_a_rename, removed_then_packed,
     refused_pack, unanswered_rename, unanswered_creation, late_commit, death_after_a_commit,
     removed_while_it_is_packed, replaced_while_removed, old_key_is_taken, repeated_deletion,
-    removed_while_it_is_renamed,
+    removed_while_it_is_renamed, grace_of_a_pack_that_was_named_again,
+    gc_beside_renames,
 )  # fmt: skip
 OFTEN: dict[Scenario, int] = {overtaken_commit: 4, turns_within_a_second: 2, copy_meets_a_change: 5,
                               removed_and_stored_again: 2, closed_during_a_question: 2}  # fmt: skip
@@ -500,43 +531,6 @@ def power_after_a_commit(do: Script) -> None:
 POWER: tuple[Scenario, ...] = (power_after_a_close, power_after_a_commit)
 
 
-# -- what the program is known not to pass
-
-
-def gc_beside_renames(do: Script) -> None:
-    """All nodes rename a few packed files, and write them now and then, while gc runs in a loop with a grace period of
-    seconds: it stores what is left of a pack again, and deletes the pack, which a rename that is under way names."""
-    names = [do.name(letter) for letter in "fgh"]
-    do.prepare(0, *(do.new(name, PACKED) for name in names[:2]))
-    at_s = 0.0
-    for _ in range(30):
-        at_s += do.rng.expovariate(1.0)
-        old, new = do.rng.sample(names, 2)
-        op: plans.AnyOp = plans.Rename(old=old, new=new) if do.rng.random() < 0.7 else do.new(old, PACKED)
-        do.do(at_s, do.rng.randrange(do.nodes), op)
-    for run in range(int(at_s / 1.5)):
-        do.do(1.0 + 1.5 * run, 0, plans.Admin(what="gc", grace_s=do.rng.choice([0.5, 1.0, 3.0])), user=8)
-
-
-def grace_of_a_pack_that_was_named_again(do: Script) -> None:
-    """gc stores f again, and notes that its pack is not referred to. A, which has not polled that, renames f to g: the
-    pack is referred to, and gc moves g out of it in its next run. Then it counts the grace period from its first note,
-    and deletes the pack before B, which renames g, has polled."""
-    a, b, *_ = do.actors()
-    f, g, h = do.name("f"), do.name("g"), do.name("h")
-    at_s = do.prepare(b, do.new(f, PACKED[:1]))  # less than half of its pack
-    grace_s = do.refresh_s + 1.0
-    do.do(at_s, a, plans.Admin(what="gc", grace_s=grace_s), user=8)
-    do.do(at_s + do.between(0.3, 0.6), a, plans.Rename(old=f, new=g))
-    again_s = at_s + grace_s + do.between(0.0, 1.0)
-    do.do(again_s, a, plans.Admin(what="gc", grace_s=grace_s), user=8)
-    do.do(again_s + do.between(0.5, 1.3), b, plans.Rename(old=g, new=h))
-
-
-DEFECTS: tuple[Scenario, ...] = (
-    gc_beside_renames, grace_of_a_pack_that_was_named_again,
-)  # fmt: skip
-"""One for each seed of profile `defects`, in turns."""
 SETTINGS = ("close", "close", "close", "writeback", "power")
 """By seed, in turns."""
 
@@ -589,16 +583,9 @@ def _plan(
     )
 
 
-def make_defects(seed: int, nodes: int) -> Plan:
-    """The plan of a seed of profile `defects`."""
-    scenario = DEFECTS[seed % len(DEFECTS)]
-    return plan_of(scenario, seed // len(DEFECTS), nodes, times=3)
-
-
 def plan_of(scenario: Scenario, seed: int, nodes: int = 3, times: int = 1) -> Plan:
     """A plan of one scenario alone."""
     rng = random.Random(f"{scenario.__name__}/{seed}/{nodes}")
     setting = "power" if scenario in POWER else "writeback" if scenario in WRITEBACK else "close"
     config = _config(rng, setting)
-    profile = "defects" if scenario in DEFECTS else "directed"
-    return _plan(profile, seed, nodes, [scenario] * times, config, rng, 0.95, forgets=setting == "power")
+    return _plan("directed", seed, nodes, [scenario] * times, config, rng, 0.95, forgets=setting == "power")

@@ -9,12 +9,10 @@ from __future__ import annotations
 import random
 
 from tests.simulation import plan as plans
-from tests.simulation.directed import make_defects, make_directed
+from tests.simulation.directed import make_directed
 from tests.simulation.plan import NodePlan, Plan, Round, Step
 
 PROFILES = ("packs", "turns", "mixed", "writeback", "crash", "faulty", "power", "foreign", "directed")
-KNOWN_TO_FAIL = ("defects",)
-"""Profiles of sequences that the program does not pass."""
 OPERATIONS = 300
 ROUND_OPERATIONS = 25
 SIZES = (0, 1, 100, 3000, 20_000, 70_000, 300_000)
@@ -33,8 +31,6 @@ def make_plan(profile: str, seed: int, *, nodes: int = 3, operations: int = OPER
     """The plan of a seed."""
     if profile == "directed":
         return make_directed(seed, nodes)
-    if profile == "defects":
-        return make_defects(seed, nodes)
     return _Maker(profile, seed, nodes).plan(operations)
 
 
