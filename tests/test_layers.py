@@ -250,7 +250,7 @@ def test_documents_name_source_files_that_exist() -> None:
 
 
 PATCHED_PRIVATE = {
-    "vfs/test_create.py": {"_unlink_now"},
+    "vfs/test_create.py": {"_unlink"},
     "vfs/test_late_attributes.py": {"_record"},
     "vfs/test_replay_exact.py": {"_drop_acknowledged"},
 }

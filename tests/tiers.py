@@ -40,7 +40,6 @@ INTEGRATION_MODULES = frozenset(
         "upload/test_spilled_parts.py",
         "vfs/test_create.py",
         "vfs/test_every_batch.py",
-        "vfs/test_late_copies.py",
         "vfs/test_model.py",
         "vfs/test_orphans.py",
         "vfs/test_power_cut.py",
