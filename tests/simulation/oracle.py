@@ -361,10 +361,15 @@ class Oracle:
         while pending:
             moved = pending.pop()
             shown = tree.get(moved.path)
-            if shown == version.data or self._replaced(moved) or self._removed(moved):
+            if shown == version.data or self._replaced(moved) or self._removed(moved) or self._is_overtaken(moved):
                 return True
             pending += moved.moved_to
         return False
+
+    def _is_overtaken(self, version: Version) -> bool:
+        """Another put that it did not know came to the same path."""
+        others = [each for each in self.versions[version.path] if each is not version and each not in version.known]
+        return any(each.is_certain and not each.is_withdrawn for each in others)
 
     def _bytes_of(self, version: Version) -> set[bytes]:
         """Its own, and those that were written in place of an origin by who had not seen the rename."""

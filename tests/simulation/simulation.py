@@ -975,7 +975,17 @@ class Simulation:
             raise Failed(wrong)
         for node in self._nodes:
             self._follow(node)
+        self._note_packed()
         self._ask_oracle(tree)
+
+    def _note_packed(self) -> None:
+        """What was acknowledged before it was stored went into a pack, perhaps, or to another key."""
+        stored: dict[str, set[bytes]] = defaultdict(set)
+        for (key, _), data in self.store.versions.items():
+            stored[key].add(data)
+        for path, versions in self.oracle.versions.items():
+            for version in versions:
+                version.is_plain = version.is_plain and version.data in stored[path]
 
     async def _remove_destroyed(self, quiet_s: float) -> None:
         """Users read files whose bytes another program replaced before a rename, or deleted. They remove those that
