@@ -538,6 +538,7 @@ class Simulation:
                         await fs.fsync(handle)
                         self._confirm_write(node, call, between, inode, file)
                         self.oracle.seen[node.name, path].add(between)
+                        shown |= {between}
                     if op.pause_s:
                         await trio.sleep(op.pause_s)
                 is_closed = True
@@ -555,11 +556,14 @@ class Simulation:
         self, node: SimulatedNode, call: _Call, version: Version, inode: int, file: OpenFile | None
     ) -> None:
         """The user was told that a file is written, under whatever name it has by now."""
+        if file is not None and file.unlinked:
+            call.doubtful.add(version)
+            return  # it has none
         moved = version
         while later := [each for each in moved.moved_to if each.node == node.name and not each.is_withdrawn]:
             moved = later[-1]
         path = node.path_of(inode) or (file.key if file is not None else None)
-        if path is not None and path != moved.path:
+        if path is not None and path != moved.path and self._may_show(node, path, version.data):
             moved = self.oracle.put(path, version.data, node.name, self._shown(node, path), origin=version)
         entry = node.entry(moved.path)
         moved.is_plain = entry is not None and not entry.place
@@ -571,6 +575,11 @@ class Simulation:
                 self._pending[key] = moved
         elif entry is not None and entry.inode == inode:
             self._views.show(node.name, moved.path, moved.data)
+
+    def _may_show(self, node: SimulatedNode, path: str, data: bytes) -> bool:
+        """A node has these bytes at a path, unless a later commit has put others there."""
+        entry = node.entry(path)
+        return entry is None or node.stored_bytes(entry) in (None, data)
 
     async def _truncate(self, node: SimulatedNode, op: plans.Truncate, call: _Call) -> None:
         shown: frozenset[Version] = frozenset()
