@@ -221,7 +221,7 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
             return []
         if not own and entry.inode in paths.watcher.in_use and paths.watcher.is_exclusive(entry):
             return []  # another node renamed its own file of that name
-        if target not in sources and not _is_free(paths, entry, target, stamp):
+        if target not in sources and not _is_free(paths, entry, target, stamp, own):
             return []
         inodes.add(entry.inode)
     if len(inodes) < len(record.moves):
@@ -242,14 +242,17 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
     return [found.parent for found, _ in moving]
 
 
-def _is_free(paths: PathTree, entry: Entry, target: str, stamp: int) -> bool:
-    """What is at the target, if anything, is what the record replaces."""
+def _is_free(paths: PathTree, entry: Entry, target: str, stamp: int, own: bool) -> bool:
+    """What is at the target, if anything, is what the record replaces: not what is being written here meanwhile."""
     raw = target.encode()
     file, directory = paths.find_many([raw, raw + b"/"])
     there, other = (directory, file) if entry.flags & Flag.DIRECTORY else (file, directory)
     if other is not None:
         return False
-    return there is None or (there.stamp <= stamp and not paths.tree.has_children(there.inode))
+    if there is None:
+        return True
+    is_kept = not own and paths.keeps(there)
+    return there.stamp <= stamp and not is_kept and not paths.tree.has_children(there.inode)
 
 
 def _chunks(items: Iterable[T]) -> Iterator[list[T]]:

@@ -657,6 +657,16 @@ def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
         assert n.found("f").mode == 0o600
 
 
+def test_what_is_being_written_stays_where_another_node_renames_a_file_over_it(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(10, put("a", 7), writer="0000000b")
+        n.list(plain("f", "e1", 5))
+        inode = n.inode("f")
+        n.watcher.kept.add(inode)
+        n.commit(20, change=n.rename("a", "f"), writer="0000000b")
+        assert (n.inode("f"), n.find("a")) == (inode, None)
+
+
 # -- a commit that names a version speaks of that version alone
 
 
