@@ -481,10 +481,7 @@ class Application:
             return
         if self._is_older(step, operation.hides):
             return
-        is_by_date = step.tombstone is not None and step.tombstone.is_by_date
-        if current is not None:
-            is_by_date = not operation.directory and not current.is_plain
-        self._changes.tombstones[step.raw] = Tombstone(self._stamp, operation.hides, is_by_date)
+        self._changes.tombstones[step.raw] = Tombstone(self._stamp, operation.hides, operation.by_date)
         if current is None:
             return
         if operation.directory and self._tree.has_children(current.inode):  # it stays for as long as they do

@@ -108,11 +108,13 @@ class Symlink(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="symli
 
 class Remove(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="remove"):
     """The removal of a file or symbolic link, or (``directory``) of a directory, which is shown for as long as
-    something is below it. ``hides`` as in `Put`."""
+    something is below it. ``hides`` as in `Put`. ``by_date``: older plain objects at the path are hidden too, as they
+    were while the file was there, whose bytes are elsewhere."""
 
     path: str
     directory: bool = False
     hides: str = ""
+    by_date: bool = False
 
 
 class SetAttr(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="setattr"):

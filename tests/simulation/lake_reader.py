@@ -144,6 +144,8 @@ class _Operation(NamedTuple):
     attributes: _Attributes = _Attributes()
     is_own: bool = False
     """A put that names the plain object at the key of the path."""
+    is_by_date: bool = False
+    """A removal of a file whose bytes are elsewhere: older plain objects go, too."""
 
 
 class _Order(NamedTuple):
@@ -277,12 +279,12 @@ _FIELDS = {
     "put": ("path object offset size mode uid gid mtime", "hides xattrs"),
     "mkdir": ("path mode uid gid mtime", "xattrs"),
     "symlink": ("path target uid gid mtime", "hides xattrs"),
-    "remove": ("path", "directory hides"),
+    "remove": ("path", "directory hides by_date"),
     "setattr": ("path object offset size hides mode uid gid mtime", "xattrs"),
     "relocate": ("path from_object from_offset from_etag object offset size mode uid gid mtime", "hides"),
 }
 """Fields of each kind of operation: those that must be there, and those that may be left out at the end."""
-_ABSENT: dict[str, Any] = {"hides": "", "xattrs": {}, "directory": False}
+_ABSENT: dict[str, Any] = {"hides": "", "xattrs": {}, "directory": False, "by_date": False}
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "path": _check_path,
     "target": _check_target,
@@ -290,6 +292,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "from_etag": _check_etag,
     "xattrs": _check_xattrs,
     "directory": _check_flag,
+    "by_date": _check_flag,
     "mode": _integer(0, _MODE_MAX, UNSET),
     "uid": _integer(0, UNSET),
     "gid": _integer(0, UNSET),
@@ -371,7 +374,8 @@ class _Archive:
         attributes = _Attributes(mode, uid, gid, fields.get("mtime"), fields["xattrs"])
         target = fields.get("target", "").encode()
         is_own = kind == "put" and fields["object"] < 0
-        return _Operation(str(kind), path, place, size, source, target, fields["directory"], hides, attributes, is_own)
+        flags = fields["directory"], fields["by_date"]
+        return _Operation(str(kind), path, place, size, source, target, flags[0], hides, attributes, is_own, flags[1])
 
     def read(self, offset: int, size: int) -> tuple[bytes | None, str]:
         """Bytes of a member, or None and why they cannot be read."""
@@ -431,11 +435,8 @@ class _State:
         if known is not None and not self._wins(order, operation, known):
             return
         target = operation.target if operation.kind == "symlink" else None
-        is_by_date = known is not None and not known.is_at_own_key(operation.path)
-        if known is not None and known.is_removed:
-            is_by_date = known.is_by_date
         self.files[operation.path] = _File(
-            order, operation.place, operation.size, target, operation.hides, operation.attributes, is_by_date
+            order, operation.place, operation.size, target, operation.hides, operation.attributes, operation.is_by_date
         )
         versions = self.changed.get(operation.path, {})
         for place in [place for place, (changed, _) in versions.items() if changed <= order]:

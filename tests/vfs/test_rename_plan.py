@@ -70,7 +70,7 @@ CASES: dict[str, tuple[RenameFacts, Change]] = {
     "a name in a pack goes on meaning its member": (
         RenameFacts((end("p", "n", PACKED),), RowSnapshot({1: PACK})),
         Change(
-            operations=[put("n", PACKED), Remove("p")],
+            operations=[put("n", PACKED), Remove("p", by_date=True)],
             objects=[ObjectRef(), ObjectRef(PACK.key, "pe", 100)], moves=[("p", "n")],
         ),
     ),
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[RenameFacts, Change]] = {
         RenameFacts((end("l", "n", LINK),), RowSnapshot({}, {7: b"t"}, {7: {"user.x": b"1"}})),
         Change(
             operations=[
-                Symlink("n", "t", LINK.uid, LINK.gid, 7, xattrs={"user.x": b"1"}), Remove("l"),
+                Symlink("n", "t", LINK.uid, LINK.gid, 7, xattrs={"user.x": b"1"}), Remove("l", by_date=True),
             ],
             moves=[("l", "n")],
         ),

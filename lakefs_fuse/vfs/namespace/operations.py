@@ -113,7 +113,8 @@ class ChangeBuilder:
     def remove(self, path: str, entry: Entry, hides: str = "") -> None:
         """The entry's name goes; what lies at its own key is hidden. ``hides`` is the ETag of something else there."""
         is_dir = bool(entry.flags & Flag.DIRECTORY)
-        self.operations.append(Remove(path, directory=is_dir, hides=hides or entry.etag))
+        by_date = bool(entry.place or entry.flags & Flag.SYMLINK)
+        self.operations.append(Remove(path, directory=is_dir, hides=hides or entry.etag, by_date=by_date))
 
     def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
         """Attributes of an entry, whatever it is."""
