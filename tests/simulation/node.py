@@ -315,7 +315,8 @@ class SimulatedNode:
     # -- calls, serialised as the kernel does
 
     def _lock(self, inode: int) -> trio.Lock:
-        assert self.daemon is not None
+        if self.daemon is None:
+            raise NodeDown
         return self.daemon.locks.setdefault(inode, trio.Lock())
 
     @asynccontextmanager
