@@ -11,7 +11,8 @@ A rename is a removal and a put of the same bytes. What was not acknowledged may
 is a loss, a resurrection or a tear, but for the cases that docs/SEMANTICS.md lists under "What others see, and when":
 plain objects are changed in place, so of two nodes that had not seen each other's change
 
-* the later commit wins, a removal like any other (*later commit*), but that
+* the later commit wins, a removal like any other (*later commit*; also one of equal bytes, which have one ETag), but
+  that
 * a rename and a write in place leave the new bytes under the new name (*carried*);
 * a rename and a deletion leave the new name, or neither where it was another program's deletion (*deleted*);
 * a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE (*unchecked*).
@@ -322,6 +323,10 @@ class Oracle:
             is_unaware = version not in removal.known and removal not in version.removals_before
             if is_unaware and not (version.is_plain and removal.is_plain):
                 self.met["later commit"] += 1
+                return True
+            is_same = any(named.data == version.data for named in removal.named)
+            if is_unaware and is_same and self.last_remover(version.path) == removal.node:
+                self.met["later commit of equal bytes"] += 1
                 return True
             if not removal.is_rename and not self.deletes_conditionally and version.node != removal.node:
                 self.met["unchecked"] += 1
