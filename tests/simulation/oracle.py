@@ -101,6 +101,15 @@ def _may_be_plain(version: Version) -> bool:
     return version.origin is None and version.data != DIRECTORY and (version.is_plain or not version.is_certain)
 
 
+def _replaces(version: Version) -> set[Version]:
+    """What its node showed at the path when it was put, when that was put, and so on."""
+    found, pending = set(version.shown), list(version.shown)
+    while pending:
+        pending += (before := pending.pop().shown - found)
+        found |= before
+    return found
+
+
 class Oracle:
     """See the module's head."""
 
