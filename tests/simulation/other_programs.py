@@ -90,8 +90,10 @@ class OtherPrograms:
         ]
 
     def are_ghosts(self, directories: set[str], tree: Mapping[str, bytes]) -> bool:
-        """Nothing else is in these directories, and all but those in others lie above an object that no name shows."""
-        leftovers = self._read_lake().leftovers
+        """Nothing else is in these directories, and all but those in others lie above an object that is not the file
+        of its own key: no name shows it, or another one."""
+        lake = self._read_lake()
+        leftovers = {*lake.leftovers, *(name.key for path, name in lake.names.items() if name.key != path)}
         tops = [path for path in directories if path.rpartition("/")[0] not in directories]
         return all(any(key.startswith(path + "/") for key in leftovers) for path in tops) and not any(
             path.startswith(above + "/") for above in directories for path in tree.keys() - directories
