@@ -593,6 +593,37 @@ async def test_replay_of_a_stored_file_that_another_node_replaced_gives_the_name
         assert (await m.found("d/file")).inode != ours.inode
 
 
+@pytest.mark.parametrize("is_removed", [True, False])
+async def test_replay_of_a_stored_object_that_another_node_saw_and_replaced_leaves_what_that_says(
+    tmp_path: Path, is_removed: bool
+) -> None:
+    """The object is still there, and hidden: the row of its writer does not name it again."""
+    store, dead = MemoryStore(), tmp_path / "dead"
+
+    def die_when_stored(request: Request, when: When) -> None:
+        if when == "after" and request.what == "put" and not dead.exists():
+            die(tmp_path / "cache", dead)
+
+    async with writing_back(store, tmp_path / "cache") as m:
+        store.hook = die_when_stored
+        await m.write("file", noise(1, 100))
+        await stored(m)
+    async with lake(store, tmp_path / "theirs", pack="always", delete_after_s=3600.0) as theirs:
+        if is_removed:
+            assert await theirs.names() == ["file"]
+            await theirs.unlink("file")
+        else:
+            await rewrite(theirs, "file", b"theirs")
+        await theirs.fs.sync_names()
+    expected = {} if is_removed else {"file": b"theirs"}
+    async with writing_back(store, dead) as m:
+        await stored(m)
+        await m.fs.make_durable()
+        assert await m.tree() == expected
+        assert "file" in store.objects
+    assert await others_see(store, tmp_path) == expected
+
+
 async def test_a_question_that_fails_is_asked_again_before_anything_is_replaced(tmp_path: Path) -> None:
     """The upload of ours cannot be ended at first: theirs is not overwritten for that."""
     store = MemoryStore()

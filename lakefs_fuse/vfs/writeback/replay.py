@@ -134,7 +134,9 @@ class Replay:
         meta = await self.stored_versions.published(record)
         there = await self.stored_versions.visible(record)
         if meta is not None:
-            is_newest = there.etag in (record.replaces, meta.etag)
+            is_newest = there.etag == meta.etag or (
+                there.etag == record.replaces and (bool(there.etag) or path_of(record) != record.key)
+            )
             tell = partial(self._tell_object, item, meta, is_newest)
             return await self._end(item, meta.etag, tell, lambda now: now.etag == meta.etag)
         if self._is_gone(item):
@@ -153,7 +155,7 @@ class Replay:
     def _tell_object(self, item: AcknowledgedVersion, meta: ObjectMeta, is_newest: bool) -> None:
         """The plain object that it became, with the attributes that the record has: some were set since the upload
         began, perhaps. Raises CacheError."""
-        self._learn(item.file, item.draft, meta.etag, meta.size)
+        self._learn(item.file, item.draft, meta.etag, meta.size, is_newest=is_newest)
         if is_newest:
             record = item.draft.record()
             self._writer.announce_object(path_of(record), msgspec.structs.replace(meta, metadata=record.metadata))
@@ -174,15 +176,20 @@ class Replay:
         if late is not None or told != now:
             self._writer.set_attributes([LateAttributes.of(file.key, row, wanted, late)])
 
-    def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int) -> None:
-        """The row names the plain object that the draft became."""
+    def _learn(self, file: OpenFile, draft: Draft, etag: str, size: int, *, is_newest: bool) -> None:
+        """The row names the plain object that the draft became, unless a commit says that the name is something else or
+        gone."""
         row = self._ns.tree.entry(file.entry.inode)
         if row is None or draft.target.key != file.key:
             return
-        flags = row.flags & ~Flag.LOCAL
-        row = msgspec.structs.replace(attributes.learn(row, draft.target.describe()[0]), flags=flags)
         batch = Batch()
-        self._ns.tree.update(batch, msgspec.structs.replace(row, etag=etag, size=size, place=0, offset=0))
+        if is_newest:
+            flags = row.flags & ~Flag.LOCAL
+            row = msgspec.structs.replace(attributes.learn(row, draft.target.describe()[0]), flags=flags)
+            self._ns.tree.update(batch, msgspec.structs.replace(row, etag=etag, size=size, place=0, offset=0))
+        elif file.versions == [file] and (row.is_local or self._ns.is_removed(row)):
+            self._ns.tree.remove(batch, row)
+            self._ns.announce_name(row.parent, row.name)
         self._ns.tree.forget_listing(batch, row.parent)
         self._db.commit(batch)
 
