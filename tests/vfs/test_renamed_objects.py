@@ -110,6 +110,18 @@ async def test_key_that_another_name_still_has_its_bytes_at_is_freed_for_an_uplo
         assert await fresh.tree() == {"name": b"bytes"}
 
 
+async def test_key_of_a_renamed_file_that_its_writer_replaced_unaware_before_it_died_is_freed(tmp_path: Path) -> None:
+    """It does not remember that it did: what lies there is the renamed file, and is copied away as that."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await renamed_and_rewritten(one, two)
+    async with lake(store, tmp_path / "again", clock=clock, pack="never") as m:
+        await m.found("g")
+        await m.parts.renamed.free("f")
+        store.take("f")
+        assert await m.tree() == {"g": b"second"}
+
+
 async def test_file_that_is_renamed_and_written_in_place_while_it_is_open_keeps_both_names(tmp_path: Path) -> None:
     """The second version of the other node cannot lie at the key, which the renamed file uses by then."""
     store, clock = MemoryStore(), Clock()

@@ -13,7 +13,7 @@ alone: after a crash, `adopt` does the same for who reads. Trio thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
 import trio
@@ -22,7 +22,7 @@ from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.record import OBJECTS, THIS, ObjectRef, Put, Record, Relocate
-from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta import schema
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.meta.object_table import ObjectRow
@@ -135,7 +135,15 @@ class RenamedObjects:
         row = self._ns.tree.objects.used(key)
         if row is None:
             return
-        copied = await copy_object(self._client, row.key, row.etag, row.size, OBJECTS + self._new_id())
+        try:
+            copied = await copy_object(self._client, row.key, row.etag, row.size, OBJECTS + self._new_id())
+        except PreconditionFailed:  # it was replaced there, perhaps by this node, which died before it could say so
+            for path in [path for path, _ in self._named(row)]:
+                await self.adopt(path)
+            if self._ns.tree.objects.used(key) == row:
+                raise
+            await self.free(key)
+            return
         await self._committer.commit(lambda: self._move(row, copied))
         await self._moved(Version(row.key, row.etag, row.size), Version(copied.key, copied.etag, row.size))
 
@@ -147,7 +155,12 @@ class RenamedObjects:
                 path, 1, entry.offset, "", 2, entry.offset, entry.size, entry.mode, entry.uid, entry.gid,
                 entry.mtime_ns, hides=entry.etag,
             )
-            for path, entry in self._ns.tree.below(ROOT_INODE, "")
-            if entry.place == row.number and not entry.is_local
+            for path, entry in self._named(row)
         ]  # fmt: skip
         return Change(operations=list(moved), objects=objects)
+
+    def _named(self, row: ObjectRow) -> Iterator[tuple[str, Entry]]:
+        """Files that have their bytes in an object."""
+        for path, entry in self._ns.tree.below(ROOT_INODE, ""):
+            if entry.place == row.number and not entry.is_local:
+                yield path, entry
