@@ -547,6 +547,12 @@ class Application:
         self._tree.forget_listing(self._changes.batch, current.parent)
         return True
 
+    def _is_replaced(self, current: Entry, before: Place) -> bool:
+        """A plain object was replaced in place, of which no commit has to tell: who relocated the one that lay there
+        had seen it."""
+        is_told = current.is_plain and 0 < current.stamp < self._stamp
+        return is_told and not before.number and current.etag != before.etag
+
     def _set_attributes(self, step: _Step, operation: SetAttr) -> None:
         """The version's own stamp stays: a writer that replaces it without knowing of this wins everywhere."""
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
@@ -583,13 +589,15 @@ class Application:
         )
         after = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         current = step.current
-        if not self._applies(step, before):
+        is_replaced = current is not None and self._is_replaced(current, before)
+        if not is_replaced and not self._applies(step, before):
             return
         if current is None or not self._is_at(current, before, operation.path):
             self._set_file(
                 step, after, current.etag if current else operation.hides, KNOWN,
                 size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
-                mtime_ns=operation.mtime_ns, xattrs={}, stamp=RELOCATED,
+                mtime_ns=operation.mtime_ns, xattrs={},
+                stamp=current.stamp if current is not None and is_replaced else RELOCATED,
             )  # fmt: skip
             return
         if current.size != operation.size:

@@ -468,6 +468,24 @@ def test_an_object_put_before_its_name_was_relocated_by_somebody_who_did_not_see
         assert n.found("f").etag == "outside"
 
 
+def test_a_relocated_object_that_was_put_in_place_of_one_that_a_commit_names(tmp_path: Path) -> None:
+    """Of which a commit tells later, or none."""
+    relocated = Relocate("f", OWN, 0, "e2", THIS, 500, 7, 0o644, 0, 0, at(15), hides="e2")
+    with node(tmp_path) as n:
+        n.commit(10, Put("f", OWN, 0, 1, 0o600, 0, 0, at(10), hides="e1"))
+        n.commit(20, relocated, writer="0000000b")
+        packed = n.found("f")
+        assert (packed.offset, packed.size, packed.etag, packed.stamp) == (500, 7, "e2", at(10))
+        assert packed.place
+        n.commit(21, Put("f", OWN, 0, 7, 0o600, 0, 0, at(15), hides="e2"))
+        assert n.found("f").place == packed.place, "the object of which this tells is hidden"
+        n.list(plain("f", "e3", 19))
+        assert n.found("f").etag == "e3", "put there after it was relocated"
+        n.commit(30, Put("f", OWN, 0, 1, 0o600, 0, 0, at(10), hides="e4"))
+        n.commit(25, relocated, writer="0000000b")
+        assert n.found("f").etag == "e4", "a later commit told of another"
+
+
 def touched(seconds: float, mode: int = 0o644) -> SetAttr:
     return SetAttr("f", OWN, 0, 1, "e1", mode, 0, 0, at(seconds), xattrs={"user.a": b"1"})
 

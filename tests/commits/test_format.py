@@ -113,7 +113,7 @@ def test_relocated_only_where_it_is_still_that_version(files: Reader) -> None:
     lake = Lake()
     key = lake.commit(pack={"packed": b"bytes!", "changed": b"before"})
     ref = ObjectRef(key, "etag", len(lake.commits[key]))
-    lake.commit(pack={"changed": b"after!"})
+    lake.commit(put("replaced in place", object=OWN, hides="before"), pack={"changed": b"after!"})
 
     def to_this(path: str, index: int, offset: int, etag: str = "") -> Relocate:
         return Relocate(path, index, offset, etag, 0, 99, 6, 0, 0, 0, 0)
@@ -121,12 +121,13 @@ def test_relocated_only_where_it_is_still_that_version(files: Reader) -> None:
     moved = lake.commit(
         to_this("packed", 1, lake.offset(key, b"bytes!")), to_this("changed", 1, lake.offset(key, b"before")),
         to_this("plain", OWN, 0, "e"), to_this("plain and gone", OWN, 0, "e"), to_this("plain, another", OWN, 0, "e"),
-        objects=(ref,),
+        to_this("replaced in place", OWN, 0, "e"), objects=(ref,),
     )  # fmt: skip
     found = files(lake.commits, {"plain": ("e", 90 * S), "plain, another": ("f", 90 * S)})
     assert lake.bytes_at(found.pop("changed")) == b"after!"
     assert found.pop("plain, another")[0] == "plain, another"
-    assert found == dict.fromkeys(("packed", "plain", "plain and gone"), (moved, None, 99, 6))
+    names = ("packed", "plain", "plain and gone", "replaced in place")
+    assert found == dict.fromkeys(names, (moved, None, 99, 6))
 
 
 def test_the_numbers_in_the_text_are_those_of_the_code() -> None:

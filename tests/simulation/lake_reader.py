@@ -465,11 +465,13 @@ class _State:
         if (known is None or known.order <= order) and versions.get(operation.place, (_BEFORE_ALL,))[0] <= order:
             versions[operation.place] = order, operation.attributes
 
-    def _relocate(self, _order: _Order, operation: _Operation) -> None:
+    def _relocate(self, order: _Order, operation: _Operation) -> None:
         path, source, place = operation.path, operation.source, operation.place
         assert source is not None and place is not None
         known = self.files.get(path)
-        if source.key == path and (known is None or (known.is_removed and known.hides != source.etag)):
+        is_unknown = known is None or (known.is_removed and known.hides != source.etag)
+        is_replaced = known is not None and known.is_at_own_key(path) and known.place != source and known.order < order
+        if source.key == path and (is_unknown or is_replaced):
             order = _BEFORE_ALL if known is None else known.order  # what was removed before stays hidden
             known = _File(order, source, operation.size, None, operation.hides, operation.attributes)
         if known is None or known.place != source:

@@ -454,6 +454,16 @@ def test_relocated_plain_object_is_older_than_every_commit() -> None:
     assert shown(removed, moved, plain("a", b"removed", etag="d", at_s=0)) == {"a": b"moved"}
 
 
+def test_relocated_plain_object_that_was_put_in_place_of_another() -> None:
+    moved = commit(5, ["relocate", "a", -1, 0, "e", M("m"), 0o600, 1, 2, 3, "e"], members={"m": b"moved"})
+    assert shown(commit(1, put("a", -1, 0, 5, hides="d")), moved) == {"a": b"moved"}
+    assert shown(commit(1, put("a", -1, 0, 5, hides="d")), moved, commit(6, put("a", -1, 0, 5, hides="e"))) == {
+        "a": b"moved"
+    }
+    later = commit(6, put("a", -1, 0, 5, hides="d"))
+    assert shown(moved, later, plain("a", b"later", etag="d", at_s=0)) == {"a": b"later"}
+
+
 def test_directory_exists_by_commit_marker_or_content() -> None:
     objects = commit(
         1, ["mkdir", "made", 0o700, 1, 2, 3], ["mkdir", "removed", 0, 0, 0, 0], ["remove", "removed", True]
