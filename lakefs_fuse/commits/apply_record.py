@@ -364,11 +364,12 @@ class Application:
         return is_earlier and current.is_plain and not current.flags & NO_OBJECT and hides not in ("", current.etag)
 
     def _is_named(self, current: Entry, operation: Operation, hides: str) -> bool:
-        """A plain object that a later commit tells of, or one of this node that is not sent yet, and that this one
-        knew: who told of it had not seen this commit, or would have said that it is there again."""
+        """A plain object that a later commit tells of, or will, and that this one knew: who told of it later had not
+        seen this commit, or would have put another."""
         is_own = isinstance(operation, Put) and operation.object == OWN
-        is_told = self._stamp < current.stamp and current.is_plain and not current.flags & NO_OBJECT
-        return is_told and not is_own and bool(hides) and current.etag == hides
+        is_told = current.is_plain and current.stamp > self._stamp and not current.flags & Flag.PUT_AGAIN
+        is_made_since = self._own and current.stamp >= PENDING
+        return is_told and not is_own and not is_made_since and bool(hides) and current.etag == hides
 
     def _is_survivor(self, tombstone: Tombstone, etag: str) -> bool:
         """A plain object that is told of after a later removal, which names another."""
@@ -385,8 +386,10 @@ class Application:
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
+        is_just_removed = step.tombstone is not None and step.tombstone.stamp == self._stamp
+        is_again = not place.number and (is_just_removed or operation.object != OWN)
         self._set_file(
-            step, place, operation.hides, KNOWN if said else 0,
+            step, place, operation.hides, (KNOWN if said else 0) | (Flag.PUT_AGAIN if is_again else 0),
             size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
         )  # fmt: skip

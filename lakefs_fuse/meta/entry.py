@@ -45,6 +45,9 @@ class Flag:
     """A file that a directory of the same name hides."""
     ATTRIBUTED = 512
     """A commit changed the attributes of this version, at ``ctime_ns``."""
+    PUT_AGAIN = 1024
+    """The commit that tells of this plain object removed the name before: earlier ones speak of another, which may have
+    had the same bytes."""
 
 
 NO_OBJECT = Flag.DIRECTORY | Flag.LOCAL | Flag.SYMLINK

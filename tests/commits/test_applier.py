@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 from contextlib import ExitStack
@@ -484,6 +485,36 @@ def test_a_relocated_object_that_was_put_in_place_of_one_that_a_commit_names(tmp
         n.commit(30, Put("f", OWN, 0, 1, 0o600, 0, 0, at(10), hides="e4"))
         n.commit(25, relocated, writer="0000000b")
         assert n.found("f").etag == "e4", "a later commit told of another"
+
+
+def own(time: float, etag: str = "e1") -> Put:
+    return Put("f", OWN, 0, 1, 0o600, 0, 0, at(time), hides=etag)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_an_object_that_was_put_again_is_another_version_for_earlier_commits(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    commits = [(12, put("f", 8, hides="e1")), (13, Remove("f", hides="e1"))]
+    with node(tmp_path) as n:
+        n.commit(10, own(10), writer="0000000a")
+        for which in order:
+            if which == 2:
+                n.commit(14, Remove("f"), own(14), writer="0000000c")
+            else:
+                time, operation = commits[which]
+                n.commit(time, operation, writer=f"0000000{which}")
+        assert (n.found("f").etag, n.found("f").place, n.found("f").stamp) == ("e1", 0, at(14))
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+def test_an_object_that_waits_to_be_told_of_is_hidden_by_who_has_seen_it(tmp_path: Path, is_again: bool) -> None:
+    """Other nodes leave out what is told of it later, unless it was put there again."""
+    with node(tmp_path) as n:
+        operations = [Remove("f"), own(11)] if is_again else [own(11)]
+        n.applier.apply_pending(Record(writer="0000000a", time=0, operations=operations), PENDING + 1)
+        n.commit(12, put("f", 8, hides="e1"), writer="0000000b")
+        assert bool(n.found("f").place) is not is_again
 
 
 def touched(seconds: float, mode: int = 0o644) -> SetAttr:

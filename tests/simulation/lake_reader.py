@@ -166,6 +166,8 @@ class _File(NamedTuple):
     attributes: _Attributes
     is_by_date: bool = False
     """Of a removed one: older plain objects count as removed, too, because the file's bytes were elsewhere."""
+    is_put_again: bool = False
+    """An earlier commit that names its ETag means another version."""
 
     @property
     def is_removed(self) -> bool:
@@ -450,7 +452,7 @@ class _State:
             return False
         if told is not None and not is_own and hides:
             if known.order > order:
-                return told == hides
+                return told == hides and not known.is_put_again
             if operation.kind == "remove" and told != hides:
                 return self.plain.get(path) != told
         if known.order > order:
@@ -576,7 +578,8 @@ class _Index:
             key = stored[25 + stored[24] :].decode()
             place = _Place(key, "" if key.startswith(COMMITS) else stored[25 : 25 + stored[24]].decode(), offset)
         if time or number or flags & 64:
-            self.state.files[path] = _File(order, place, size, target, etag, attributes)
+            again = bool(flags & 1024)
+            self.state.files[path] = _File(order, place, size, target, etag, attributes, is_put_again=again)
         if flags & 512 and place is not None:
             self.state.changed[path] = {place: (_Order(ctime, ""), attributes)}
 
