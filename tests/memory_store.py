@@ -85,6 +85,7 @@ class MemoryStore:
         self.capabilities = capabilities or Capabilities(name="memory")
         self.page_keys_max = page_keys_max
         self.copies_keep_etags = False
+        self.equal_bytes_have_equal_etags = False
         """As in S3 where an ETag is a hash of the bytes; else no two versions have the same."""
         self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
         self.uploads: dict[str, Upload] = {}
@@ -105,7 +106,7 @@ class MemoryStore:
         """Somebody else puts an object."""
         with self._lock:
             self.serial += 1
-            etag = hashlib.md5(data + b"%d" % self.serial).hexdigest()
+            etag = hashlib.md5(data if self.equal_bytes_have_equal_etags else data + b"%d" % self.serial).hexdigest()
             meta = ObjectMeta(key, len(data), etag, self.now_ns, dict(metadata or {}))
             self.objects[key] = (data, meta)
             return meta

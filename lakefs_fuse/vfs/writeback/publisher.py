@@ -232,7 +232,7 @@ class ObjectWriter:
         now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
             now,
-            flags=(now.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED)) | Flag.ATTRIBUTES_KNOWN,
+            flags=(now.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN)) | Flag.ATTRIBUTES_KNOWN,
             etag=meta.etag,
             size=meta.size,
             stamp=0 if row is None else row.stamp,  # what was pending when the file was opened is in a commit, perhaps
@@ -241,9 +241,11 @@ class ObjectWriter:
         )
         has_tombstone = self._has_tombstone(path)
         is_named = has_tombstone or bool(row is not None and row.stamp)
-        commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named) and not file.unlinked
+        is_again = row is not None and row.is_plain and row.etag == meta.etag
+        commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
+        commits = (commits or is_again) and not file.unlinked
         if commits:  # journaled, so that it will be made even if this fails
-            self._enqueue_location(path, entry, key)
+            self._enqueue_location(path, entry, key, is_again=is_again)
             if key != path:
                 await self._committer.flush()
             row = self._ns.tree.entry(entry.inode)
@@ -262,11 +264,12 @@ class ObjectWriter:
         is_covered = there is not None and bool(there.place) and there.etag == etag
         return is_covered or (tombstone is not None and tombstone.etag == etag)
 
-    def _enqueue_location(self, path: str, entry: Entry, key: str) -> None:
-        """Journal that a name is the plain object at ``key``, and that no other name is."""
+    def _enqueue_location(self, path: str, entry: Entry, key: str, *, is_again: bool = False) -> None:
+        """Journal that a name is the plain object at ``key``, and that no other name is. ``is_again``: it has the bytes
+        that it replaced, which another node may be removing."""
         builder = ChangeBuilder(self._ns.tree)
         hides = self._ns.own_etag(path)
-        if key == path and self._is_hidden(path, entry.etag):
+        if key == path and (is_again or self._is_hidden(path, entry.etag)):
             builder.operations.append(Remove(path))  # these bytes were removed before, and are there again
         builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
