@@ -495,7 +495,7 @@ def own(time: float, etag: str = "e1") -> Put:
 def test_an_object_that_was_put_again_is_another_version_for_earlier_commits(
     tmp_path: Path, order: tuple[int, ...]
 ) -> None:
-    commits = [(12, put("f", 8, hides="e1")), (13, Remove("f", hides="e1"))]
+    commits: list[tuple[int, Operation]] = [(12, put("f", 8, hides="e1")), (13, Remove("f", hides="e1"))]
     with node(tmp_path) as n:
         n.commit(10, own(10), writer="0000000a")
         for which in order:
@@ -511,7 +511,7 @@ def test_an_object_that_was_put_again_is_another_version_for_earlier_commits(
 def test_an_object_that_waits_to_be_told_of_is_hidden_by_who_has_seen_it(tmp_path: Path, is_again: bool) -> None:
     """Other nodes leave out what is told of it later, unless it was put there again."""
     with node(tmp_path) as n:
-        operations = [Remove("f"), own(11)] if is_again else [own(11)]
+        operations: list[Operation] = [Remove("f"), own(11)] if is_again else [own(11)]
         n.applier.apply_pending(Record(writer="0000000a", time=0, operations=operations), PENDING + 1)
         n.commit(12, put("f", 8, hides="e1"), writer="0000000b")
         assert bool(n.found("f").place) is not is_again
