@@ -187,3 +187,15 @@ async def test_same_bytes_that_are_written_in_place_while_another_node_removes_t
         assert await one.tree() == await two.tree() == {"f": b"bytes"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"f": b"bytes"}
+
+
+async def test_read_only_mount_leaves_a_renamed_file_that_was_replaced_as_it_is(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await renamed_and_rewritten(one, two)
+    commits = [key for key in store.objects if key.startswith(".lakefs/commits/")]
+    async with lake(store, tmp_path / "reader", clock=clock, read_only=True) as reader:
+        for _ in range(2):
+            with pytest.raises(FileError, match="replaced"):
+                await reader.read("g")
+    assert [key for key in store.objects if key.startswith(".lakefs/commits/")] == commits

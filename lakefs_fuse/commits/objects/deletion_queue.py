@@ -39,6 +39,8 @@ from lakefs_fuse.sync.nursery import for_each
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
 GATHER_S = 1.0
 """Deletions wait so long to be made in one pass with others, unless it is full; their names are hidden meanwhile."""
+STORED_MAX = 1 << 16
+"""About 16 MB. Commits of others are heard of within seconds."""
 HEARD_S = 60.0
 """Commits that were visible so long ago are in effect here before anything is deleted. A rename by a node that has not
 heard of the removal is visible much earlier than the object may go."""
@@ -72,6 +74,7 @@ class DeletionQueue:
         self._clock_ns = clock_ns
         self._kick, self._full, self._passed = trio.Event(), trio.Event(), trio.Event()
         self._under_way: dict[str, trio.Event] = {}
+        self._stored: dict[str, str] = {}
         self._kept: Counter[str] = Counter()
         self._rows = DeletionRows(database)
         self.waiting = len(self._rows.keys())
@@ -91,6 +94,17 @@ class DeletionQueue:
         batch = Batch()
         self.add(batch, doomed)
         self._db.commit(batch)
+
+    def note_stored(self, key: str, etag: str) -> None:
+        """This node has stored a plain object at the key of a file. Remembered in memory, for STORED_MAX keys."""
+        self._stored.pop(key, None)
+        self._stored[key] = etag
+        if len(self._stored) > STORED_MAX:
+            del self._stored[next(iter(self._stored))]
+
+    def has_replaced(self, key: str, etag: str) -> bool:
+        """This node has stored another version there lately than this one."""
+        return self._stored.get(key, etag) != etag
 
     async def wait_deleted(self, key: str) -> None:
         """Until no deletion of the key is under way."""

@@ -21,6 +21,7 @@ import trio
 from lakefs_fuse.blockcache.object_version import Version
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.record import OBJECTS, THIS, ObjectRef, Put, Record, Relocate
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta import schema
@@ -35,8 +36,6 @@ from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
 
 NS = 1_000_000_000
-STORED_MAX = 1 << 16
-"""Objects that are remembered: about 16 MB. Commits of others are heard of within seconds."""
 log = logging.getLogger(__name__)
 
 
@@ -48,22 +47,16 @@ class RenamedObjects:
         namespace: Namespace,
         client: StoreClient,
         committer: Committer,
+        deletions: DeletionQueue,
         nursery: trio.Nursery,
         new_id: Callable[[], str],
         moved: Callable[[Version, Version], Awaitable[None]],
+        *,
+        read_only: bool,
     ) -> None:
         """``new_id`` makes names of hidden objects; ``moved`` is told that the bytes of one version are another now."""
         self._ns, self._client, self._committer, self._nursery = namespace, client, committer, nursery
-        self._new_id, self._moved = new_id, moved
-        self._stored: dict[str, str] = {}
-        """ETags by key of what this node stored lately at the keys of files."""
-
-    def note_stored(self, key: str, etag: str) -> None:
-        """This node has stored a plain object at the key of a file."""
-        self._stored.pop(key, None)
-        self._stored[key] = etag
-        if len(self._stored) > STORED_MAX:
-            del self._stored[next(iter(self._stored))]
+        self._deletions, self._new_id, self._moved, self._is_read_only = deletions, new_id, moved, read_only
 
     def commit_applied(self, record: Record) -> None:
         """Another node's commit is in effect here. Names that it gives to objects which this node has replaced get the
@@ -71,7 +64,7 @@ class RenamedObjects:
         replaced = {
             number
             for number, ref in enumerate(record.objects)
-            if number > THIS and self._stored.get(ref.key, ref.etag) != ref.etag
+            if number > THIS and self._deletions.has_replaced(ref.key, ref.etag)
         }
         if replaced:
             for operation in record.operations:
@@ -86,9 +79,9 @@ class RenamedObjects:
 
     async def adopt(self, path: str) -> bool:
         """Give a renamed file the version that is at the key of its earlier name now, where a node of this lake stored
-        that, or another program before the rename. Whether it did. Raises LakeError."""
+        that, or another program before the rename. Whether it did: never on a read-only mount. Raises LakeError."""
         entry, row = self._renamed(path)
-        if entry is None or row is None:
+        if entry is None or row is None or self._is_read_only:
             return False
         try:
             meta = await self._client.head(row.key)

@@ -227,7 +227,7 @@ class ObjectWriter:
         finally:
             self._storing_plain -= 1
         path, meta = file.key, published.meta
-        self._renamed.note_stored(key, meta.etag)
+        self._deletions.note_stored(key, meta.etag)
         row = self._ns.tree.entry(file.entry.inode)
         now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
@@ -291,7 +291,7 @@ class ObjectWriter:
             if used is not None and (there is None or there.place != used.number):
                 await self._renamed.free(key)
             published = await publish(draft)
-        self._renamed.note_stored(key, published.meta.etag)
+        self._deletions.note_stored(key, published.meta.etag)
         self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0]))
         await self._committer.flush()
 
