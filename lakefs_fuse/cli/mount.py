@@ -113,7 +113,7 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
         "commits of other mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each.")  # fmt: skip
 @_setting("--delete-after", "delete_after_s", type=DURATION, group=SHARING, help="Time for which an object stays in "
         "the store when its file was removed or replaced. Other mounts that have not heard of that may still rename "
-        "the file: below 5m use it only for a lake with one mount.")  # fmt: skip
+        "the file: use less than 5m only for a lake with one mount.")  # fmt: skip
 @option("--allow-other", is_flag=True, group=SHARING, help="Let other users access the mount. An ordinary user needs "
         "user_allow_other in /etc/fuse.conf.")  # fmt: skip
 @option("--uid", type=click.IntRange(0, 2 ** 32 - 2), metavar="ID", group=SHARING, help="Owner of files whose objects "

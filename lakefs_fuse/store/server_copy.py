@@ -24,13 +24,14 @@ async def copy_object(
     client: StoreClient, source: str, etag: str, size: int, target: str, *, if_absent: bool = False
 ) -> ObjectMeta:
     """Copy the version ``etag``, of ``size`` bytes, of the object ``source``. ``if_absent``: in parts, because the
-    store then refuses where something is at ``target``; a store that has no such condition copies over it.
+    store then refuses where something is at ``target``; a store that has no such condition copies over it, and so does
+    every store where the object is empty, as no range of it can be a part.
 
     Raises NotFound, PreconditionFailed (another version is at ``source``, or something at ``target``), Unsupported
     where the store cannot copy so much, and other StoreErrors.
     """
     can_copy_parts = client.capabilities.part_copy
-    is_conditional = if_absent and can_copy_parts and client.capabilities.complete_if_absent
+    is_conditional = if_absent and size > 0 and can_copy_parts and client.capabilities.complete_if_absent
     if not is_conditional and (size <= COPY_PART_BYTES or not can_copy_parts):
         if size > COPY_BYTES_MAX:
             raise Unsupported(f"{source} has {size} bytes, and parts cannot be copied")
@@ -40,7 +41,7 @@ async def copy_object(
     completed = False
     try:
         refs: list[PartRef] = []
-        for number, start in enumerate(range(0, max(size, 1), COPY_PART_BYTES), 1):
+        for number, start in enumerate(range(0, size, COPY_PART_BYTES), 1):
             end = min(start + COPY_PART_BYTES, size)
             refs.append(await client.upload_part_copy(target, upload_id, number, source, start, end, etag=etag))
         meta = await client.complete_multipart(target, upload_id, refs, if_absent=is_conditional)

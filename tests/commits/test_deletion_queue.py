@@ -10,7 +10,7 @@ import trio
 
 from lakefs_fuse.commits.objects import deletion_queue as deletions
 from lakefs_fuse.commits.record import OWN, Put, Remove
-from lakefs_fuse.errors import LakeError, Unavailable
+from lakefs_fuse.errors import AccessDenied, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.rows import Deletion
 from tests.commits.committing import Daemon, Site, until
@@ -107,6 +107,37 @@ async def test_what_failed_is_tried_again_after_a_restart(tmp_path: Path) -> Non
         assert a.deletions.waiting > 0
     with site.daemon("a") as a:
         assert a.deletions.waiting > 0
+        await delete_all_due(a.deletions)
+        assert (site.store.objects, a.deletions.waiting) == ({}, 0)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+async def test_same_bytes_that_were_put_since_the_removal_stay(tmp_path: Path, count: int) -> None:
+    """They have the same ETag; the store dates them later. Asked for one by one, or listed."""
+    site = Site(tmp_path)
+    site.store.equal_bytes_have_equal_etags = True
+    keys = [f"d/{number}" for number in range(count)]
+    with site.daemon("a") as a:
+        doom(a, *give(site, *keys))
+        site.clock.seconds += 10
+        give(site, keys[0])
+        await delete_all_due(a.deletions)
+        assert (list(site.store.objects), a.deletions.waiting) == ([keys[0]], 0)
+        assert site.store.count("list") == (count > deletions.HEADS_MAX)
+
+
+async def test_what_the_store_refuses_does_not_hold_up_what_comes_after(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        refused, later = give(site, "refused", "later")
+        doom(a, refused)
+        site.store.hook = Failures(is_delete, AccessDenied("not you"))
+        with pytest.raises(LakeError, match="refused"):
+            await delete_all_due(a.deletions)
+        doom(a, later)
+        await delete_all_due(a.deletions)
+        assert (list(site.store.objects), a.deletions.waiting) == (["refused"], 1)
+        site.clock.seconds += 61
         await delete_all_due(a.deletions)
         assert (site.store.objects, a.deletions.waiting) == ({}, 0)
 

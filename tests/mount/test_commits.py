@@ -488,6 +488,7 @@ def test_relocated_objects_are_at_the_keys_of_their_names(make_lake: LakeMaker, 
     (lake.path / "step.tmp").mkdir()
     (lake.path / "step.tmp" / "model.pt").write_bytes(data)
     (lake.path / "step.tmp" / "config.json").write_text("{}")
+    (lake.path / "step.tmp" / "empty").touch()
     with another(lake, tmp_path) as other:
         os.listdir(other.path / "step.tmp")
         (lake.path / "step.tmp").rename(lake.path / "step")
@@ -495,8 +496,8 @@ def test_relocated_objects_are_at_the_keys_of_their_names(make_lake: LakeMaker, 
         with open(other.path / "step" / "model.pt", "rb") as reader:
             head = reader.read(1000)
             done = lake.cli("relocate", str(lake.path), "--json")
-            assert (done.returncode, json.loads(done.stdout)["files"]) == (0, 2), done.stderr
-            assert {"step/model.pt", "step/config.json"} <= set(lake.outside.objects())
+            assert (done.returncode, json.loads(done.stdout)["files"]) == (0, 3), done.stderr
+            assert {"step/model.pt", "step/config.json", "step/empty"} <= set(lake.outside.objects())
             assert head + reader.read() == data
         assert lake.outside.read("step/model.pt") == data
         for node in (lake.path, other.path):
