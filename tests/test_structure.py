@@ -9,8 +9,8 @@ from scripts.measure_journeys import measure
 from scripts.measure_mechanisms import MECHANISMS
 from scripts.measure_structure import ROOT, assigned_outside, cycles, modules, statements, widest_constructor
 
-CLOSE = 28, 59
-RENAME = 41, 345
+CLOSE = 29, 59
+RENAME = 42, 355
 CYCLES = 0
 ASSIGNED_OUTSIDE = 0
 PARAMETERS = 8

@@ -40,7 +40,17 @@ from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import INDEX, manifests
-from lakefs_fuse.commits.record import OBJECTS, OWN, THIS, Mkdir, Operation, Put, Relocate, Remove, SetAttr
+from lakefs_fuse.commits.record import (
+    OBJECTS,
+    OWN,
+    THIS,
+    Mkdir,
+    Operation,
+    Put,
+    Relocate,
+    Remove,
+    is_of_version,
+)
 from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.product import RESERVED_PREFIX
@@ -250,7 +260,7 @@ class Collector:
         """Whether a name, or its tombstone, is as new as this operation on it.
 
         Operations on a version, or on an object that others may delete, leave no trace, and count as known."""
-        if isinstance(operation, SetAttr | Relocate) or (isinstance(operation, Put) and operation.object == OWN):
+        if is_of_version(operation) or (isinstance(operation, Put) and operation.object == OWN):
             return True
         slash = b"/" if isinstance(operation, Mkdir) or (isinstance(operation, Remove) and operation.directory) else b""
         tombstone = self._lake.tree.tombstones.get(operation.path.encode() + slash)

@@ -44,11 +44,10 @@ def hidden_since(lake: LakeView, meta: ObjectMeta, *, removed: bool) -> int | No
     if entry is not None:
         return _hidden_by_entry(lake, entry, meta)
     tombstone = tree.tombstones.get(key.encode("utf-8", "surrogatepass"))
-    if not removed or tombstone is None or tombstone.stamp >= PENDING:
+    gone = 0 if tombstone is None else tombstone.when_gone(meta.etag)
+    if not removed or tombstone is None or not 0 < gone < PENDING or not tombstone.hides(meta.etag, meta.mtime_ns):
         return None
-    if tombstone.etag != meta.etag or not tombstone.hides(meta.etag, meta.mtime_ns):
-        return None
-    return max(tombstone.stamp, meta.mtime_ns)
+    return max(gone, meta.mtime_ns)
 
 
 def _hidden_by_entry(lake: LakeView, entry: Entry, meta: ObjectMeta) -> int | None:

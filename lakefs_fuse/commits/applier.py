@@ -33,9 +33,9 @@ from lakefs_fuse.commits.record import (
     ObjectRef,
     Operation,
     Record,
-    Relocate,
     Remove,
     SetAttr,
+    is_of_version,
 )
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.meta.database import Batch, Database
@@ -145,7 +145,7 @@ class Applier:
 
     def is_in_effect(self, operations: Sequence[Operation], stamp: int) -> bool:
         """Whether `apply_pending` came to the end of these under a stamp; what sets attributes leaves no mark."""
-        last = next((each for each in reversed(operations) if not isinstance(each, SetAttr | Relocate)), None)
+        last = next((each for each in reversed(operations) if not is_of_version(each)), None)
         if last is None:
             return not operations
         path = _row_path(last)
@@ -184,9 +184,9 @@ class Applier:
             self._tree.tombstones.write(
                 batch,
                 {
-                    path: msgspec.structs.replace(each, stamp=time)
+                    path: each.restamped(before, time)
                     for path, each in tombstones
-                    if each and each.stamp == before
+                    if each and each.restamped(before, time) != each
                 },
             )
             self._db.commit(batch)

@@ -17,6 +17,7 @@ import msgspec
 
 from lakefs_fuse.commits.path_tree import PathTree, Relocated, carry_over
 from lakefs_fuse.commits.record import (
+    ANY,
     OWN,
     THIS,
     UNSET,
@@ -29,10 +30,11 @@ from lakefs_fuse.commits.record import (
     Remove,
     SetAttr,
     Symlink,
+    is_of_version,
 )
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
-from lakefs_fuse.meta.tree import Tombstone
+from lakefs_fuse.meta.tombstones import Tombstone, bury, without
 
 NS = 1_000_000_000
 TOGETHER_MAX = 512
@@ -281,6 +283,8 @@ class Application:
             return
         if not self._is_own(operation.path, operation.object, operation.offset, operation.size):
             yield operation.object
+        if isinstance(operation, Put) and operation.replaces != ANY:
+            yield operation.replaces
         if isinstance(operation, Relocate):
             before = operation.from_object
             if not self._is_own(operation.path, before, operation.from_offset, operation.size):
@@ -312,16 +316,100 @@ class Application:
 
     def _is_older(self, step: _Step, hides: str) -> bool:
         """Something newer than this record is known of the name."""
-        tombstone = step.tombstone
-        if tombstone is not None and tombstone.stamp > self._stamp:
-            own = isinstance(step.operation, Put) and step.operation.object == OWN
-            is_there = own and self._is_survivor(tombstone, hides) and self._outdated.get(step.operation.path) != hides
-            if not is_there or step.current is not None:
-                return True
-        current = step.current
-        if current is None or self._is_named(current, step.operation, hides):
+        tombstone, current = step.tombstone, step.current
+        if tombstone is not None and tombstone.stamp > self._stamp and not self._survives(step, tombstone, hides):
+            return True
+        if current is None or self._is_named(step, current, hides):
             return False
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
+
+    def _survives(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
+        """A plain object that is told of after a later removal, which names another, and that is still there."""
+        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
+        is_there = self._outdated.get(step.operation.path) != etag
+        return is_own and is_there and tombstone.floor <= self._stamp and tombstone.stamp < PENDING
+
+    def _is_named(self, step: _Step, current: Entry, hides: str) -> bool:
+        """The operation names the plain object that is known, but is older: who told of that one later had not seen
+        this commit, or would have put another."""
+        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
+        is_told = current.is_plain and current.stamp > self._stamp and not current.flags & Flag.PUT_AGAIN
+        is_made_since = self._own and current.stamp >= PENDING
+        return is_told and not is_own and not is_made_since and bool(hides) and current.etag == hides
+
+    def _is_gone(self, step: _Step, etag: str) -> bool:
+        """What is known of the name hides, or removed, this very plain object, whenever that was: but for an earlier
+        one, where the record put it there again."""
+        current, tombstone = step.current, step.tombstone
+        if current is not None and _is_elsewhere(current) and current.stamp > 0 and current.etag == etag:
+            return True
+        gone = 0 if tombstone is None else tombstone.when_gone(etag)
+        return gone > (self._stamp if self._is_just_removed(step) else 0)
+
+    def _is_just_removed(self, step: _Step) -> bool:
+        """The record itself removed the name before."""
+        return step.tombstone is not None and step.tombstone.floor == self._stamp
+
+    # -- what is gone
+
+    def _bury(self, step: _Step, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0) -> None:
+        step.tombstone = bury(step.tombstone, stamp, floor=floor, etag=etag, at=at)
+        self._changes.tombstones[step.raw] = step.tombstone
+
+    def _bury_replaced(self, step: _Step, current: Entry, etag: str = "") -> None:
+        """A file elsewhere is replaced, or removed. What it hid stays hidden, but for the plain object ``etag``."""
+        if current.etag and current.etag != etag:
+            self._bury(step, etag=current.etag, at=current.stamp)
+        self._bury(step, floor=current.stamp)
+
+    def _note_lost(self, step: _Step, place: Place, hides: str) -> None:
+        """The operation is left out as older than what is known; what it replaced stays gone all the same."""
+        current, tombstone = step.current, step.tombstone
+        is_elsewhere = current is not None and _is_elsewhere(current)
+        if place.number or isinstance(step.operation, Symlink):
+            if hides and not (is_elsewhere and current.etag == hides):  # type: ignore[union-attr]
+                self._bury(step, etag=hides, at=self._stamp)
+            if not is_elsewhere:
+                self._bury(step, floor=self._stamp)
+                self._remove_replaced(step, hides)
+        elif is_elsewhere:
+            self._bury(step, etag=place.etag, at=current.stamp)  # type: ignore[union-attr]
+        elif tombstone is not None and tombstone.floor > self._stamp:
+            self._bury(step, etag=place.etag, at=tombstone.floor)
+
+    def _remove_replaced(self, step: _Step, hides: str) -> None:
+        """A file elsewhere has replaced the plain object that is known, and was removed itself since."""
+        current = step.current
+        if current is None or not current.is_plain or not 0 < current.stamp < PENDING:
+            return
+        if current.stamp < self._stamp or self._is_named(step, current, hides):
+            self._bury(step, etag=current.etag, at=self._stamp)
+            self._drop(current)
+
+    def _drop(self, current: Entry) -> None:
+        if not self._paths.keeps(current):
+            self._tree.remove(self._changes.batch, current)
+        self._changes.names.append((current.parent, current.name))
+        self._changes.left[current.parent] = None
+
+    def _note_won(self, step: _Step, place: Place, hides: str, *, is_again: bool) -> None:
+        """The operation says what the name is from now on. A tombstone stays for what is gone: a file elsewhere stands
+        for the rest."""
+        current, before = step.current, step.tombstone
+        if current is not None and current.flags & Flag.LOCAL:
+            current = None
+        if place.number or isinstance(step.operation, Symlink):
+            if current is not None and current.stamp > 0 and current.etag not in ("", hides):
+                self._bury(step, etag=current.etag, at=self._stamp)
+            rest = without(step.tombstone, hides) if step.tombstone is not None else None
+            step.tombstone = rest if rest is not None and rest.gone else None
+        else:
+            if current is not None and _is_elsewhere(current) and current.stamp > 0:
+                self._bury_replaced(step, current, place.etag)
+            if is_again and step.tombstone is not None:
+                step.tombstone = without(step.tombstone, place.etag)
+        if step.tombstone != before:
+            self._changes.tombstones[step.raw] = step.tombstone
 
     def _is_covered(self, step: _Step, current: Entry) -> bool:
         """A file that is not in the store yet came over this, or over what the record says of the name further on."""
@@ -341,15 +429,18 @@ class Application:
         return map(self._doubt, self._record.operations)
 
     def _doubt(self, operation: Operation) -> Doubt | None:
-        if not isinstance(operation, Put | Symlink | Remove) or (isinstance(operation, Remove) and operation.directory):
+        if not isinstance(operation, Put | Symlink | Remove) or is_of_version(operation):
+            return None
+        if isinstance(operation, Remove) and operation.directory:
             return None
         raw = operation.path.encode()
         (current,) = self._paths.find_many([raw])
-        if isinstance(operation, Remove) and current is not None and self._is_other(current, operation.hides):
+        if isinstance(operation, Remove) and current is not None and self._is_other(current, operation):
             return Doubt(operation.path, current.etag, operation.hides, by_date=False)
         if isinstance(operation, Put) and operation.object == OWN and current is None:
             tombstone = self._tree.tombstones.get(raw)
-            if tombstone is not None and self._is_survivor(tombstone, operation.hides):
+            is_later = tombstone is not None and PENDING > tombstone.stamp > self._stamp >= tombstone.floor
+            if is_later and not tombstone.when_gone(operation.hides):  # type: ignore[union-attr]
                 return Doubt(operation.path, operation.hides, "", by_date=False)
         if current is None or (_is_dated_by_store(current) and current.ctime_ns > self._time + NS):
             return None
@@ -357,41 +448,40 @@ class Application:
             return Doubt(operation.path, current.etag, operation.hides)
         return None
 
-    def _is_other(self, current: Entry, hides: str) -> bool:
-        """A plain object that is known here, and that a later removal of another does not name: its writer had not seen
-        it, or somebody replaced it since."""
+    def _is_other(self, current: Entry, removal: Remove) -> bool:
+        """A plain object that is known here, and that a removal of another does not name: its writer had not seen it,
+        or somebody replaced it since."""
         is_earlier = current.stamp < self._stamp and not self._own
-        return is_earlier and current.is_plain and not current.flags & NO_OBJECT and hides not in ("", current.etag)
-
-    def _is_named(self, current: Entry, operation: Operation, hides: str) -> bool:
-        """A plain object that a later commit tells of, or will, and that this one knew: who told of it later had not
-        seen this commit, or would have put another."""
-        is_own = isinstance(operation, Put) and operation.object == OWN
-        is_told = current.is_plain and current.stamp > self._stamp and not current.flags & Flag.PUT_AGAIN
-        is_made_since = self._own and current.stamp >= PENDING
-        return is_told and not is_own and not is_made_since and bool(hides) and current.etag == hides
-
-    def _is_survivor(self, tombstone: Tombstone, etag: str) -> bool:
-        """A plain object that is told of after a later removal, which names another."""
-        return PENDING > tombstone.stamp > self._stamp and tombstone.etag not in ("", etag)
-
-    def _is_gone(self, step: _Step, etag: str) -> bool:
-        """What is known of the name hides, or removed, this very plain object, whenever that was."""
-        if step.current is not None:
-            return bool(step.current.place) and step.current.stamp > 0 and step.current.etag == etag
-        return step.tombstone is not None and step.tombstone.etag == etag
+        is_version = current.is_plain and not removal.by_date
+        return is_earlier and is_version and removal.hides not in ("", current.etag)
 
     def _put(self, step: _Step, operation: Put) -> None:
+        if operation.replaces != ANY:
+            self._replace_version(step, operation)
+            return
         if operation.object == OWN and not self._own and self._is_gone(step, operation.hides):
+            if step.tombstone is not None and step.tombstone.floor > self._stamp:
+                self._bury(step, etag=operation.hides, at=step.tombstone.floor)
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
-        is_just_removed = step.tombstone is not None and step.tombstone.stamp == self._stamp
-        is_again = not place.number and (is_just_removed or operation.object != OWN)
+        is_again = not place.number and (self._is_just_removed(step) or operation.object != OWN)
         self._set_file(
             step, place, operation.hides, (KNOWN if said else 0) | (Flag.PUT_AGAIN if is_again else 0),
             size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
+        )  # fmt: skip
+
+    def _replace_version(self, step: _Step, operation: Put) -> None:
+        """Other bytes for the version that a file is, if it is that one still."""
+        current, before = step.current, Place(self._numbers[operation.replaces], 0, "")
+        if current is None or current.is_local or not self._is_at(current, before, operation.path):
+            return
+        place = self._place(operation.path, operation.object, operation.offset, operation.size, current.etag)
+        self._set_file(
+            step, place, current.etag, KNOWN,
+            size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
+            mtime_ns=operation.mtime_ns, xattrs=operation.xattrs, stamp=current.stamp,
         )  # fmt: skip
 
     def _symlink(self, step: _Step, operation: Symlink) -> None:
@@ -420,7 +510,11 @@ class Application:
     ) -> None:
         """``stamp`` is the record's where not given."""
         current, parent, batch = step.current, step.parent, self._changes.batch
-        if self._is_older(step, hides) or (current is not None and self._is_covered(step, current)):
+        if self._is_older(step, hides):
+            if stamp is None:
+                self._note_lost(step, place, hides)
+            return
+        if current is not None and self._is_covered(step, current):
             return
         if parent is None:
             parent = self._paths.ensure_directory(step.operation.path.rpartition("/")[0], self._time)
@@ -428,7 +522,7 @@ class Application:
             xattrs = self._tree.xattrs(current.inode)  # set here since, perhaps; they are told with what is written
         flags |= (Flag.XATTRS if xattrs else 0) | (Flag.SHADOWED if step.other else 0)
         if stamp is None:  # else it still hides what was removed: only this version may come into sight
-            self._changes.tombstones[step.raw] = None
+            self._note_won(step, place, hides, is_again=bool(flags & Flag.PUT_AGAIN))
         entry = Entry(
             parent, current.cookie if current else 0, step.name, current.inode if current else 0, flags, mode, uid, gid,
             size, mtime_ns, self._time, place.etag, self._stamp if stamp is None else stamp, place.number, place.offset,
@@ -479,12 +573,12 @@ class Application:
 
     def _remove(self, step: _Step, operation: Remove) -> None:
         current = step.current
-        is_other = current is not None and not operation.directory and self._is_other(current, operation.hides)
-        if is_other and self._outdated.get(operation.path) != current.etag:  # type: ignore[union-attr]
+        if operation.directory:
+            if self._is_older(step, ""):
+                return
+            self._changes.tombstones[step.raw] = Tombstone(self._stamp, self._stamp)
+        elif not self._is_removing(step, operation):
             return
-        if self._is_older(step, operation.hides):
-            return
-        self._changes.tombstones[step.raw] = Tombstone(self._stamp, operation.hides, operation.by_date)
         if current is None:
             return
         if operation.directory and self._tree.has_children(current.inode):  # it stays for as long as they do
@@ -498,10 +592,37 @@ class Application:
             self._tree.remove(self._changes.batch, current)
             self._paths.show_file(self._changes.batch, current)
             self._paths.forget_paths()
-        elif not self._paths.keeps(current):
-            self._tree.remove(self._changes.batch, current)
-        self._changes.names.append((current.parent, current.name))
-        self._changes.left[current.parent] = None
+            self._changes.names.append((current.parent, current.name))
+            self._changes.left[current.parent] = None
+        else:
+            self._drop(current)
+
+    def _is_removing(self, step: _Step, operation: Remove) -> bool:
+        """Whether a file goes, if it is there; what the removal names is gone in any case."""
+        current, hides, floor = step.current, operation.hides, 0
+        if operation.by_date or not hides:
+            floor = self._stamp
+        removes = True
+        if current is not None and self._is_other(current, operation):
+            removes = self._outdated.get(operation.path) == current.etag
+        elif current is not None and not self._is_named(step, current, hides):
+            removes = current.stamp <= self._stamp and not self._is_unknown(current, operation.path, hides)
+        if removes and current is not None and not current.flags & Flag.LOCAL and current.stamp > 0:
+            if _is_elsewhere(current):
+                self._bury_replaced(step, current)
+            elif current.etag and current.etag != hides:
+                self._bury(step, etag=current.etag, at=self._stamp)
+        if removes or not self._is_moot(current, hides):
+            self._bury(step, self._stamp, floor=floor, etag=hides, at=self._stamp)
+        return removes
+
+    def _is_moot(self, current: Entry | None, hides: str) -> bool:
+        """What the name is says already what an older removal says, or is those bytes, put there again since."""
+        if current is None:
+            return False
+        if _is_elsewhere(current):
+            return hides in ("", current.etag)
+        return bool(current.flags & Flag.PUT_AGAIN) and current.stamp > self._stamp and current.etag == hides
 
     # -- directories
 
@@ -539,7 +660,7 @@ class Application:
         if current is not None:
             return self._is_at(current, place, step.operation.path) or self._may_follow(current, place)
         unknown = not place.number and (tombstone is None or tombstone.stamp < self._stamp)
-        return unknown and not (tombstone is not None and tombstone.etag == place.etag)
+        return unknown and not (tombstone is not None and tombstone.when_gone(place.etag))
 
     def _may_follow(self, current: Entry, place: Place) -> bool:
         """The plain object that the operation names is perhaps newer than the one listed here: the next question for
@@ -632,6 +753,11 @@ def _bit(path: str, length: int) -> int:
 def _says_what(operation: Operation) -> bool:
     """Of a file's name: which bytes it has, or that it is gone."""
     return isinstance(operation, Put | Symlink) or (isinstance(operation, Remove) and not operation.directory)
+
+
+def _is_elsewhere(entry: Entry) -> bool:
+    """A file whose bytes are not at its own key."""
+    return bool(entry.place or entry.flags & Flag.SYMLINK) and not entry.flags & Flag.LOCAL
 
 
 def _is_dated_by_store(entry: Entry) -> bool:

@@ -101,6 +101,8 @@ def is_of_directory(operation: Operation) -> bool:
 
 
 def _renumbered(operation: Operation, places: list[int], offsets: Sequence[int]) -> Operation:
+    if isinstance(operation, Put) and operation.replaces > THIS:
+        operation = msgspec.structs.replace(operation, replaces=places[operation.replaces])
     if isinstance(operation, Put) and operation.object == THIS:
         return msgspec.structs.replace(operation, offset=offsets[operation.offset])
     if isinstance(operation, Put | SetAttr) and operation.object > THIS:

@@ -36,6 +36,7 @@ from lakefs_fuse.commits.record import (
     Remove,
     SetAttr,
     Symlink,
+    is_of_version,
 )
 from lakefs_fuse.errors import DamagedCommit, NotFound, PreconditionFailed
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -174,8 +175,8 @@ class Redater:
 
     def is_superseded(self, operation: Operation, since_ns: int) -> bool:
         """A commit that was read is later, and says what the operation says."""
-        if isinstance(operation, Relocate):
-            return False  # applies to one version only
+        if isinstance(operation, Put | Relocate) and is_of_version(operation):
+            return False
         path, is_directory, is_attributes = _said(operation)
         newer = self._newer.get((path, is_directory, False), 0)
         if is_attributes:

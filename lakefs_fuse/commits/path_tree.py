@@ -17,6 +17,7 @@ import msgspec
 from lakefs_fuse.commits.record import THIS, Mkdir, Put, Record, Symlink
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
+from lakefs_fuse.meta.tombstones import bury
 from lakefs_fuse.meta.tree import Tree
 
 ROWS_MAX = 512
@@ -238,7 +239,7 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
         paths.notify(found.parent, found.name)
     paths.forget_paths()
     for found, target in moving:
-        _attach(paths, found, target, record.time)
+        _attach(paths, found, target, record.time, stamp)
     return [found.parent for found, _ in moving]
 
 
@@ -305,8 +306,8 @@ def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record:
 
 
 def _free_from_keys(paths: PathTree, source: str) -> None:
-    """Plain objects stay at their keys when their names move: from now on the rows say so. What is not in the store yet
-    replaces nothing at its new path, whatever it replaced before."""
+    """Plain objects stay at their keys when their names move: from now on the rows say so. Nothing hides at its new
+    path what it hid before, and what is not in the store yet replaces nothing there."""
     tree, entry = paths.tree, paths.child(source)
     for chunk in _with_all_below(tree, entry, source) if entry is not None else ():
         plain = [(path, found) for path, found in chunk if not found.place and not found.flags & NO_OBJECT]
@@ -319,6 +320,11 @@ def _free_from_keys(paths: PathTree, source: str) -> None:
             Relocated(path, found.etag, 0, freed)
             for (path, found), (_, freed) in zip(plain, changes, strict=True)
             if freed.inode in paths.watcher.in_use
+        ]
+        changes += [
+            (found, msgspec.structs.replace(found, etag=""))
+            for _, found in chunk
+            if found.etag and (found.place or found.is_symlink) and not found.is_local
         ]
         changes += [
             (found, msgspec.structs.replace(found, etag="", stamp=0, place=0, offset=0))
@@ -334,13 +340,17 @@ def _free_from_keys(paths: PathTree, source: str) -> None:
             paths.watcher.relocated(relocated)
 
 
-def _attach(paths: PathTree, entry: Entry, target: str, time: int) -> None:
+def _attach(paths: PathTree, entry: Entry, target: str, time: int, stamp: int) -> None:
     above, _, last = target.rpartition("/")
     parent, name = paths.ensure_directory(above, time), last.encode()
     batch = Batch()
     for there in paths.tree.named_many([(parent, name), (parent, name + b"/")]):
         if there is not None:
             paths.tree.remove(batch, there)
+            if there.stamp and there.etag and not there.is_local:
+                raw = target.encode()
+                tombstone = bury(paths.tree.tombstones.get(raw), etag=there.etag, at=stamp)
+                paths.tree.tombstones.write(batch, {raw: tombstone})
     moved = paths.tree.attach(batch, entry, parent, name)
     paths.database.commit(batch)
     paths.forget_paths()

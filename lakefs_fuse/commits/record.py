@@ -56,6 +56,8 @@ OWN = -1
 """Object index: the plain object whose key is the path itself; its ETag is in ``hides``."""
 THIS = 0
 """Object index: the archive that this record is in."""
+ANY = -2
+"""No object index: whatever has the name."""
 
 
 class ObjectRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -69,7 +71,8 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Put(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="put"):
     """A file: ``size`` bytes of ``objects[object]`` from ``offset`` on. ``hides`` is the ETag of the plain object at
-    the path itself that this file replaces (or is, for OWN); empty where there is none."""
+    the path itself that this file replaces (or is, for OWN); empty where there is none. ``replaces``, if not ANY, is
+    the object which is the file before: then this applies to that version alone, and the name keeps its time."""
 
     path: str
     object: int
@@ -81,6 +84,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="put"):
     mtime_ns: int
     hides: str = ""
     xattrs: dict[str, bytes] = {}
+    replaces: int = ANY
 
 
 class Mkdir(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="mkdir"):
@@ -150,6 +154,11 @@ class Relocate(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="relo
     gid: int
     mtime_ns: int
     hides: str = ""
+
+
+def is_of_version(operation: Operation) -> bool:
+    """It applies to one version of a file, and leaves the time of the name as it is."""
+    return isinstance(operation, SetAttr | Relocate) or (isinstance(operation, Put) and operation.replaces != ANY)
 
 
 Operation: TypeAlias = Put | Mkdir | Symlink | Remove | SetAttr | Relocate
@@ -331,6 +340,8 @@ def _check_operation(operation: Operation, objects: list[ObjectRef]) -> None:
     check_path(operation.path)
     if isinstance(operation, Put | SetAttr):
         _check_place(operation.object, operation.offset, operation.size, objects)
+        if isinstance(operation, Put) and not (operation.replaces == ANY or THIS < operation.replaces < len(objects)):
+            raise DamagedCommit(f"{operation.path!r} replaces object {operation.replaces}")
     elif isinstance(operation, Relocate):
         _check_place(operation.from_object, operation.from_offset, operation.size, objects)
         _check_place(operation.object, operation.offset, operation.size, objects)

@@ -43,7 +43,7 @@ REFUSED = b"R"
 SYMLINK = b"S"
 """``inode``: target of a symbolic link."""
 TOMBSTONE = b"T"
-"""``path`` of a removed name, with a slash behind directories: packed `tree.Tombstone`."""
+"""``path`` of a removed name, with a slash behind directories: packed `tombstones.Tombstone`."""
 XATTRS = b"X"
 """``inode``: extended attributes, msgpack of a map."""
 

@@ -13,7 +13,7 @@ holds the sums of hidden keys only. Trio thread only; a crash leaves the rows of
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from stat import S_ISGID
 
 import msgspec
@@ -34,17 +34,13 @@ from lakefs_fuse.meta.entry import (
 )
 from lakefs_fuse.meta.object_table import NUMBER_BYTES, Objects, unpack_object
 from lakefs_fuse.meta.schema import NUMBER
+from lakefs_fuse.meta.tombstones import Tombstones, unpack_tombstone
 from lakefs_fuse.meta.tree_events import TreeEvents
 
 _PAIR = struct.Struct(">QQ")
 _LISTING = struct.Struct("<qQIIII")
 COOKIE_BYTES = 8
 _DOTS = b".", b".."
-NS = 1_000_000_000
-SAME_VERSION_NS = 2 * NS
-"""An object dated so much later than its removal was put again, even with the same bytes (stores date to the
-second)."""
-
 ROWS_AT_ONCE = 20_000
 """Rows read in one go: about 10 ms."""
 _KINDS = Flag.DIRECTORY | Flag.LOCAL
@@ -104,74 +100,6 @@ def unpack_entry(parent: int, cookie: int, row: bytes) -> Entry:
         parent, cookie, name, inode, flags, mode, uid, gid, size, mtime_ns, ctime_ns,
         row[HEAD.size : at].decode(), stamp, place, offset,
     )  # fmt: skip
-
-
-BY_DATE = b"\1"
-"""Before the ETag of a tombstone. No ETag begins with it."""
-
-
-class Tombstone(msgspec.Struct, frozen=True, gc=False):
-    """The removal of a name by a commit: its ``stamp`` as in `Entry`, and the ``etag`` of the plain object that counts
-    as removed at the name's key, where it may lie for a while. ``is_by_date``: any that is older counts as removed
-    too, as the file's bytes were elsewhere, and it was hidden already; so it does where there is no ETag."""
-
-    stamp: int
-    etag: str = ""
-    is_by_date: bool = False
-
-    def hides(self, etag: str, mtime_ns: int) -> bool:
-        """The plain object of this ETag and LastModified counts as removed."""
-        if self.etag and etag == self.etag:
-            return mtime_ns < self.stamp + SAME_VERSION_NS
-        return (self.is_by_date or not self.etag) and mtime_ns + NS <= self.stamp
-
-
-def unpack_tombstone(raw: bytes) -> Tombstone:
-    """Raises ValueError for a row that is none."""
-    if len(raw) < 8:
-        raise ValueError(f"a tombstone of {len(raw)} bytes")
-    is_by_date = raw[8:9] == BY_DATE
-    return Tombstone(int.from_bytes(raw[:8], "big"), raw[8 + is_by_date :].decode(), is_by_date)
-
-
-class Tombstones:
-    """Tombstones by path, because a removed directory has no inode. Paths end in a slash for directories."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
-    def get(self, path: bytes) -> Tombstone | None:
-        key = schema.TOMBSTONE + path
-        return self._read(key, self._db.get(key))
-
-    def get_many(self, paths: Iterable[bytes]) -> list[Tombstone | None]:
-        """As `get`, of each path."""
-        keys = [schema.TOMBSTONE + path for path in paths]
-        return [self._read(key, raw) for key, raw in zip(keys, self._db.get_many(keys), strict=True)]
-
-    def _read(self, key: bytes, raw: bytes | None) -> Tombstone | None:
-        try:
-            return None if raw is None else unpack_tombstone(raw)
-        except ValueError as error:
-            self._db.note_damaged(key, error)
-            return None
-
-    def write(self, batch: Batch, tombstones: Mapping[bytes, Tombstone | None]) -> None:
-        """Put tombstones at paths, and delete those of paths with None."""
-        for path, tombstone in tombstones.items():
-            row = None
-            if tombstone is not None:
-                mark = BY_DATE if tombstone.is_by_date else b""
-                row = NUMBER.pack(tombstone.stamp) + mark + tombstone.etag.encode()
-            batch.rows[schema.TOMBSTONE + path] = row
-
-    def below(self, prefix: bytes) -> Iterator[tuple[bytes, Tombstone]]:
-        """Paths that begin with ``prefix`` (empty, or ending in a slash), in order."""
-        end = schema.TOMBSTONE + prefix[:-1] + b"0" if prefix else schema.end_of(schema.TOMBSTONE)
-        for key, raw in self._db.scan(schema.TOMBSTONE + prefix, end):
-            tombstone = self._read(key, raw)
-            if tombstone is not None:
-                yield key[1:], tombstone
 
 
 class Tree:

@@ -746,6 +746,33 @@ def test_object_that_a_file_elsewhere_has_replaced_does_not_come_back(tmp_path: 
         assert (n.found("f").place, n.found("f").etag) == (0, "e1"), "who knew of that put the same bytes again"
 
 
+@pytest.mark.parametrize(("other", "shown"), [(Remove("f", by_date=True), "nothing"), (put("f", 8), 8), (None, 9)])
+@pytest.mark.parametrize("seconds", [15, 25])
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2)])
+def test_other_bytes_for_a_version_that_was_removed_or_replaced_meanwhile(
+    tmp_path: Path, other: Operation | None, shown: object, seconds: int, order: tuple[int, ...]
+) -> None:
+    """Its writer had heard of the rename, and so has whoever hears of it."""
+    objects = [ObjectRef(), ObjectRef("a", "e1", 7), ObjectRef("a", "e2", 9)]
+    renamed = Put("f", 1, 0, 7, 0o644, 0, 0, 0)
+    replaced = Put("f", 2, 0, 9, 0o600, 1, 1, 5, xattrs={"user.x": b"1"}, replaces=1)
+    commits = [(10, renamed), (20, other), (seconds, replaced)]
+    with node(tmp_path) as n:
+        for number in order:
+            when, operation = commits[number]
+            if operation is not None:
+                n.commit(when, change=Change(operations=[operation], objects=objects), writer=f"0000000{number}")
+        found = n.find("f")
+        assert (found.size if found is not None else "nothing") == shown
+        if found is not None and other is None:
+            assert (found.stamp, found.mode, found.mtime_ns, n.tree.xattrs(found.inode)) == (
+                at(10),
+                0o600,
+                5,
+                {"user.x": b"1"},
+            )
+
+
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("is_removal_first", [True, False])
 def test_removal_leaves_a_version_that_it_does_not_name(tmp_path: Path, is_there: bool, is_removal_first: bool) -> None:

@@ -23,7 +23,8 @@ from lakefs_fuse.meta.rows import (
     SequenceRows,
     SingleRow,
 )
-from lakefs_fuse.meta.tree import Listing, Tombstone, Tree
+from lakefs_fuse.meta.tombstones import Tombstone
+from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.vfs.pinning.pinner import Row
 from tests.fakes import open_database
 
@@ -62,7 +63,7 @@ def test_tree_rows_have_these_bytes(database: Database) -> None:
     tree.set_xattrs(batch, entry.inode, {"user.a": b"v"})
     tree.set_target(batch, entry.inode, b"target")
     tree.set_listing(batch, ROOT_INODE, Listing(8, 1, 0, 0, 0, 2))
-    tree.tombstones.write(batch, {b"gone/": Tombstone(9, "t")})
+    tree.tombstones.write(batch, {b"gone/": Tombstone(9, gone=(("t", 9),))})
     database.commit(batch)
     inode, root = entry.inode.to_bytes(8, "big"), (1).to_bytes(8, "big")
     numbered = number.to_bytes(8, "big")

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, UNSET, Entry, Flag
 from lakefs_fuse.meta.rows import Journal
-from lakefs_fuse.meta.tree import Listing, Tombstone, Tree, pack_entry, unpack_entry
+from lakefs_fuse.meta.tombstones import Tombstone
+from lakefs_fuse.meta.tree import Listing, Tree, pack_entry, unpack_entry
 from tests.fakes import open_database
 from tests.tiers import examples
 
@@ -236,7 +237,7 @@ def test_own_etags_are_of_the_name_its_tombstone_or_its_object(database: Databas
     tree, batch = Tree(database), Batch()
     tree.insert(batch, ROOT_INODE, b"plain", 0, etag="p")
     tree.insert(batch, ROOT_INODE, b"renamed", 0, place=tree.objects.number("old", "o", 1), size=1)
-    tree.tombstones.write(batch, {b"gone": Tombstone(1, "g")})
+    tree.tombstones.write(batch, {b"gone": Tombstone(1, gone=(("g", 1),))})
     database.commit(batch)
     assert tree.own_etags(["plain", "renamed", "gone", "old", "nothing", "no/where"]) == ["p", "", "g", "o", "", ""]
     assert tree.own_etags(["plain"], ROOT_INODE) == ["p"]

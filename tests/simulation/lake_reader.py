@@ -32,6 +32,8 @@ COMMITS_BEFORE_NEWEST_S = 120
 """How far before the newest commit of an index there may be commits that it lacks ("The index")."""
 PUT_AGAIN_AFTER_S = 2
 """An object with a removed ETag and a date this long after the removal is a new one ("Plain objects and commits")."""
+ANY_OBJECT = -2
+"""Of a put that replaces whatever has the name ("The change record")."""
 UNSET = 0xFFFFFFFF
 """A mode, uid or gid that is not set ("The change record")."""
 
@@ -156,7 +158,7 @@ class _Order(NamedTuple):
 
 
 class _File(NamedTuple):
-    """What the newest commit says of a path; with neither place nor target, the path was removed."""
+    """What the newest commit says of a path that was not removed."""
 
     order: _Order
     place: _Place | None
@@ -164,14 +166,12 @@ class _File(NamedTuple):
     target: bytes | None
     hides: str
     attributes: _Attributes
-    is_by_date: bool = False
-    """Of a removed one: older plain objects count as removed, too, because the file's bytes were elsewhere."""
     is_put_again: bool = False
     """An earlier commit that names its ETag means another version."""
 
-    @property
-    def is_removed(self) -> bool:
-        return self.place is None and self.target is None
+    def own_etag(self, path: str) -> str:
+        """Of the plain object at the key of the path that it is, or hides."""
+        return self.place.etag if self.place is not None and self.is_at_own_key(path) else self.hides
 
     def is_at_own_key(self, path: str) -> bool:
         """The file is the plain object at the key of its path, whatever version is there."""
@@ -185,6 +185,33 @@ class _Directory(NamedTuple):
 
 
 _BEFORE_ALL = _Order(0, "")
+_NO_ATTRIBUTES = _Attributes()
+
+
+@dataclass(frozen=True)
+class _Grave:
+    """What was removed at a path: the newest removal, the newest of a file elsewhere, and when each ETag was named."""
+
+    newest: _Order = _BEFORE_ALL
+    floor: _Order = _BEFORE_ALL
+    gone: Mapping[str, _Order] = field(default_factory=dict)
+
+    def bury(self, newest: _Order, floor: _Order = _BEFORE_ALL, etag: str = "", at: _Order = _BEFORE_ALL) -> _Grave:
+        gone = dict(self.gone)
+        if etag:
+            gone[etag] = max(gone.get(etag, _BEFORE_ALL), at)
+        return _Grave(max(self.newest, newest, floor), max(self.floor, floor), gone)
+
+    def without(self, etag: str) -> _Grave:
+        return _Grave(self.newest, self.floor, {known: at for known, at in self.gone.items() if known != etag})
+
+    def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:
+        if etag in self.gone:
+            return mtime_ns < self.gone[etag].time + PUT_AGAIN_AFTER_S * NS
+        return by_date and mtime_ns + NS <= self.floor.time
+
+
+_NO_GRAVE = _Grave()
 
 
 # -- archives
@@ -278,7 +305,7 @@ def _check_flag(value: object) -> None:
 
 
 _FIELDS = {
-    "put": ("path object offset size mode uid gid mtime", "hides xattrs"),
+    "put": ("path object offset size mode uid gid mtime", "hides xattrs replaces"),
     "mkdir": ("path mode uid gid mtime", "xattrs"),
     "symlink": ("path target uid gid mtime", "hides xattrs"),
     "remove": ("path", "directory hides by_date"),
@@ -286,7 +313,9 @@ _FIELDS = {
     "relocate": ("path from_object from_offset from_etag object offset size mode uid gid mtime", "hides"),
 }
 """Fields of each kind of operation: those that must be there, and those that may be left out at the end."""
-_ABSENT: dict[str, Any] = {"hides": "", "xattrs": {}, "directory": False, "by_date": False}
+_ABSENT: dict[str, Any] = {
+    "hides": "", "xattrs": {}, "directory": False, "by_date": False, "replaces": ANY_OBJECT
+}  # fmt: skip
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "path": _check_path,
     "target": _check_target,
@@ -301,6 +330,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "mtime": _integer(-_MTIME_MAX, _MTIME_MAX),
     "object": _integer(-1, 1 << 32),
     "from_object": _integer(-1, 1 << 32),
+    "replaces": _integer(1, 1 << 32, ANY_OBJECT),
     "offset": _integer(0, _SIZE_MAX),
     "from_offset": _integer(0, _SIZE_MAX),
     "size": _integer(0, _SIZE_MAX),
@@ -372,6 +402,8 @@ class _Archive:
             place = self._place(path, fields["object"], fields["offset"], hides, size)
         if kind == "relocate":
             source = self._place(path, fields["from_object"], fields["from_offset"], fields["from_etag"], size)
+        if kind == "put" and fields["replaces"] != ANY_OBJECT:
+            source = self._place(path, fields["replaces"], 0, "", 0)
         mode, uid, gid = (None if fields.get(name, UNSET) == UNSET else fields[name] for name in ("mode", "uid", "gid"))
         attributes = _Attributes(mode, uid, gid, fields.get("mtime"), fields["xattrs"])
         target = fields.get("target", "").encode()
@@ -413,6 +445,7 @@ class _State:
         """``plain`` are the ETags of plain objects, by key."""
         self.plain = plain or {}
         self.files: dict[str, _File] = dict(base.files) if base else {}
+        self.graves: dict[str, _Grave] = dict(base.graves) if base else {}
         self.directories: dict[str, _Directory] = dict(base.directories) if base else {}
         self.changed: dict[str, dict[_Place, tuple[_Order, _Attributes]]] = {}
         """Attributes set later than the bytes: by path, and by the place of the version that they are of."""
@@ -433,48 +466,146 @@ class _State:
         if operation.is_directory:
             self._name_directory(order, operation)
             return
-        known = self.files.get(operation.path)
-        if known is not None and not self._wins(order, operation, known):
+        path, known = operation.path, self.files.get(operation.path)
+        if operation.source is not None:  # of one version only, which keeps its time
+            if known is not None and known.place == operation.source:
+                self.files[path] = known._replace(
+                    place=operation.place, size=operation.size, attributes=operation.attributes
+                )
             return
-        target = operation.target if operation.kind == "symlink" else None
-        self.files[operation.path] = _File(
-            order, operation.place, operation.size, target, operation.hides, operation.attributes, operation.is_by_date
-        )
-        versions = self.changed.get(operation.path, {})
+        if operation.kind == "remove":
+            if self._removes(order, operation):
+                self.files.pop(path, None)
+                self._forget_attributes(path, order)
+            return
+        decide = self._is_own_put if operation.is_own else self._is_put
+        is_again = self._grave(path).floor == order or not operation.is_own
+        if decide(order, operation):
+            target = operation.target if operation.kind == "symlink" else None
+            self.files[path] = _File(
+                order, operation.place, operation.size, target, operation.hides, operation.attributes, is_again
+            )
+            self._forget_attributes(path, order)
+
+    def _forget_attributes(self, path: str, order: _Order) -> None:
+        versions = self.changed.get(path, {})
         for place in [place for place, (changed, _) in versions.items() if changed <= order]:
             del versions[place]
 
-    def _wins(self, order: _Order, operation: _Operation, known: _File) -> bool:
-        """Over what an earlier or later commit says of the file. The version that one names is not another's."""
-        path, hides, is_own = operation.path, operation.hides, operation.is_own
-        told = known.place.etag if known.place is not None and known.is_at_own_key(path) else None
-        if is_own and told is None and known.hides == hides:
+    def _grave(self, path: str) -> _Grave:
+        return self.graves.get(path, _NO_GRAVE)
+
+    def _bury_replaced(self, path: str, known: _File, etag: str = "") -> None:
+        """A file elsewhere goes, and every plain object that was older, but for the one with ``etag``."""
+        hidden = known.hides if known.hides != etag else ""
+        self.graves[path] = self._grave(path).bury(_BEFORE_ALL, known.order, hidden, known.order)
+
+    def _is_own_put(self, order: _Order, operation: _Operation) -> bool:
+        """A record tells of a plain object at its own key. It is gone where another named it, whatever the times."""
+        path, etag = operation.path, operation.hides
+        known, grave = self.files.get(path), self._grave(path)
+        is_elsewhere = known is not None and not known.is_at_own_key(path)
+        if is_elsewhere and known is not None and known.hides == etag:
             return False
-        if told is not None and not is_own and hides:
-            if known.order > order:
-                return told == hides and not known.is_put_again
-            if operation.kind == "remove" and told != hides:
-                return self.plain.get(path) != told
-        if known.order > order:
-            is_other = is_own and known.is_removed and known.hides not in ("", hides)
-            return is_other and self.plain.get(path) == hides
+        is_again = grave.floor == order
+        if etag in grave.gone and not (is_again and grave.gone[etag] <= order):
+            if grave.floor > order:
+                self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
+            return False
+        if grave.floor > order:
+            self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
+            return False
+        if grave.newest > order and self.plain.get(path) != etag:
+            return False
+        if known is not None and known.order > order:
+            if is_elsewhere:
+                self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=known.order)
+            return False
+        if known is not None and is_elsewhere:
+            self._bury_replaced(path, known, etag)
+        if is_again:
+            self.graves[path] = self._grave(path).without(etag)
         return True
+
+    def _names(self, order: _Order, operation: _Operation, known: _File) -> bool:
+        """An operation names the plain object of which a later commit tells: that one's writer had not seen it."""
+        is_later = known.is_at_own_key(operation.path) and known.order > order and not known.is_put_again
+        return is_later and bool(operation.hides) and known.own_etag(operation.path) == operation.hides
+
+    def _is_put(self, order: _Order, operation: _Operation) -> bool:
+        """A record puts a file elsewhere, or renames one back to its own key."""
+        path, hides, place = operation.path, operation.hides, operation.place
+        known, grave = self.files.get(path), self._grave(path)
+        is_back = place is not None and place.key == path and not place.offset
+        is_elsewhere = known is not None and not known.is_at_own_key(path)
+        is_older = known is not None and known.order > order and not self._names(order, operation, known)
+        if is_older or grave.newest > order:
+            if is_back and place is not None:
+                later = known.order if is_elsewhere and known is not None else grave.floor
+                if later > order:
+                    self.graves[path] = grave.bury(_BEFORE_ALL, etag=place.etag, at=later)
+                return False
+            if hides and not (is_elsewhere and known is not None and known.hides == hides):
+                grave = grave.bury(_BEFORE_ALL, etag=hides, at=order)
+            if not is_elsewhere:
+                grave = grave.bury(_BEFORE_ALL, order)
+                if known is not None and (known.order < order or self._names(order, operation, known)):
+                    grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
+                    del self.files[path]
+            self.graves[path] = grave
+            return False
+        if is_back and place is not None:
+            if is_elsewhere and known is not None:
+                self._bury_replaced(path, known, place.etag)
+            self.graves[path] = self._grave(path).without(place.etag)
+            return True
+        if known is not None and known.own_etag(path) not in ("", hides):
+            grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
+        grave = grave.without(hides)
+        self.graves[path] = grave if grave.gone else _NO_GRAVE
+        return True
+
+    def _removes(self, order: _Order, operation: _Operation) -> bool:
+        path, hides = operation.path, operation.hides
+        known = self.files.get(path)
+        is_own = known is not None and known.is_at_own_key(path)
+        removes = True
+        if known is not None and not self._names(order, operation, known):
+            removes = known.order <= order
+            is_version = is_own and not operation.is_by_date and hides not in ("", known.own_etag(path))
+            if removes and is_version and known.order < order:
+                removes = self.plain.get(path) != known.own_etag(path)
+        if removes and known is not None:
+            if not is_own:
+                self._bury_replaced(path, known)
+            elif known.own_etag(path) != hides:
+                self.graves[path] = self._grave(path).bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
+        is_moot = False
+        if known is not None and not removes:
+            is_later = known.is_put_again and known.order > order and known.own_etag(path) == hides
+            is_moot = is_later if is_own else hides in ("", known.hides)
+        if not is_moot:
+            floor = order if operation.is_by_date or not hides else _BEFORE_ALL
+            self.graves[path] = self._grave(path).bury(order, floor, hides, order)
+        return removes
 
     def _set_attributes(self, order: _Order, operation: _Operation) -> None:
         assert operation.place is not None
         known = self.files.get(operation.path)
         versions = self.changed.setdefault(operation.path, {})
-        if (known is None or known.order <= order) and versions.get(operation.place, (_BEFORE_ALL,))[0] <= order:
+        newest = self._grave(operation.path).newest if known is None else known.order
+        if newest <= order and versions.get(operation.place, (_BEFORE_ALL,))[0] <= order:
             versions[operation.place] = order, operation.attributes
 
     def _relocate(self, order: _Order, operation: _Operation) -> None:
         path, source, place = operation.path, operation.source, operation.place
         assert source is not None and place is not None
         known = self.files.get(path)
-        is_unknown = known is None or (known.is_removed and known.hides != source.etag)
+        grave = self._grave(path)
+        is_unknown = known is None and grave.newest < order and source.etag not in grave.gone
         is_replaced = known is not None and known.is_at_own_key(path) and known.place != source and known.order < order
         if source.key == path and (is_unknown or is_replaced):
-            order = _BEFORE_ALL if known is None else known.order  # what was removed before stays hidden
+            order = _BEFORE_ALL if known is None else known.order
             known = _File(order, source, operation.size, None, operation.hides, operation.attributes)
         if known is None or known.place != source:
             return
@@ -498,15 +629,13 @@ class _State:
         return otherwise if changed is None else changed[1]
 
 
-def _plain_wins(file: _File, path: str, etag: str, mtime_ns: int) -> bool:
-    """Whether the plain object at a path is its file, rather than what a commit says of the path."""
+def _plain_wins(file: _File | None, grave: _Grave, path: str, etag: str, mtime_ns: int) -> bool:
+    """Whether the plain object at a path is its file, rather than what commits say of the path."""
+    if file is None:
+        return not grave.hides(etag, mtime_ns)
     if file.is_at_own_key(path):
-        return True
-    if etag == file.hides:
-        return file.is_removed and mtime_ns >= file.order.time + PUT_AGAIN_AFTER_S * NS
-    if file.is_removed and file.hides and not file.is_by_date:
-        return True
-    return mtime_ns + NS > file.order.time
+        return etag == file.own_etag(path) or not grave.hides(etag, mtime_ns, by_date=False)
+    return etag != file.hides and mtime_ns + NS > file.order.time and not grave.hides(etag, mtime_ns)
 
 
 # -- indexes
@@ -533,18 +662,20 @@ class _Index:
         self._take_names(rows)
         for row, value in rows.items():
             if row[:1] == b"T":
-                self._take_tombstone(row[1:].decode(), _Order(_big(value[:8]), ""), value[8:].decode())
+                self._take_tombstone(row[1:].decode(), _big(value[:8]), value[8:].decode())
 
-    def _take_tombstone(self, path: str, order: _Order, etag: str) -> None:
+    def _take_tombstone(self, path: str, time: int, text: str) -> None:
         if path.endswith("/"):
-            self.state.directories[path[:-1]] = _Directory(order, False, _Attributes())
+            self.state.directories[path[:-1]] = _Directory(_Order(time, ""), False, _NO_ATTRIBUTES)
             return
-        known = self.state.files.get(path)
-        if known is None:
-            is_by_date, etag = etag.startswith("\1"), etag.removeprefix("\1")
-            self.state.files[path] = _File(order, None, 0, None, etag, _Attributes(), is_by_date)
-        elif known.order < order:  # a relocated object that was put there after the removal
-            self.state.files[path] = known._replace(order=order)
+        first, *others = text.removeprefix("\1").split("\0")
+        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others}
+        floor = gone.pop("", _BEFORE_ALL)
+        if text.startswith("\1") or not text:
+            floor = _Order(time, "")
+        if first:
+            gone[first] = _Order(time, "")
+        self.state.graves[path] = _Grave(_Order(time, ""), floor, gone)
 
     def _take_names(self, rows: Mapping[bytes, bytes]) -> None:
         entries = {value[:8]: (row[1:9], value) for row, value in rows.items() if row[:1] == b"D"}
@@ -762,13 +893,13 @@ class _Tree:
 
     def _file(self, path: str, plain: StoredObject | None) -> Name | None:
         """The file of a path, None if there is none."""
-        file = self._state.files.get(path)
-        if plain is not None and (file is None or _plain_wins(file, path, plain.etag, plain.mtime_ns)):
+        file, grave = self._state.files.get(path), self._state.graves.get(path, _NO_GRAVE)
+        if plain is not None and _plain_wins(file, grave, path, plain.etag, plain.mtime_ns):
             place = _Place(path, plain.etag, 0)
             own = file.attributes if file is not None and file.place == place else _Attributes()
             kept = _with_metadata(self._state.attributes(path, place, own), plain.metadata)
             return Name("file", plain.data, path, plain.etag, 0, len(plain.data), *kept)
-        if file is None or file.is_removed or file.is_at_own_key(path):
+        if file is None or file.is_at_own_key(path):
             return None
         if file.target is not None:
             return Name("symlink", file.target, "", "", 0, len(file.target), *file.attributes)

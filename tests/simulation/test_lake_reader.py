@@ -416,6 +416,18 @@ def test_renamed_plain_object_that_is_lost_is_a_problem(etag: str | None, proble
     assert problem in name.problem
 
 
+@pytest.mark.parametrize("removed_at_s", [None, 15, 25])
+def test_other_bytes_of_a_renamed_object_count_for_that_version_alone(removed_at_s: int | None) -> None:
+    renamed = commit(10, put("new", 1, 0, 5), objects=[["old", "e", 5]])
+    replaced = [*put("new", 2, 0, 3, mode=0o600), {}, 1]
+    later = commit(20, replaced, ["remove", "old", False, "f"], objects=[["old", "e", 5], ["old", "f", 3]])
+    removed = (
+        {} if removed_at_s is None else commit(removed_at_s, ["remove", "new", False, "", True], writer="0badcafe")
+    )
+    name = read_lake(renamed | later | removed | plain("old", b"abc", etag="f", at_s=12)).names.get("new")
+    assert (name and (name.data, name.mode)) == (None if removed else (b"abc", 0o600))
+
+
 def test_setattr_changes_the_version_that_it_names() -> None:
     changed = ["setattr", "a", -1, 0, 5, "e", 0o600, 7, 8, 9, {"user.x": b"y"}]
     first, second = (read_lake(commit(1, changed) | plain("a", b"x", etag=etag, at_s=5)).names["a"] for etag in "ef")

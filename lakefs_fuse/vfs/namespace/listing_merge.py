@@ -26,7 +26,8 @@ import xxhash
 
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
-from lakefs_fuse.meta.tree import NS, Listing, Tree
+from lakefs_fuse.meta.tombstones import NS
+from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
@@ -316,9 +317,12 @@ class DirectoryMerge:
         elif entry is None:
             self._merge_new_file(batch, found.name, found.meta)
         elif entry.flags & Flag.ATTRIBUTED and not entry.stamp and self._is_removed(found.name, found.meta):
-            self._attributed_in_vain(batch, entry)
+            self._gone(batch, entry)  # a commit told attributes of a version that no listing had shown
         elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_ours(entry, found.meta)):
-            self._replaced(batch, entry, found.meta)
+            if self._is_removed(found.name, found.meta, known=entry):
+                self._gone(batch, entry)
+            else:
+                self._replaced(batch, entry, found.meta)
 
     def _merge_all(self, batch: Batch, found: list[Found], directories: set[bytes]) -> None:
         for each in found:
@@ -349,14 +353,19 @@ class DirectoryMerge:
         row = self._tree.objects.get(entry.place) if entry.place else None
         return row is not None and not entry.offset and (row.etag, row.size) == (meta.etag, meta.size)
 
-    def _attributed_in_vain(self, batch: Batch, entry: Entry) -> None:
-        """A commit told attributes of a version that no listing had shown. What is there counts as removed."""
-        if not self._keep(entry):
+    def _gone(self, batch: Batch, entry: Entry) -> None:
+        """What lies at the key of a file counts as removed: the plain object that the file was is not there."""
+        if entry.is_plain and not self._keep(entry):
             self._drop(batch, entry)
 
-    def _is_removed(self, name: bytes, meta: ObjectMeta) -> bool:
+    def _is_removed(self, name: bytes, meta: ObjectMeta, known: Entry | None = None) -> bool:
+        """An object counts as removed. Where a commit says that the name is the object at its key, only one that a
+        commit named does."""
         tombstone = self._tree.tombstones.get(self._prefix + name)
-        return tombstone is not None and tombstone.hides(meta.etag, meta.mtime_ns)
+        if tombstone is None:
+            return False
+        is_told = known is not None and known.is_plain and known.stamp > 0
+        return tombstone.hides(meta.etag, meta.mtime_ns) and not (is_told and not tombstone.when_gone(meta.etag))
 
     def _merge_new_file(self, batch: Batch, name: bytes, meta: ObjectMeta) -> None:
         if self._is_removed(name, meta) or meta.key in self._strays:

@@ -537,9 +537,12 @@ class Namespace:
         if entry.flags & NO_OBJECT:
             return False
         tombstone = self.tree.tombstones.get(self.key(entry).encode("utf-8", "surrogatepass"))
-        if tombstone is None or tombstone.stamp <= entry.stamp:
+        if tombstone is None:
             return False
-        return tombstone.etag == entry.etag if entry.is_plain else entry.stamp > 0
+        if not entry.is_plain:
+            return tombstone.stamp > entry.stamp > 0
+        gone = tombstone.when_gone(entry.etag)
+        return bool(gone) and (gone > entry.stamp or not entry.flags & Flag.PUT_AGAIN)
 
     def made(self, batch: Batch, directory: Entry) -> None:
         """This node has just made a directory: it is known to be there, and to hold nothing."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from lakefs_fuse.commits.change import Change
-from lakefs_fuse.commits.record import OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
+from lakefs_fuse.commits.record import ANY, OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.tree import Tree
@@ -83,9 +83,12 @@ class ChangeBuilder:
         row = self._rows.objects.get(entry.place) if entry.place else None
         return OWN if row is None else self._index(ObjectRef(row.key, row.etag, row.size))
 
-    def put(self, path: str, entry: Entry, *, key: str = "", hides: str = "") -> None:
+    def put(
+        self, path: str, entry: Entry, *, key: str = "", hides: str = "", replaces: ObjectRef | None = None
+    ) -> None:
         """A file, or symbolic link, is at ``path``; a plain object at ``key`` is its bytes (empty: at ``path``).
-        ``hides`` is the ETag of the plain object at ``path`` where that is another."""
+        ``hides`` is the ETag of the plain object at ``path`` where that is another. ``replaces``: only if the file is
+        this object."""
         xattrs = self._rows.xattrs(entry.inode)
         if entry.flags & Flag.SYMLINK:
             target = self._rows.target(entry.inode).decode()
@@ -102,7 +105,7 @@ class ChangeBuilder:
         self.operations.append(
             Put(
                 path, index, entry.offset, entry.size, entry.mode, entry.uid, entry.gid, entry.mtime_ns,
-                hides=hides, xattrs=xattrs,
+                hides=hides, xattrs=xattrs, replaces=ANY if replaces is None else self._index(replaces),
             )
         )  # fmt: skip
 

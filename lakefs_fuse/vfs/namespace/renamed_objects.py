@@ -103,14 +103,15 @@ class RenamedObjects:
         entry, now = self._renamed(path)
         if entry is not None and now == row:
             found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
-            builder.put(path, found, key=row.key, hides=entry.etag)
+            before = ObjectRef(row.key, row.etag, row.size)
+            builder.put(path, found, key=row.key, hides=entry.etag, replaces=before)
             hide_object(builder, self._ns.tree, row.key, meta.etag)
         return builder.change()
 
     def _precedes_rename(self, row: ObjectRow, meta: ObjectMeta) -> bool:
         """The rename that took an object's name away is later than what another program put there."""
         tombstone = self._ns.tree.tombstones.get(row.key.encode(*schema.PATH))
-        return tombstone is not None and tombstone.etag == row.etag and meta.mtime_ns + NS <= tombstone.stamp
+        return tombstone is not None and meta.mtime_ns + NS <= tombstone.when_gone(row.etag)
 
     def _renamed(self, path: str) -> tuple[Entry, ObjectRow] | tuple[None, None]:
         """The file at a path, if its bytes are a plain object elsewhere."""

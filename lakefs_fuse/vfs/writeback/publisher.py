@@ -262,7 +262,7 @@ class ObjectWriter:
         """A commit says that the plain object of this ETag is not what the name means."""
         tombstone, there = self._ns.tree.tombstones.get(path.encode()), self._ns.at(path)
         is_covered = there is not None and bool(there.place) and there.etag == etag
-        return is_covered or (tombstone is not None and tombstone.etag == etag)
+        return is_covered or (tombstone is not None and bool(tombstone.when_gone(etag)))
 
     def _enqueue_location(self, path: str, entry: Entry, key: str, *, is_again: bool = False) -> None:
         """Journal that a name is the plain object at ``key``, and that no other name is. ``is_again``: it has the bytes

@@ -1,0 +1,143 @@
+"""Tombstones: what commits have removed at a name, so that what still lies there, or is told of later, stays away.
+
+What always holds (*in any order*): a tombstone says the same whatever the order in which `bury` was told of its parts,
+as long as they are no more than `GONE_MAX`. A row that cannot be decoded is left out and counted
+(`Database.note_damaged`). Trio thread only; nothing here survives a crash but the rows of whole batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from lakefs_fuse.meta import schema
+from lakefs_fuse.meta.database import Batch, Database
+from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.meta.schema import NUMBER
+
+NS = 1_000_000_000
+SAME_VERSION_NS = 2 * NS
+"""An object dated so much later than its removal was put again, even with the same bytes (stores date to the
+second)."""
+BY_DATE = b"\1"
+"""In the row of a tombstone, before the ETag: ``floor`` is ``stamp``. No ETag begins with it."""
+GONE_MAX = 8
+"""ETags that a tombstone knows. Only what may still lie at the key matters, or what a late commit may tell of."""
+
+
+class Tombstone(msgspec.Struct, frozen=True, gc=False):
+    """What commits have removed, or replaced by a file elsewhere, at a name; it stays where the name is something else
+    since. Stamps as in `Entry`.
+
+    ``stamp`` is the newest removal: files elsewhere that are older count as removed. ``floor`` is the newest removal of
+    a file elsewhere: every older plain object counts as removed. ``gone`` are the ETags of plain objects that commits
+    named when they removed or replaced them, with the newest stamp of each, newest first: these versions count as
+    removed whatever the times.
+    """
+
+    stamp: int
+    floor: int = 0
+    gone: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def etag(self) -> str:
+        """Of the plain object that was removed last; empty where none was named."""
+        return self.gone[0][0] if self.gone else ""
+
+    def when_gone(self, etag: str) -> int:
+        """When the plain object with this ETag was removed or replaced; 0 if no commit named it."""
+        return next((stamp for known, stamp in self.gone if known == etag), 0) if etag else 0
+
+    def hides(self, etag: str, mtime_ns: int) -> bool:
+        """The plain object of this ETag and LastModified counts as removed."""
+        stamp = self.when_gone(etag)
+        return mtime_ns < stamp + SAME_VERSION_NS if stamp else mtime_ns + NS <= self.floor
+
+    def restamped(self, before: int, after: int) -> Tombstone:
+        """With one stamp in place of another, and of earlier changes that are pending with it."""
+
+        def replaced(stamp: int) -> int:
+            return after if stamp == before or PENDING <= stamp < before else stamp
+
+        gone = [(etag, replaced(stamp)) for etag, stamp in self.gone]
+        return Tombstone(replaced(self.stamp), replaced(self.floor), _newest_first(gone))
+
+
+def bury(tombstone: Tombstone | None, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0) -> Tombstone:
+    """A tombstone that also knows of a removal at ``stamp`` and a ``floor``, and of ``etag`` as gone ``at`` a time."""
+    known = tombstone or Tombstone(0)
+    gone = known.gone
+    if etag and known.when_gone(etag) < at:
+        gone = _newest_first([(etag, at), *(each for each in gone if each[0] != etag)])
+    return Tombstone(max(known.stamp, stamp, floor), max(known.floor, floor), gone)
+
+
+def without(tombstone: Tombstone, etag: str) -> Tombstone:
+    """A tombstone that does not know of ``etag``."""
+    if not tombstone.when_gone(etag):
+        return tombstone
+    return Tombstone(tombstone.stamp, tombstone.floor, tuple(each for each in tombstone.gone if each[0] != etag))
+
+
+def _newest_first(gone: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(gone, key=lambda each: (-each[1], each[0]))[:GONE_MAX])
+
+
+def pack_tombstone(tombstone: Tombstone) -> bytes:
+    """The row of a tombstone: ``stamp``, and the ETag that went with it; then what else there is to know."""
+    stamp, floor, gone = tombstone.stamp, tombstone.floor, list(tombstone.gone)
+    first = gone.pop(0)[0] if gone and gone[0][1] == stamp else ""
+    is_by_date = floor == stamp and bool(first or gone)
+    others = [("", floor)] if floor != stamp and (floor or not (first or gone)) else []
+    row = [first, *(f"{at:016x}{etag}" for etag, at in [*others, *gone])]
+    return NUMBER.pack(stamp) + BY_DATE * is_by_date + "\0".join(row).encode()
+
+
+def unpack_tombstone(raw: bytes) -> Tombstone:
+    """Raises ValueError for a row that is none."""
+    if len(raw) < NUMBER.size:
+        raise ValueError(f"a tombstone of {len(raw)} bytes")
+    (stamp,) = NUMBER.unpack_from(raw)
+    is_by_date = raw[8:9] == BY_DATE
+    first, *others = raw[8 + is_by_date :].decode().split("\0")
+    gone = [(each[16:], int(each[:16], 16)) for each in others]
+    floor = stamp if is_by_date or not (first or gone) else max((at for etag, at in gone if not etag), default=0)
+    named = [(first, stamp)] if first else []
+    return Tombstone(stamp, floor, _newest_first([*named, *(each for each in gone if each[0])]))
+
+
+class Tombstones:
+    """Tombstones by path, because a removed directory has no inode. Paths end in a slash for directories."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def get(self, path: bytes) -> Tombstone | None:
+        key = schema.TOMBSTONE + path
+        return self._read(key, self._db.get(key))
+
+    def get_many(self, paths: Iterable[bytes]) -> list[Tombstone | None]:
+        """As `get`, of each path."""
+        keys = [schema.TOMBSTONE + path for path in paths]
+        return [self._read(key, raw) for key, raw in zip(keys, self._db.get_many(keys), strict=True)]
+
+    def _read(self, key: bytes, raw: bytes | None) -> Tombstone | None:
+        try:
+            return None if raw is None else unpack_tombstone(raw)
+        except ValueError as error:
+            self._db.note_damaged(key, error)
+            return None
+
+    def write(self, batch: Batch, tombstones: Mapping[bytes, Tombstone | None]) -> None:
+        """Put tombstones at paths, and delete those of paths with None."""
+        for path, tombstone in tombstones.items():
+            batch.rows[schema.TOMBSTONE + path] = None if tombstone is None else pack_tombstone(tombstone)
+
+    def below(self, prefix: bytes) -> Iterator[tuple[bytes, Tombstone]]:
+        """Paths that begin with ``prefix`` (empty, or ending in a slash), in order."""
+        end = schema.TOMBSTONE + prefix[:-1] + b"0" if prefix else schema.end_of(schema.TOMBSTONE)
+        for key, raw in self._db.scan(schema.TOMBSTONE + prefix, end):
+            tombstone = self._read(key, raw)
+            if tombstone is not None:
+                yield key[1:], tombstone

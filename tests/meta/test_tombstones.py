@@ -1,0 +1,78 @@
+"""Tombstones: what they hide, in which order they may be told of it, and their rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lakefs_fuse.meta.entry import PENDING
+from lakefs_fuse.meta.tombstones import GONE_MAX, NS, Tombstone, bury, pack_tombstone, unpack_tombstone, without
+
+STAMPS = st.integers(1, 5).map(lambda at: at * 10 * NS) | st.integers(PENDING, PENDING + 3)
+ETAGS = st.sampled_from(["", "e1", "e2", "e3"])
+PARTS = st.lists(st.tuples(STAMPS, st.booleans(), ETAGS), min_size=1, max_size=4)
+Part = tuple[int, bool, str]
+
+
+def told(parts: list[Part] | tuple[Part, ...]) -> Tombstone:
+    tombstone = None
+    for stamp, is_floor, etag in parts:
+        tombstone = bury(tombstone, stamp, floor=stamp if is_floor else 0, etag=etag, at=stamp)
+    assert tombstone is not None
+    return tombstone
+
+
+@given(PARTS)
+def test_is_the_same_in_any_order_and_after_a_restart(parts: list[Part]) -> None:
+    tombstone = told(parts)
+    assert {told(some) for some in itertools.permutations(parts)} == {tombstone}
+    assert told(parts + parts) == tombstone
+    assert unpack_tombstone(pack_tombstone(tombstone)) == tombstone
+
+
+@pytest.mark.parametrize(
+    ("row", "tombstone"),
+    [
+        (b"", Tombstone(7, 7)),
+        (b"e", Tombstone(7, 0, (("e", 7),))),
+        (b"\1e", Tombstone(7, 7, (("e", 7),))),
+        (b"\x000000000000000000", Tombstone(7)),
+        (b"e\x000000000000000003\x000000000000000002f", Tombstone(7, 3, (("e", 7), ("f", 2)))),
+    ],
+)
+def test_rows_are_as_the_format_says(row: bytes, tombstone: Tombstone) -> None:
+    assert unpack_tombstone((7).to_bytes(8, "big") + row) == tombstone
+    assert pack_tombstone(tombstone) == (7).to_bytes(8, "big") + row
+
+
+@pytest.mark.parametrize("row", [b"", b"1234567", bytes(8) + b"\xff", bytes(8) + b"e\0no number"])
+def test_row_that_is_none_is_refused(row: bytes) -> None:
+    with pytest.raises(ValueError):
+        unpack_tombstone(row)
+
+
+def test_hides_what_a_commit_named_and_by_date_what_was_elsewhere() -> None:
+    at = 100 * NS
+    tombstone = bury(bury(None, at, etag="e1", at=at), floor=50 * NS)
+    assert tombstone.hides("e1", 101 * NS), "dated to the second"
+    assert not tombstone.hides("e1", 102 * NS), "put there again"
+    assert tombstone.hides("other", 49 * NS)
+    assert not tombstone.hides("other", 50 * NS)
+    assert not without(tombstone, "e1").hides("e1", 60 * NS)
+
+
+def test_knows_the_newest_of_many_etags() -> None:
+    tombstone = told([(at, False, f"e{at}") for at in range(1, GONE_MAX + 3)])
+    assert not tombstone.when_gone("e2")
+    assert tombstone.when_gone("e3") == 3
+    assert tombstone.etag == f"e{GONE_MAX + 2}"
+
+
+def test_pending_stamps_become_those_of_the_commit() -> None:
+    later = PENDING + 5
+    parts = [(PENDING + 1, True, "e1"), (PENDING + 2, False, "e2"), (later, False, "e3"), (9, False, "e4")]
+    gone = (("e3", later), ("e1", 30), ("e2", 30), ("e4", 9))
+    assert told(parts).restamped(PENDING + 2, 30) == Tombstone(later, 30, gone)

@@ -1,0 +1,153 @@
+"""Commits on one name, applied in every order, show what the reader of `docs/format.md` shows that applies them in the
+order of their names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from lakefs_fuse.commits.archive import commit_key
+from lakefs_fuse.commits.change import Change, merged
+from lakefs_fuse.commits.record import OWN, Operation, Put, Record, Remove
+from lakefs_fuse.store.protocol import ObjectMeta
+from tests.commits.archives import commit_of
+from tests.commits.nodes import NS, Node, archive, at, plain, put
+from tests.simulation.lake_reader import StoredObject, read_lake
+
+ETAGS = "ab"
+KINDS = [
+    *(("own", etag) for etag in ETAGS),
+    *(("again", etag) for etag in ETAGS),
+    *(("packed", hides) for hides in ("", *ETAGS)),
+    *(("remove", hides) for hides in ETAGS),
+    *(("remove elsewhere", hides) for hides in ("", *ETAGS)),
+]
+"""What a commit says of the name, and the ETag that it tells of or names. ``again``: the same bytes put there again."""
+SAMPLE = 300
+Kind = tuple[str, str]
+
+
+class Case(NamedTuple):
+    """``kinds`` are commits in the order of their names, ``order`` that in which they are applied to ``path``."""
+
+    kinds: tuple[Kind, ...]
+    order: tuple[int, ...]
+    lying: ObjectMeta | None
+    path: str
+
+
+def time_of(number: int) -> int:
+    return 10 * (number + 1)
+
+
+def writer_of(number: int) -> str:
+    return f"{number:08x}"
+
+
+def operations(kind: Kind, path: str, number: int) -> list[Operation]:
+    what, etag = kind
+    seconds = time_of(number)
+    own = Put(path, OWN, 0, 1, 0o600, 0, 0, at(seconds), hides=etag)
+    return {
+        "own": [own],
+        "again": [Remove(path), own],
+        "packed": [put(path, seconds, hides=etag)],
+        "remove": [Remove(path, hides=etag)],
+        "remove elsewhere": [Remove(path, hides=etag, by_date=True)],
+    }[what]  # type: ignore[return-value]
+
+
+def lying_at(kinds: Sequence[Kind], path: str) -> Iterator[ObjectMeta | None]:
+    """What may lie at the key: the object that a commit told of last, or that somebody put there before; or nothing."""
+    yield None
+    told = [etag for what, etag in kinds if what in ("own", "again")]
+    for etag in ETAGS:
+        if told and told[-1] != etag:
+            continue
+        named = [time_of(number) - 3 for number, kind in enumerate(kinds) if kind[1] == etag]
+        again = [time_of(number) for number, kind in enumerate(kinds) if kind == ("again", etag)]
+        yield plain(path, etag, again[0] if again else min(named, default=5))
+
+
+def is_lost(kinds: Sequence[Kind]) -> bool:
+    """A plain object that is told of replaces a packed file, and is named itself by a commit from before: which file it
+    replaced is not known any more (docs/internals/simulation.md, "Open")."""
+    for number, (what, etag) in enumerate(kinds):
+        if what == "own" and any(named == etag for _, named in kinds[:number]):
+            return any(each == "packed" for each, _ in kinds[:number])
+    return False
+
+
+def outdated(node: Node, record: Record, lying: ObjectMeta | None) -> dict[str, str]:
+    """What the store answers to the doubts about a record."""
+    found = {}
+    for doubt in node.applier.doubts(record):
+        if doubt is None:
+            continue
+        if lying is None:
+            is_outdated = True
+        elif doubt.by_date:
+            is_outdated = lying.etag == doubt.hides or lying.mtime_ns + NS <= record.time
+        else:
+            is_outdated = lying.etag != doubt.etag
+        if is_outdated:
+            found[doubt.path] = doubt.etag
+    return found
+
+
+def shown(node: Node, path: str) -> str:
+    entry = node.find(path)
+    if entry is None:
+        return "nothing"
+    return f"packed {entry.size}" if entry.place else entry.etag
+
+
+def raw_lake(cases: Sequence[Case]) -> dict[str, str]:
+    """What the reader of raw stores shows at each path."""
+    objects: dict[str, StoredObject] = {}
+    for number in range(len(cases[0].kinds)):
+        said = [each for case in cases for each in operations(case.kinds[number], case.path, number)]
+        record = Record(writer=writer_of(number), time=at(time_of(number)), operations=said)
+        key = commit_key(record.time, record.writer)
+        objects[key] = StoredObject(commit_of({"filler": bytes(1000)}, record=record), f"etag {number}", record.time)
+    for case in cases:
+        if case.lying is not None:
+            objects[case.path] = StoredObject(b"1", case.lying.etag, case.lying.mtime_ns)
+    names = read_lake(objects).names
+    return {path: name.etag if name.key == path else f"packed {name.size}" for path, name in names.items()}
+
+
+@pytest.mark.parametrize("commits", [2, 3])
+def test_any_order_of_commits_shows_what_the_order_of_their_names_shows(tmp_path: Path, commits: int) -> None:
+    combinations = list(itertools.product(KINDS, repeat=commits))
+    some = Random(commits).sample(combinations, min(SAMPLE, len(combinations)))
+    node, cases, numbers = Node(tmp_path), [], itertools.count()
+    for kinds in some:
+        told = [etag for what, etag in kinds if what in ("own", "again")]
+        if len(set(told)) < len(told) or is_lost(kinds):
+            continue
+        for variant in range(len(list(lying_at(kinds, "")))):
+            for order in itertools.permutations(range(commits)):
+                path = str(next(numbers))
+                lying = list(lying_at(kinds, path))[variant]
+                cases.append(Case(kinds, order, lying, path))
+    for case in cases:
+        for number in case.order:
+            change = Change(operations=operations(case.kinds[number], case.path, number))
+            record = merged([change], writer_of(number), at(time_of(number)), range(1000))
+            answers = outdated(node, record, case.lying)
+            node.applier.apply(record, archive(record.time, record.writer), outdated=answers)
+    node.list(*(case.lying for case in cases if case.lying is not None))
+    expected = raw_lake(cases)
+    wrong = [
+        (case, found, should_be)
+        for case in cases
+        if (found := shown(node, case.path)) != (should_be := expected.get(case.path, "nothing"))
+    ]
+    assert not wrong
+    assert len(cases) > 500
