@@ -213,7 +213,7 @@ class Oracle:
             return self._check_absent(path, versions, tree)
         if data == DIRECTORY and (
             any(below.startswith(path + "/") for below in tree)
-            or any(map(self._is_written_below, [path, *self.moved_from(path)]))
+            or any(map(self._is_changed_below, [path, *self.moved_from(path)]))
         ):
             return ""
         found = [version for version in versions if data in self._bytes_of(version)]
@@ -277,14 +277,16 @@ class Oracle:
         below = [each for where, some in self.removals.items() if where.startswith(path + "/") for each in some]
         return bool(self.last_remover(path)) and any(not each.is_withdrawn for each in below)
 
-    def _is_written_below(self, path: str) -> bool:
-        """A directory that one node removed while another wrote into it stays."""
+    def _is_changed_below(self, path: str) -> bool:
+        """A directory that one node removed while another changed something in it stays."""
         removers = {removal.node for removal in self.removals[path]}
+        changes: tuple[Mapping[str, list[Version]] | Mapping[str, list[Removal]], ...] = self.versions, self.removals
         return any(
-            version.node != "everybody" and not version.is_withdrawn and {version.node} != removers
-            for below, versions in self.versions.items()
+            change.node != "everybody" and not change.is_withdrawn and {change.node} != removers
+            for changed in changes
+            for below, some in changed.items()
             if below.startswith(path + "/")
-            for version in versions
+            for change in some
         )
 
     def moved_from(self, path: str) -> set[str]:
