@@ -353,6 +353,9 @@ class Application:
     # -- what is gone
 
     def _bury(self, step: _Step, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0) -> None:
+        current = step.current
+        if current is not None and current.is_plain and current.stamp > floor:  # what lies there is the file
+            stamp, floor = max(stamp, floor), 0
         step.tombstone = bury(step.tombstone, stamp, floor=floor, etag=etag, at=at)
         self._changes.tombstones[step.raw] = step.tombstone
 
@@ -406,8 +409,9 @@ class Application:
         else:
             if current is not None and _is_elsewhere(current) and current.stamp > 0:
                 self._bury_replaced(step, current, place.etag)
-            if is_again and step.tombstone is not None:
-                step.tombstone = without(step.tombstone, place.etag)
+            if step.tombstone is not None:
+                rest = without(step.tombstone, place.etag) if is_again else step.tombstone
+                step.tombstone = msgspec.structs.replace(rest, floor=0)
         if step.tombstone != before:
             self._changes.tombstones[step.raw] = step.tombstone
 

@@ -205,6 +205,10 @@ class _Grave:
     def without(self, etag: str) -> _Grave:
         return _Grave(self.newest, self.floor, {known: at for known, at in self.gone.items() if known != etag})
 
+    def without_floor(self) -> _Grave:
+        """What lies at the key of the path is the file, whatever its date."""
+        return _Grave(max(self.newest, self.floor), _BEFORE_ALL, self.gone)
+
     def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:
         if etag in self.gone:
             return mtime_ns < self.gone[etag].time + PUT_AGAIN_AFTER_S * NS
@@ -523,8 +527,7 @@ class _State:
             return False
         if known is not None and is_elsewhere:
             self._bury_replaced(path, known, etag)
-        if is_again:
-            self.graves[path] = self._grave(path).without(etag)
+        self.graves[path] = (self._grave(path).without(etag) if is_again else self._grave(path)).without_floor()
         return True
 
     def _names(self, order: _Order, operation: _Operation, known: _File) -> bool:
@@ -548,7 +551,8 @@ class _State:
             if hides and not (is_elsewhere and known is not None and known.hides == hides):
                 grave = grave.bury(_BEFORE_ALL, etag=hides, at=order)
             if not is_elsewhere:
-                grave = grave.bury(_BEFORE_ALL, order)
+                is_later = known is not None and known.order > order
+                grave = grave.bury(order, _BEFORE_ALL if is_later else order)
                 if known is not None and (known.order < order or self._names(order, operation, known)):
                     grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
                     del self.files[path]
@@ -557,7 +561,7 @@ class _State:
         if is_back and place is not None:
             if is_elsewhere and known is not None:
                 self._bury_replaced(path, known, place.etag)
-            self.graves[path] = self._grave(path).without(place.etag)
+            self.graves[path] = self._grave(path).without(place.etag).without_floor()
             return True
         if known is not None and known.own_etag(path) not in ("", hides):
             grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
@@ -585,7 +589,8 @@ class _State:
             is_later = known.is_put_again and known.order > order and known.own_etag(path) == hides
             is_moot = is_later if is_own else hides in ("", known.hides)
         if not is_moot:
-            floor = order if operation.is_by_date or not hides else _BEFORE_ALL
+            is_later = is_own and known is not None and known.order > order
+            floor = order if (operation.is_by_date or not hides) and not is_later else _BEFORE_ALL
             self.graves[path] = self._grave(path).bury(order, floor, hides, order)
         return removes
 

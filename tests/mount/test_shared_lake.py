@@ -1,0 +1,133 @@
+"""Mounts of one lake that rename and write beside each other for long: what was acknowledged is there at the end.
+
+LAKEFS_TEST_SHARED_FILES (1000; 120 in `make test`) is the number of files of a renamed directory that are replaced
+meanwhile, LAKEFS_TEST_SHARED_S (600; 15 in `make test`) how long three mounts change a lake beside `gc`, and
+LAKEFS_TEST_SHARED_SEED (the time) what they do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from tests.mount.conftest import LakeMaker
+from tests.mount.lakes import Lake, eventually, scale
+from tests.mount.test_commits import another
+from tests.mount.test_commits_nodes import EXPECTED, change_something, settled, tree
+
+FILES = scale("SHARED_FILES", 1000, short=120)
+SECONDS = scale("SHARED_S", 600, short=15)
+SEED = scale("SHARED_SEED", int(time.time()))
+ROUND = 40
+"""Files of one directory that is renamed."""
+OPTIONS = ("--refresh", "1", "--metadata-ttl", "2", "--delete-after", "6")
+SETTLED_S = 12.0
+"""Longer than superseded objects stay and other nodes take to hear of a commit."""
+
+
+def replace_beside_rename(renaming: Path, writing: Path, directory: str, renamed: str) -> dict[str, set[str]]:
+    """One node renames a directory; the other closes files in it, makes it again, and publishes new ones by rename.
+    Answers what each path may show then."""
+    names = [f"f{number}" for number in range(ROUND)]
+    (renaming / directory).mkdir()
+    for name in names:
+        (renaming / directory / name).write_text(f"first {directory}/{name}")
+    eventually(lambda: len(os.listdir(writing / directory)) == ROUND, "the other node lists the directory")
+    opened = [(writing / directory / name).open("w") for name in names]
+    for name, file in zip(names, opened, strict=True):
+        file.write(f"written {directory}/{name}")
+    (renaming / directory).rename(renaming / renamed)
+    expected = {f"{renamed}/{name}": {f"first {directory}/{name}"} for name in names}
+    for name, file in zip(names, opened, strict=True):
+        with suppress(OSError):  # then it is not acknowledged
+            file.close()
+        expected[f"{renamed}/{name}"].add(f"written {directory}/{name}")
+    (writing / directory).mkdir(exist_ok=True)
+    for name in names:
+        new, path = writing / directory / f".{name}", writing / directory / name
+        new.write_text(f"published {directory}/{name}")
+        new.rename(path)
+        expected[f"{directory}/{name}"] = {f"published {directory}/{name}"}
+    return expected
+
+
+def test_files_published_where_another_node_renamed_their_directory_are_there(
+    make_lake: LakeMaker, tmp_path: Path
+) -> None:
+    lake = make_lake("seaweedfs", *OPTIONS, "--pack", "never").mount()
+    expected: dict[str, set[str]] = {}
+    with another(lake, tmp_path) as other:
+        for number in range(FILES // ROUND):
+            expected |= replace_beside_rename(lake.path, other.path, f"d{number}", f"e{number}")
+        time.sleep(SETTLED_S)
+        with another(lake, tmp_path) as fresh:
+            for node in (lake, other, fresh):
+                shown = tree(node.path)
+                wrong = {
+                    path: shown.get(path, "nothing") for path, texts in expected.items() if shown.get(path) not in texts
+                }
+                assert not wrong, f"{len(wrong)} of {len(expected)}"
+
+
+def collect(lake: Lake, until: threading.Event, problems: list[str]) -> None:
+    """`gc`, again and again, with a grace period in which every node hears of what was committed."""
+    while not until.is_set():
+        done = lake.cli("gc", lake.source, *_store_options(lake), "--grace", "8", "--json")
+        if done.returncode:
+            problems.append(done.stderr)
+        until.wait(1.0)
+
+
+def _store_options(lake: Lake) -> tuple[str, ...]:
+    """Those of the mount that say where its store is."""
+    if "--endpoint-url" not in lake.options:
+        return ()
+    at = lake.options.index("--endpoint-url")
+    return lake.options[at : at + 2]
+
+
+def test_every_name_can_be_read_after_renames_beside_gc(make_lake: LakeMaker, tmp_path: Path) -> None:
+    """Three mounts rename, write, unlink and pack at random, and `gc` collects meanwhile."""
+    lake = make_lake("seaweedfs", *OPTIONS).mount()
+    for name in ("a", "b", "a/c", "b/d"):
+        (lake.path / name).mkdir()
+    lake.sync()
+    ends_at = time.monotonic() + SECONDS
+    until, problems = threading.Event(), list[str]()
+    with ExitStack() as stack:
+        nodes = [lake, *(stack.enter_context(another(lake, tmp_path)) for _ in range(2))]
+
+        def work(root: Path, number: int) -> None:
+            rng = random.Random(f"{SEED} {number}")
+            turn = 0
+            while time.monotonic() < ends_at:
+                turn += 1
+                try:
+                    change_something(root, rng, f"{number}-{turn}" * rng.choice((1, 5000)))
+                except OSError as error:
+                    if error.errno not in EXPECTED:
+                        problems.append(repr(error))
+                time.sleep(rng.choice((0, 0.01, 0.3)))
+
+        workers = [threading.Thread(target=work, args=(node.path, number)) for number, node in enumerate(nodes)]
+        collector = threading.Thread(target=collect, args=(lake, until, problems))
+        for thread in (*workers, collector):
+            thread.start()
+        for thread in workers:
+            thread.join()
+        until.set()
+        collector.join()
+        assert not problems, f"seed {SEED}"
+        for node in nodes:
+            assert node.cli("flush", str(node.path)).returncode == 0
+        time.sleep(SETTLED_S)
+        eventually(lambda: len({json.dumps(settled(node), sort_keys=True) for node in nodes}) == 1, "all show the same tree", 30.0)
+        shown = tree(lake.path)  # reads every file
+        nodes.append(stack.enter_context(another(lake, tmp_path)))
+        assert all(tree(node.path) == shown for node in nodes), f"seed {SEED}"
+        print(f"seed {SEED}: {len(shown)} names, {len(lake.outside.objects())} objects")
