@@ -23,7 +23,7 @@ from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.blockcache.object_version import Extent
 from lakefs_fuse.commits.archive import ArchiveBuilder, Member, fd_sink
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
-from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Record, Relocate
+from lakefs_fuse.commits.record import COMMITS, OWN, THIS, ObjectRef, Operation, Record, Relocate
 from lakefs_fuse.config import MIB
 from lakefs_fuse.errors import LakeError, NotFound
 from lakefs_fuse.meta.entry import Entry, Flag
@@ -52,7 +52,7 @@ class RelocationBuilder:
     """Builds the operations of one commit, and the objects that they refer to."""
 
     objects: list[ObjectRef] = field(default_factory=lambda: [ObjectRef()])
-    operations: list[Relocate] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
     _numbers: dict[ObjectRef, int] = field(default_factory=dict)
 
     def add(self, path: str, entry: Entry, source: Extent, target: int, offset: int, hides: str) -> None:

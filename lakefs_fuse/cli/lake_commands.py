@@ -221,16 +221,32 @@ def gc(
 @option("--quick", is_flag=True, help="Check change records and references, and do not read the bytes of files.")
 @option("--repair", is_flag=True, help="Move unusable commits aside, and point names with damaged bytes at intact "
         "copies. The last copy of a file is never deleted.")  # fmt: skip
+@option("--rebind", is_flag=True, help="Instead of checking: name the ETags that objects have now. Use it right "
+        "after other tools copied or re-encrypted the lake, before any mount. --quick compares sizes.")  # fmt: skip
+@dry_run_option
 @option("--cache-dir", type=click.Path(exists=True, file_okay=False), metavar="DIR", help="Cache directory of a node "
         "that is not mounted. Set it to name the files of packs that are missing.")  # fmt: skip
 @json_option
 @store_options
-def fsck(source: str, quick: bool, repair: bool, cache_dir: str | None, as_json: bool, **options: Any) -> int:
+def fsck(
+    source: str,
+    quick: bool,
+    repair: bool,
+    rebind: bool,
+    dry_run: bool,
+    cache_dir: str | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
     """Check every commit, reference and checksum of a lake.
 
     Prints each damaged object with the files that it affects. Exit code 0 if nothing is damaged, else 1.
     """
-    args = FsckArgs(quick=quick, repair=repair, cache_dir=absolute(cache_dir))
+    if rebind and (repair or cache_dir is not None):
+        raise click.UsageError("--rebind cannot be combined with --repair or --cache-dir")
+    if dry_run and not rebind:
+        raise click.UsageError("--dry-run is for --rebind: without --repair, fsck changes nothing")
+    args = FsckArgs(quick=quick, repair=repair, rebind=rebind, dry_run=dry_run, cache_dir=absolute(cache_dir))
     return run_offline("fsck", find_place(source, options), args, as_json=as_json)
 
 

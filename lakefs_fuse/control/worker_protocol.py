@@ -88,10 +88,13 @@ class SnapshotArgs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FsckArgs(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `fsck`. ``cache_dir``: of a node, which may know names that the store has lost."""
+    """Of `fsck`. ``cache_dir``: of a node, which may know names that the store has lost. ``rebind``: name the present
+    ETags of objects, and check nothing else; ``dry_run`` is for that."""
 
     quick: bool = False
     repair: bool = False
+    rebind: bool = False
+    dry_run: bool = False
     cache_dir: str | None = None
 
 

@@ -61,13 +61,17 @@ class Command:
     """Whether the command, with these arguments, changes the lake, for which its features have to be known."""
 
 
+def _fsck_writes(args: protocol.FsckArgs) -> bool:
+    return args.repair or (args.rebind and not args.dry_run)
+
+
 COMMANDS = {
     "checkpoint": Command(protocol.CheckpointArgs, "admin.checkpoints:run_checkpoint", writes=lambda args: False),
     "checkpoint-verify": Command(protocol.VerifyArgs, "admin.checkpoints:run_verify", writes=lambda args: False),
     "relocate": Command(protocol.RelocateArgs, "admin.commands:run_relocate", probes=True),
     "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True),
     "gc": Command(protocol.GcArgs, "admin.commands:run_gc"),
-    "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", writes=lambda args: bool(args.repair)),
+    "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", writes=_fsck_writes),
     "snapshot": Command(protocol.SnapshotArgs, "admin.commands:run_snapshot"),
     "ingest": Command(protocol.IngestArgs, "daemon.ingest_command:run_ingest"),
     "upgrade": Command(protocol.UpgradeArgs, "admin.upgrade:run_upgrade", probes=True),

@@ -140,6 +140,11 @@ class Objects:
         batch.rows[_number_key(row.number)] = _pack(row)
         batch.rows[_name_key(row.key, row.etag)] = schema.NUMBER.pack(row.number)
 
+    def rename(self, batch: Batch, row: ObjectRow, etag: str) -> None:
+        """The same object has another ETag, which no row has yet."""
+        batch.rows[_name_key(row.key, row.etag)] = None
+        self._put(batch, msgspec.structs.replace(row, etag=etag))
+
     def forget(self, batch: Batch, row: ObjectRow) -> None:
         """The object is gone from the store."""
         batch.rows[_number_key(row.number)] = batch.rows[_name_key(row.key, row.etag)] = None

@@ -76,11 +76,18 @@ def has_local_changes(database: Database) -> bool:
 class Dump:
     """The rows of one moment, file by file (`next_file`), into a directory. See the module's head for threads.
 
-    ``applied_since``: commits older than this time need not be told to have been applied.
+    ``applied_since``: commits older than this time need not be told to have been applied. ``files_before``: numbers of
+    files that are not to be used again.
     """
 
     def __init__(
-        self, database: Database, directory: Path, *, applied_since: int, file_bytes_max: int = FILE_BYTES_MAX
+        self,
+        database: Database,
+        directory: Path,
+        *,
+        applied_since: int,
+        file_bytes_max: int = FILE_BYTES_MAX,
+        files_before: int = 0,
     ) -> None:
         self.marks = marks_of(database)
         self.names = self.directories = self.bytes = self.entries = 0
@@ -88,7 +95,7 @@ class Dump:
         self._directory, self._file_bytes_max = directory, file_bytes_max
         self._rows = self._rows_of_names(database.frozen(schema.NAME_KINDS[0]), applied_since)
         self._ahead = next(self._rows, None)
-        self._files = 0
+        self._files = files_before
 
     def _rows_of_names(
         self, everything: Iterator[tuple[bytes, bytes]], applied_since: int

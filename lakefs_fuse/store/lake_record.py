@@ -185,6 +185,12 @@ def change_record(store: ObjectStore, clock: Clock, change: Callable[[LakeRecord
     raise failure
 
 
+def without_findings(record: LakeRecord | None) -> LakeRecord:
+    """A change of a record: the store is probed again by the next mount."""
+    assert record is not None
+    return replace(record, stores=())
+
+
 def _write(store: ObjectStore, record: LakeRecord, etag: str, clock: Clock) -> None:
     body = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
     if not etag:

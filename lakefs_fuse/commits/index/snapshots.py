@@ -106,6 +106,18 @@ async def write(
     return await write_index(client, threads, dump, time=time, horizon=horizon, wrote=wrote, prefix=prefix_of(name))
 
 
+async def replace(client: StoreClient, threads: Threads, name: str, before: Manifest, dump: tables.Dump) -> None:
+    """Store what is dumped, into files of other names, in place of the rows of a snapshot: the PUT of the manifest is
+    the moment. A crash leaves files that no manifest names, which deleting the snapshot takes away."""
+    prefix = prefix_of(name)
+    time, horizon = before.time, before.horizon
+    await write_index(client, threads, dump, time=time, horizon=horizon, wrote=lambda _: None, prefix=prefix)
+    failed = await client.delete_many([prefix + file.name for file in before.files])
+    if failed:
+        key, why = next(iter(failed.items()))
+        raise LakeError(f"{key} cannot be removed: {why}")
+
+
 async def check_free(client: StoreClient, name: str) -> None:
     """Raises ConfigError where a snapshot has this name."""
     try:
