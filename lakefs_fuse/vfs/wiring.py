@@ -38,6 +38,7 @@ from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.durability import Durability
 from lakefs_fuse.vfs.files.drafts import Drafts
 from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.late_objects import LateObjects
 from lakefs_fuse.vfs.files.verification import verification
 from lakefs_fuse.vfs.filesystem import Filesystem
 from lakefs_fuse.vfs.namespace.foreign_objects import ForeignObjects
@@ -274,7 +275,8 @@ class Assembly:
         incomplete = IncompleteFiles(
             ground.database, namespace, files, services, self.recovery, self._commits.read_again
         )
-        io = FileIO(namespace, drafts, self._reader, publisher, incomplete, self.renamed, poll)
+        late = LateObjects(self._commits.clock.wall_ns, config.store.retry_timeout_s, read_only=config.read_only)
+        io = FileIO(namespace, drafts, self._reader, publisher, incomplete, self.renamed, late, poll)
         names = NameChanges(namespace, self.committer, writeback, clock)
         unlinker = Unlinker(ground.database, drafts, io, self._reader, self.committer, writeback, clock)
         preparation = RenamePreparation(

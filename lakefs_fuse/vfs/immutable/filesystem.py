@@ -38,6 +38,7 @@ from lakefs_fuse.metrics import Metrics, Unfinished
 from lakefs_fuse.product import XATTR_LOCATION, XATTR_STATE
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
+from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
 from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.files.verification import verification
 from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
@@ -76,6 +77,7 @@ class ImmutableFilesystem:
         verified = verification(lake.client, lake.metrics, read_only=True)
         disk = AsyncBlockCache(lake.cache, nursery, lake.node.threads, lake.node.clock)
         self._reader = BlockReader(lake.client, disk, lake.metrics.cache, nursery, verified=verified)
+        self._late = LateObjects(lake.node.clock.wall_ns, lake.config.store.retry_timeout_s, read_only=True)
         self._readings: OrderedDict[int, Reading] = OrderedDict()
         self._gone = self._refreshes = 0
         self._refreshing = trio.Lock()
@@ -210,15 +212,21 @@ class ImmutableFilesystem:
             return b""
         length = min(length, extent.size - offset)
         ahead = reading.readahead if extent.is_whole else None
-        try:
-            begin = extent.offset + offset
-            return await self._reader.read(
-                extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around
-            )
-        except FileError as error:
-            if error.errno == errno.ESTALE:
-                self._log_gone(extent)
-            raise
+        begin = extent.offset + offset
+        wait: Wait | None = None
+        while True:
+            try:
+                return await self._reader.read(
+                    extent.version, begin, length, ahead, jumps=not extent.is_whole, around=around
+                )
+            except FileError as error:
+                if error.errno == errno.ESTALE and self._late.is_expected(reading.entry, error):
+                    wait = wait or self._late.wait()
+                    if await wait.pause():
+                        continue
+                if error.errno == errno.ESTALE:
+                    self._log_gone(extent)
+                raise
 
     def _reading(self, inode: int) -> Reading:
         reading = self._readings.get(inode)
@@ -266,7 +274,8 @@ class ImmutableFilesystem:
         if self._gone <= GONE_LINES_MAX:
             log.error(
                 "%s is gone from the store (gc, or somebody replaced it): `lakefs-fuse refresh %s` moves the mount to "
-                "what is there now", extent.version.key, self.config.mountpoint,
+                "what is there now. If other tools copied or encrypted the lake, unmount it and run `lakefs-fuse fsck "
+                "--rebind`", extent.version.key, self.config.mountpoint,
             )  # fmt: skip
 
     # -- what the control socket asks

@@ -31,6 +31,7 @@ from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.upload.draft import Draft, DraftEnded
 from lakefs_fuse.vfs.files.drafts import Drafts
+from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
@@ -42,6 +43,8 @@ REPLACED_MAX = 3
 WAIT_S_MAX = 5.0
 """OPEN waits no longer for the GET, which goes on, and which READ then waits for: the store may be away."""
 DIRECTORIES_MAX = 1024
+KEYS_GONE_MAX = 1024
+"""Objects of which the log says that they are gone."""
 log = logging.getLogger(__name__)
 
 
@@ -56,9 +59,11 @@ class FileIO:
         publisher: Publisher,
         incomplete: IncompleteFiles,
         renamed: RenamedObjects,
+        late: LateObjects,
         poll: Callable[[], Awaitable[object]],
     ) -> None:
         """``poll`` applies what others committed."""
+        self._late, self._keys_gone = late, dict[str, None]()
         self._ns, self._files, self._drafts = namespace, drafts.files, drafts
         self._reader, self._publisher, self._renamed, self.poll = reader, publisher, renamed, poll
         self.close, self.publish, self.set_aside = publisher.close, publisher.publish, incomplete.set_aside
@@ -73,6 +78,7 @@ class FileIO:
                 return await file.draft.read(offset, length)
             except DraftEnded:
                 await self._wait_published(file)
+        wait: Wait | None = None
         while True:
             extent = file.extent
             if extent is None or offset >= extent.size:
@@ -87,8 +93,25 @@ class FileIO:
                 if file.extent == extent:
                     await self.poll()
                 if file.extent == extent:
+                    if self._late.is_expected(file.entry, error) and self._ns.tree.entry(file.entry.inode) is not None:
+                        wait = wait or self._late.wait()
+                        if await wait.pause():
+                            continue
                     await self.renew(file.entry)  # for who opens it next
+                    if file.entry.place and file.extent == extent:
+                        self._log_gone(file, extent.version.key)
                     raise
+
+    def _log_gone(self, file: OpenFile, key: str) -> None:
+        """Bytes that a commit names are not where it says: once for each object."""
+        if key in self._keys_gone or len(self._keys_gone) >= KEYS_GONE_MAX:
+            return
+        self._keys_gone[key] = None
+        log.error(
+            "%s cannot be read: the store does not have the version of %s that commits name. If other tools copied or "
+            "encrypted the lake, unmount it and run `lakefs-fuse fsck --rebind`; else run `lakefs-fuse fsck`",
+            file.key, key,
+        )  # fmt: skip
 
     # -- writing
 
@@ -196,7 +219,8 @@ class FileIO:
                 with trio.move_on_after(WAIT_S_MAX):
                     await self._reader.read(self._version(entry), 0, 1, Readahead())
             except FileError as error:
-                return error.errno != errno.ESTALE  # READ answers any other error
+                # READ waits for an object that is late, and answers any other error.
+                return error.errno != errno.ESTALE or self._late.is_expected(entry, error)
         return True
 
     async def renew(self, entry: Entry) -> Entry | None:
