@@ -128,6 +128,7 @@ class Rebinder:
         self._whole_same = self._whole_changed = 0
         """Objects stored in one piece whose ETags are as named, and those whose are not."""
         self._builder = RelocationBuilder()
+        self._has_hidden = False
 
     async def run(self) -> Rebound:
         """Raises LakeError; what was committed by then stays, and another run continues."""
@@ -141,7 +142,7 @@ class Rebinder:
         await self._rebind_elsewhere()
         await self._rebind_own()
         await self._commit()
-        if self.done.files or self.done.hidden:
+        if self.done.files or self._has_hidden:
             await self._write_index()
         return self.done
 
@@ -329,8 +330,7 @@ class Rebinder:
         """Hide the plain object at the key of a file whose bytes are elsewhere, or of a link, by its present ETag."""
         if entry.etag == meta.etag or meta.mtime_ns + NS <= entry.stamp:
             return
-        if self._lake.tree.objects.used(meta.key) is None:
-            self._hidden(meta)
+        self._report_hidden(meta)
         if self._dry_run:
             return
         tree = self._lake.tree
@@ -365,7 +365,7 @@ class Rebinder:
             is_same = tombstone.etag == meta.etag
             if tombstone.hides(meta.etag, meta.mtime_ns) or (not is_same and self._is_another(tombstone.etag)):
                 return
-        self._hidden(meta)
+        self._report_hidden(meta)
         if not self._dry_run:
             self._builder.operations.append(Remove(path, is_marker, "" if is_marker else meta.etag))
             await self._commit_if_full()
@@ -375,7 +375,10 @@ class Rebinder:
         is_whole = bool(removed) and "-" not in removed
         return is_whole and self._whole_same > 0 and not self._whole_changed
 
-    def _hidden(self, meta: ObjectMeta) -> None:
+    def _report_hidden(self, meta: ObjectMeta) -> None:
+        self._has_hidden = True
+        if self._lake.tree.objects.used(meta.key) is not None:
+            return  # it is the file of another name
         self.done.hidden += 1
         self._note(f"hidden: {meta.key}: commits removed or replaced this name")
 
