@@ -130,6 +130,8 @@ class Checked:
             f"{self.commits:,} commits ({self.bytes_read:,} bytes read) and {self.files:,} files checked: "
             + (f"{len(self.problems):,} problems, {hurt:,} files hurt" if self.problems else "clean")
         )
+        if any(problem.kind in (Kind.CHANGED, Kind.MISSING) for problem in self.problems):
+            lines.append("if other tools have copied or encrypted the lake, run fsck --rebind")
         if self.gone:
             lines.append(f"{self.gone:,} files are gone because others deleted their plain objects, which is no damage")
         if self.unsettled:
