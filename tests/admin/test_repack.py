@@ -41,10 +41,12 @@ async def pack(
         )
 
 
-async def unpack(store: MemoryStore, clock: Clock, path: str = "", *, dry_run: bool = False) -> Unpacked:
+async def unpack(
+    store: MemoryStore, clock: Clock, path: str = "", *, packed: bool = True, dry_run: bool = False
+) -> Unpacked:
     notes: list[str] = []
     async with headless(store, clock) as view:
-        done = await repack.unpack(view, path, dry_run=dry_run, report=silent, note=notes.append)
+        done = await repack.unpack(view, path, packed=packed, dry_run=dry_run, report=silent, note=notes.append)
     assert len(notes) == done.left
     return done
 
@@ -237,6 +239,33 @@ async def test_renamed_objects_are_packed_and_theirs_deleted(store: MemoryStore,
     assert plain(store) == []
     clock.advance(5)
     assert await fresh(store, clock, tmp_path) == expected
+
+
+async def test_relocate_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:
+    async with lake(store, tmp_path / "node", clock=clock, delete_after_s=1e6) as mounted:
+        await mounted.rename("data/deep", "moved")
+        await mounted.fs.sync_names()
+    clock.advance(600)
+    expected = {path.replace("data/deep", "moved"): data for path, data in FILES.items()}
+    original, at, ended = dict(store.objects), 0, False
+    while not ended:
+        for when in ("before", "after"):
+            store.objects = dict(original)
+            store.hook = Failures(_nth(at), StoreError("killed"), when=when)
+            try:
+                await unpack(store, clock, packed=False)
+                ended = True
+            except StoreError:
+                pass
+            store.hook = lambda _request, _when: None
+            clock.advance(5)
+            assert await fresh(store, clock, tmp_path) == expected
+            await unpack(store, clock, packed=False)
+            clock.advance(5)
+            assert await fresh(store, clock, tmp_path) == expected
+            assert {path for path in expected if path.startswith("moved/")} <= set(plain(store))
+        at += sized(3, 1)
+    assert at > 3
 
 
 async def test_a_key_that_another_name_needs_is_left_alone(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:

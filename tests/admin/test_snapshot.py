@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import INDEX, Manifest, manifests
 from lakefs_fuse.commits.record import COMMITS, Mkdir, Remove, Symlink
-from lakefs_fuse.errors import LakeError, StoreError
+from lakefs_fuse.errors import LakeError, NotFound, StoreError
 from lakefs_fuse.meta import sorted_tables as tables
 from lakefs_fuse.meta.tree import Tree
 from tests.admin.lakes import commits, dataset, give_commit, give_pack, headless, silent
@@ -308,6 +309,40 @@ async def test_killed_at_any_request_and_run_again(store: MemoryStore, clock: Cl
         if seen <= at:
             break
     assert at >= 4
+
+
+async def test_named_snapshot_killed_at_any_request_is_whole_or_absent(store: MemoryStore, clock: Clock) -> None:
+    original, at, ended = dict(store.objects), 0, False
+    while not ended:
+        store.objects, seen = dict(original), 0
+
+        def fail(request: Request, when: str, at: int = at) -> None:
+            nonlocal seen
+            if when == "before" and request.what in ("put", "delete", "delete_many"):
+                seen += 1
+                if seen > at:
+                    raise StoreError("killed")
+
+        store.hook = fail
+        async with headless(store, clock) as view:
+            try:
+                await fold(view, name="v1", report=silent)
+                await snapshots.delete(view.client, "v1")
+                ended = True
+            except StoreError:
+                pass
+            store.hook = lambda _request, _when: None
+            try:
+                manifest = await snapshots.fetch_manifest(view.client, "v1")
+            except NotFound:
+                await fold(view, name="v1", report=silent)
+                manifest = await snapshots.fetch_manifest(view.client, "v1")
+            kept = {key for key in store.objects if key.startswith(".lakefs/snapshots/v1/")}
+            named = {f".lakefs/snapshots/v1/{file.name}" for file in manifest.files}
+            assert kept == named | {".lakefs/snapshots/v1/manifest", ".lakefs/snapshots/v1/objects"}
+            assert await snapshots.kept_objects(view.client)
+        at += 1
+    assert at >= 5
 
 
 async def test_an_empty_lake(clock: Clock, tmp_path: Path) -> None:

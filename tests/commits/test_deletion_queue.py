@@ -111,6 +111,20 @@ async def test_what_failed_is_tried_again_after_a_restart(tmp_path: Path) -> Non
         assert (site.store.objects, a.deletions.waiting) == ({}, 0)
 
 
+async def test_deletion_that_was_made_and_not_recorded_is_forgotten_by_the_next_daemon(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        doom(a, *give(site, "x"))
+        site.store.hook = Failures(is_delete, Unavailable("its answer was lost"), when="after")
+        with pytest.raises(LakeError):
+            await delete_all_due(a.deletions)
+        assert (site.store.objects, a.deletions.waiting) == ({}, 1)
+    with site.daemon("a") as a:
+        deleted = site.store.count("delete")
+        await delete_all_due(a.deletions)
+        assert (a.deletions.waiting, site.store.count("delete")) == (0, deleted)
+
+
 @pytest.mark.parametrize("count", [1, 5])
 async def test_same_bytes_that_were_put_since_the_removal_stay(tmp_path: Path, count: int) -> None:
     """They have the same ETag; the store dates them later. Asked for one by one, or listed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,31 @@ async def test_the_log_says_how_far_the_listing_is(
         await until(lambda: "listing: 32 names so far" in caplog.messages)
         assert second.reached.is_set()
         second.resume()
+
+
+async def test_state_that_was_not_finished_is_removed_by_the_next_daemon(tmp_path: Path) -> None:
+    """A daemon died while it made a state, or before it removed the one that it had replaced."""
+    store, metrics, node = MemoryStore(), Metrics(), Node.of_this_machine()
+    store.put("name", b"x")
+    client = store_client(store, store.capabilities, metrics.store)
+    config = MountConfig(
+        store=StoreConfig(source=Source("file", "/nowhere", "")),
+        mountpoint="/nowhere",
+        cache_dir=str(tmp_path),
+        free_bytes_min=0,
+        immutable=True,
+        mounting="the same mount command",
+    )
+
+    async def names() -> list[bytes]:
+        async with open_immutable(config, client, metrics, node=node) as fs:
+            return [entry.name for entry in fs.readdir(fs.top, 0)]
+
+    assert await names() == [b"name"]
+    store.put("later", b"x")
+    states_there = tmp_path / "states"
+    (first,) = states_there.iterdir()
+    shutil.copytree(first, states_there / "00000005")  # complete, and newer
+    (states_there / "00000007").mkdir()  # without its note
+    assert await names() == [b"name"]
+    assert [path.name for path in states_there.iterdir()] == ["00000005"]

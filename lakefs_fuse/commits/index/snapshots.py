@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import aclosing
 from pathlib import Path
 
 import msgspec
@@ -136,11 +137,12 @@ async def delete(client: StoreClient, name: str) -> None:
 
 
 async def _clear(client: StoreClient, name: str) -> None:
-    async for page in client.list_all(prefix_of(name)):
-        failed = await client.delete_many([meta.key for meta in page.objects])
-        if failed:
-            key, why = next(iter(failed.items()))
-            raise LakeError(f"{key} cannot be removed: {why}")
+    async with aclosing(client.list_all(prefix_of(name))) as pages:
+        async for page in pages:
+            failed = await client.delete_many([meta.key for meta in page.objects])
+            if failed:
+                key, why = next(iter(failed.items()))
+                raise LakeError(f"{key} cannot be removed: {why}")
 
 
 async def kept_objects(client: StoreClient) -> set[str]:
