@@ -918,6 +918,23 @@ async def test_the_name_is_missing(tmp_path: Path) -> None:
     assert (await others_see(store, tmp_path))["d/file"] == noise(1, 100)
 
 
+@pytest.mark.parametrize("size", [1, 256 * 1024])
+async def test_small_file_that_was_not_closed_leaves_nothing(tmp_path: Path, size: int) -> None:
+    """Its bytes were in memory only, which no program was promised to keep."""
+    store = MemoryStore()
+    async with writing_back(store, tmp_path / "cache") as m:
+        await m.write("before", b"before")
+        await m.fs.make_durable()
+        for path in ("new", "before"):
+            handle = await (m.create("new") if path == "new" else m.open(path, os.O_RDWR | os.O_TRUNC))
+            await m.fs.write(handle, 0, noise(1, size))
+        dead = die(tmp_path / "cache", tmp_path / "dead")
+    async with writing_back(store, dead) as m:
+        assert m.fs.unfinished() == []
+        assert await m.tree() == {"before": b"before"}
+        assert not [path for path in (dead / "staging").iterdir() if path.stat().st_size]
+
+
 @pytest.mark.parametrize("size", [100, LARGE])
 async def test_the_metadata_is_lost(tmp_path: Path, size: int) -> None:
     """Nothing of what was staged is deleted unasked."""
