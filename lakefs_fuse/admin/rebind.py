@@ -33,7 +33,7 @@ from lakefs_fuse.admin.lake_view import LakeView, scratch_directory
 from lakefs_fuse.admin.relocation import RelocationBuilder
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.admin.work import NS, Report
-from lakefs_fuse.commits.archive_check import verify
+from lakefs_fuse.commits.archive_check import Fault, verify
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import index, snapshots
 from lakefs_fuse.commits.record import OWN, THIS, ObjectRef, Record, Relocate, Remove, SetAttr, Symlink
@@ -168,15 +168,12 @@ class Rebinder:
                     count += 1
                     said.add(operation.path)
                     self._builder.operations.append(again)
-            if len(said) >= OPERATIONS_MAX and not self._dry_run:
+            if len(said) >= OPERATIONS_MAX:
                 await self._commit()
                 said.clear()
         self.done.files += count
-        if self._dry_run:
-            self._builder = RelocationBuilder()
-            return 0
         await self._commit()
-        return count
+        return 0 if self._dry_run else count
 
     def _repetition(self, operation: SetAttr | Relocate, record: Record, this: ObjectRef) -> SetAttr | Relocate | None:
         """The operation with the present ETag of the pack, if the file is still in it and nothing later was said."""
@@ -298,7 +295,8 @@ class Rebinder:
 
     async def _commit(self) -> None:
         builder, self._builder = self._builder, RelocationBuilder()
-        await builder.commit(self._lake)
+        if not self._dry_run:
+            await builder.commit(self._lake)
 
     # -- plain objects at the keys of names
 
@@ -417,7 +415,8 @@ class Rebinder:
             audit = await verify(meta.key, meta.size, fetch)
         except (NotFound, PreconditionFailed):
             return Verdict.WRONG
-        return Verdict.WRONG if audit.problems else Verdict.RIGHT
+        is_damaged = any(problem.fault is not Fault.DIRECTORY for problem in audit.problems)
+        return Verdict.WRONG if is_damaged else Verdict.RIGHT
 
     async def _check_etag(self, meta: ObjectMeta, etag: str) -> Verdict:
         """Compare with the old ETag where it is an MD5; how another program has cut parts is guessed, so that a
@@ -510,5 +509,5 @@ def _why_left(meta: ObjectMeta, etag: str, verdict: Verdict) -> str:
     if verdict is Verdict.UNKNOWN:
         return "names mean several versions of it, and no checksum tells which this is"
     if is_pack_key(meta.key):
-        return "files in it do not have their CRC-32"
+        return "files in it do not have their CRC-32 (if the source is damaged as well, use --quick)"
     return f"its MD5 is not the ETag {etag} that names have (if the source is encrypted with KMS, use --quick)"

@@ -258,7 +258,7 @@ async def test_rebind_leaves_an_object_with_other_bytes(source: BucketStore, clo
     data[1000] ^= 1
     damaged.give(pack, bytes(data))
     done, notes = await rebind(damaged, clock, quick=False)
-    assert f"left as it is: {pack}: files in it do not have their CRC-32" in notes
+    assert any(note.startswith(f"left as it is: {pack}: files in it do not have their CRC-32") for note in notes)
 
 
 async def test_rebind_rewrites_named_snapshots(source: BucketStore, clock: Clock, tmp_path: Path) -> None:
