@@ -228,7 +228,7 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
     if len(inodes) < len(record.moves):
         return []  # several renames in one commit: of one name again, once another had it
     for source, _ in record.moves:
-        _free_from_keys(paths, source)
+        _free_from_keys(paths, source, own)
     moving = [(found, target) for source, target in record.moves if (found := paths.child(source)) is not None]
     batch = Batch()
     for found, _ in moving:
@@ -305,9 +305,10 @@ def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record:
     return ref.key == path and ref.etag == found.etag
 
 
-def _free_from_keys(paths: PathTree, source: str) -> None:
+def _free_from_keys(paths: PathTree, source: str, own: bool) -> None:
     """Plain objects stay at their keys when their names move: from now on the rows say so. Nothing hides at its new
-    path what it hid before, and what is not in the store yet replaces nothing there."""
+    path what it hid before. What is not in the store yet replaces nothing there, whatever it replaced before; but a
+    file goes along with another node's rename of what it replaces."""
     tree, entry = paths.tree, paths.child(source)
     for chunk in _with_all_below(tree, entry, source) if entry is not None else ():
         plain = [(path, found) for path, found in chunk if not found.place and not found.flags & NO_OBJECT]
@@ -331,7 +332,7 @@ def _free_from_keys(paths: PathTree, source: str) -> None:
             for _, found in chunk
             if found.flags & (Flag.LOCAL | Flag.DIRECTORY) == Flag.LOCAL
             and (found.etag or found.stamp)
-            and found is not entry
+            and (own or found is not entry)
         ]
         batch = Batch()
         tree.update_files(batch, changes)

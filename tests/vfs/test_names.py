@@ -122,6 +122,39 @@ async def test_an_exchange_of_a_directory_and_a_link(tmp_path: Path) -> None:
         assert store.data("d/f") == b"f"
 
 
+@pytest.mark.parametrize("is_source", [True, False])
+async def test_exchange_of_a_file_being_written_shows_none_of_it(tmp_path: Path, is_source: bool) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        store.give("d/stored", b"stored")
+        handle = await one.create("new")
+        await one.fs.write(handle, 0, b"half")
+        ends = ("new", "d/stored") if is_source else ("d/stored", "new")
+        await one.rename(*ends, RENAME_EXCHANGE)
+        assert await one.tree() == {"new": b"stored", "d": None, "d/stored": b"half"}
+        await two.poll()
+        clock.advance(2 * TTL_S)
+        assert await two.tree() == {"new": b"stored", "d": None}
+        await one.fs.write(handle, 4, b" and half")
+        await one.close(handle)
+        expected = {"new": b"stored", "d": None, "d/stored": b"half and half"}
+        assert await same_for_all(store, tmp_path, clock, one, two) == expected
+
+
+async def test_exchange_of_two_files_being_written_is_made_here(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        a, b = await one.create("a"), await one.create("b")
+        await one.fs.write(a, 0, b"from a")
+        await one.rename("a", "b", RENAME_EXCHANGE)
+        await one.fs.write(b, 0, b"from b")
+        assert await one.tree() == {"a": b"from b", "b": b"from a"}
+        assert not one.commits()["written"]
+        await one.close(a)
+        await one.close(b)
+        assert await same_for_all(store, tmp_path, clock, one, two) == {"a": b"from b", "b": b"from a"}
+
+
 async def test_a_file_is_renamed_while_it_is_written(tmp_path: Path) -> None:
     """As savers do: temporary file, chmod, rename, close."""
     store, clock = MemoryStore(), Clock()

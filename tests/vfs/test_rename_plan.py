@@ -115,6 +115,14 @@ CASES: dict[str, tuple[RenameFacts, Change]] = {
             objects=[ObjectRef(), ObjectRef("d/f", "e5", 5)], moves=[("d/f", "n")],
         ),
     ),
+    "in an exchange a file that is not stored yet moves here only": (
+        RenameFacts((end("f", "g", COVERING, orphans=(Deletion("f", "old"),)), end("g", "f", OTHER, hides="old"))),
+        Change(
+            operations=[put("f", OTHER, hides="old"), Remove("g", hides="e3")],
+            objects=[ObjectRef(), ObjectRef("g", "e3", 6)], moves=[("f", "g"), ("g", "f")],
+            doomed=[Deletion("f", "old")],
+        ),
+    ),
     "an exchange removes no name": (
         RenameFacts((end("f", "g", FILE, hides="e3"), end("g", "f", OTHER, hides="e2"))),
         Change(
@@ -168,18 +176,21 @@ def test_plan_local_rename_of_the_same_facts_is_the_same_plan(case: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("source", "exchange", "is_writeback", "is_held", "wanted"),
+    ("ends", "is_writeback", "is_held", "wanted"),
     [
-        (LOCAL, False, False, False, Route.LOCAL),
-        (LOCAL, False, True, True, Route.LOCAL),
-        (FILE, False, True, False, Route.JOURNALED),
-        (FILE, False, True, True, Route.JOURNALED),
-        (FILE, True, True, False, Route.COMMITTED),
-        (FILE, True, True, True, Route.HELD),
-        (FILE, False, False, True, Route.HELD),
-        (FILE, False, False, False, Route.COMMITTED),
+        ([LOCAL], False, False, Route.LOCAL),
+        ([LOCAL], True, True, Route.LOCAL),
+        ([FILE], True, False, Route.JOURNALED),
+        ([FILE], True, True, Route.JOURNALED),
+        ([FILE, OTHER], True, False, Route.COMMITTED),
+        ([FILE, OTHER], True, True, Route.HELD),
+        ([FILE], False, True, Route.HELD),
+        ([FILE], False, False, Route.COMMITTED),
+        ([LOCAL, FILE], False, False, Route.COMMITTED),
+        ([FILE, LOCAL], True, True, Route.HELD),
+        ([LOCAL, COVERING], False, False, Route.HELD),
     ],
 )
-def test_route_of_a_rename(source: Entry, exchange: bool, is_writeback: bool, is_held: bool, wanted: Route) -> None:
+def test_route_of_a_rename(ends: list[Entry], is_writeback: bool, is_held: bool, wanted: Route) -> None:
     for _ in range(2):
-        assert route_of(source, exchange=exchange, is_writeback=is_writeback, is_held=is_held) is wanted
+        assert route_of(ends, is_writeback=is_writeback, is_held=is_held) is wanted

@@ -2,7 +2,7 @@
 
 The commit says of everything that moves where it is now and that it is not where it was; the bytes stay. The rows of
 this node keep their inodes. Files that are not in the store yet move here only, and are stored under their new name;
-those that are being written go on under it.
+those that are being written go on under it. In an exchange, what is closed is stored first.
 
 A rename is prepared (`RenamePreparation`), planned from one reading of the facts (`rename_plan`), carried out in one
 commit or one batch, and finished: files in use and the pinner follow. What always holds: facts are read and the plan is
@@ -124,9 +124,10 @@ class Renames:
     async def _rename(self, source: Entry, parent: int, name: bytes, ends: list[Entry], flags: int) -> bool:
         """Whether it has to be flushed before the answer. ``ends`` are what changes places."""
         exchange = len(ends) > 1
+        for entry in ends:
+            await self._preparation.drain_older(entry)
         if exchange:
-            await self._preparation.publish_local(ends)
-        await self._preparation.drain_older(source)
+            await self._preparation.publish_closed(ends)
         if source.flags & Flag.DIRECTORY or exchange:
             for entry in ends:
                 await self._preparation.drain_below(self._names.path(entry))
@@ -136,16 +137,16 @@ class Renames:
             now = self._check_ends(source, parent, name, flags)
             there = self._ns.tree.child(parent, name)
             old, new = self._names.path(now), self._names.path_in(parent, name)
-            opened = None if there is None or (exchange and not now.is_local) else self._files.hold(there.inode)
+            opened = None if there is None or exchange else self._files.hold(there.inode)
             is_held = False
 
             async def execute(_: Entry) -> None:
                 nonlocal is_held
-                if now.flags & Flag.LOCAL:
+                if now.flags & Flag.LOCAL and not exchange:
                     self._check_ends(source, parent, name, flags)
                     self._move_row(source.inode, parent, name)
                 else:
-                    is_held = await self._commit(source, parent, name, flags, opened)
+                    is_held = await self._commit(source, parent, name, flags, ends, opened)
 
             if opened is not None:
                 await self._unlinker.unlink(opened, execute)
@@ -158,11 +159,13 @@ class Renames:
 
     # -- what is in the store
 
-    async def _commit(self, source: Entry, parent: int, name: bytes, flags: int, opened: OpenFile | None) -> bool:
+    async def _commit(
+        self, source: Entry, parent: int, name: bytes, flags: int, ends: list[Entry], opened: OpenFile | None
+    ) -> bool:
         """Whether a flush has to follow."""
         exchange = flags == RENAME_EXCHANGE
-        entry = self._ns.tree.entry(source.inode) or source
-        old, new = self._names.path(entry), self._names.path_in(parent, name)
+        ends = [self._ns.tree.entry(end.inode) or end for end in ends]
+        old, new = self._names.path(ends[0]), self._names.path_in(parent, name)
 
         def plan() -> Change:
             self._check_ends(source, parent, name, flags)
@@ -172,17 +175,20 @@ class Renames:
 
         is_writeback = self._writeback.is_for(old) and self._writeback.is_for(new)
         is_held = bool(self._committer.held_until)
-        route = route_of(entry, exchange=exchange, is_writeback=is_writeback, is_held=is_held)
+        route = route_of(ends, is_writeback=is_writeback, is_held=is_held)
         if route is Route.COMMITTED:
             await self._preparation.hear()
             await self._committer.commit(plan)
-            return False
-        async with self._committer.quiet():
-            if route is Route.JOURNALED:
-                self._withhold_older(source, old)
-                self._names.enqueue(plan(), self._journal_versions(source, new, opened))
-            else:
-                self._committer.enqueue(plan(), self._journal_versions(source, new, opened))
+        else:
+            async with self._committer.quiet():
+                if route is Route.JOURNALED:
+                    self._withhold_older(source, old)
+                    self._names.enqueue(plan(), self._journal_versions(source, new, opened))
+                else:
+                    self._committer.enqueue(plan(), self._journal_versions(source, new, opened))
+        for end in ends:
+            if exchange and end.is_local and (moved := self._ns.tree.entry(end.inode)) is not None:
+                self._files.replaces(moved, "")
         return route is Route.HELD
 
     def _withhold_older(self, source: Entry, path: str) -> None:
@@ -221,7 +227,7 @@ class Renames:
             orphans = tuple(self._names.orphaned(before, entry)) if entry.flags & Flag.LOCAL else ()
             is_end = entry.inode in ends
             names.append(MovedName(before, after, entry, hides.get(after, ""), orphans, is_end))
-        above = self._names.hidden_parent(source)
+        above = self._names.hidden_parent(target if exchange and source.is_local and target is not None else source)
         rows = self._snapshot([*entries, above[1]] if above is not None else entries)
         return RenameFacts(tuple(names), rows, tuple(replaced), above)
 

@@ -7,6 +7,7 @@ change between the two. A crash leaves what that step's one batch, or commit, ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
@@ -28,13 +29,15 @@ class Route(Enum):
     COMMITTED = "it is in the store before the answer"
 
 
-def route_of(source: Entry, *, exchange: bool, is_writeback: bool, is_held: bool) -> Route:
-    """``is_writeback``: of both paths. ``is_held``: the committer holds changes that are not in the store."""
-    if source.flags & Flag.LOCAL:
+def route_of(ends: Sequence[Entry], *, is_writeback: bool, is_held: bool) -> Route:
+    """``ends`` are what changes places: one name, or in an exchange two. ``is_writeback``: of both paths. ``is_held``:
+    the committer holds changes that are not in the store."""
+    is_exchange, is_local = len(ends) > 1, all(end.flags & Flag.LOCAL for end in ends)
+    if is_local and not is_exchange:
         return Route.LOCAL
-    if is_writeback and not exchange:
+    if is_writeback and not is_exchange:
         return Route.JOURNALED
-    return Route.HELD if is_held else Route.COMMITTED
+    return Route.HELD if is_held or is_local else Route.COMMITTED  # of files that are only here no commit tells
 
 
 class MovedName(msgspec.Struct, frozen=True):
@@ -56,8 +59,8 @@ class MovedName(msgspec.Struct, frozen=True):
 
     @property
     def moves_here_only(self) -> bool:
-        """A file below the source that is not in the store yet: it is stored under its new name later."""
-        return not self.is_end and bool(self.entry.flags & Flag.LOCAL)
+        """A file that is not in the store yet: it is stored under its new name later."""
+        return bool(self.entry.flags & Flag.LOCAL)
 
 
 class RenameFacts(msgspec.Struct, frozen=True):

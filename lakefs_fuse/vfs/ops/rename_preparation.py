@@ -130,11 +130,12 @@ class RenamePreparation:
 
     # -- what this node has not stored
 
-    async def publish_local(self, entries: Sequence[Entry]) -> None:
-        """An exchange is made in the store: files that are only here have to be there before. Raises LakeError."""
+    async def publish_closed(self, entries: Sequence[Entry]) -> None:
+        """An exchange is made in the store: files that are only here have to be there before, but for those that are
+        being written, which move here only. Raises LakeError."""
         for entry in entries:
             file = self._files.get(entry.inode) if entry.is_local else None
-            if file is not None:
+            if file is not None and not file.writers:
                 await self._publisher.publish(file)
 
     async def drain_older(self, source: Entry) -> None:
