@@ -40,6 +40,8 @@ from lakefs_fuse.upload.parts import STORED, PartState
 
 BODY_BYTES_MAX = BLOCK_BYTES
 """Up to here an object is sent from memory, by the client's fast path, and is one cache block."""
+LOST = errno.EEXIST, errno.ESTALE
+"""An attempt that failed so cannot succeed: another client has the name, or the version that is changed is gone."""
 log = logging.getLogger(__name__)
 
 
@@ -70,7 +72,8 @@ async def publish(draft: Draft) -> Published:
         else:
             meta, described = await _complete(draft)
     except BaseException as error:
-        draft.fail_publish(error, "publishing")
+        if draft.fail_publish(error, "publishing").errno in LOST:
+            await _leave_key(draft)
         draft.save(sync=True)
         raise
     draft.end_publish()
@@ -128,14 +131,13 @@ async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
     if meta is not None:
         return meta
     if isinstance(error, PreconditionFailed):
-        await _leave_key(draft)
         raise FileError(errno.EEXIST, f"{draft.target.key} was created by another client meanwhile") from error
     raise error
 
 
 async def _leave_key(draft: Draft) -> None:
-    """The key is another file's, and the store would complete the upload nowhere else: a file that is renamed then
-    begins anew under its next name. Bytes that only the upload has keep it."""
+    """The key is another file's, or its object is another version, and the store would complete the upload nowhere
+    else: a file that is renamed then begins anew under its next name. Bytes that only the upload has keep it."""
     if not draft.upload_id or draft.parts.bytes_dropped:
         return
     try:

@@ -158,6 +158,23 @@ async def test_file_whose_name_was_taken_can_be_renamed_and_leaves_the_name_to_t
         assert not store.uploads
 
 
+async def test_renamed_file_whose_base_was_replaced_leaves_the_key_to_the_other(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.give("old", noise(1, LARGE))
+    async with lake(store, tmp_path, clock=clock) as m:
+        handle = await m.open("old", os.O_RDWR)
+        await m.fs.write(handle, 0, noise(2, LARGE // 2))
+        store.give("old", b"theirs")
+        with pytest.raises(LakeError) as caught:
+            await m.close(handle)
+        assert caught.value.errno == errno.ESTALE
+        await m.rename("old", "mine")
+        clock.advance(TTL_S + 1)
+        assert await m.names() == ["mine", "old"]
+        assert await m.read("old") == b"theirs"
+        assert not store.uploads
+
+
 async def test_exclusive_creation_asks_the_store(tmp_path: Path) -> None:
     store = MemoryStore()
     async with lake(store, tmp_path) as m:

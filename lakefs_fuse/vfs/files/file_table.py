@@ -36,6 +36,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import extent_of, key_of
 from lakefs_fuse.vfs.writeback.publish_plan import choose_key
 
 DIRTY = OpenState.WRITING, OpenState.ACKNOWLEDGED
+STORING = DraftState.PUBLISHING, DraftState.PUBLISHED
 KNOWN_MAX = 1000
 """A listing looks at all of them."""
 
@@ -236,7 +237,13 @@ class FileTable:
         """Keys where files are, or will be, stored that were renamed after their upload began."""
         self._renamed = {inode for inode in self._renamed if inode in self._files}
         renamed = [each for inode in self._renamed for each in self._files[inode].versions if not each.unlinked]
-        return {each.draft.target.key for each in renamed if each.draft and each.draft.target.key != each.key}
+        return {
+            draft.target.key
+            for each in renamed
+            if (draft := each.draft) is not None
+            and draft.target.key != each.key
+            and (draft.upload_intent_ns or draft.state in STORING)
+        }
 
     # -- what commits change
 
