@@ -50,6 +50,8 @@ from lakefs_fuse.upload.spilled_parts import Spills
 from lakefs_fuse.upload.uploader import Uploader
 
 DRAFT_METADATA = f"{METADATA_PREFIX}draft"
+REPLACES_METADATA = f"{METADATA_PREFIX}replaces"
+"""Keys of an object's metadata: the draft's token, and the ETag of the version that it replaces, if any."""
 """User metadata key of the token: the draft an object was made from, and after a dot which change of it, if any."""
 FILL_BYTES_MAX = 4 << 20
 SPILL_BYTES_MIN = 1 << 20
@@ -663,7 +665,8 @@ class Draft:
             if not self.upload_id:
                 await self.abort_lost_upload()
                 self.upload_intent_ns = self.uploader.clock.wall_ns()
-                self.upload_metadata = {**self.target.describe()[1], DRAFT_METADATA: self.token}
+                replaces = {REPLACES_METADATA: self.target.replaces} if self.target.replaces else {}
+                self.upload_metadata = {**self.target.describe()[1], DRAFT_METADATA: self.token, **replaces}
                 self.save(sync=True)
                 self.upload_id = await self.uploader.client.create_multipart(
                     self.target.key, metadata=self.upload_metadata

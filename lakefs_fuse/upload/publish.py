@@ -35,11 +35,12 @@ from lakefs_fuse.errors import (
 from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import for_each
-from lakefs_fuse.upload.draft import DRAFT_METADATA, Draft
+from lakefs_fuse.upload.draft import DRAFT_METADATA, REPLACES_METADATA, Draft
 from lakefs_fuse.upload.parts import STORED, PartState
 
 BODY_BYTES_MAX = BLOCK_BYTES
 """Up to here an object is sent from memory, by the client's fast path, and is one cache block."""
+ORIGIN = DRAFT_METADATA, REPLACES_METADATA
 LOST = errno.EEXIST, errno.ESTALE
 """An attempt that failed so cannot succeed: another client has the name, or the version that is changed is gone."""
 log = logging.getLogger(__name__)
@@ -91,6 +92,11 @@ def token_of(meta: ObjectMeta) -> str:
     return (meta.metadata or {}).get(DRAFT_METADATA, "")
 
 
+def replaced_by(meta: ObjectMeta) -> str:
+    """The ETag of the version that a node of this lake replaced by this object; empty where that was none."""
+    return (meta.metadata or {}).get(REPLACES_METADATA, "")
+
+
 async def find_own_object(draft: Draft) -> ObjectMeta | None:
     """The object at the draft's key, where the draft made it in an attempt whose answer was lost; else None. Raises
     LakeError."""
@@ -105,7 +111,9 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] |
         await draft.fill(0, draft.size)
     async with draft.uploader.slots.slot():
         described = draft.save().metadata
-        put = partial(client.put, metadata={**described, DRAFT_METADATA: draft.token}, if_absent=target.if_absent)
+        replaces = {REPLACES_METADATA: target.replaces} if target.replaces else {}
+        metadata = {**described, DRAFT_METADATA: draft.token, **replaces}
+        put = partial(client.put, metadata=metadata, if_absent=target.if_absent)
         hashes = None
         try:
             if draft.size <= BODY_BYTES_MAX:
@@ -138,7 +146,7 @@ async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
 async def _leave_key(draft: Draft) -> None:
     """The key is another file's, or its object is another version, and the store would complete the upload nowhere
     else: a file that is renamed then begins anew under its next name. Bytes that only the upload has keep it."""
-    if not draft.upload_id or draft.parts.bytes_dropped:
+    if not draft.upload_intent_ns or draft.parts.bytes_dropped:
         return
     try:
         await draft.abort_upload()
@@ -168,7 +176,7 @@ async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
             meta = await _send_and_complete(draft)
         except NotFound as error:
             raise FileError(errno.ESTALE, f"{draft.target.key} was removed while it was changed") from error
-    began = {name: value for name, value in draft.upload_metadata.items() if name != DRAFT_METADATA}
+    began = {name: value for name, value in draft.upload_metadata.items() if name not in ORIGIN}
     draft.end_upload(in_one_piece=False)
     return meta, began
 

@@ -10,8 +10,9 @@ import trio
 from lakefs_fuse.errors import FileError
 from tests.fakes import delete_all_due
 from tests.memory_store import MemoryStore
+from tests.upload.drafting import noise
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
-from tests.vfs.writing_back import rewrite
+from tests.vfs.writing_back import LARGE, rewrite
 
 WINDOW_S = 300.0
 SHOWN_S_MAX = 5.0
@@ -58,6 +59,34 @@ async def test_who_reads_a_renamed_file_finds_what_a_lost_node_wrote_in_its_plac
         assert await reader.tree() == {"g": b"second"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"g": b"second"}
+
+
+@pytest.mark.parametrize("size", [7, LARGE])
+async def test_file_made_at_the_key_of_a_renamed_one_unaware_is_a_file_of_its_own(tmp_path: Path, size: int) -> None:
+    """Its writer has removed the old one before it heard of the rename: those bytes are gone, and nothing replaced
+    them."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.write("f", b"first")
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["f"]
+        await one.rename("f", "g")
+        await one.sync()
+        clock.advance(1)
+        await two.unlink("f")
+        await two.write("f", noise(1, size))
+        await two.fs.sync_names()
+        await two.poll()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        for m in (two, one):
+            await m.poll()
+            assert await m.names() == ["f", "g"]
+            assert await m.read("f") == noise(1, size)
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        with pytest.raises(FileError, match="replaced"):
+            await fresh.read("g")
+        assert await fresh.read("f") == noise(1, size)
 
 
 async def test_object_that_was_removed_before_a_rename_was_heard_of_stays(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 A rename is a commit and moves no bytes, so a name may have its bytes at the key of a name that is gone. Nodes that know
 that store elsewhere. One that has not heard of the rename replaces the object there, as if it still were the file of
 that name: what it wrote came before the rename, and the renamed file is that version now. It says so in a commit when
-it hears of the rename (`commit_applied`). Where it was lost before, who reads the renamed file finds out (`adopt`).
+it hears of the rename (`commit_applied`). Where it was lost before, who reads the renamed file finds out (`adopt`). One
+that has removed that file and made another there replaced nothing, as its object's metadata tell: both are files then,
+and the bytes of the renamed one are gone.
 
 What always holds: a name is given to another version only after a HEAD that showed it at the key, and only while the
 name still means the version that is gone; no object is deleted here. What this node wrote is remembered in memory
@@ -30,7 +32,7 @@ from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
-from lakefs_fuse.upload.publish import token_of
+from lakefs_fuse.upload.publish import replaced_by, token_of
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
@@ -90,8 +92,8 @@ class RenamedObjects:
             return False
         if meta.etag == row.etag:
             return False
-        if not token_of(meta) and not self._precedes_rename(row, meta):
-            log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
+        if not replaced_by(meta) and (token_of(meta) or not self._precedes_rename(row, meta)):
+            log.error("%s: its bytes were at %s, where another file is now", path, row.key)
             return False
         await self._committer.commit(lambda: self._adoption(path, row, meta))
         return True
