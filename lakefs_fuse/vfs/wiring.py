@@ -280,8 +280,9 @@ class Assembly:
         names = NameChanges(namespace, self.committer, writeback, clock)
         unlinker = Unlinker(ground.database, drafts, io, self._reader, self.committer, writeback, clock)
         preparation = RenamePreparation(
-            namespace, files, ground.client, self.poller.heard, publisher, writeback, config.staging_timeout_s
-        )
+            namespace, files, ground.client, self.poller.heard, publisher, writeback, self.renamed,
+            config.staging_timeout_s,
+        )  # fmt: skip
         renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation)
         attributes = Attributes(config, ground.client, namespace, drafts, io, names, unlinker.inodes, clock)
         new_files = NewFiles(config, ground.database, namespace, drafts, io, self._group_commit, clock)

@@ -61,6 +61,20 @@ async def test_who_reads_a_renamed_file_finds_what_a_lost_node_wrote_in_its_plac
         assert await fresh.tree() == {"g": b"second"}
 
 
+async def test_renamed_file_that_its_renamer_had_replaced_unaware_comes_back_to_its_key_as_that(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await renamed_and_rewritten(one, two)
+        await two.poll()
+        await two.rename("g", "f")
+        await two.fs.sync_names()
+        for m in (two, one):
+            await m.poll()
+            assert await m.tree() == {"f": b"second"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": b"second"}
+
+
 @pytest.mark.parametrize("size", [7, LARGE])
 async def test_file_made_at_the_key_of_a_renamed_one_unaware_is_a_file_of_its_own(tmp_path: Path, size: int) -> None:
     """Its writer has removed the old one before it heard of the rename: those bytes are gone, and nothing replaced

@@ -32,12 +32,15 @@ from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
+from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.upload.publish import replaced_by, token_of
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
 
 NS = 1_000_000_000
+ADOPT_S_MAX = 10.0
+"""A HEAD and a commit take less, unless the store is away."""
 log = logging.getLogger(__name__)
 
 
@@ -59,6 +62,8 @@ class RenamedObjects:
         """``new_id`` makes names of hidden objects; ``moved`` is told that the bytes of one version are another now."""
         self._ns, self._client, self._committer, self._nursery = namespace, client, committer, nursery
         self._deletions, self._new_id, self._moved, self._is_read_only = deletions, new_id, moved, read_only
+        self.adopting, self._adopted = 0, Wakeup()
+        """Names that are about to get the version which this node stored, and the end of that."""
 
     def commit_applied(self, record: Record) -> None:
         """Another node's commit is in effect here. Names that it gives to objects which this node has replaced get the
@@ -71,6 +76,7 @@ class RenamedObjects:
         if replaced:
             for operation in record.operations:
                 if isinstance(operation, Put) and operation.object in replaced:
+                    self.adopting += 1
                     self._nursery.start_soon(self._adopt_soon, operation.path)
 
     async def _adopt_soon(self, path: str) -> None:
@@ -78,6 +84,16 @@ class RenamedObjects:
             await self.adopt(path)
         except LakeError as error:
             log.warning("%s was renamed while this node replaced it, and cannot be read yet: %s", path, error)
+        finally:
+            self.adopting -= 1
+            self._adopted.wake_all()
+
+    async def wait_adopted(self) -> None:
+        """Until names that others gave to objects which this node has replaced mean what it stored, or for ADOPT_S_MAX:
+        before another name is given to one of them."""
+        with trio.move_on_after(ADOPT_S_MAX):
+            while self.adopting:
+                await self._adopted.wait()
 
     async def adopt(self, path: str) -> bool:
         """Give a renamed file the version that is at the key of its earlier name now, where a node of this lake stored

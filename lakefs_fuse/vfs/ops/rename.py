@@ -67,6 +67,8 @@ class Renames:
         if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE) or flags == RENAME_NOREPLACE | RENAME_EXCHANGE:
             raise FileError(errno.EINVAL)
         self._ns.checked_path(parent_new, name_new)
+        if self._preparation.renamed.adopting:
+            await self._preparation.renamed.wait_adopted()
         source, _ = await self._ns.lookup(parent_old, name_old)
         target, _ = await self._ns.lookup(parent_new, name_new)
         exchange = flags == RENAME_EXCHANGE

@@ -25,6 +25,7 @@ from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.nursery import collecting
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.renamed_objects import RenamedObjects
 from lakefs_fuse.vfs.writeback.publisher import Publisher
 from lakefs_fuse.vfs.writeback.queue import WriteBack
 
@@ -43,16 +44,20 @@ class RenamePreparation:
         heard: Callable[[float], Awaitable[object]],
         publisher: Publisher,
         writeback: WriteBack,
+        renamed: RenamedObjects,
         patience_s: float,
     ) -> None:
         """``heard`` as `Poller.heard`."""
         self._ns, self._files, self._client, self._heard = namespace, files, client, heard
         self._publisher, self._writeback, self._patience_s = publisher, writeback, patience_s
+        self.renamed = renamed
 
     async def hear(self) -> None:
         """What others did to names before HEARD_S is known here: an object that they removed since is still there.
         Raises LakeError."""
         await self._heard(HEARD_S)
+        if self.renamed.adopting:
+            await self.renamed.wait_adopted()
 
     # -- what others put below a directory
 
