@@ -87,6 +87,12 @@ class PreconditionFailed(StoreError):
     errno = errno.ESTALE
 
 
+class Superseded(StoreError):
+    """The version that was sent counts as stored, and as replaced by another writer's since."""
+
+    errno = errno.ESTALE
+
+
 class AccessDenied(StoreError):
     """The store refuses these credentials, or there are none."""
 
@@ -122,8 +128,9 @@ class Unavailable(StoreError):
         self.throttled = throttled
 
 
-class Conflict(Unavailable):
-    """The store works on another request for the same key (409), perhaps on an earlier attempt of this one."""
+class NotCarriedOut(Unavailable):
+    """The store did not begin with the request: there was no connection, or too many requests. Any other Unavailable
+    may be about a request that was carried out."""
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -161,11 +161,14 @@ class MemoryStore:
         return meta
 
     def put(
-        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False
-    ) -> ObjectMeta:
+        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False,
+        etag: str | None = None,
+    ) -> ObjectMeta:  # fmt: skip
         data = body_bytes(body)
         request = self._begin("put", key, size=len(data))
         with self._lock:
+            if etag is not None:
+                self._found(key, etag)
             if if_absent and key in self.objects:
                 raise PreconditionFailed(f"{key} exists")
             meta = self.give(key, data, metadata)
@@ -284,7 +287,7 @@ class MemoryStore:
         return self._store_part(request, upload_id, data[start:end])
 
     def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False, etag: str | None = None
     ) -> ObjectMeta:
         request = self._begin("complete_multipart", key)
         with self._lock:
@@ -294,6 +297,8 @@ class MemoryStore:
             for part in parts:
                 if part.number not in upload.parts or upload.parts[part.number][0].etag != part.etag:
                     raise StoreError(f"part {part.number} is not what was uploaded")
+            if etag is not None:
+                self._found(key, etag)
             if if_absent and key in self.objects:
                 raise PreconditionFailed(f"{key} exists")
             data = b"".join(upload.parts[part.number][1] for part in parts)

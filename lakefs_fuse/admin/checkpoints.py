@@ -38,9 +38,8 @@ from lakefs_fuse.config import KIB, MIB
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.sync.nursery import for_each
-from lakefs_fuse.upload.publish import token_of
 
 WINDOW_BYTES = 4 * MIB
 WINDOWS = 4

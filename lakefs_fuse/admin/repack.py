@@ -33,10 +33,10 @@ from lakefs_fuse.commits.record import OWN
 from lakefs_fuse.config import DELETE_AFTER_S, MIB
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.store.client import token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
 from lakefs_fuse.sync.nursery import for_each
-from lakefs_fuse.upload.publish import token_of
 from lakefs_fuse.vfs.namespace.attributes import describe
 
 THRESHOLD_BYTES = 1 * MIB

@@ -31,9 +31,9 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     since. Stamps as in `Entry`.
 
     ``stamp`` is the newest removal: files elsewhere that are older count as removed. ``floor`` is the newest removal of
-    a file elsewhere, if no plain object was told of since: every older plain object counts as removed. ``gone`` are the ETags of plain objects that commits
-    named when they removed or replaced them, with the newest stamp of each, newest first: these versions count as
-    removed whatever the times.
+    a file elsewhere, if no plain object was told of since: every older plain object counts as removed. ``gone`` are the
+    ETags of plain objects that commits named when they removed or replaced them, with the newest stamp of each, newest
+    first: these versions count as removed whatever the times.
     """
 
     stamp: int

@@ -12,36 +12,62 @@ What always holds:
   else when the store has answered. After `abandon_requests` writes without a body, such as deletions and copies, are
   cancelled as reads are.
 
-A write that is tried again may have succeeded the first time. `put` and `delete` do not mind; `put` or `complete` with
-``if_absent`` may then say PreconditionFailed, and `complete_multipart` NotFound, about the caller's own success: the
-caller asks `find` and compares. Latencies are seconds of an attempt, time in the queue not included.
+A write that is tried again may have succeeded the first time. Where others write to the key (`VersionTarget`), what
+always holds is *no blind retry*: after an attempt that may have been carried out, the next one begins with a HEAD, also
+in a later call. If the version is there, it arrived. If what its writer knew is there, or nothing, it did not arrive,
+and is sent on the condition that this is still so, where the store has such conditions. If there is another version, it
+is that of another writer:
+
+* dated before the first attempt: ours did not arrive, or it would have replaced that one. It is sent again, on the
+  condition that the other is still there;
+* dated later: `Superseded`. Ours was stored and then replaced, by a writer who may have built on it; or it did not
+  arrive, and both were written at the same time. Either way the other is the newer one: another attempt would put ours
+  over a version that was acknowledged after ours had begun.
+
+Dates are the store's, to the second, and so is the time of the first attempt: the store's clock less what has passed
+here. What is dated up to `DATE_NS_MAX` earlier counts as later. A write without errors costs no request more.
+
+`put` and `delete` of other keys do not mind. Latencies are seconds of an attempt, time in the queue not included.
 
 Called from tasks of one trio loop.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 
 import trio
 
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import AccessDenied, Conflict, NotFound, PreconditionFailed, Unavailable
+from lakefs_fuse.errors import (
+    AccessDenied,
+    NotCarriedOut,
+    NotFound,
+    PreconditionFailed,
+    StoreError,
+    Superseded,
+    Unavailable,
+    Unsupported,
+)
 from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.store.protocol import (
     Body,
     Capabilities,
     Fetched,
+    FileSlice,
     ListPage,
     NetworkStore,
     ObjectMeta,
     ObjectStore,
     PartRef,
     UploadRef,
+    length_of,
 )
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.nursery import for_each
@@ -57,10 +83,27 @@ DELETE_KEYS_MAX = 1000
 DELETES_AT_ONCE = 16
 """Requests that delete one object each; half of those that a mount may have in flight by default."""
 
+NS = 1_000_000_000
+DATE_NS_MAX = NS + NS // 2
+"""Dates of objects are cut to the second, and `time_ns` is the middle of one."""
+TOKEN_METADATA = f"{METADATA_PREFIX}draft"
+"""User metadata key of a version's token."""
 UPLOADS = frozenset({"put", "part"})
 """Kinds of requests that carry a body."""
 
 T = TypeVar("T")
+
+
+class VersionTarget(Protocol):
+    """What a version is to replace, and what is known of attempts to store it. Its owner keeps it as long as it may
+    send the version again."""
+
+    replaces: str
+    """ETag of what the writer knew at the key; empty for nothing."""
+    if_absent: bool
+    """Another version at the key is refused, not replaced."""
+    unsure: tuple[str, str, float] | None
+    """Key and token of a version that may have been stored, and when the first attempt began."""
 
 
 class Transport(Protocol):
@@ -171,7 +214,7 @@ class StoreClient:
         return await self._call("head", partial(self._store.head, key), abandon=True)
 
     async def find(self, key: str) -> ObjectMeta | None:
-        """As `head`; None where there is no object. What the caller of a write whose answer was lost compares."""
+        """As `head`; None where there is no object."""
         try:
             return await self.head(key)
         except NotFound:
@@ -216,11 +259,17 @@ class StoreClient:
     # -- writing -------------------------------------------------------------------------------------------------
 
     async def put(
-        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False
-    ) -> ObjectMeta:
-        """See `ObjectStore.put`."""
-        call = partial(self._store.put, key, body, metadata=metadata, if_absent=if_absent)
-        meta = await self._call("put", call)
+        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False,
+        version: VersionTarget | None = None,
+    ) -> ObjectMeta:  # fmt: skip
+        """See `ObjectStore.put`. With ``version``, whose token is in the metadata, see the module's head."""
+        call = partial(self._store.put, key, body, metadata=metadata)
+        if version is None:
+            meta = await self._call("put", partial(call, if_absent=if_absent))
+        else:
+            token = (metadata or {}).get(TOKEN_METADATA, "")
+            write = _VersionWrite(self, "put", key, token, body, version, call)
+            meta = await self._retry("put", write.attempt)
         self.metrics.bytes_written += meta.size
         return meta
 
@@ -280,12 +329,14 @@ class StoreClient:
 
     async def complete_multipart(
         self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False,
-        poll: Callable[[], Awaitable[ObjectMeta | None]] | None = None,
+        version: VersionTarget | None = None, token: str = "",
     ) -> ObjectMeta:  # fmt: skip
-        """See `ObjectStore.complete_multipart`, and the module's head on NotFound after a retry. ``poll`` is asked
-        after each conflict whether the object is there by now; what it answers is the answer."""
-        call = partial(self._store.complete_multipart, key, upload_id, parts, if_absent=if_absent)
-        return await self._call("other", call, poll=poll)
+        """See `ObjectStore.complete_multipart`. With ``version`` and its ``token``, see the module's head; without, it
+        raises NotFound about its own success, too."""
+        call = partial(self._store.complete_multipart, key, upload_id, parts)
+        if version is None:
+            return await self._call("other", partial(call, if_absent=if_absent))
+        return await self._retry("other", _VersionWrite(self, "other", key, token, parts, version, call).attempt)
 
     async def abort_multipart(self, key: str, upload_id: str) -> None:
         """See `ObjectStore.abort_multipart`."""
@@ -308,14 +359,14 @@ class StoreClient:
 
     # -- one call ------------------------------------------------------------------------------------------------
 
-    async def _call(
-        self, kind: str, call: Callable[[], T], *, abandon: bool = False,
-        poll: Callable[[], Awaitable[T | None]] | None = None,
-    ) -> T:  # fmt: skip
+    async def _call(self, kind: str, call: Callable[[], T], *, abandon: bool = False) -> T:
+        return await self._retry(kind, lambda: self._attempt(kind, call, abandon))
+
+    async def _retry(self, kind: str, attempt: Callable[[], Awaitable[T]]) -> T:
         began_s, backoff = self._clock.mono_s(), None
         while True:
             try:
-                return await self._attempt(kind, call, abandon)
+                return await attempt()
             except Unavailable as error:
                 if backoff is None:
                     backoff = Backoff(BACKOFF_S_FIRST, BACKOFF_S_MAX, self._rng)
@@ -325,10 +376,7 @@ class StoreClient:
                 if remaining_s <= 0:
                     raise
                 pause_s = backoff.next_s(BACKOFF_SCALE_THROTTLED if error.throttled else 1.0)
-                conflicts = isinstance(error, Conflict)
             await trio.sleep(min(pause_s, remaining_s))
-            if conflicts and poll is not None and (found := await poll()) is not None:
-                return found
             self.metrics.retries += 1
 
     async def _attempt(self, kind: str, call: Callable[[], T], abandon: bool) -> T:
@@ -381,6 +429,104 @@ class StoreClient:
             finally:
                 self._shields.discard(scope)
         raise AssertionError("nobody cancels this scope itself")
+
+
+class _VersionWrite:
+    """A version on its way to its key, in one call. See the module's head."""
+
+    def __init__(
+        self, client: StoreClient, kind: str, key: str, token: str, sent: Body | Sequence[PartRef],
+        target: VersionTarget, send: Callable[..., ObjectMeta],
+    ) -> None:  # fmt: skip
+        """``send`` takes ``if_absent`` and ``etag``. ``sent`` is the body of a PUT, or the parts of an upload."""
+        self._client, self._kind, self._key, self._token = client, kind, key, token
+        self._sent, self._target, self._call = sent, target, send
+
+    async def attempt(self) -> ObjectMeta:
+        """Find out about earlier attempts, and send the version where it is not there. Raises Superseded;
+        PreconditionFailed where the key was to be free; Unavailable, also where another version came in between."""
+        target, etag, if_absent = self._target, None, self._target.if_absent
+        if self._unsure_since_s is not None:
+            there = await self._find()
+            if self._is_there(there):
+                return there
+            etag, if_absent = await self._condition(there, self._unsure_since_s)
+        try:
+            return await self._send(etag, if_absent)
+        except (PreconditionFailed, NotFound) as error:
+            there = await self._find()
+            if self._is_there(there):
+                return there
+            is_upload_gone = isinstance(error, NotFound) and self._kind != "put"
+            if not is_upload_gone and (etag, if_absent) != (None, target.if_absent):
+                raise Unavailable(f"another version came between two attempts: {error}") from error
+            raise
+
+    async def _send(self, etag: str | None, if_absent: bool) -> ObjectMeta:
+        target, client, unsure = self._target, self._client, self._target.unsure
+        if self._unsure_since_s is None:
+            target.unsure = self._key, self._token, client._clock.mono_s()
+        able = client.capabilities
+        has_match = able.put_if_match if self._kind == "put" else able.complete_if_match
+        call = partial(self._call, if_absent=if_absent, etag=etag if has_match else None)
+        try:
+            return await client._attempt(self._kind, call, abandon=False)
+        except StoreError as error:
+            if isinstance(error, NotCarriedOut) or not isinstance(error, Unavailable):
+                target.unsure = unsure
+            raise
+
+    @property
+    def _unsure_since_s(self) -> float | None:
+        unsure = self._target.unsure
+        return unsure[2] if unsure is not None and unsure[:2] == (self._key, self._token) else None
+
+    async def _find(self) -> ObjectMeta | None:
+        client = self._client
+        try:
+            return await client._attempt("head", partial(client._store.head, self._key), abandon=True)
+        except NotFound:
+            return None
+
+    def _is_ours(self, there: ObjectMeta) -> bool:
+        return token_of(there) == self._token and there.size == _bytes_of(self._sent)
+
+    def _is_there(self, there: ObjectMeta | None) -> TypeGuard[ObjectMeta]:
+        """It is ours; what is sent from memory over http may have been damaged on its way (see `s3.upload`)."""
+        if there is None or not self._is_ours(there):
+            return False
+        if not isinstance(self._sent, bytes) or self._client.is_guarded or not self._client.capabilities.md5_etags:
+            return True
+        return hashlib.md5(self._sent, usedforsecurity=False).hexdigest() == there.etag
+
+    async def _condition(self, there: ObjectMeta | None, since_s: float) -> tuple[str | None, bool]:
+        """The version that the next attempt is to replace, or that it is to replace none."""
+        if there is None:
+            return None, True
+        is_damaged = self._is_ours(there)
+        if self._target.if_absent and not is_damaged:
+            raise PreconditionFailed(f"{self._key!r} exists")
+        if not is_damaged and there.etag != self._target.replaces and not await self._is_older(there, since_s):
+            raise Superseded(f"{self._key!r} was replaced by another client meanwhile")
+        return there.etag, False
+
+    async def _is_older(self, there: ObjectMeta, since_s: float) -> bool:
+        client = self._client
+        try:
+            now_ns = await client._attempt("head", client._store.time_ns, abandon=True)
+        except Unsupported:
+            return False
+        return there.mtime_ns + DATE_NS_MAX <= now_ns - int((client._clock.mono_s() - since_s) * NS)
+
+
+def _bytes_of(sent: Body | Sequence[PartRef]) -> int:
+    return length_of(sent) if isinstance(sent, bytes | FileSlice) else sum(part.size for part in sent)
+
+
+def token_of(meta: ObjectMeta) -> str:
+    """What tells a version that this program stored from others with the same bytes; empty where another program stored
+    it."""
+    return (meta.metadata or {}).get(TOKEN_METADATA, "")
 
 
 def _examined(call: Callable[[], Fetched], examine: Callable[[Fetched], None]) -> Fetched:

@@ -196,7 +196,7 @@ def _write(store: ObjectStore, record: LakeRecord, etag: str, clock: Clock) -> N
     if not etag:
         retry_unavailable(lambda: store.put(KEY, body, if_absent=True), clock)
     elif isinstance(store, NetworkStore) and store.capabilities.put_if_match:
-        retry_unavailable(lambda: store.replace(KEY, body, etag), clock)
+        retry_unavailable(lambda: store.put(KEY, body, etag=etag), clock)
     else:
         if read_record(store, clock)[1] != etag:
             raise PreconditionFailed(f"another mount changed {KEY}")

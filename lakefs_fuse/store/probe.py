@@ -172,9 +172,11 @@ class _Probe:
         server = self._server
         if server is None:
             return {"put_if_match": False, "complete_if_match": False, "delete_if_match": False}
-        put = self._refuses(lambda: server.replace(key, BODY, OTHER_ETAG), StoreError)
+        put = self._refuses(lambda: self._store.put(key, BODY, etag=OTHER_ETAG), StoreError)
         upload_id, part = self._begin_upload(key, BODY)
-        complete = self._refuses(lambda: server.complete_if_match(key, upload_id, [part], OTHER_ETAG), StoreError)
+        complete = self._refuses(
+            lambda: self._store.complete_multipart(key, upload_id, [part], etag=OTHER_ETAG), StoreError
+        )
         delete = self._refuses(lambda: server.delete_if_match(key, OTHER_ETAG), StoreError)
         self.page_keys_max = self._ask(server.page_keys_max)
         return {"put_if_match": put, "complete_if_match": complete, "delete_if_match": delete}

@@ -207,11 +207,13 @@ class ObjectStore(Protocol):
         """With metadata. Raises NotFound."""
 
     def put(
-        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False
-    ) -> ObjectMeta:
+        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False,
+        etag: str | None = None,
+    ) -> ObjectMeta:  # fmt: skip
         """Store one object whole; ``mtime_ns`` of the answer may be this machine's clock.
 
-        Raises PreconditionFailed with ``if_absent`` where the key exists (only if the store can tell).
+        Raises PreconditionFailed with ``if_absent`` where the key exists, and with ``etag`` where another version is
+        there, NotFound where none is (only if the store can tell: `Capabilities.put_if_match`).
         """
 
     def delete(self, key: str, *, etag: str | None = None) -> None:
@@ -248,9 +250,10 @@ class ObjectStore(Protocol):
         PreconditionFailed."""
 
     def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False, etag: str | None = None
     ) -> ObjectMeta:
-        """Publish. Raises NotFound where the upload is gone (perhaps because it was completed before)."""
+        """Publish. Raises NotFound where the upload is gone (perhaps because it was completed before), and as `put`
+        (`Capabilities.complete_if_match`)."""
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         """Absent is success."""
@@ -306,8 +309,6 @@ class NetworkStore(Protocol):
     def observe_get(self, key: str, start: int, end: int, *, etag: str | None = None) -> tuple[int, int]:
         """HTTP status and body length of a ranged GET."""
 
-    def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta: ...
-    def complete_if_match(self, key: str, upload_id: str, parts: Sequence[PartRef], etag: str) -> None: ...
     def delete_if_match(self, key: str, etag: str) -> None: ...
     def page_keys_max(self) -> int:
         """Most keys that a page of a listing has."""

@@ -41,6 +41,7 @@ from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap
 from lakefs_fuse.staging.refused_ranges import RefusedRanges
 from lakefs_fuse.staging.segments import Spot
 from lakefs_fuse.staging.staging_area import StagedFile
+from lakefs_fuse.store.client import TOKEN_METADATA
 from lakefs_fuse.store.protocol import Buffer, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.shared_lock import SharedLock
@@ -49,10 +50,10 @@ from lakefs_fuse.upload.parts import Part, Parts, PartState
 from lakefs_fuse.upload.spilled_parts import Spills
 from lakefs_fuse.upload.uploader import Uploader
 
-DRAFT_METADATA = f"{METADATA_PREFIX}draft"
+DRAFT_METADATA = TOKEN_METADATA
+"""A token is the draft that an object was made from, and after a dot which change of it, if any."""
 REPLACES_METADATA = f"{METADATA_PREFIX}replaces"
-"""Keys of an object's metadata: the draft's token, and the ETag of the version that it replaces, if any."""
-"""User metadata key of the token: the draft an object was made from, and after a dot which change of it, if any."""
+"""User metadata key of the ETag of the version that an object replaces, if any."""
 FILL_BYTES_MAX = 4 << 20
 SPILL_BYTES_MIN = 1 << 20
 """A part with fewer staged bytes is not worth a request."""
@@ -83,6 +84,8 @@ class DraftTarget:
     if_absent: bool = False
     path: str = ""
     """Where the file is in the lake, where that is not ``key``."""
+    unsure: tuple[str, str, float] | None = None
+    """Of this daemon's attempts: see `store.client.VersionTarget`."""
 
 
 class Draft:

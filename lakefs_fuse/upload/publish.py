@@ -4,9 +4,9 @@ Small files are one PUT. Others complete the upload that began while they were w
 copied from the base by the store itself. What is said of attributes in the object's metadata is fixed when its request
 begins; the caller says later changes elsewhere.
 
-`publish` may be called again after it failed; what the store has already is not sent twice. A conflict (409) on the
-completing request polls the object and completes the same upload again; only where the upload is gone (NoSuchUpload)
-is it sent anew. A crash before the completing request leaves the old version visible, after it the new one; the draft's
+`publish` may be called again after it failed; what the store has already is not sent twice, and no attempt after one
+whose answer was lost touches another writer's version (`store.client`). Where the upload is gone (NoSuchUpload)
+it is sent anew. A crash before the completing request leaves the old version visible, after it the new one; the draft's
 id in the object's metadata tells which.
 """
 
@@ -30,9 +30,11 @@ from lakefs_fuse.errors import (
     NotFound,
     PreconditionFailed,
     StoreError,
+    Superseded,
     Unsupported,
 )
 from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
+from lakefs_fuse.store.client import token_of
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.upload.draft import DRAFT_METADATA, REPLACES_METADATA, Draft
@@ -53,6 +55,9 @@ class Published(msgspec.Struct, frozen=True):
     meta: ObjectMeta
     hashes: Sequence[int]
     described: Mapping[str, str]
+    is_superseded: bool = False
+    """Another writer's version replaced it before its own was known to be stored. Its ETag is the draft's token, which
+    no object has."""
 
 
 async def publish(draft: Draft) -> Published:
@@ -63,15 +68,20 @@ async def publish(draft: Draft) -> Published:
     """
     if draft.refused.ranges:
         draft.refused.check(draft.target.path or draft.target.key)
+    hashes: list[int] | None = None
+    is_superseded = False
     try:
         if draft.recheck:
             await draft.reconcile(await find_own_object(draft))
         await draft.stop_uploads()
-        hashes: list[int] | None = None
-        if draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.bytes_dropped:
-            meta, described, hashes = await _put(draft)
-        else:
-            meta, described = await _complete(draft)
+        try:
+            if draft.size <= draft.uploader.layout.single_bytes_max and not draft.parts.bytes_dropped:
+                meta, described, hashes = await _put(draft)
+            else:
+                meta, described = await _complete(draft)
+        except Superseded as error:
+            meta, described = await _give_way(draft, error)
+            is_superseded = True
     except BaseException as error:
         if draft.fail_publish(error, "publishing").errno in LOST:
             await _leave_key(draft)
@@ -84,12 +94,23 @@ async def publish(draft: Draft) -> Published:
             await draft.delete_spills()
         except LakeError as error:
             log.warning("hidden objects of %s are left to `gc`: %s", draft.target.key, error)
-    return Published(meta, await _all_hashes(draft) if hashes is None else hashes, described)
+    return Published(meta, await _all_hashes(draft) if hashes is None else hashes, described, is_superseded)
 
 
-def token_of(meta: ObjectMeta) -> str:
-    """The token of the draft that an object was made from; empty where another program made it."""
-    return (meta.metadata or {}).get(DRAFT_METADATA, "")
+async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mapping[str, str]]:
+    """The key has a newer version, by another writer. Raises ``error`` where the file was renamed: its name needs the
+    bytes, and it begins anew elsewhere."""
+    if draft.target.path:
+        await _leave_key(draft)
+        raise error
+    log.warning("%s; the version of this node counts as the one before", error)
+    try:
+        await draft.abort_upload()
+    except LakeError as failed:
+        log.warning("the multipart upload of %s is left to `gc`: %s", draft.target.key, failed)
+    draft.end_upload(in_one_piece=False)
+    now_ns = draft.uploader.clock.wall_ns()
+    return ObjectMeta(draft.target.key, draft.size, draft.token, now_ns), draft.target.describe()[0]
 
 
 def replaced_by(meta: ObjectMeta) -> str:
@@ -113,7 +134,7 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] |
         described = draft.save().metadata
         replaces = {REPLACES_METADATA: target.replaces} if target.replaces else {}
         metadata = {**described, DRAFT_METADATA: draft.token, **replaces}
-        put = partial(client.put, metadata=metadata, if_absent=target.if_absent)
+        put = partial(client.put, metadata=metadata, version=target)
         hashes = None
         try:
             if draft.size <= BODY_BYTES_MAX:
@@ -124,7 +145,7 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] |
                 with draft.file.held():
                     meta = await put(target.key, FileSlice(draft.file.fd, 0, draft.size))
         except PreconditionFailed as error:
-            meta = await _ours_after_all(draft, error)
+            raise await _yield_key(draft) from error
     if draft.upload_id:
         await client.abort_multipart(target.key, draft.upload_id)
         draft.end_upload(in_one_piece=True)
@@ -133,14 +154,10 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] |
     return meta, described, hashes
 
 
-async def _ours_after_all(draft: Draft, error: StoreError) -> ObjectMeta:
-    """The store says that the name is taken, or the upload gone: perhaps by our own request, whose answer was lost."""
-    meta = await _find_completed(draft)
-    if meta is not None:
-        return meta
-    if isinstance(error, PreconditionFailed):
-        raise FileError(errno.EEXIST, f"{draft.target.key} was created by another client meanwhile") from error
-    raise error
+async def _yield_key(draft: Draft) -> FileError:
+    """The key of a file that was to be created is another writer's. Answers the error."""
+    await _leave_key(draft)
+    return FileError(errno.EEXIST, f"{draft.target.key} was created by another client meanwhile")
 
 
 async def _leave_key(draft: Draft) -> None:
@@ -154,12 +171,6 @@ async def _leave_key(draft: Draft) -> None:
         log.warning("the multipart upload of %s goes on, which is of no use: %s", draft.target.key, error)
         return
     draft.forget_upload()
-
-
-async def _find_completed(draft: Draft) -> ObjectMeta | None:
-    """The object, where it is what this attempt publishes."""
-    meta = await find_own_object(draft)
-    return meta if meta is not None and token_of(meta) == draft.token and meta.size == draft.size else None
 
 
 async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
@@ -204,10 +215,9 @@ async def _send_and_complete(draft: Draft) -> ObjectMeta:
     await for_each(unsent, send, 2 * draft.uploader.slots.slots)
     refs = [PartRef(i + 1, draft.parts[i].etag, draft.parts[i].length) for i in range(count)]
     try:
-        poll = partial(_find_completed, draft)
-        return await client.complete_multipart(key, upload_id, refs, if_absent=draft.target.if_absent, poll=poll)
-    except (PreconditionFailed, NotFound) as error:
-        return await _ours_after_all(draft, error)
+        return await client.complete_multipart(key, upload_id, refs, version=draft.target, token=draft.token)
+    except PreconditionFailed as error:
+        raise await _yield_key(draft) from error
 
 
 def _has_stale_parts(draft: Draft) -> bool:

@@ -40,13 +40,13 @@ class BucketStore(MemoryStore):
         self.equal_bytes_have_equal_etags = not encrypted
 
     def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False, etag: str | None = None
     ) -> ObjectMeta:
         sums = [hashlib.md5(self.uploads[upload_id].parts[part.number][1]).digest() for part in parts]
-        meta = super().complete_multipart(key, upload_id, parts, if_absent=if_absent)
-        etag = f"{hashlib.md5(b''.join(sums)).hexdigest()}-{len(sums)}"
+        meta = super().complete_multipart(key, upload_id, parts, if_absent=if_absent, etag=etag)
         data = self.objects[key][0]
-        made = ObjectMeta(key, meta.size, etag, meta.mtime_ns, meta.metadata)
+        multipart_etag = f"{hashlib.md5(b''.join(sums)).hexdigest()}-{len(sums)}"
+        made = ObjectMeta(key, meta.size, multipart_etag, meta.mtime_ns, meta.metadata)
         self.objects[key] = data, made
         return made
 

@@ -126,7 +126,11 @@ def test_every_name_can_be_read_after_renames_beside_gc(make_lake: LakeMaker, tm
         for node in nodes:
             assert node.cli("flush", str(node.path)).returncode == 0
         time.sleep(SETTLED_S)
-        eventually(lambda: len({json.dumps(settled(node), sort_keys=True) for node in nodes}) == 1, "all show the same tree", 30.0)
+        eventually(
+            lambda: len({json.dumps(settled(node), sort_keys=True) for node in nodes}) == 1,
+            "all show the same tree",
+            30.0,
+        )
         shown = tree(lake.path)  # reads every file
         nodes.append(stack.enter_context(another(lake, tmp_path)))
         assert all(tree(node.path) == shown for node in nodes), f"seed {SEED}"

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 
 import trio
 
-from lakefs_fuse.errors import Unavailable
+from lakefs_fuse.errors import NotCarriedOut, Unavailable
 from lakefs_fuse.metrics import REQUEST_KINDS
 from tests.simulation.chance import Chance
 from tests.simulation.object_store import NextRequest
@@ -148,7 +148,7 @@ class Link:
                 return
             if chance.happens(f"slow down {kind}", weather.slow_down):
                 self._fired["503"] += 1
-                request.error = Unavailable("503 SlowDown", throttled=True)
+                request.error = NotCarriedOut("503 SlowDown", throttled=True)
             elif not request.is_carried:
                 self._announce()
                 request.carry()

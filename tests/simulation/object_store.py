@@ -114,14 +114,17 @@ class SimulatedStore:
         return self._found(key)[1]
 
     def put(
-        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False
-    ) -> ObjectMeta:
+        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False,
+        etag: str | None = None,
+    ) -> ObjectMeta:  # fmt: skip
         data = b"".join(pieces_of(body))
-        etag = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        self._note("put", key, f"{etag[:6]} {describe_put(key, data) if self.trace is not None else ''}")
+        new = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        self._note("put", key, f"{new[:6]} {describe_put(key, data) if self.trace is not None else ''}")
+        if etag is not None and self.capabilities.put_if_match:
+            self._found(key, etag)
         if if_absent and self.capabilities.put_if_absent and key in self.objects:
             raise PreconditionFailed(f"{key} exists")
-        return self.put_as(key, data, etag, metadata)
+        return self.put_as(key, data, new, metadata)
 
     def delete(self, key: str, *, etag: str | None = None) -> None:
         if etag is not None and not self.capabilities.delete_if_match:
@@ -211,28 +214,32 @@ class SimulatedStore:
         return self._store_part(key, upload_id, number, data[start:end])
 
     def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False, etag: str | None = None
     ) -> ObjectMeta:
         if if_absent and not self.capabilities.complete_if_absent:
             self._note("head", key)
             if key in self.objects:
                 raise PreconditionFailed(f"{key} exists")
-            raise NextRequest(lambda: self._complete(key, upload_id, parts, if_absent=False))
-        return self._complete(key, upload_id, parts, if_absent=if_absent)
+            raise NextRequest(lambda: self._complete(key, upload_id, parts))
+        return self._complete(key, upload_id, parts, if_absent=if_absent, etag=etag)
 
-    def _complete(self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool) -> ObjectMeta:
+    def _complete(
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False, etag: str | None = None
+    ) -> ObjectMeta:
         self._note("complete", key, upload_id)
         upload = self._upload(key, upload_id)
         if not parts or [part.number for part in parts] != sorted({part.number for part in parts}):
             raise StoreError("parts out of order")
         if any(part.number not in upload.parts or upload.parts[part.number][0].etag != part.etag for part in parts):
             raise StoreError("a part is not what was uploaded")
+        if etag is not None and self.capabilities.complete_if_match:
+            self._found(key, etag)
         if if_absent and key in self.objects:
             raise PreconditionFailed(f"{key} exists")
         sums = b"".join(bytes.fromhex(part.etag) for part in parts)
-        etag = f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(parts)}"
+        new = f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(parts)}"
         del self.uploads[upload_id]
-        return self.put_as(key, b"".join(upload.parts[part.number][1] for part in parts), etag, upload.metadata)
+        return self.put_as(key, b"".join(upload.parts[part.number][1] for part in parts), new, upload.metadata)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         self._note("abort_multipart", key, upload_id)

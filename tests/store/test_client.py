@@ -6,22 +6,28 @@ A read timeout of a second keeps stalls short.
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import TypeVar, cast
 
 import pytest
 import trio
 import trio.testing
 
+from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed, Unavailable
-from lakefs_fuse.store.client import AWAY_S_MIN, SILENT_S_MIN, StoreClient
+from lakefs_fuse.errors import LakeError, NotCarriedOut, NotFound, PreconditionFailed, Superseded, Unavailable
+from lakefs_fuse.store.client import AWAY_S_MIN, SILENT_S_MIN, TOKEN_METADATA, StoreClient
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
 from lakefs_fuse.store.protocol import Capabilities, Fetched, ObjectMeta, ObjectStore
+from lakefs_fuse.store.s3.access import connect
+from lakefs_fuse.store.s3.store import S3Store
+from lakefs_fuse.upload.draft import DraftTarget
 from tests.fakes import FakeClock, store_client
 from tests.faults import Faults
 from tests.memory_store import MemoryStore
@@ -176,6 +182,40 @@ async def test_a_lost_answer_to_complete_is_left_to_the_caller(
         pass  # what most stores say: the upload is gone because it was completed
     assert (await client.head("new")).size == len(BODY)
     assert client.metrics.retries == 1
+
+
+@pytest.mark.parametrize("size", [5000, 3 << 20])
+async def test_write_replaced_after_a_lost_answer_is_superseded(
+    store: ObjectStore, client: StoreClient, faults: tuple[Server, Faults], size: int
+) -> None:
+    """The version that replaced it stays, in place of being replaced by a retry."""
+    _, controls = faults
+    target = DraftTarget("file", dict, replaces=(await client.put("file", b"before")).etag)  # type: ignore[arg-type]
+    put = partial(client.put, "file", b"x" * size, metadata={TOKEN_METADATA: "mine"}, version=target)
+    controls.lose_answer(1, method="PUT")
+    assert (await put()).size == size
+    assert client.metrics.requests["put"] == 2
+    store.put("file", b"theirs")
+    with pytest.raises(Superseded):  # as far as it knows, the first answer is still outstanding
+        await put()
+    assert (await client.head("file")).size == len(b"theirs")
+    assert client.metrics.requests["put"] == 2
+
+
+async def test_write_whose_connection_was_refused_is_sent_without_a_question() -> None:
+    """Nothing can have arrived."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    config = StoreConfig(source=Source.parse("s3://b"), endpoint_url=f"http://127.0.0.1:{port}", region="us-east-1")
+    store = S3Store(connect(config, SystemClock()), SystemClock())
+    store.adapt(Capabilities(name="s3"))
+    client = store_client(store, store.capabilities, retry_timeout_s=0)
+    for size in (100, 3 << 20):
+        target = DraftTarget("file", dict)  # type: ignore[arg-type]
+        with pytest.raises(NotCarriedOut):
+            await client.put("file", b"x" * size, version=target)
+        assert target.unsure is None
+    store.close()
 
 
 async def test_counters_count_attempts_and_bytes(client: StoreClient, faults: tuple[Server, Faults]) -> None:

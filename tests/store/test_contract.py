@@ -207,6 +207,32 @@ def test_put_if_absent_refuses_what_exists(lake: Lake) -> None:
     assert read(lake.store, "large") == bytes(2 << 20)
 
 
+def test_put_of_another_version_than_the_one_there_is_refused(lake: Lake) -> None:
+    """Where the store has the condition; elsewhere nobody asks for it."""
+    able = lake.capabilities
+    old = lake.store.put("file", b"old").etag
+    new = lake.store.put("file", b"new").etag
+    checks = able.put_if_match or lake.name == "local"
+    for size in (10, 2 << 20) if checks else ():
+        with pytest.raises(PreconditionFailed):
+            lake.store.put("file", bytes(size), etag=old)
+        with pytest.raises((PreconditionFailed, NotFound)):
+            lake.store.put("absent", bytes(size), etag=old)
+        assert read(lake.store, "file") == b"new"
+    newest = lake.store.put("file", b"newest", metadata={"mode": "1"}, etag=new if checks else None)
+    head = lake.store.head("file")
+    assert (head.etag, head.metadata) == (newest.etag, {"mode": "1"})
+    checks = able.complete_if_match or lake.name == "local"
+    upload_id = lake.store.create_multipart("file")
+    part = lake.store.upload_part("file", upload_id, 1, b"part")
+    if checks:
+        with pytest.raises(PreconditionFailed):
+            lake.store.complete_multipart("file", upload_id, [part], etag=old)
+        assert read(lake.store, "file") == b"newest"
+    lake.store.complete_multipart("file", upload_id, [part], etag=newest.etag if checks else None)
+    assert read(lake.store, "file") == b"part"
+
+
 # -- keys --------------------------------------------------------------------------------------------------------
 
 

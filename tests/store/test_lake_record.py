@@ -203,6 +203,6 @@ def test_change_record_of_another_version_is_refused(seaweed: Server, new_bucket
         opened = open_record(store, config, random.Random(1), SystemClock(), may_write=True)
         assert opened.capabilities.put_if_match
         with pytest.raises(PreconditionFailed):
-            store.replace(KEY, b"{}", "0" * 32)  # type: ignore[attr-defined]
+            store.put(KEY, b"{}", etag="0" * 32)
     finally:
         store.close()

@@ -23,9 +23,9 @@ from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.errors import (
     AccessDenied,
-    Conflict,
     KeyRefused,
     NoSuchBucket,
+    NotCarriedOut,
     NotFound,
     PreconditionFailed,
     StoreError,
@@ -319,13 +319,13 @@ def test_a_small_put_needs_no_head_and_a_copy_one(
         ("PermanentRedirect", 301, WrongRegion),
         ("AuthorizationHeaderMalformed", 400, WrongRegion),
         ("InternalError", 500, Unavailable),
-        ("SlowDown", 503, Unavailable),
+        ("SlowDown", 503, NotCarriedOut),
         ("RequestTimeout", 400, Unavailable),
-        ("ConditionalRequestConflict", 409, Conflict),
-        ("OperationAborted", 409, Conflict),
+        ("ConditionalRequestConflict", 409, Unavailable),
+        ("OperationAborted", 409, Unavailable),
         ("BadDigest", 400, SumRefused),
         ("", 502, Unavailable),
-        ("", 429, Unavailable),
+        ("", 429, NotCarriedOut),
         ("EntityTooSmall", 400, StoreError),
     ],
 )

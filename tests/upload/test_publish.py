@@ -10,12 +10,13 @@ import pytest
 
 from lakefs_fuse.blockcache.cache_file import block_hash
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES
-from lakefs_fuse.errors import AccessDenied, Conflict, FileError, NotFound, StoreError, Unavailable
+from lakefs_fuse.errors import AccessDenied, FileError, NotCarriedOut, NotFound, StoreError, Superseded, Unavailable
 from lakefs_fuse.staging.draft_record import DraftState
-from lakefs_fuse.upload.draft import DRAFT_METADATA
+from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.upload.draft import DRAFT_METADATA, DraftTarget
 from lakefs_fuse.upload.parts import PartState
-from tests.memory_store import Failures, Request, When
-from tests.upload.drafting import PART, bench, noise
+from tests.memory_store import START_NS, Failures, Request, When
+from tests.upload.drafting import PART, Bench, bench, noise
 
 MIB = 1 << 20
 
@@ -75,10 +76,10 @@ async def test_an_upload_that_is_gone_with_bytes_that_were_let_go_is_an_error(tm
 @pytest.mark.parametrize("conflicts", [1, 3])
 async def test_completion_conflict_completes_the_same_upload(tmp_path: Path, conflicts: int, if_absent: bool) -> None:
     data = noise(2, 5 * PART)
-    async with bench(tmp_path) as b:
+    async with bench(tmp_path, retry_timeout_s=10) as b:
         draft = b.draft(if_absent=if_absent)
         await draft.write(0, data)
-        b.store.hook = Failures(what("complete_multipart"), Conflict("409"), count=conflicts)
+        b.store.hook = Failures(what("complete_multipart"), Unavailable("409"), count=conflicts)
         await b.publish(draft)
         assert b.store.data("file") == data
         assert b.store.count("complete_multipart") == conflicts + 1
@@ -93,7 +94,7 @@ async def test_completion_conflict_with_our_own_attempt_is_found_by_polling(tmp_
     async with bench(tmp_path) as b:
         draft = b.draft(if_absent=True)
         await draft.write(0, data)
-        b.store.hook = Failures(what("complete_multipart"), Conflict("409"), count=1_000_000, when="after")
+        b.store.hook = Failures(what("complete_multipart"), Unavailable("409"), count=1_000_000, when="after")
         published = await b.publish(draft)
         assert published.meta.etag == b.store.head("file").etag
         assert b.store.count("complete_multipart") == 1
@@ -105,7 +106,7 @@ async def test_completion_conflict_with_another_creator_yields_to_it(tmp_path: P
         draft = b.draft(if_absent=True)
         await draft.write(0, noise(2, 5 * PART))
         await b.idle(draft)
-        b.store.hook = Failures(what("complete_multipart"), Conflict("409"))
+        b.store.hook = Failures(what("complete_multipart"), Unavailable("409"))
         b.store.give("file", b"theirs")
         with pytest.raises(FileError) as caught:
             await b.publish(draft)
@@ -116,7 +117,7 @@ async def test_completion_conflict_with_another_creator_yields_to_it(tmp_path: P
 
 async def test_completion_conflict_then_no_such_upload_begins_anew(tmp_path: Path) -> None:
     data = noise(2, 5 * PART)
-    answers = [Conflict("409"), NotFound("NoSuchUpload")]
+    answers = [Unavailable("409"), NotFound("NoSuchUpload")]
 
     def hook(request: Request, when: When) -> None:
         if request.what == "complete_multipart" and when == "before" and answers:
@@ -138,9 +139,9 @@ async def test_completion_conflict_without_end_keeps_upload_and_bytes(tmp_path: 
     async with bench(tmp_path, retry_timeout_s=0) as b:
         draft = b.draft()
         await draft.write(0, data)
-        b.store.hook = Failures(what("complete_multipart"), Conflict("409"), count=2)
+        b.store.hook = Failures(what("complete_multipart"), Unavailable("409"), count=2)
         for _ in range(2):
-            with pytest.raises(Conflict):
+            with pytest.raises(Unavailable):
                 await b.publish(draft)
             assert draft.state is DraftState.FAILED
             assert bytes(await draft.read(0, len(data))) == data
@@ -151,17 +152,125 @@ async def test_completion_conflict_without_end_keeps_upload_and_bytes(tmp_path: 
 
 
 @pytest.mark.parametrize("size", [100, 5 * PART])
-async def test_an_answer_that_was_lost_is_asked_for(tmp_path: Path, size: int) -> None:
-    """The first answer is lost, the client's own retry is told that the name is taken or the upload gone."""
+@pytest.mark.parametrize("if_absent", [False, True])
+async def test_an_answer_that_was_lost_is_asked_for(tmp_path: Path, size: int, if_absent: bool) -> None:
+    """One HEAD in place of the bytes."""
     async with bench(tmp_path) as b:
-        draft = b.draft(if_absent=True)
+        draft = b.draft(if_absent=if_absent)
         await draft.write(0, noise(3, size))
         publishing = "put" if size < PART else "complete_multipart"
         b.store.hook = Failures(what(publishing), Unavailable("lost"), when="after")
         published = await b.publish(draft)
+        assert (b.store.count(publishing), b.store.count("head")) == (1, 1)
         assert published.meta.etag == b.store.head("file").etag
         assert b.store.data("file") == noise(3, size)
-        assert b.store.count(publishing) == 2
+        draft.close(unlink=True)
+
+
+class Overtaken:
+    """The answer to the first request that publishes is lost; then another client replaces the object."""
+
+    def __init__(self, b: Bench, publishing: str, *, arrives: bool = True) -> None:
+        self._bench, self._publishing, self._when = b, publishing, "after" if arrives else "before"
+        self._is_lost = False
+
+    def __call__(self, request: Request, when: When) -> None:
+        if request.what == self._publishing and when == self._when and not self._is_lost:
+            self._is_lost = True
+            self._bench.store.give("file", b"theirs")
+            raise Unavailable("lost")
+
+
+@pytest.mark.parametrize("size", [100, 5 * PART])
+@pytest.mark.parametrize("can_match", [False, True])
+@pytest.mark.parametrize("calls", [1, 2])
+async def test_publish_replaced_after_a_lost_answer_is_superseded(
+    tmp_path: Path, size: int, can_match: bool, calls: int
+) -> None:
+    """In one call, or in the next one."""
+    able = Capabilities(name="memory", put_if_match=can_match, complete_if_match=can_match)
+    async with bench(tmp_path, capabilities=able, retry_timeout_s=10 if calls == 1 else 0) as b:
+        draft = b.draft(base=b.give("file", b"before"))
+        await draft.truncate(0)
+        await draft.write(0, noise(20, size))
+        publishing = "put" if size < PART else "complete_multipart"
+        b.store.hook = Overtaken(b, publishing)
+        if calls == 2:
+            with pytest.raises(Unavailable):
+                await b.publish(draft)
+        published = await b.publish(draft)
+        assert published.is_superseded
+        assert b.store.data("file") == b"theirs"
+        assert (b.store.count(publishing), b.store.uploads) == (1, {})
+        assert draft.state is DraftState.PUBLISHED
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("size", [100, 5 * PART])
+async def test_publish_over_an_older_version_after_a_lost_request_is_sent_again(tmp_path: Path, size: int) -> None:
+    """Another client's version was there before the first attempt, unknown to the writer: that attempt did not
+    arrive."""
+    async with bench(tmp_path) as b:
+        b.store.give("file", b"theirs")
+        b.store.clock = lambda: START_NS + 10 * 1_000_000_000
+        draft = b.draft()
+        await draft.write(0, noise(21, size))
+        publishing = "put" if size < PART else "complete_multipart"
+        b.store.hook = Failures(what(publishing), Unavailable("lost"))
+        assert not (await b.publish(draft)).is_superseded
+        assert b.store.data("file") == noise(21, size)
+        draft.close(unlink=True)
+
+
+@pytest.mark.parametrize("size", [100, 5 * PART])
+async def test_publish_overtaken_between_head_and_retry_is_superseded(tmp_path: Path, size: int) -> None:
+    """The condition of the retry is what the HEAD saw."""
+    able = Capabilities(name="memory", put_if_match=True, complete_if_match=True)
+    async with bench(tmp_path, capabilities=able) as b:
+        draft = b.draft(base=b.give("file", b"before"))
+        await draft.truncate(0)
+        await draft.write(0, noise(22, size))
+        publishing = "put" if size < PART else "complete_multipart"
+        lost = [Unavailable("lost")]
+
+        def hook(request: Request, when: When) -> None:
+            if request.what == publishing and when == "before" and lost:
+                raise lost.pop()
+            if request.what == "head" and when == "after" and b.store.data("file") == b"before":
+                b.store.give("file", b"theirs")
+
+        b.store.hook = hook
+        assert (await b.publish(draft)).is_superseded
+        assert b.store.data("file") == b"theirs"
+        draft.close(unlink=True)
+
+
+async def test_publish_refused_before_it_began_is_sent_again_without_a_question(tmp_path: Path) -> None:
+    async with bench(tmp_path, retry_timeout_s=5) as b:
+        draft = b.draft()
+        await draft.write(0, b"mine")
+        b.store.hook = Failures(what("put"), NotCarriedOut("503", throttled=True), count=2)
+        await b.publish(draft)
+        assert (b.store.count("put"), b.store.count("head")) == (3, 0)
+        draft.close(unlink=True)
+
+
+async def test_publish_whose_upload_was_renamed_and_replaced_begins_anew_elsewhere(tmp_path: Path) -> None:
+    """The file has another name by now, which needs the bytes."""
+    data = noise(23, 5 * PART)
+    async with bench(tmp_path) as b:
+        draft = b.draft()
+        await draft.write(0, data)
+        await b.idle(draft)
+        draft.target.path = "renamed"
+        b.store.hook = Overtaken(b, "complete_multipart")
+        with pytest.raises(Superseded):
+            await b.publish(draft)
+        assert b.store.data("file") == b"theirs"
+        assert not draft.upload_intent_ns
+        draft.retarget(DraftTarget("renamed", b.describe))
+        await b.publish(draft)
+        assert b.store.data("renamed") == data
         draft.close(unlink=True)
 
 

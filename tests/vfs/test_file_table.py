@@ -13,6 +13,7 @@ import trio
 
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.entry import ROOT_INODE
+from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.ops.attributes import AttributeChange, file_type_and_mode
 from tests.memory_store import Failures, MemoryStore, Pause, Request
@@ -385,6 +386,46 @@ async def test_deleting_what_failed_to_publish_and_did(tmp_path: Path) -> None:
         assert entries_of(store) == []
         clock.advance(TTL_S + 1)
         assert await m.names() == []
+
+
+@pytest.mark.parametrize("size", [100, LARGE])
+async def test_close_whose_answer_was_lost_leaves_the_version_that_replaced_it(tmp_path: Path, size: int) -> None:
+    """Another node read what was stored, and replaced it: both nodes have its version, and no commit says otherwise."""
+    store = MemoryStore(Capabilities(name="memory", put_if_match=True, complete_if_match=True))
+    replaced, mine, theirs = trio.Event(), noise(1, size), noise(2, size)
+    async with two_lakes(store, tmp_path) as (one, two), trio.open_nursery() as nursery:
+        await one.write("file", b"before")
+        await one.setattr("file", mode=stat.S_IFREG | 0o600)  # commits name the file from here on
+        await one.sync()
+        await two.poll()
+
+        def lose(request: Request, when: str) -> None:
+            if is_put(request) and request.key == "file" and when == "after":
+                store.hook = lambda _request, _when: None
+                trio.from_thread.run_sync(nursery.start_soon, replace)
+                trio.from_thread.run(replaced.wait)
+                raise Unavailable("lost")
+
+        async def replace() -> None:
+            assert await two.read("file") == mine
+            handle = await two.open("file", os.O_WRONLY | os.O_TRUNC)
+            await two.fs.write(handle, 0, theirs)
+            await two.close(handle)
+            await two.sync()
+            replaced.set()
+
+        handle = await one.open("file", os.O_WRONLY | os.O_TRUNC)
+        await one.fs.write(handle, 0, mine)
+        store.hook = lose
+        await one.close(handle)
+        assert store.data("file") == theirs
+        await one.sync()
+        for m in (one, two):
+            await m.poll()
+            assert await m.read("file") == theirs
+        assert one.fs.unfinished() == []
+    async with lake(store, tmp_path / "three") as three:
+        assert await three.read("file") == theirs
 
 
 async def test_an_upload_that_could_not_be_aborted_is_aborted_by_the_next_mount(tmp_path: Path) -> None:

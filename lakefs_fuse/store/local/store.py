@@ -104,10 +104,13 @@ class LocalStore:
         return ObjectMeta(key, status.st_size, file_etag(status), status.st_mtime_ns, metadata)
 
     def put(
-        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False
-    ) -> ObjectMeta:
-        """See `ObjectStore.put`."""
+        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False,
+        etag: str | None = None,
+    ) -> ObjectMeta:  # fmt: skip
+        """See `ObjectStore.put`. The version is checked before the bytes are written."""
         _refuse_bytes(key, length_of(body))
+        if etag is not None:
+            require_version(key, self.head(key).etag, etag)
         if key.endswith("/"):
             with translated("put", key):
                 return self._tree.put_marker(key, metadata, if_absent=if_absent)
@@ -208,10 +211,12 @@ class LocalStore:
         return PartRef(number, file_etag(status), status.st_size)
 
     def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False, etag: str | None = None
     ) -> ObjectMeta:
-        """See `ObjectStore.complete_multipart`."""
+        """See `ObjectStore.complete_multipart`. The version is checked before the parts are joined."""
         about = self._about(key, upload_id)
+        if etag is not None:
+            require_version(key, self.head(key).etag, etag)
         numbers = [part.number for part in parts]
         if not parts or numbers != sorted(set(numbers)):
             raise StoreError(f"complete {key!r}: parts are missing or not in ascending order")

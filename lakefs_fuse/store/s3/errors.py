@@ -20,9 +20,9 @@ from obstore import exceptions as obs
 
 from lakefs_fuse.errors import (
     AccessDenied,
-    Conflict,
     KeyRefused,
     NoSuchBucket,
+    NotCarriedOut,
     NotFound,
     PreconditionFailed,
     StoreError,
@@ -42,7 +42,7 @@ class RangeNotSatisfiable(StoreError):
     """The object ends before the range starts; `S3Store.get` finds out why."""
 
 
-class SumRefused(Unavailable):
+class SumRefused(NotCarriedOut):
     """A body did not match its checksum when it arrived; sending it again is the cure."""
 
 
@@ -65,7 +65,7 @@ _KINDS: Mapping[str, type[StoreError]] = {
     "RequestTimeTooSkewed": AccessDenied,
     "InvalidSecurity": AccessDenied,
     "PreconditionFailed": PreconditionFailed,
-    "ConditionalRequestConflict": Conflict,
+    "ConditionalRequestConflict": Unavailable,
     "InvalidRange": RangeNotSatisfiable,
     "NotImplemented": Unsupported,
     "MethodNotAllowed": Unsupported,
@@ -85,18 +85,18 @@ _KINDS: Mapping[str, type[StoreError]] = {
     "IllegalLocationConstraintException": WrongRegion,
     "IncorrectEndpoint": WrongRegion,
     "TemporaryRedirect": Unavailable,
-    "SlowDown": Unavailable,
-    "SlowDownRead": Unavailable,
-    "SlowDownWrite": Unavailable,
+    "SlowDown": NotCarriedOut,
+    "SlowDownRead": NotCarriedOut,
+    "SlowDownWrite": NotCarriedOut,
     "ServiceUnavailable": Unavailable,
-    "Throttling": Unavailable,
-    "ThrottlingException": Unavailable,
-    "TooManyRequests": Unavailable,
-    "RequestLimitExceeded": Unavailable,
-    "BandwidthLimitExceeded": Unavailable,
+    "Throttling": NotCarriedOut,
+    "ThrottlingException": NotCarriedOut,
+    "TooManyRequests": NotCarriedOut,
+    "RequestLimitExceeded": NotCarriedOut,
+    "BandwidthLimitExceeded": NotCarriedOut,
     "RequestTimeout": Unavailable,
     "InternalError": Unavailable,
-    "OperationAborted": Conflict,
+    "OperationAborted": Unavailable,
     "BadDigest": SumRefused,
     "XAmzContentChecksumMismatch": SumRefused,
     "IncompleteBody": Unavailable,
@@ -113,7 +113,7 @@ _STATUSES: Mapping[int, type[StoreError]] = {
     409: PreconditionFailed,
     412: PreconditionFailed,
     416: RangeNotSatisfiable,
-    429: Unavailable,
+    429: NotCarriedOut,
     501: Unsupported,
     507: StoreFull,
 }
@@ -148,6 +148,11 @@ _BOTO_KINDS: _Kinds = (
     ),
     ((boto.ParamValidationError,), KeyRefused, "the request cannot be expressed"),
     (
+        (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError),
+        NotCarriedOut,
+        "no connection ({exception})",
+    ),
+    (
         (
             boto.HTTPClientError,
             boto.ConnectionError,
@@ -176,7 +181,8 @@ _OBSTORE_KINDS: _Kinds = (
     ((Exception,), Unavailable, _CUT_SHORT + " ({exception})"),
 )
 
-# What obstore says is text only; these two are what object_store and S3 put into it.
+# What obstore says is text only; these are what object_store and S3 put into it.
+_OBSTORE_CONNECT = re.compile(r"\bkind: Connect\b")
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
 _XML_CODE = re.compile(r"<Code>([A-Za-z0-9._-]{1,64})</Code>")
 _XML_MESSAGE = re.compile(r"<Message>([^<]{1,400})</Message>")
@@ -227,6 +233,8 @@ def from_obstore(what: str, error: Exception) -> StoreError:
         return from_xml(what, int(status[1]), text.encode("utf-8", "replace"))
     if "UnknownIssuer" in text or "invalid peer certificate" in text:
         return StoreError(f"{what}: {_UNTRUSTED}")
+    if _OBSTORE_CONNECT.search(text):
+        return NotCarriedOut(f"{what}: no connection ({type(error).__name__})")
     return _from_table(_OBSTORE_KINDS, what, error)
 
 

@@ -25,7 +25,6 @@ from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import (
     AccessDenied,
     ConfigError,
-    Conflict,
     KeyRefused,
     LakeError,
     NoSuchBucket,
@@ -159,15 +158,17 @@ class S3Store:
     # -- writing -------------------------------------------------------------------------------------------------
 
     def put(
-        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False
-    ) -> ObjectMeta:
+        self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False,
+        etag: str | None = None,
+    ) -> ObjectMeta:  # fmt: skip
         """See `ObjectStore.put`. Where the store ignores preconditions, ``if_absent`` is a HEAD before the PUT."""
         self._refuse_key(key)
         what, size = f"put {key!r}", length_of(body)
         if if_absent and not self.capabilities.put_if_absent:
             self._refuse_existing(key)
             if_absent = False
-        if self.sender.allows_fast_path(size) and self._fast.can_put(size, metadata) and is_expressible(key):
+        is_fast = self.sender.allows_fast_path(size) and self._fast.can_put(size, metadata) and etag is None
+        if is_fast and is_expressible(key):
             small = b"".join(body.pieces()) if isinstance(body, FileSlice) else body
             if self._limiter is not None:
                 self._limiter.wait(size)
@@ -178,24 +179,15 @@ class S3Store:
         parameters: dict[str, object] = {"Metadata": dict(metadata or {})}
         if if_absent:
             parameters["IfNoneMatch"] = "*"
+        if etag is not None:
+            parameters["IfMatch"] = f'"{etag}"'
         answer = self.sender.send("put_object", what, key, body, parameters, visible=True)
-        etag = etag_of(answer)
-        return ObjectMeta(key, size, etag, self._clock.wall_ns(), dict(metadata or {})) if etag else self.head(key)
-
-    def replace(self, key: str, body: bytes, etag: str) -> ObjectMeta:
-        """See `NetworkStore`; small bodies."""
-        parameters: dict[str, object] = {"IfMatch": f'"{etag}"'}
-        answer = self.sender.send("put_object", f"replace {key!r}", key, body, parameters, visible=True)
-        return ObjectMeta(key, len(body), etag_of(answer), self._clock.wall_ns(), {})
+        new = etag_of(answer)
+        return ObjectMeta(key, size, new, self._clock.wall_ns(), dict(metadata or {})) if new else self.head(key)
 
     def delete_if_match(self, key: str, etag: str) -> None:
         """See `NetworkStore`."""
         self._call("delete_object", f"delete {key!r}", key, IfMatch=f'"{etag}"')
-
-    def complete_if_match(self, key: str, upload_id: str, parts: Sequence[PartRef], etag: str) -> None:
-        """See `NetworkStore`."""
-        about = _completion(upload_id, parts)
-        self._call("complete_multipart_upload", f"complete {key!r}", key, IfMatch=f'"{etag}"', **about)
 
     def page_keys_max(self) -> int:
         """See `NetworkStore`."""
@@ -326,29 +318,32 @@ class S3Store:
         return PartRef(number, copied, end - start)
 
     def complete_multipart(
-        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False
+        self, key: str, upload_id: str, parts: Sequence[PartRef], *, if_absent: bool = False, etag: str | None = None
     ) -> ObjectMeta:
         """See `ObjectStore.complete_multipart`. The answer may have no metadata. Where the store ignores preconditions,
         ``if_absent`` is a HEAD before and one after, which finds an object that came between."""
-        parameters = _completion(upload_id, parts)
+        listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
+        parameters: dict[str, object] = {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
         looks = if_absent and not self.capabilities.complete_if_absent
         if looks:
             self._refuse_existing(key)
         elif if_absent:
             parameters["IfNoneMatch"] = "*"
+        if etag is not None:
+            parameters["IfMatch"] = f'"{etag}"'
         try:
             answer = self._call("complete_multipart_upload", f"complete {key!r}", key, **parameters)
         except PreconditionFailed as error:
-            if "IfNoneMatch" in parameters:
+            if "IfNoneMatch" in parameters or etag is not None:
                 raise
-            raise Conflict(str(error)) from error  # A 409 with a code of the server's own.
-        etag = etag_of(answer)
-        if looks or not etag or not self.capabilities.complete_etag:
+            raise Unavailable(str(error)) from error  # A 409 with a code of the server's own.
+        new = etag_of(answer)
+        if looks or not new or not self.capabilities.complete_etag:
             there = self.head(key)
-            if looks and etag and self.capabilities.complete_etag and there.etag != etag:
+            if looks and new and self.capabilities.complete_etag and there.etag != new:
                 raise PreconditionFailed(f"{key!r} was created by somebody else at the same time")
             return there
-        return ObjectMeta(key, sum(part.size for part in parts), etag, self._clock.wall_ns())
+        return ObjectMeta(key, sum(part.size for part in parts), new, self._clock.wall_ns())
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         """See `ObjectStore.abort_multipart`."""
@@ -438,11 +433,6 @@ class S3Store:
     def _refuse_marker(self, key: str, kind: type[LakeError]) -> None:
         if self._is_foreign_marker(key):
             raise kind(f"{key!r}: the store has no directory markers")
-
-
-def _completion(upload_id: str, parts: Sequence[PartRef]) -> dict[str, object]:
-    listed = [{"PartNumber": part.number, "ETag": f'"{part.etag}"'} for part in parts]
-    return {"UploadId": upload_id, "MultipartUpload": {"Parts": listed}}
 
 
 def _meta(key: str, size: int, answer: Answer) -> ObjectMeta:

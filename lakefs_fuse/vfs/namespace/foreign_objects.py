@@ -21,9 +21,8 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.publish import token_of
 from lakefs_fuse.vfs.namespace import attributes
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder

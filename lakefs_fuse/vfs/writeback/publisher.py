@@ -227,7 +227,8 @@ class ObjectWriter:
         finally:
             self._storing_plain -= 1
         path, meta = file.key, published.meta
-        self._deletions.note_stored(key, meta.etag)
+        if not published.is_superseded:
+            self._deletions.note_stored(key, meta.etag)
         row = self._ns.tree.entry(file.entry.inode)
         now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
@@ -243,7 +244,7 @@ class ObjectWriter:
         is_named = has_tombstone or bool(row is not None and row.stamp)
         is_again = row is not None and row.is_plain and row.etag == meta.etag
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
-        commits = (commits or is_again) and not file.unlinked
+        commits = (commits or is_again) and not file.unlinked and not published.is_superseded
         if commits:  # journaled, so that it will be made even if this fails
             self._enqueue_location(path, entry, key, is_again=is_again)
             if key != path:
@@ -291,6 +292,8 @@ class ObjectWriter:
             if used is not None and (there is None or there.place != used.number):
                 await self._renamed.free(key)
             published = await publish(draft)
+        if published.is_superseded:
+            return
         self._deletions.note_stored(key, published.meta.etag)
         self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0]))
         await self._committer.flush()
@@ -313,6 +316,8 @@ class ObjectWriter:
 
     def _retire(self, before: ObjectRow | None, stored: StoredVersion) -> StoredVersion:
         """The object of the version before is superseded, unless it was replaced in place."""
+        if stored.published is not None and stored.published.is_superseded:
+            return stored  # what the name means is for the other writer to say
         if before is not None and not before.is_pack and before.number != stored.entry.place:
             self._committer.retire(Deletion(before.key, before.etag))
         return stored
@@ -515,6 +520,8 @@ class Publisher:
             self._ns.announce_name(entry.parent, entry.name)
         elif stored.published is not None:  # a pack's commit told the rows itself
             self._ns.tree.update(batch, entry)
+            if stored.published.is_superseded:
+                self._ns.tree.forget_listing(batch, entry.parent)
 
     async def _finish(self, published: Sequence[Publication], older: list[Draft]) -> None:
         """Let go of what is staged of recorded versions, and of those ``older``, which they supersede."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lakefs_fuse.staging.draft_record import DraftRecord
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
-from lakefs_fuse.upload.publish import token_of
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 
 
