@@ -71,6 +71,10 @@ class Faults:
         """Path and query of each PUT that the store made and whose answer went back, since the start or `clear`."""
         self.bytes_s_max = 0
         """All request bodies together go on to the store no faster; 0 is no limit. Stays as it is with `clear`."""
+        self.request_s_max = float("inf")
+        """A request whose body takes longer to come is reset. Stays as it is with `clear`."""
+        self.bytes_forwarded = 0
+        """Of request bodies, since the start or `clear`."""
         self.completes_blindly = False
         """Conditions on completing an upload are left out. Stays as it is with `clear`."""
         self.after_completion: Callable[[], object] = lambda: None
@@ -153,11 +157,14 @@ class Faults:
             self.counts.clear()
             self.injected.clear()
             self.stored.clear()
+            self.bytes_forwarded = 0
             self.released.set()
             self.released = threading.Event()
 
     def pass_on(self, count: int) -> None:
         """Wait until so many bytes may go on to the store."""
+        with self._lock:
+            self.bytes_forwarded += count
         if not self.bytes_s_max:
             return
         with self._lock:
@@ -271,10 +278,14 @@ class _Relay(BaseHTTPRequestHandler):
         if length or "Content-Length" in self.headers:
             upstream.putheader("Content-Length", str(length))
         upstream.endheaders()
+        end_s = time.monotonic() + self.controls.request_s_max
         while length > 0:
             piece = self.rfile.read(min(PIECE_BYTES, length))
             if not piece:
                 raise ConnectionError("the client went away")
+            if time.monotonic() > end_s:
+                self._reset()
+                raise ConnectionError("the request takes too long")
             self.controls.pass_on(len(piece))
             upstream.send(bytes([piece[0] ^ 1]) + piece[1:] if corrupt else piece)
             corrupt = False

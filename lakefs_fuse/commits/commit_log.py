@@ -2,7 +2,8 @@
 
 What always holds (*whole commits*): a commit appears with one PUT, or not at all; a fetched record was checked against
 its CRC-32 and its name before anything reads it. Tasks of the trio loop; large archives and records are built and
-decoded in worker threads. Nothing is kept here but the clock, so a crash leaves nothing.
+decoded in worker threads. Nothing is kept here but the clock
+and the budget of packs, so a crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
+
+import trio
 
 from lakefs_fuse.commits.archive import (
     COMMENT_BYTES_MAX,
@@ -25,11 +28,12 @@ from lakefs_fuse.commits.archive import (
     read_bounded_record,
 )
 from lakefs_fuse.commits.hybrid_clock import HybridClock
+from lakefs_fuse.commits.pack_budget import PACK_BYTES_MIN, PackBudget
 from lakefs_fuse.commits.record import COMMITS, ObjectRef, Record, encode, newest_read
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import DamagedCommit, Unsupported
+from lakefs_fuse.errors import DamagedCommit, Unavailable, Unsupported
 from lakefs_fuse.store.client import StoreClient
-from lakefs_fuse.store.protocol import Body, Buffer, ListPage, ObjectMeta
+from lakefs_fuse.store.protocol import Body, Buffer, ListPage, ObjectMeta, length_of
 
 TAIL_BYTES = 256 << 10
 """First GET of a commit: the record and the directory of a pack of a thousand files fit in it."""
@@ -51,9 +55,18 @@ class LargeRecord(Exception):
 class CommitLog:
     """See the module's head. ``writer`` is the name of this process in its commits, 8 hex digits."""
 
-    def __init__(self, client: StoreClient, clock: HybridClock, threads: Threads, *, writer: str) -> None:
+    def __init__(
+        self,
+        client: StoreClient,
+        clock: HybridClock,
+        threads: Threads,
+        *,
+        writer: str,
+        budget: PackBudget | None = None,
+    ) -> None:
         self._client, self._threads = client, threads
         self.clock, self.writer = clock, writer
+        self.budget = budget or PackBudget()
 
     # -- time
 
@@ -95,7 +108,15 @@ class CommitLog:
 
     async def put(self, time_ns: int, body: Body) -> ObjectMeta:
         """Store an archive as the commit of this time. Raises StoreError kinds."""
-        return await self._client.put(self.key(time_ns), body)
+        began_s = trio.current_time()
+        try:
+            meta = await self._client.put(self.key(time_ns), body)
+        except Unavailable:
+            self.budget.record_failure(length_of(body))
+            raise
+        if meta.size >= PACK_BYTES_MIN:
+            self.budget.record_put(meta.size, trio.current_time() - began_s)
+        return meta
 
     async def put_record(self, record: Record) -> ObjectRef:
         """Store a commit without members. Raises StoreError kinds."""

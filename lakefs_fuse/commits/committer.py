@@ -179,6 +179,11 @@ class Committer:
                 self._applier.apply_pending(merged([again], self.writer, 0), PENDING | sequence)
 
     @property
+    def pack_bytes_max(self) -> int:
+        """Bytes that the next pack may have: see `PackBudget`."""
+        return self._log.budget.bytes_max
+
+    @property
     def held_until(self) -> int:
         """What write-back has to have stored before everything journaled can be sent; 0 where nothing is held."""
         return max((change.after for change in self.journal.changes.values() if self._is_held(change)), default=0)

@@ -19,6 +19,7 @@ from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.pack_budget import PackBudget
 from lakefs_fuse.commits.path_tree import Relocated, Watcher
 from lakefs_fuse.commits.poller import Poller
 from lakefs_fuse.config import MountConfig
@@ -165,7 +166,13 @@ class Commits:
         metrics, database, client = ground.metrics.commits, ground.database, ground.client
         node = ground.node
         self.clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
-        log = CommitLog(client, self.clock, node.threads, writer=f"{node.random.stream('writer').getrandbits(32):08x}")
+        log = CommitLog(
+            client,
+            self.clock,
+            node.threads,
+            writer=f"{node.random.stream('writer').getrandbits(32):08x}",
+            budget=PackBudget(ground.config.upload_bytes_s_max),
+        )
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
         journal = ChangeJournal(database)
         self.deletions = DeletionQueue(

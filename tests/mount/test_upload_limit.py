@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
+import pytest
+
 from lakefs_fuse.control.client import connect
 from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
@@ -60,6 +62,28 @@ def test_a_small_file_does_not_wait_for_large_ones(make_lake: LakeMaker) -> None
         assert not large.done()
         assert took < 2
         large.result()
+
+
+@pytest.mark.long
+def test_packs_over_a_slow_way_are_stored_in_time_and_sent_once(
+    make_lake: LakeMaker, faults: tuple[Server, Faults]
+) -> None:
+    """40 MiB of small files at 256 KiB/s, over connections that last no longer than 30 s, as some proxies have it."""
+    through, controls = faults
+    options = ("--durability", "writeback", "--upload-limit", "256KiB/s")
+    lake = make_lake("seaweedfs", *options, through=through).mount()
+    data = {f"f{index}": noise(MIB // 16, index) for index in range(640)}
+    controls.clear()
+    controls.request_s_max = 30.0
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda name: (lake.path / name).write_bytes(data[name]), data))
+    eventually(lambda: lake.number("commits.packs") >= 1, "the first pack is stored", 60.0)
+    eventually(lambda: lake.number("writeback.files") == 0, "all is stored", 400.0)
+    assert controls.bytes_forwarded <= 1.1 * sum(map(len, data.values()))
+    assert lake.number("store.retries") == 0
+    assert "took long" not in lake.log()
+    lake.remount(empty_cache=True)
+    assert {name: (lake.path / name).read_bytes() for name in os.listdir(lake.path)} == data
 
 
 def test_reads_are_not_limited(make_lake: LakeMaker) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.config import Rule
+from lakefs_fuse.commits import pack_budget
+from lakefs_fuse.config import KIB, Rule
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, StagingFull, StoreError, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE, Flag
@@ -273,6 +274,29 @@ async def test_small_files_share_packs(tmp_path: Path) -> None:
     async with lake(store, tmp_path / "other") as other:
         assert await other.read("77") == noise(77, 500)
         assert len(await other.names()) == 200
+
+
+@pytest.mark.parametrize("durability", ["writeback", "close"])
+@pytest.mark.parametrize("files", [6, 0.5])
+async def test_packs_under_an_upload_limit_have_no_more_bytes_than_are_sent_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability: str, files: float
+) -> None:
+    """Of half a file: each has a pack of its own."""
+    monkeypatch.setattr(pack_budget, "PACK_BYTES_MIN", 1)
+    store, size = MemoryStore(), 50 * KIB
+    limit = int(files * (size + KIB) / pack_budget.PUT_S)
+    options = {"pack": "always", "durability": durability, "upload_bytes_s_max": limit}
+    async with writing_back(store, tmp_path / "cache", delay_s=0.05, **options) as m:
+        async with trio.open_nursery() as nursery:
+            for number in range(20):
+                nursery.start_soon(m.write, f"{number}", noise(number, size))
+        await m.fs.make_durable()
+    sizes = [request.size for request in store.requests if request.what == "put"]
+    assert sum(sizes) < 20 * (size + KIB)
+    assert max(sizes) < max(1, files) * (size + KIB)
+    assert len(sizes) >= 20 / max(1, files)
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {f"{number}": noise(number, size) for number in range(20)}
 
 
 async def test_others_have_their_turn_while_a_pack_is_noted(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from lakefs_fuse.commits.archive import Member
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE, Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.record import THIS, Operation, Put
-from lakefs_fuse.config import MIB
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.database import Batch, Database
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 GATHER_S_MAX = 0.05
 """No close is held back longer than this for others to join."""
-PACK_BYTES_MAX = 64 * MIB
 PACK_FILES_MAX = OPERATIONS_AT_ONCE
 FILES_BETWEEN_PAUSES = 32
 log = logging.getLogger(__name__)
@@ -87,6 +85,10 @@ class Packer:
         self._in_flight = 0
         self._at_once = 0
         self._idle = 0
+
+    @property
+    def _bytes_max(self) -> int:
+        return self._committer.pack_bytes_max
 
     def are_others_closing(self, threshold_bytes: int, plain: int) -> bool:
         """Other small files close now, or are being written: one that closes can share a commit with them. ``plain``
@@ -152,7 +154,7 @@ class Packer:
 
     async def _gather(self, threshold: int) -> None:
         with trio.move_on_after(GATHER_S_MAX) as patience:
-            while len(self._waiting) < PACK_FILES_MAX and sum(len(w.data) for w in self._waiting) < PACK_BYTES_MAX:
+            while len(self._waiting) < PACK_FILES_MAX and sum(len(w.data) for w in self._waiting) < self._bytes_max:
                 enough = len(self._waiting) >= self._at_once
                 if enough and (self._at_once > 1 or not self._others_write(threshold)):
                     return
@@ -173,7 +175,7 @@ class Packer:
         taken, size = 0, 0
         for waiting in self._waiting[:PACK_FILES_MAX]:
             size += len(waiting.data)
-            if taken and size > PACK_BYTES_MAX:
+            if taken and size > self._bytes_max:
                 break
             taken += 1
         batch, self._waiting = self._waiting[:taken], self._waiting[taken:]

@@ -22,6 +22,7 @@ from enum import StrEnum
 import trio
 
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.pack_budget import PACK_BYTES_MAX
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -43,7 +44,7 @@ from lakefs_fuse.sync.wakeup import Wakeup
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.upload.publish import find_own_object
 from lakefs_fuse.vfs.files.open_file import OpenFile
-from lakefs_fuse.vfs.writeback.packer import PACK_BYTES_MAX, PACK_FILES_MAX
+from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX
 from lakefs_fuse.vfs.writeback.publish_plan import is_packable
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 1.0, 30.0

@@ -3,8 +3,8 @@
 What always holds:
 
 * *barriers*: nothing becomes visible before what has to come before it (`AcknowledgedVersion.barrier`);
-* small files that may be published together share a pack, up to `PACK_BYTES_MAX` or what came within ``delay_s``; while
-  a burst of them lasts packs wait longer;
+* small files that may be published together share a pack, up to the bytes that `PackBudget` allows, or what came within
+  ``delay_s``; while a burst of them lasts packs wait longer;
 * while the store is away all wait, tried again at most `PAUSE_S_MAX` apart; a version that the store refuses for a
   reason of its own lets others pass, and is tried again when a caller asks;
 * a caller that asks for a file to be durable (`WriteBack.drain`) has it published ahead of others, but not ahead of
@@ -26,7 +26,7 @@ import trio
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.staging.staging_area import Staging
-from lakefs_fuse.vfs.writeback.packer import PACK_BYTES_MAX, PACK_FILES_MAX
+from lakefs_fuse.vfs.writeback.packer import PACK_FILES_MAX
 from lakefs_fuse.vfs.writeback.publisher import Publisher
 from lakefs_fuse.vfs.writeback.queue import BURST_WINDOW_S, AcknowledgedVersion, VersionState, WriteBack
 from lakefs_fuse.vfs.writeback.replay import Replay
@@ -94,7 +94,7 @@ class PublishScheduler:
 
     def _start(self, items: Iterable[AcknowledgedVersion]) -> float:
         pack: list[AcknowledgedVersion] = []
-        packed_bytes, full = 0, False
+        pack_bytes_max, packed_bytes, full = self._committer.pack_bytes_max, 0, False
         blocked_by = first_packed = math.inf
         for item in items:
             if item.state in (VersionState.REFUSED, VersionState.SUPERSEDED):
@@ -103,7 +103,8 @@ class PublishScheduler:
             if item.is_attempted or blocked:
                 blocked_by = min(blocked_by, item.place)
             elif self._queue.is_packable(item):
-                full = full or packed_bytes + item.draft.size > PACK_BYTES_MAX or len(pack) >= PACK_FILES_MAX
+                is_over = bool(pack) and packed_bytes + item.draft.size > pack_bytes_max
+                full = full or is_over or len(pack) >= PACK_FILES_MAX
                 if full:
                     blocked_by = min(blocked_by, item.place)
                     continue
