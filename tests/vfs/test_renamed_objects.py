@@ -9,7 +9,7 @@ import trio
 
 from lakefs_fuse.errors import FileError
 from tests.fakes import delete_all_due
-from tests.memory_store import MemoryStore
+from tests.memory_store import MemoryStore, Pause
 from tests.upload.drafting import noise
 from tests.vfs.lakes import Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import LARGE, rewrite
@@ -47,6 +47,29 @@ async def test_who_replaced_a_renamed_file_says_so_when_it_hears_of_the_rename(t
         assert await one.tree() == await two.tree() == {"g": b"second"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"g": b"second"}
+
+
+async def test_who_hears_of_a_rename_while_it_replaces_the_file_says_so_when_it_has(tmp_path: Path) -> None:
+    """The file stays under its name here, because another of the renamed directory was replaced before."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.mkdir("d")
+        for path in ("d/a", "d/f"):
+            await one.write(path, b"first")
+        await one.sync()
+        await two.poll()
+        assert await two.names("d") == ["a", "f"]
+        await one.rename("d", "e")
+        await one.sync()
+        await rewrite(two, "d/a", b"second")
+        store.hook = pause = Pause(lambda request: request.what == "put" and request.key == "d/f")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rewrite, two, "d/f", b"second")
+            await trio.to_thread.run_sync(pause.reached.wait)
+            await two.poll()
+            pause.resume()
+        for path in ("e/a", "e/f"):
+            await until_shown(two, path, b"second")
 
 
 async def test_who_reads_a_renamed_file_finds_what_a_lost_node_wrote_in_its_place(tmp_path: Path) -> None:

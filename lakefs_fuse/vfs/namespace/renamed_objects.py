@@ -76,8 +76,20 @@ class RenamedObjects:
         if replaced:
             for operation in record.operations:
                 if isinstance(operation, Put) and operation.object in replaced:
-                    self.adopting += 1
-                    self._nursery.start_soon(self._adopt_soon, operation.path)
+                    self._start_adopting(operation.path)
+
+    def stored(self, path: str, key: str, etag: str) -> None:
+        """This node has stored an object at ``key`` for the file at ``path``. Names that others gave meanwhile to what
+        lay there get it, too, soon."""
+        self._deletions.note_stored(key, etag)
+        row = self._ns.tree.objects.used(key)
+        if row is not None and row.etag != etag:
+            for named in [named for named, _ in self._named(row) if named != path]:
+                self._start_adopting(named)
+
+    def _start_adopting(self, path: str) -> None:
+        self.adopting += 1
+        self._nursery.start_soon(self._adopt_soon, path)
 
     async def _adopt_soon(self, path: str) -> None:
         try:

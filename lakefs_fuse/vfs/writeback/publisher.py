@@ -228,7 +228,7 @@ class ObjectWriter:
             self._storing_plain -= 1
         path, meta = file.key, published.meta
         if not published.is_superseded:
-            self._deletions.note_stored(key, meta.etag)
+            self._renamed.stored(path, key, meta.etag)
         row = self._ns.tree.entry(file.entry.inode)
         now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
@@ -294,7 +294,7 @@ class ObjectWriter:
             published = await publish(draft)
         if published.is_superseded:
             return
-        self._deletions.note_stored(key, published.meta.etag)
+        self._renamed.stored(path, key, published.meta.etag)
         self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0]))
         await self._committer.flush()
 
