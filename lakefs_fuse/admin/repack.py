@@ -29,6 +29,7 @@ from lakefs_fuse.admin.lake_view import LakeView
 from lakefs_fuse.admin.relocation import Moved, RelocationBuilder, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, hidden_since, sweep
 from lakefs_fuse.admin.work import NS, Report
+from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.record import OWN
 from lakefs_fuse.config import DELETE_AFTER_S, MIB
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, Unsupported
@@ -143,8 +144,9 @@ def _is_small_plain(lake: LakeView, entry: Entry, threshold_bytes: int) -> bool:
 async def _delete_elsewhere(lake: LakeView, objects: Sequence[ObjectMeta], swept: Swept) -> None:
     """Delete the old objects of renamed files, if they are unreferenced now."""
     doomed: list[ObjectMeta] = []
+    kept = await snapshots.kept_objects(lake.client) if objects else ()
     for meta in objects:
-        if lake.references(meta.key, meta.etag):
+        if meta.key in kept or lake.references(meta.key, meta.etag):
             continue
         entry = lake.entry_at(meta.key)
         if entry is not None and entry.is_plain and entry.etag == meta.etag:

@@ -266,9 +266,9 @@ async def test_rebind_rewrites_named_snapshots(source: BucketStore, clock: Clock
         await fold(view, report=silent)
         await fold(view, name="v1", report=silent)
     clock.advance(60)
-    async with lake(source, tmp_path / "third", clock=clock, pack="never", delete_after_s=1e6) as node:
+    async with lake(source, tmp_path / "third", clock=clock, pack="never") as node:
         await node.unlink("before")  # what it has below .lakefs/objects/ stays for the snapshot
-        await node.fs.sync_names()
+        await node.sync()
     copy = copied(source, clock, encrypted=True)
     (tmp_path / "before").mkdir()
     (tmp_path / "after").mkdir()

@@ -11,6 +11,9 @@ import pytest
 
 from lakefs_fuse.admin import repack
 from lakefs_fuse.admin.repack import Packed, Unpacked
+from lakefs_fuse.admin.snapshot import fold
+from lakefs_fuse.commits.index import snapshots
+from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import LakeError, StoreError
 from tests.admin.lakes import commits, dataset, give_pack, headless, plain, silent
 from tests.memory_store import Failures, MemoryStore, Request
@@ -239,6 +242,23 @@ async def test_renamed_objects_are_packed_and_theirs_deleted(store: MemoryStore,
     assert plain(store) == []
     clock.advance(5)
     assert await fresh(store, clock, tmp_path) == expected
+
+
+async def test_pack_leaves_an_object_of_ours_that_a_snapshot_keeps(
+    store: MemoryStore, clock: Clock, tmp_path: Path
+) -> None:
+    async with lake(store, tmp_path / "node", clock=clock, pack="never", delete_after_s=1e6) as mounted:
+        await mounted.rename("top", "kept")
+        await mounted.write("top", b"below .lakefs/objects/")
+        await mounted.fs.sync_names()
+    clock.advance(60)
+    async with headless(store, clock) as view:
+        await fold(view, name="v1", report=silent)
+    (ours,) = [key for key in store.objects if key.startswith(OBJECTS)]
+    await pack(store, clock)
+    assert ours in store.objects
+    async with headless(store, clock) as view:
+        assert await snapshots.kept_objects(view.client) == {ours}
 
 
 async def test_relocate_killed_at_any_request_and_run_again(store: MemoryStore, clock: Clock, tmp_path: Path) -> None:

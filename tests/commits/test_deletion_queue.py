@@ -111,6 +111,16 @@ async def test_what_failed_is_tried_again_after_a_restart(tmp_path: Path) -> Non
         assert (site.store.objects, a.deletions.waiting) == ({}, 0)
 
 
+async def test_object_of_ours_that_a_snapshot_keeps_stays(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    keys = [f".lakefs/objects/{number}" for number in range(3)]
+    site.store.give(".lakefs/snapshots/v1/objects", msgspec.msgpack.encode(keys[:1]))
+    with site.daemon("a") as a:
+        doom(a, *give(site, *keys, "plain"))
+        await delete_all_due(a.deletions)
+        assert (sorted(site.store.objects), a.deletions.waiting) == ([keys[0], ".lakefs/snapshots/v1/objects"], 0)
+
+
 async def test_deletion_that_was_made_and_not_recorded_is_forgotten_by_the_next_daemon(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:

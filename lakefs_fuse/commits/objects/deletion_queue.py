@@ -9,6 +9,7 @@ What always holds:
 * *versions only*: an object goes when its time has come and no name means it, as far as commits were heard of just
   before, and while the store still shows that version with a date before its removal: one that was put there since
   stays. DELETE names the ETag, and is sent once: where its answer is lost, all this is decided again;
+* *snapshots kept*: an object below ``.lakefs/`` of which a named snapshot has bytes is left to `gc`;
 * *no deletion under a write*: a key that gets new bytes from this node leaves the queue first (`keeping`).
 
 Trio thread only. After a crash the next mount goes on with the queue. Where the cache is lost, `gc` finds what is left.
@@ -25,12 +26,14 @@ import msgspec
 import trio
 
 from lakefs_fuse.commits.change_journal import ChangeJournal
+from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.errors import LakeError, NotFound
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Deletion, DeletionRows
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, DELETES_AT_ONCE, StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
@@ -198,7 +201,10 @@ class DeletionQueue:
         try:
             await heard(HEARD_S)
             there = await self._still_there([doomed for doomed in due if not self._is_wanted(doomed)])
-            unwanted = [(doomed.key, doomed.etag) for doomed in there if not self._is_wanted(doomed)]
+            kept = await self._find_kept(there)
+            unwanted = [
+                (doomed.key, doomed.etag) for doomed in there if not self._is_wanted(doomed) and doomed.key not in kept
+            ]
             refused = await self._client.delete_many_if_match(unwanted)
             self._metrics.objects_deleted += len(unwanted) - len(refused)
             self._end(due, refused)
@@ -210,6 +216,11 @@ class DeletionQueue:
             key, why = next(iter(refused.items()))
             raise LakeError(f"{len(refused)} objects, {key} among them: {why}")
         return len(due)
+
+    async def _find_kept(self, doomed: Sequence[Deletion]) -> Collection[str]:
+        """What named snapshots keep; they keep objects of ours only. Raises LakeError."""
+        is_ours = any(each.key.startswith(RESERVED_PREFIX) for each in doomed)
+        return await snapshots.kept_objects(self._client) if is_ours else ()
 
     def _end(self, due: Sequence[Deletion], refused: Mapping[str, str]) -> None:
         batch, later_ns = Batch(), self._clock_ns() + REFUSED_NS
