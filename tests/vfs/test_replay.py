@@ -594,17 +594,18 @@ async def test_replay_of_a_stored_file_that_another_node_replaced_gives_the_name
 
 
 @pytest.mark.parametrize("is_removed", [True, False])
-async def test_replay_of_a_stored_object_that_another_node_saw_and_replaced_leaves_what_that_says(
-    tmp_path: Path, is_removed: bool
+@pytest.mark.parametrize("pack", ["never", "always"])
+async def test_replay_of_stored_bytes_that_another_node_saw_and_replaced_leaves_what_that_says(
+    tmp_path: Path, pack: str, is_removed: bool
 ) -> None:
-    """The object is still there, and hidden: the row of its writer does not name it again."""
+    """The bytes are still there, and hidden: the row of their writer does not name them again."""
     store, dead = MemoryStore(), tmp_path / "dead"
 
     def die_when_stored(request: Request, when: When) -> None:
         if when == "after" and request.what == "put" and not dead.exists():
             die(tmp_path / "cache", dead)
 
-    async with writing_back(store, tmp_path / "cache") as m:
+    async with writing_back(store, tmp_path / "cache", pack=pack) as m:
         store.hook = die_when_stored
         await m.write("file", noise(1, 100))
         await stored(m)
@@ -616,11 +617,11 @@ async def test_replay_of_a_stored_object_that_another_node_saw_and_replaced_leav
             await rewrite(theirs, "file", b"theirs")
         await theirs.fs.sync_names()
     expected = {} if is_removed else {"file": b"theirs"}
-    async with writing_back(store, dead) as m:
+    async with writing_back(store, dead, pack=pack) as m:
         await stored(m)
         await m.fs.make_durable()
         assert await m.tree() == expected
-        assert "file" in store.objects
+        assert ("file" in store.objects) == (pack == "never")
     assert await others_see(store, tmp_path) == expected
 
 

@@ -162,13 +162,18 @@ class Replay:
 
     def _tell_late(self, item: AcknowledgedVersion) -> None:
         """Attributes that were set while the pack was on its way, or since: as the record has them, and as the row had.
-        Raises CacheError."""
+        Where another node has removed the name since, the row goes. Raises CacheError."""
         file, record = item.file, item.draft.record()
         late, file.late_xattrs = file.late_xattrs, None
         row = self._ns.tree.entry(file.entry.inode)
         extent = None if row is None else self._ns.extent(row)
         if row is None or extent is None or extent.version.key != record.commit:
             return  # what is newer has told its own; what is being written may never come to it
+        if file.versions == [file] and self._ns.is_removed(row):
+            batch = Batch()
+            self._remove_row(batch, row)
+            self._db.commit(batch)
+            return
         wanted = attributes.learn(row, record.metadata)
         if not late and not self._ns.tree.xattrs(row.inode):
             late = None
@@ -188,10 +193,13 @@ class Replay:
             row = msgspec.structs.replace(attributes.learn(row, draft.target.describe()[0]), flags=flags)
             self._ns.tree.update(batch, msgspec.structs.replace(row, etag=etag, size=size, place=0, offset=0))
         elif file.versions == [file] and (row.is_local or self._ns.is_removed(row)):
-            self._ns.tree.remove(batch, row)
-            self._ns.announce_name(row.parent, row.name)
+            self._remove_row(batch, row)
         self._ns.tree.forget_listing(batch, row.parent)
         self._db.commit(batch)
+
+    def _remove_row(self, batch: Batch, row: Entry) -> None:
+        self._ns.tree.remove(batch, row)
+        self._ns.announce_name(row.parent, row.name)
 
     async def _end(
         self, item: AcknowledgedVersion, etag: str, tell: Callable[[], None], is_ours: Callable[[Version], bool]
