@@ -390,3 +390,33 @@ async def test_rename_over_a_directory_in_which_a_file_was_closed_meanwhile_is_r
             await m.write("empty/g", b"closed")
             pause.resume()
         assert await m.tree() == {"d": None, "d/f": b"moves", "empty": None, "empty/g": b"closed"}
+
+
+@pytest.mark.parametrize("is_below", [True, False])
+async def test_rename_of_a_file_being_written_whose_version_was_removed_shows_nothing_of_that(
+    tmp_path: Path, is_below: bool
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await one.mkdir("d")
+        await one.write("d/f", b"removed")
+        await one.sync()
+        handle = await one.open("d/f", os.O_RDWR)
+        await one.fs.write(handle, 0, b"newer")
+        await two.poll()
+        await two.unlink("d/f")
+        await two.fs.sync_names()
+        await one.poll()
+        names = ("d", "e") if is_below else ("d/f", "e")
+        await one.rename(*names)
+        path = "e/f" if is_below else "e"
+        assert await one.read(path) == b"newered"
+        await two.poll()
+        clock.advance(2 * TTL_S)
+        assert await two.tree() == ({"e": None} if is_below else {"d": None})
+        await one.close(handle)
+        await one.sync()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.read(path) == b"newered"

@@ -12,8 +12,10 @@ carried out in one step of the loop. A crash leaves the whole rename or nothing 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+
+import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
@@ -23,7 +25,7 @@ from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion
-from lakefs_fuse.vfs.files.file_table import FileTable
+from lakefs_fuse.vfs.files.file_table import DIRTY, FileTable
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import RowSnapshot
@@ -136,6 +138,7 @@ class Renames:
         file = self._files.get(source.inode)
         # What is being stored when it is renamed is stored first, under its old name.
         async with file.publishing if file is not None and file.draft is not None else nullcontext():
+            self._forget_removed(ends)
             now = self._check_ends(source, parent, name, flags)
             there = self._ns.tree.child(parent, name)
             old, new = self._names.path(now), self._names.path_in(parent, name)
@@ -159,6 +162,27 @@ class Renames:
                 listener(old, new)
         return is_held
 
+    def _forget_removed(self, ends: Sequence[Entry]) -> None:
+        """What is being written here, and another node has removed, is not in the store: the version before, which the
+        row still tells, does not come back under another name."""
+        files, changed = self._files.by_inode, list[Entry]()
+        is_of_directory = any(end.flags & Flag.DIRECTORY for end in ends)
+        for inode in list(files) if is_of_directory else [end.inode for end in ends]:
+            file = files.get(inode)
+            if file is not None and file.state in DIRTY:
+                row = self._ns.tree.entry(inode)
+                if row is not None and self._ns.is_removed(row):
+                    flags = row.flags | Flag.LOCAL
+                    changed.append(msgspec.structs.replace(row, flags=flags, etag="", stamp=0, place=0, offset=0))
+        if not changed:
+            return
+        batch = Batch()
+        for row in changed:
+            self._ns.tree.update(batch, row)
+        self._ns.database.commit(batch)
+        for row in changed:
+            self._files.replaces(row, "")
+
     # -- what is in the store
 
     async def _commit(
@@ -170,7 +194,10 @@ class Renames:
         old, new = self._names.path(ends[0]), self._names.path_in(parent, name)
 
         def plan() -> Change:
-            self._check_ends(source, parent, name, flags)
+            self._forget_removed(ends)
+            now = self._check_ends(source, parent, name, flags)
+            if now.is_local and not ends[0].is_local:
+                raise FileError(errno.ESTALE)  # it was removed just now: nothing is to be committed
             change = plan_rename(self._read_facts(source.inode, parent, name, exchange))
             self._ns.check_paths([each.path for each in change.operations])
             return change
