@@ -192,7 +192,9 @@ class Commits:
         self._is_read_only = ground.config.read_only
 
     def foreign_objects(self, ground: Ground, namespace: Namespace) -> ForeignObjects:
-        return ForeignObjects(namespace, ground.client, self.committer, ground.nursery, self.poller.poll)
+        return ForeignObjects(
+            namespace, ground.client, self.committer, self.deletions, ground.nursery, self.poller.poll
+        )
 
     def load(self) -> None:
         """Take up what the last daemon journaled. Raises CacheError."""
@@ -273,7 +275,9 @@ class Assembly:
         self.filesystem = self._filesystem(services, publisher)
         events.key_reservations.append(committer.journal.reserves)
         if not config.read_only:
-            events.object_overridden.append(commits.foreign_objects(ground, namespace).add)
+            foreign_objects = commits.foreign_objects(ground, namespace)
+            events.object_overridden.append(foreign_objects.add)
+            events.commit_applied.append(foreign_objects.commit_applied)
 
     def _filesystem(self, services: Uploader, publisher: Publisher) -> Filesystem:
         """The operations, over the parts that hold state."""

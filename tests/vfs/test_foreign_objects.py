@@ -127,3 +127,31 @@ async def test_object_that_is_put_after_a_rename_keeps_the_old_name(tmp_path: Pa
             await other.read("new")
         assert await other.names() == ["new", "old"]
         assert await other.read("old") == b"foreign"
+
+
+async def test_object_that_wins_over_a_commit_unannounced_is_announced_by_its_writer(tmp_path: Path) -> None:
+    """When a program deletes it later, the name is gone for all."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        lake(store, tmp_path / "packing", clock=clock, pack="always") as one,
+        lake(store, tmp_path / "plain", clock=clock, pack="never") as two,
+    ):
+        assert await one.names() == await two.names() == []
+        await one.write("f", b"packed")
+        await one.sync()
+        clock.advance(1)
+        await two.write("f", b"plain")
+        await two.sync()
+        assert len(commits(store)) == 1
+        await two.poll()
+        await until(lambda: two.commits()["written"] == 1)
+        assert await two.read("f") == b"plain"
+        await one.poll()
+        assert await one.read("f") == b"plain"
+        store.take("f")
+        for m in (one, two):
+            clock.advance(TTL_S + 1)
+            await m.poll()
+            assert await m.names() == []
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.names() == []

@@ -109,6 +109,14 @@ class DeletionQueue:
         """This node has stored another version there lately than this one."""
         return self._stored.get(key, etag) != etag
 
+    @property
+    def has_stored_any(self) -> bool:
+        return bool(self._stored)
+
+    def stored_etag(self, key: str) -> str:
+        """ETag of the object that this node has stored there last, lately; empty for none."""
+        return self._stored.get(key, "")
+
     async def wait_deleted(self, key: str) -> None:
         """Until no deletion of the key is under way."""
         while key in self._under_way:

@@ -1,12 +1,12 @@
 """Plain objects that another program put in place of bytes that a commit names: a commit says so.
 
 Without it the name would get its older bytes back when that object is deleted; if it was deleted before, the commit
-says that the name is gone, as this node has forgotten those bytes. An object that a node of this lake wrote needs none:
-its writer commits what there is to say, and knows of its own later versions.
+says that the name is gone, as this node has forgotten those bytes. For an object that a node of this lake wrote its
+writer alone makes the commit, when it hears of the one that names the bytes: it knows of its own later versions.
 
-What always holds: a commit is made only for an object of another program (no draft token in its metadata), or for one
-that is not there any more, of which a HEAD and then a poll of commits show that the name still means it. A crash loses
-what waits; the name means the object all the same, until it is deleted. Trio thread only.
+What always holds: a commit is made only for an object of another program (no draft token in its metadata) or of this
+node, or for one that is not there any more, of which a HEAD and then a poll of commits show that the name still means
+it. A crash loses what waits; the name means the object all the same, until it is deleted. Trio thread only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import trio
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
+from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
+from lakefs_fuse.commits.record import Put, Record, Symlink
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.client import StoreClient, token_of
@@ -41,16 +43,18 @@ class ForeignObjects:
         namespace: Namespace,
         client: StoreClient,
         committer: Committer,
+        deletions: DeletionQueue,
         nursery: trio.Nursery,
         poll: Callable[[], Awaitable[object]],
     ) -> None:
         self._ns, self._client, self._committer, self._nursery, self._poll = namespace, client, committer, nursery, poll
+        self._deletions = deletions
         self._waiting: dict[int, str] = {}
         """ETags by inode."""
         self._is_running = False
 
     def add(self, entry: Entry) -> None:
-        """An object that a listing shows in place of bytes elsewhere. It is committed later, if it is foreign."""
+        """An object that counts in place of bytes elsewhere. It is committed later, if it is foreign or this node's."""
         if len(self._waiting) >= WAITING_MAX:
             log.warning("%s was replaced by another program, which is not committed", os.fsdecode(entry.name))
             return
@@ -58,6 +62,20 @@ class ForeignObjects:
         if not self._is_running:
             self._is_running = True
             self._nursery.start_soon(self._run)
+
+    def commit_applied(self, record: Record) -> None:
+        """Another node's commit is in effect here, but for names that are objects of this node which are newer."""
+        if self._deletions.has_stored_any:
+            self._nursery.start_soon(self._add_own, record)
+
+    async def _add_own(self, record: Record) -> None:
+        for number, each in enumerate(record.operations, 1):
+            etag = self._deletions.stored_etag(each.path) if isinstance(each, Put | Symlink) else ""
+            entry = self._ns.at(each.path) if etag else None
+            if entry is not None and self._current(entry.inode, etag) is not None:
+                self.add(entry)
+            if not number % OBJECTS_MAX:
+                await trio.lowlevel.checkpoint()
 
     async def _run(self) -> None:
         try:
@@ -85,7 +103,8 @@ class ForeignObjects:
             except LakeError as error:
                 failed.append(error)
                 return
-            if meta is None or (meta.etag == etag and not token_of(meta)):
+            is_own = self._deletions.stored_etag(self._ns.key(entry)) == etag
+            if meta is None or (meta.etag == etag and (is_own or not token_of(meta))):
                 found[inode] = meta
 
         async with trio.open_nursery() as nursery:
