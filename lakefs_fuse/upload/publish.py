@@ -99,10 +99,13 @@ async def publish(draft: Draft) -> Published:
 
 async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mapping[str, str]]:
     """The key has a newer version, by another writer. Raises ``error`` where the file was renamed: its name needs the
-    bytes, and it begins anew elsewhere."""
+    bytes, and it begins anew elsewhere; FileError(EEXIST) about an acknowledged version, which may never have arrived
+    and is kept beside the other."""
     if draft.target.path:
         await _leave_key(draft)
         raise error
+    if draft.sequence:
+        raise await _yield_key(draft) from error
     log.warning("%s; the version of this node counts as the one before", error)
     try:
         await draft.abort_upload()
@@ -155,9 +158,9 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] |
 
 
 async def _yield_key(draft: Draft) -> FileError:
-    """The key of a file that was to be created is another writer's. Answers the error."""
+    """The key is another writer's. Answers the error."""
     await _leave_key(draft)
-    return FileError(errno.EEXIST, f"{draft.target.key} was created by another client meanwhile")
+    return FileError(errno.EEXIST, f"{draft.target.key} was stored by another client meanwhile")
 
 
 async def _leave_key(draft: Draft) -> None:

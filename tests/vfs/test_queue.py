@@ -257,6 +257,33 @@ async def test_parts_that_are_up_are_not_sent_again_after_an_outage(tmp_path: Pa
         assert all(sent.count(number) == 1 for number in up)
 
 
+@pytest.mark.parametrize("size", [100, LARGE])
+async def test_acknowledged_version_replaced_after_a_lost_answer_is_kept_beside_the_other(
+    tmp_path: Path, size: int
+) -> None:
+    """It may never have arrived, and is nowhere else then."""
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, retry_timeout_s=10.0) as m:
+        await m.write("file", b"before")
+        await stored(m)
+
+        def lose(request: Request, when: str) -> None:
+            if request.what in ("put", "complete_multipart") and when == "after":
+                store.hook = lambda _request, _when: None
+                store.give("file", b"theirs")
+                raise Unavailable("lost")
+
+        store.hook = lose
+        await rewrite(m, "file", noise(1, size))
+        await stored(m)
+        assert store.data("file") == b"theirs"
+        (kept,) = [name for name in await m.names() if name.startswith("file.conflict-")]
+        assert await m.read(kept) == noise(1, size)
+        assert (told(m)["conflicts"], await m.read("file")) == (1, b"theirs")
+    async with lake(store, tmp_path / "other") as other:
+        assert await other.tree() == {"file": b"theirs", kept: noise(1, size)}
+
+
 # -- packs
 
 
