@@ -356,14 +356,16 @@ class Oracle:
         return False
 
     def _in_place_of(self, version: Version) -> set[Version]:
-        """The version, and those that were written in its place, one after another, or by who had not heard of it.
-        Equal bytes are one version."""
+        """The version, and those that were written in its place, one after another, or by who had not heard of it: the
+        object at the key, which stays for a while where the name is gone. Equal bytes are one version."""
         found, before = {version}, 0
         while len(found) > before:
             before, data = len(found), {each.data for each in found}
             for later in self.versions[version.path]:
                 is_unaware = version not in later.known and later not in version.known and _may_be_plain(later)
-                if not later.is_withdrawn and (is_unaware or any(each.data in data for each in later.shown)):
+                is_overwritten = version in later.known and version.is_plain and later.is_plain
+                is_later = is_unaware or is_overwritten or any(each.data in data for each in later.shown)
+                if not later.is_withdrawn and is_later:
                     found.add(later)
         return found
 

@@ -566,7 +566,8 @@ class Simulation:
         if path is not None and path != moved.path and self._may_show(node, path, version.data):
             moved = self.oracle.put(path, version.data, node.name, self._shown(node, path), origin=version)
         entry = node.entry(moved.path)
-        moved.is_plain = entry is not None and not entry.place
+        may_become_plain = file is not None and bool(file.versions)  # what it becomes is seen when it is stored
+        moved.is_plain = entry is not None and (not entry.place or may_become_plain)
         moved.is_certain = True
         if moved is not version:
             call.doubtful.add(version)

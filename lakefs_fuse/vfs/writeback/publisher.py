@@ -99,6 +99,8 @@ class StoredVersion(msgspec.Struct, frozen=True):
     """The attributes that the store was given."""
     published: Published | None
     """None for a file in a pack."""
+    is_journaled: bool = False
+    """A commit has to tell of it, or others see an older version, and is journaled."""
 
 
 class Publication(msgspec.Struct, frozen=True):
@@ -253,7 +255,7 @@ class ObjectWriter:
             entry = row or entry
         is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(entry)
         extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
-        return StoredVersion(entry, row, is_removed, extent, published.described, published)
+        return StoredVersion(entry, row, is_removed, extent, published.described, published, commits)
 
     def _has_tombstone(self, path: str) -> bool:
         """A commit removed, or hid, the plain object at a path."""
@@ -310,7 +312,8 @@ class ObjectWriter:
         commits = needs_commit(bare, self._shown, key=meta.key, path=path, is_named_by_commit=is_named)
         if not commits and entry.mtime_ns == meta.mtime_ns:
             return  # as every listing shows
-        self._enqueue_location(path, entry, meta.key)
+        is_again = there is not None and there.stamp > 0 and there.is_plain and there.etag == meta.etag
+        self._enqueue_location(path, entry, meta.key, is_again=is_again)
 
     # -- what is left behind
 
@@ -525,7 +528,7 @@ class Publisher:
 
     async def _finish(self, published: Sequence[Publication], older: list[Draft]) -> None:
         """Let go of what is staged of recorded versions, and of those ``older``, which they supersede."""
-        if any(each.draft.sequence for each in published):
+        if any(each.draft.sequence or each.stored.is_journaled for each in published):
             await self._threads.run(self._sync)
         for draft in older:
             self._queue.discard_superseded(draft)
@@ -543,7 +546,8 @@ class Publisher:
                 await trio.lowlevel.checkpoint()
 
     def _sync(self) -> None:
-        """Records that went are gone even after a power cut: the bytes that they name may go. In a worker thread."""
+        """Records that went are gone even after a power cut: the bytes that they name may go. And what is journaled is
+        there: else an earlier change of the name, which is journaled, too, would be the last. In a worker thread."""
         try:
             self._db.sync()
         except CacheError as error:
