@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError
 from tests.fakes import delete_all_due
 from tests.memory_store import MemoryStore, Pause
-from tests.upload.drafting import noise
-from tests.vfs.lakes import Clock, Lake, lake, two_lakes
+from tests.upload.drafting import noise, reached
+from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import LARGE, rewrite
 
 WINDOW_S = 300.0
@@ -96,6 +97,32 @@ async def test_renamed_file_that_its_renamer_had_replaced_unaware_comes_back_to_
             assert await m.tree() == {"f": b"second"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"f": b"second"}
+
+
+async def test_renamed_file_that_its_renamer_wrote_since_stays_where_the_commit_of_that_is_late(tmp_path: Path) -> None:
+    """Who replaced the object of its earlier name dates what it says of the file later than that commit."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "put" and request.key.startswith(COMMITS))
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await renamed_and_rewritten(one, two)
+        await two.sync()
+        clock.advance(5)
+        await rewrite(one, "g", b"newest")
+        async with trio.open_nursery() as nursery:
+            store.hook = pause
+            nursery.start_soon(one.fs.sync_names)
+            await reached(pause.reached)
+            store.hook = lambda _request, _when: None
+            clock.advance(1)
+            await two.poll()
+            await two.parts.renamed.wait_adopted()
+            pause.resume()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.read("g") == b"newest"
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.read("g") == b"newest"
 
 
 @pytest.mark.parametrize("size", [7, LARGE])

@@ -7,9 +7,9 @@ it hears of the rename (`commit_applied`). Where it was lost before, who reads t
 that has removed that file and made another there replaced nothing, as its object's metadata tell: both are files then,
 and the bytes of the renamed one are gone.
 
-What always holds: a name is given to another version only after a HEAD that showed it at the key, and only while the
-name still means the version that is gone; no object is deleted here. What this node wrote is remembered in memory
-alone: after a crash, `adopt` does the same for who reads. Trio thread only.
+What always holds: a name is given to another version only after a HEAD that showed it at the key, only while the name
+still means the version that is gone, and not where its own key has a newer one; no object is deleted here. What this
+node wrote is remembered in memory alone: after a crash, `adopt` does the same for who reads. Trio thread only.
 """
 
 from __future__ import annotations
@@ -122,6 +122,14 @@ class RenamedObjects:
             return False
         if not replaced_by(meta) and (token_of(meta) or not self._precedes_rename(row, meta)):
             log.error("%s: its bytes were at %s, where another file is now", path, row.key)
+            return False
+        there = await self._client.find(path)
+        if there is not None and there.etag != entry.etag and there.mtime_ns + NS > entry.stamp:
+            log.info(
+                "%s: its bytes were at %s, and were replaced at its own key since, of which a commit tells",
+                path,
+                row.key,
+            )
             return False
         await self._committer.commit(lambda: self._adoption(path, row, meta))
         return True
