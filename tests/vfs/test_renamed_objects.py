@@ -12,7 +12,7 @@ from lakefs_fuse.errors import FileError
 from tests.fakes import delete_all_due
 from tests.memory_store import MemoryStore, Pause
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
+from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import LARGE, rewrite
 
 WINDOW_S = 300.0
@@ -123,6 +123,33 @@ async def test_renamed_file_that_its_renamer_wrote_since_stays_where_the_commit_
             assert await m.read("g") == b"newest"
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.read("g") == b"newest"
+
+
+@pytest.mark.parametrize("rewritten", ["a", "b", "ab", "ba"])
+async def test_exchanged_files_have_what_was_written_in_their_place(tmp_path: Path, rewritten: str) -> None:
+    store, clock = MemoryStore(), Clock()
+    expected = {"a": b"first b", "b": b"first a"}
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for name in "ab":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["a", "b"]
+        clock.advance(5)
+        await one.rename("a", "b", RENAME_EXCHANGE)
+        for name in rewritten:
+            expected["b" if name == "a" else "a"] = b"second " + name.encode()
+            await rewrite(two, name, b"second " + name.encode())
+        await two.fs.sync_names()
+        clock.advance(5)
+        await two.poll()
+        await two.parts.renamed.wait_adopted()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
 
 
 @pytest.mark.parametrize("size", [7, LARGE])

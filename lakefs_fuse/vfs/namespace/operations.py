@@ -109,6 +109,10 @@ class ChangeBuilder:
             )
         )  # fmt: skip
 
+    def repeat(self, operation: Put, ref: ObjectRef) -> None:
+        """A file is where another record said, or in ``ref``."""
+        self.operations.append(msgspec.structs.replace(operation, object=self._index(ref)))
+
     def mkdir(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
         kept = self._rows.xattrs(entry.inode) if xattrs is None else xattrs
         self.operations.append(Mkdir(path, entry.mode, entry.uid, entry.gid, entry.mtime_ns, xattrs=kept))

@@ -15,7 +15,8 @@ node wrote is remembered in memory alone: after a crash, `adopt` does the same f
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import trio
@@ -74,9 +75,15 @@ class RenamedObjects:
             if number > THIS and self._deletions.has_replaced(ref.key, ref.etag)
         }
         if replaced:
-            for operation in record.operations:
-                if isinstance(operation, Put) and operation.object in replaced:
-                    self._start_adopting(operation.path)
+            puts = {each.path: each for each in record.operations if isinstance(each, Put) and each.object > THIS}
+            for path, operation in puts.items():
+                if operation.object in replaced:
+                    other = puts.get(record.objects[operation.object].key)
+                    if other is None:
+                        self._start_adopting(path, partial(self.adopt, path))
+                    else:
+                        pair = [(each, record.objects[each.object]) for each in (operation, other)]
+                        self._start_adopting(path, partial(self._adopt_exchanged, pair))
 
     def stored(self, path: str, key: str, etag: str) -> None:
         """This node has stored an object at ``key`` for the file at ``path``. Names that others gave meanwhile to what
@@ -85,20 +92,57 @@ class RenamedObjects:
         row = self._ns.tree.objects.used(key)
         if row is not None and row.etag != etag:
             for named in [named for named, _ in self._named(row) if named != path]:
-                self._start_adopting(named)
+                self._start_adopting(named, partial(self.adopt, named))
 
-    def _start_adopting(self, path: str) -> None:
+    def _start_adopting(self, path: str, adopt: Callable[[], Awaitable[object]]) -> None:
         self.adopting += 1
-        self._nursery.start_soon(self._adopt_soon, path)
+        self._nursery.start_soon(self._adopt_soon, path, adopt)
 
-    async def _adopt_soon(self, path: str) -> None:
+    async def _adopt_soon(self, path: str, adopt: Callable[[], Awaitable[object]]) -> None:
         try:
-            await self.adopt(path)
+            await adopt()
         except LakeError as error:
             log.warning("%s was renamed while this node replaced it, and cannot be read yet: %s", path, error)
         finally:
             self.adopting -= 1
             self._adopted.wake_all()
+
+    async def _adopt_exchanged(self, pair: Sequence[tuple[Put, ObjectRef]]) -> None:
+        """Two names changed places, and each has its bytes at the key of the other: what this node stored at either
+        goes along, in one commit, although what it said of that hides the exchange here. Raises LakeError."""
+        if self._is_read_only:
+            return
+        said: list[tuple[Put, ObjectRef]] = []
+        for operation, ref in pair:
+            stored = self._deletions.has_replaced(ref.key, ref.etag)
+            meta = await self._client.find(ref.key) if stored else None
+            if meta is not None and meta.etag == self._deletions.stored_etag(ref.key) and replaced_by(meta):
+                now = learn(Entry(0, 0, b"", 0, 0, operation.mode, operation.uid, operation.gid), meta.metadata or {})
+                ref = ObjectRef(ref.key, meta.etag, meta.size)
+                operation = msgspec.structs.replace(
+                    operation, size=meta.size, mode=now.mode, uid=now.uid, gid=now.gid,
+                    mtime_ns=now.mtime_ns or meta.mtime_ns,
+                )  # fmt: skip
+            said.append((operation, ref))
+        await self._committer.commit(lambda: self._exchange(pair, said))
+
+    def _exchange(self, pair: Sequence[tuple[Put, ObjectRef]], said: Sequence[tuple[Put, ObjectRef]]) -> Change:
+        """Called when the commit's turn has come. Nothing where either name is something else by now."""
+        builder = ChangeBuilder(self._ns.tree)
+        if said != pair and all(self._is_exchanged(operation.path, ref) for operation, ref in pair):
+            for operation, ref in said:
+                builder.repeat(msgspec.structs.replace(operation, hides=self._ns.own_etag(operation.path)), ref)
+        return builder.change()
+
+    def _is_exchanged(self, path: str, ref: ObjectRef) -> bool:
+        """The name is what the exchange made of it, or what this node stored there before it had heard of that."""
+        entry = self._ns.at(path)
+        if entry is None or entry.is_local:
+            return False
+        if entry.is_plain:
+            return entry.etag == self._deletions.stored_etag(path)
+        row = self._ns.tree.objects.get(entry.place)
+        return row is not None and (row.key, row.etag) == (ref.key, ref.etag)
 
     async def wait_adopted(self) -> None:
         """Until names that others gave to objects which this node has replaced mean what it stored, or for ADOPT_S_MAX:
