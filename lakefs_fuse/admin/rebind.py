@@ -360,7 +360,7 @@ class Rebinder:
             if left_s > 0 and not self._dry_run:
                 await self._sleep(left_s)
         else:
-            is_same = tombstone.etag == meta.etag
+            is_same = bool(tombstone.when_gone(meta.etag))
             if tombstone.hides(meta.etag, meta.mtime_ns) or (not is_same and self._is_another(tombstone.etag)):
                 return
         self._report_hidden(meta)
