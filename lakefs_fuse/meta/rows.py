@@ -1,4 +1,4 @@
-"""Typed stores of the rows beside the tree: journal, changes, commits seen, deletions, copies, relocations, pins.
+"""Typed stores of the rows beside the tree: journal, changes, commits seen, deletions, pins.
 
 What always holds (*typed rows*): callers give and get values, never keys or bytes of rows; whatever changes several
 rows takes the caller's `Batch`, so that they change together. Trio thread only. After a crash the rows are those of

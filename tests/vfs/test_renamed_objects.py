@@ -8,9 +8,9 @@ import pytest
 import trio
 
 from lakefs_fuse.commits.record import COMMITS
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import FileError, Unavailable
 from tests.fakes import delete_all_due
-from tests.memory_store import MemoryStore, Pause
+from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import LARGE, rewrite
@@ -71,6 +71,35 @@ async def test_who_hears_of_a_rename_while_it_replaces_the_file_says_so_when_it_
             pause.resume()
         for path in ("e/a", "e/f"):
             await until_shown(two, path, b"second")
+
+
+async def test_file_that_another_node_removed_before_its_writer_knew_it_was_stored_stays_away(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
+        await one.write("before", b"first")
+        await one.rename("before", "f")
+        await two.poll()
+        lost = Failures(lambda request: request.what == "put" and request.key == "f", Unavailable("lost"), when="after")
+        looking = Pause(lambda request: request.what == "head" and request.key == "f")
+
+        def hook(request: Request, when: When) -> None:
+            lost(request, when)
+            if not lost.left and not looking.reached.is_set():  # only the writer's own look waits
+                looking(request, when)
+
+        store.hook = hook
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(rewrite, two, "f", b"second")
+            await trio.to_thread.run_sync(looking.reached.wait)
+            clock.advance(TTL_S + 5)
+            assert await one.read("f") == b"second"
+            await one.unlink("f")
+            await one.fs.sync_names()
+            await two.poll()
+            looking.resume()
+        await two.fs.sync_names()
+        await one.poll()
+        assert await one.tree() == await two.tree() == {}
 
 
 async def test_who_reads_a_renamed_file_finds_what_a_lost_node_wrote_in_its_place(tmp_path: Path) -> None:

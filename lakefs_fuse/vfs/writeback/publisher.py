@@ -31,9 +31,10 @@ from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, LakeError, StagingFull
 from lakefs_fuse.meta.database import Batch, Database
-from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion, Journal
+from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.path_rules import PackPolicy, Rules
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -247,6 +248,7 @@ class ObjectWriter:
         is_again = row is not None and row.is_plain and row.etag == meta.etag
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = (commits or is_again) and not file.unlinked and not published.is_superseded
+        commits = commits and not self._was_seen_and_removed(path, meta)
         if commits:  # journaled, so that it will be made even if this fails
             self._enqueue_location(path, entry, key, is_again=is_again)
             if key != path:
@@ -260,6 +262,13 @@ class ObjectWriter:
     def _has_tombstone(self, path: str) -> bool:
         """A commit removed, or hid, the plain object at a path."""
         return self._ns.tree.tombstones.get(path.encode()) is not None
+
+    def _was_seen_and_removed(self, path: str, meta: ObjectMeta) -> bool:
+        """Another node removed the object after it was stored, and before its writer, who lost the answer, knew that it
+        was. Where the answer came, the object has no date."""
+        tombstone = self._ns.tree.tombstones.get(path.encode())
+        gone = 0 if tombstone is None or meta.key != path else tombstone.when_gone(meta.etag)
+        return meta.mtime_ns > 0 and meta.mtime_ns + NS < gone < PENDING
 
     def _is_hidden(self, path: str, etag: str) -> bool:
         """A commit says that the plain object of this ETag is not what the name means."""
