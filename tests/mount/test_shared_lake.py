@@ -1,7 +1,7 @@
 """Mounts of one lake that rename and write beside each other for long: what was acknowledged is there at the end.
 
-LAKEFS_TEST_SHARED_FILES (1000; 120 in `make test`) is the number of files of a renamed directory that are replaced
-meanwhile, LAKEFS_TEST_SHARED_S (600; 15 in `make test`) how long three mounts change a lake beside `gc`, and
+LAKEFS_TEST_SHARED_FILES (1000; 80 in `make test`) is the number of files of a renamed directory that are replaced
+meanwhile, LAKEFS_TEST_SHARED_S (600; 6 in `make test`) how long three mounts change a lake beside `gc`, and
 LAKEFS_TEST_SHARED_SEED (the time) what they do.
 """
 
@@ -18,13 +18,13 @@ from tests.mount.lakes import Lake, eventually, scale
 from tests.mount.test_commits import another
 from tests.mount.test_commits_nodes import EXPECTED, change_something, settled, tree
 
-FILES = scale("SHARED_FILES", 1000, short=120)
-SECONDS = scale("SHARED_S", 600, short=15)
+FILES = scale("SHARED_FILES", 1000, short=80)
+SECONDS = scale("SHARED_S", 600, short=6)
 SEED = scale("SHARED_SEED", int(time.time()))
 ROUND = 40
 """Files of one directory that is renamed."""
 OPTIONS = ("--refresh", "1", "--metadata-ttl", "2", "--delete-after", "6")
-SETTLED_S = 12.0
+SETTLED_S = 10.0
 """Longer than superseded objects stay and other nodes take to hear of a commit."""
 
 
