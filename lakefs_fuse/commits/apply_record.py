@@ -410,7 +410,8 @@ class Application:
             if current is not None and _is_elsewhere(current) and current.stamp > 0:
                 self._bury_replaced(step, current, place.etag)
             if step.tombstone is not None:
-                rest = without(step.tombstone, place.etag) if is_again else step.tombstone
+                again = self._stamp if self._is_just_removed(step) else 0  # which ends no version but its own
+                rest = without(step.tombstone, place.etag, again) if is_again else step.tombstone
                 step.tombstone = msgspec.structs.replace(rest, floor=0)
         if step.tombstone != before:
             self._changes.tombstones[step.raw] = step.tombstone

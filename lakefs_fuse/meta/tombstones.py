@@ -73,11 +73,10 @@ def bury(tombstone: Tombstone | None, stamp: int = 0, *, floor: int = 0, etag: s
     return Tombstone(max(known.stamp, stamp, floor), max(known.floor, floor), gone)
 
 
-def without(tombstone: Tombstone, etag: str) -> Tombstone:
-    """A tombstone that does not know of ``etag``."""
-    if not tombstone.when_gone(etag):
-        return tombstone
-    return Tombstone(tombstone.stamp, tombstone.floor, tuple(each for each in tombstone.gone if each[0] != etag))
+def without(tombstone: Tombstone, etag: str, at: int = 0) -> Tombstone:
+    """A tombstone that does not know of ``etag``, nor of what went ``at`` a time."""
+    gone = tuple(each for each in tombstone.gone if each[0] != etag and each[1] != at)
+    return Tombstone(tombstone.stamp, tombstone.floor, gone)
 
 
 def _newest_first(gone: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

@@ -202,8 +202,10 @@ class _Grave:
             gone[etag] = max(gone.get(etag, _BEFORE_ALL), at)
         return _Grave(max(self.newest, newest, floor), max(self.floor, floor), gone)
 
-    def without(self, etag: str) -> _Grave:
-        return _Grave(self.newest, self.floor, {known: at for known, at in self.gone.items() if known != etag})
+    def without(self, etag: str, order: _Order | None = None) -> _Grave:
+        """Without this ETag, and without those that went with a commit."""
+        gone = {known: at for known, at in self.gone.items() if known != etag and at != order}
+        return _Grave(self.newest, self.floor, gone)
 
     def without_floor(self) -> _Grave:
         """What lies at the key of the path is the file, whatever its date."""
@@ -527,7 +529,8 @@ class _State:
             return False
         if known is not None and is_elsewhere:
             self._bury_replaced(path, known, etag)
-        self.graves[path] = (self._grave(path).without(etag) if is_again else self._grave(path)).without_floor()
+        grave = self._grave(path).without(etag, order) if is_again else self._grave(path)
+        self.graves[path] = grave.without_floor()
         return True
 
     def _names(self, order: _Order, operation: _Operation, known: _File) -> bool:

@@ -88,7 +88,6 @@ class RenamedObjects:
     def stored(self, path: str, key: str, etag: str) -> None:
         """This node has stored an object at ``key`` for the file at ``path``. Names that others gave meanwhile to what
         lay there get it, too, soon."""
-        self._deletions.note_stored(key, etag)
         row = self._ns.tree.objects.used(key)
         if row is not None and row.etag != etag:
             for named in [named for named, _ in self._named(row) if named != path]:

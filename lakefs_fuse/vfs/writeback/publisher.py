@@ -231,7 +231,7 @@ class ObjectWriter:
             self._storing_plain -= 1
         path, meta = file.key, published.meta
         if not published.is_superseded:
-            self._renamed.stored(path, key, meta.etag)
+            self._note_stored(path, key, meta.etag)
         row = self._ns.tree.entry(file.entry.inode)
         now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
@@ -258,6 +258,11 @@ class ObjectWriter:
         is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(entry)
         extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
         return StoredVersion(entry, row, is_removed, extent, published.described, published, commits)
+
+    def _note_stored(self, path: str, key: str, etag: str) -> None:
+        self._deletions.note_stored(key, etag)
+        if self._ns.tree.objects.plain:
+            self._renamed.stored(path, key, etag)
 
     def _has_tombstone(self, path: str) -> bool:
         """A commit removed, or hid, the plain object at a path."""
@@ -305,7 +310,7 @@ class ObjectWriter:
             published = await publish(draft)
         if published.is_superseded:
             return
-        self._renamed.stored(path, key, published.meta.etag)
+        self._note_stored(path, key, published.meta.etag)
         self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0]))
         await self._committer.flush()
 
