@@ -163,8 +163,8 @@ class RenamedObjects:
             return False
         if meta.etag == row.etag:
             return False
-        if not replaced_by(meta) and (token_of(meta) or not self._precedes_rename(row, meta)):
-            log.error("%s: its bytes were at %s, where another file is now", path, row.key)
+        if not token_of(meta) and not self._precedes_rename(row, meta):
+            log.error("%s: its bytes were at %s, which another program replaced", path, row.key)
             return False
         there = await self._client.find(path)
         if there is not None and there.etag != entry.etag and there.mtime_ns + NS > entry.stamp:
@@ -179,14 +179,16 @@ class RenamedObjects:
 
     def _adoption(self, path: str, row: ObjectRow, meta: ObjectMeta) -> Change:
         """Called when the commit's turn has come. New bytes at the key came before the rename, and the old name hides
-        them; those of another program only where the store dates them before the rename."""
+        them; those of another program only where the store dates them before the rename. A new file that its writer
+        made there, unaware of the one that was renamed, stays what the old name means, too."""
         builder = ChangeBuilder(self._ns.tree)
         entry, now = self._renamed(path)
         if entry is not None and now == row:
             found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
             before = ObjectRef(row.key, row.etag, row.size)
             builder.put(path, found, key=row.key, hides=entry.etag, replaces=before)
-            hide_object(builder, self._ns.tree, row.key, meta.etag)
+            if replaced_by(meta) or not token_of(meta):
+                hide_object(builder, self._ns.tree, row.key, meta.etag)
         return builder.change()
 
     def _precedes_rename(self, row: ObjectRow, meta: ObjectMeta) -> bool:
