@@ -100,8 +100,8 @@ class StoredVersion(msgspec.Struct, frozen=True):
     """The attributes that the store was given."""
     published: Published | None
     """None for a file in a pack."""
-    is_journaled: bool = False
-    """A commit has to tell of it, or others see an older version, and is journaled."""
+    needs_sync: bool = False
+    """Commits hide it until they tell of it: the journaled change that does is synced before its user is answered."""
 
 
 class Publication(msgspec.Struct, frozen=True):
@@ -257,7 +257,8 @@ class ObjectWriter:
             entry = row or entry
         is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(entry)
         extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
-        return StoredVersion(entry, row, is_removed, extent, published.described, published, commits)
+        needs_sync = commits and is_named
+        return StoredVersion(entry, row, is_removed, extent, published.described, published, needs_sync)
 
     def _note_stored(self, path: str, key: str, etag: str) -> None:
         self._deletions.note_stored(key, etag)
@@ -542,7 +543,7 @@ class Publisher:
 
     async def _finish(self, published: Sequence[Publication], older: list[Draft]) -> None:
         """Let go of what is staged of recorded versions, and of those ``older``, which they supersede."""
-        if any(each.draft.sequence or each.stored.is_journaled for each in published):
+        if any(each.draft.sequence or each.stored.needs_sync for each in published):
             await self._threads.run(self._sync)
         for draft in older:
             self._queue.discard_superseded(draft)
