@@ -87,6 +87,10 @@ class PreconditionFailed(StoreError):
     errno = errno.ESTALE
 
 
+class Overtaken(StoreError):
+    """An object is at the key of a new file of which its writer did not know. Nothing was replaced."""
+
+
 class Superseded(StoreError):
     """The version that was sent counts as stored, and as replaced by another writer's since."""
 

@@ -45,8 +45,8 @@ class Watcher:
         """The file is being written here: its inode stays."""
         return False
 
-    def is_exclusive(self, entry: Entry) -> bool:
-        """The file was created here with O_EXCL, and is not in the store: it replaces nothing of the same name."""
+    def is_new(self, entry: Entry) -> bool:
+        """The file was created here, and is not in the store: it began as no version of what has its name elsewhere."""
         return False
 
     def redated(self, entry: Entry) -> bool:
@@ -220,7 +220,7 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
         entry = paths.child(source)
         if entry is None or not _is_covered(paths, entry, source, target, record, made, stamp):
             return []
-        if not own and entry.inode in paths.watcher.in_use and paths.watcher.is_exclusive(entry):
+        if not own and entry.inode in paths.watcher.in_use and paths.watcher.is_new(entry):
             return []  # another node renamed its own file of that name
         if target not in sources and not _is_free(paths, entry, target, stamp, own):
             return []

@@ -24,6 +24,10 @@ is that of another writer:
   arrive, and both were written at the same time. Either way the other is the newer one: another attempt would put ours
   over a version that was acknowledged after ours had begun.
 
+The first attempt of a PUT is sent on the condition that the key has what its writer expects, where that is known and
+the store can tell: `Overtaken` where it has something else. Completing an upload is not: a store may end an upload
+whose condition fails, and its parts would be gone.
+
 Dates are the store's, to the second, and so is the time of the first attempt: the store's clock less what has passed
 here. What is dated up to `DATE_NS_MAX` earlier counts as later. A write without errors costs no request more.
 
@@ -48,6 +52,7 @@ from lakefs_fuse.errors import (
     AccessDenied,
     NotCarriedOut,
     NotFound,
+    Overtaken,
     PreconditionFailed,
     StoreError,
     Superseded,
@@ -100,6 +105,8 @@ class VersionTarget(Protocol):
 
     replaces: str
     """ETag of what the writer knew at the key; empty for nothing."""
+    expected: str | None
+    """ETag of what a PUT is to replace, where the store can tell: empty for nothing, None for whatever is there."""
     if_absent: bool
     """Another version at the key is refused, not replaced."""
     unsure: tuple[str, str, float] | None
@@ -444,13 +451,17 @@ class _VersionWrite:
 
     async def attempt(self) -> ObjectMeta:
         """Find out about earlier attempts, and send the version where it is not there. Raises Superseded;
-        PreconditionFailed where the key was to be free; Unavailable, also where another version came in between."""
+        PreconditionFailed where the key was to be free; Overtaken where another version than the expected one is there;
+        Unavailable, also where another came in between."""
         target, etag, if_absent = self._target, None, self._target.if_absent
+        is_first = self._unsure_since_s is None
         if self._unsure_since_s is not None:
             there = await self._find()
             if self._is_there(there):
                 return there
             etag, if_absent = await self._condition(there, self._unsure_since_s)
+        elif self._kind == "put" and not if_absent and target.expected is not None:
+            etag, if_absent = target.expected or None, not target.expected and self._client.capabilities.put_if_absent
         try:
             return await self._send(etag, if_absent)
         except (PreconditionFailed, NotFound) as error:
@@ -458,9 +469,11 @@ class _VersionWrite:
             if self._is_there(there):
                 return there
             is_upload_gone = isinstance(error, NotFound) and self._kind != "put"
-            if not is_upload_gone and (etag, if_absent) != (None, target.if_absent):
-                raise Unavailable(f"another version came between two attempts: {error}") from error
-            raise
+            if is_upload_gone or (etag, if_absent) == (None, target.if_absent):
+                raise
+            if is_first:
+                raise Overtaken(f"{self._key!r} has another version than its writer knew of") from error
+            raise Unavailable(f"another version came between two attempts: {error}") from error
 
     async def _send(self, etag: str | None, if_absent: bool) -> ObjectMeta:
         target, client, unsure = self._target, self._client, self._target.unsure
@@ -506,7 +519,8 @@ class _VersionWrite:
         is_damaged = self._is_ours(there)
         if self._target.if_absent and not is_damaged:
             raise PreconditionFailed(f"{self._key!r} exists")
-        if not is_damaged and there.etag != self._target.replaces and not await self._is_older(there, since_s):
+        known = self._target.replaces, self._target.expected
+        if not is_damaged and there.etag not in known and not await self._is_older(there, since_s):
             raise Superseded(f"{self._key!r} was replaced by another client meanwhile")
         return there.etag, False
 

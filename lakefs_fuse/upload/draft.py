@@ -34,7 +34,7 @@ import trio
 from lakefs_fuse.blockcache.cache_file import hash_blocks
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Extent, Version
 from lakefs_fuse.environment.local_disk import data_runs
-from lakefs_fuse.errors import FileError, LakeError, StagingFull, Unavailable
+from lakefs_fuse.errors import FileError, LakeError, Overtaken, StagingFull, Unavailable
 from lakefs_fuse.product import METADATA_PREFIX
 from lakefs_fuse.staging.draft_record import TRANSITIONS, BaseExtent, DraftRecord, DraftState, SpilledPart
 from lakefs_fuse.staging.part_layout import PAGE_BYTES, PageMap
@@ -81,6 +81,8 @@ class DraftTarget:
     replaces: str = ""
     copied_from: str = ""
     """Key of an object elsewhere that what is replaced has its bytes in, if any. Relocating copies it to ``key``."""
+    expected: str | None = None
+    """See `store.client.VersionTarget`; with each attempt to publish it is said anew."""
     if_absent: bool = False
     path: str = ""
     """Where the file is in the lake, where that is not ``key``."""
@@ -749,7 +751,7 @@ class Draft:
         record. Answers the draft's error."""
         self.transition(DraftState.FAILED)
         self.error = error if isinstance(error, LakeError) else LakeError(f"{what} was interrupted: {error!r}")
-        self.uploader.metrics.failures += 1
+        self.uploader.metrics.failures += not isinstance(error, Overtaken)
         return self.error
 
     def end_upload(self, *, in_one_piece: bool) -> None:

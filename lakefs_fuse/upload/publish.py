@@ -28,6 +28,7 @@ from lakefs_fuse.errors import (
     KeyRefused,
     LakeError,
     NotFound,
+    Overtaken,
     PreconditionFailed,
     StoreError,
     Superseded,
@@ -63,8 +64,8 @@ class Published(msgspec.Struct, frozen=True):
 async def publish(draft: Draft) -> Published:
     """Make the draft's bytes, as they are now, the object's newest version. The caller holds ``draft.exclusive()``.
 
-    Raises LakeError; then the draft is FAILED, every byte is staged or in its upload, and it can be tried again.
-    Where writes were refused it raises, and the draft stays as it is.
+    Raises LakeError; then the draft is FAILED, every byte is staged or in its upload, and it can be tried again, which
+    is what `Overtaken` asks for. Where writes were refused it raises, and the draft stays as it is.
     """
     if draft.refused.ranges:
         draft.refused.check(draft.target.path or draft.target.key)
@@ -125,7 +126,11 @@ async def find_own_object(draft: Draft) -> ObjectMeta | None:
     """The object at the draft's key, where the draft made it in an attempt whose answer was lost; else None. Raises
     LakeError."""
     meta = await draft.uploader.client.find(draft.target.key)
-    return meta if meta is not None and token_of(meta).partition(".")[0] == draft.id else None
+    return meta if meta is not None and _is_own(draft, meta) else None
+
+
+def _is_own(draft: Draft, meta: ObjectMeta) -> bool:
+    return token_of(meta).partition(".")[0] == draft.id
 
 
 async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
@@ -177,6 +182,8 @@ async def _leave_key(draft: Draft) -> None:
 
 
 async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
+    if draft.target.expected == "":
+        await _require_free(draft)
     draft.save()
     if draft.upload_id and not draft.uploader.client.capabilities.parts_replaceable and _has_stale_parts(draft):
         await draft.uploader.client.abort_multipart(draft.target.key, draft.upload_id)
@@ -193,6 +200,13 @@ async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
     began = {name: value for name, value in draft.upload_metadata.items() if name not in ORIGIN}
     draft.end_upload(in_one_piece=False)
     return meta, began
+
+
+async def _require_free(draft: Draft) -> None:
+    """Raises Overtaken where another client's object is at the key."""
+    there = await draft.uploader.client.find(draft.target.key)
+    if there is not None and not _is_own(draft, there):
+        raise Overtaken(f"{draft.target.key!r} has a version of which its writer did not know")
 
 
 async def _send_and_complete(draft: Draft) -> ObjectMeta:

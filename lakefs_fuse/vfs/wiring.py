@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +76,9 @@ class FilesWatcher(Watcher):
     def keeps(self, entry: Entry) -> bool:
         return self._files.is_dirty(entry)
 
-    def is_exclusive(self, entry: Entry) -> bool:
+    def is_new(self, entry: Entry) -> bool:
         file = self._files.get(entry.inode)
-        return file is not None and file.versions[0].if_absent
+        return file is not None and file.versions[0].is_new
 
     def redated(self, entry: Entry) -> bool:
         file = self._files.hold(entry.inode)
@@ -150,13 +149,6 @@ class Ground:
     def ids(self, purpose: str) -> Callable[[], str]:
         stream = self.node.random.stream(purpose)
         return lambda: f"{stream.getrandbits(128):032x}"
-
-    @property
-    def shown(self) -> tuple[int, int, int]:
-        """Mode, uid and gid of files that name none."""
-        config = self.config
-        uid = os.getuid() if config.uid is None else config.uid
-        return config.file_mode, uid, os.getgid() if config.gid is None else config.gid
 
 
 class Commits:
@@ -330,7 +322,7 @@ class Assembly:
         )  # fmt: skip
         return ObjectWriter(
             self.namespace, self.committer, self.deletions, self.renamed, packer, self.files,
-            Rules.of(ground.config), ground.shown,
+            ground.config, self.poller.poll,
         )  # fmt: skip
 
     @property

@@ -130,6 +130,25 @@ def test_two_nodes_settle_on_one_tree(make_lake: LakeMaker, tmp_path: Path, pack
     assert {path: text for path, text in here.items() if text is not None} == as_the_format_says(lake)
 
 
+@pytest.mark.parametrize("size", [40_000, 40 << 20])
+def test_temporary_name_that_two_nodes_use_at_once_costs_no_bytes(
+    make_lake: LakeMaker, tmp_path: Path, size: int
+) -> None:
+    """Both write under one name, and rename that to names of their own before either has heard of the other."""
+    lake = make_lake("seaweedfs", "--refresh", "3600", "--metadata-ttl", "3600", "--pack", "never")
+    lake.mount()
+    with another(lake, tmp_path) as other:
+        nodes = (lake.path, other.path)
+        for root in nodes:
+            assert os.listdir(root) == []
+        for seed, root in enumerate(nodes):
+            (root / "new.tmp").write_bytes(noise(size, seed))
+            (root / "new.tmp").rename(root / f"kept{seed}")
+        with another(lake, tmp_path) as third:
+            for seed in range(2):
+                assert (third.path / f"kept{seed}").read_bytes() == noise(size, seed)
+
+
 def settled(node: Lake) -> dict[str, str | None] | str:
     try:
         return tree(node.path)

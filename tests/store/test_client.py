@@ -20,7 +20,15 @@ import trio.testing
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.environment.node import Node
-from lakefs_fuse.errors import LakeError, NotCarriedOut, NotFound, PreconditionFailed, Superseded, Unavailable
+from lakefs_fuse.errors import (
+    LakeError,
+    NotCarriedOut,
+    NotFound,
+    Overtaken,
+    PreconditionFailed,
+    Superseded,
+    Unavailable,
+)
 from lakefs_fuse.store.client import AWAY_S_MIN, SILENT_S_MIN, TOKEN_METADATA, StoreClient
 from lakefs_fuse.store.open import open_store
 from lakefs_fuse.store.probe import probe
@@ -200,6 +208,32 @@ async def test_write_replaced_after_a_lost_answer_is_superseded(
         await put()
     assert (await client.head("file")).size == len(b"theirs")
     assert client.metrics.requests["put"] == 2
+
+
+@pytest.mark.parametrize("size", [5000, 3 << 20])
+async def test_write_over_what_its_writer_does_not_expect_is_overtaken(
+    store: ObjectStore, client: StoreClient, faults: tuple[Server, Faults], size: int
+) -> None:
+    """Nothing is replaced. Sent once more after a lost answer, its own first attempt is no surprise."""
+    _, controls = faults
+    theirs = store.put("file", b"theirs")
+    target = DraftTarget("file", dict, expected="")  # type: ignore[arg-type]
+    put = partial(client.put, "file", b"x" * size, metadata={TOKEN_METADATA: "mine"}, version=target)
+    for etag in ("", "0" * 32):
+        target.expected = etag
+        with pytest.raises(Overtaken):
+            await put()
+        assert target.unsure is None
+        assert (await client.head("file")).etag == theirs.etag
+    target.expected = theirs.etag
+    assert (await put()).size == size
+    store.delete("file")
+    with pytest.raises(Overtaken):  # what it expects is gone
+        target.unsure = None
+        await put()
+    target.expected = ""
+    controls.lose_answer(1, method="PUT")
+    assert (await put()).size == size
 
 
 async def test_write_whose_connection_was_refused_is_sent_without_a_question() -> None:

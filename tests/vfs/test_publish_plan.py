@@ -50,8 +50,15 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
         PublishPlan("p/f", "", Form.PLAIN),
     ),
     ("upload began, then renamed", {"upload_key": "p/old"}, PublishPlan("p/old", "p/f", Form.PLAIN)),
-    ("created", {"if_absent": True}, PublishPlan("p/f", "", Form.PLAIN, if_absent=True)),
-    ("created over what was removed", {"if_absent": True, "own_etag": "e"}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("created", {"if_absent": True, "own_etag": ""}, PublishPlan("p/f", "", Form.PLAIN, if_absent=True, expected="")),
+    ("created over what was removed", {"if_absent": True}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("nothing known at the key", {"own_etag": ""}, PublishPlan("p/f", "", Form.PLAIN, expected="")),
+    ("found by a look", {"own_etag": "", "etag_there": "f"}, PublishPlan("p/f", "", Form.PLAIN, expected="f")),
+    (
+        "found by a look, and another name's",
+        {"own_etag": "", "etag_there": "f", "is_key_taken": True, "is_alone": True},
+        PublishPlan(HIDDEN, "p/f", Form.PLAIN),
+    ),
     ("journaled", {"is_key_journaled": True}, PublishPlan("p/f", "", Form.PLAIN, commits_first=True)),
     (
         "journaled, in a pack",
@@ -63,7 +70,7 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
 
 @pytest.mark.parametrize(("facts", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_plan_publish_of_each_case_is_the_same_twice(facts: dict[str, Any], expected: PublishPlan) -> None:
-    version = VersionFacts(**{"path": "p/f", "draft_id": "id", "size": 10, "policy": AUTO, **facts})
+    version = VersionFacts(**{"path": "p/f", "draft_id": "id", "size": 10, "policy": AUTO, "own_etag": "e", **facts})
     assert plan_publish(version) == expected
     assert plan_publish(version) == expected
 

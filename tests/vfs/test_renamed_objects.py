@@ -8,7 +8,8 @@ import pytest
 import trio
 
 from lakefs_fuse.commits.record import COMMITS
-from lakefs_fuse.errors import FileError, Unavailable
+from lakefs_fuse.errors import FileError, LakeError, Unavailable
+from lakefs_fuse.store.protocol import Capabilities
 from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
@@ -204,6 +205,59 @@ async def test_file_made_at_the_key_of_a_renamed_one_unaware_is_a_file_of_its_ow
             assert await m.tree() == {"f": noise(1, size), "g": noise(1, size)}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"f": noise(1, size), "g": noise(1, size)}
+
+
+@pytest.mark.parametrize("size", [7, LARGE])
+async def test_new_file_leaves_the_bytes_of_a_renamed_one_of_which_its_writer_never_heard(
+    tmp_path: Path, size: int
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        assert await two.names() == []
+        await one.write("f", b"first")
+        await one.rename("f", "g")
+        await one.sync()
+        await two.write("f", noise(1, size))
+        await two.fs.sync_names()
+        for m in (two, one):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"f": noise(1, size), "g": b"first"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": noise(1, size), "g": b"first"}
+
+
+@pytest.mark.parametrize("size", [7, LARGE])
+async def test_new_file_replaces_another_nodes_file_of_its_name(tmp_path: Path, size: int) -> None:
+    """The one that is closed last wins, whether or not its writer had heard of the other."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        assert await two.names() == []
+        await one.write("f", b"first")
+        await two.write("f", noise(1, size))
+        for m in (two, one):
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"f": noise(1, size)}
+        assert list(store.objects) == ["f"]
+
+
+async def test_new_file_that_others_store_again_and_again_is_refused_in_the_end(tmp_path: Path) -> None:
+    """Its bytes stay staged, and another attempt stores them."""
+    store, clock = MemoryStore(Capabilities(name="memory", put_if_match=True)), Clock()
+    async with lake(store, tmp_path, clock=clock, pack="never") as m:
+        handle = await m.create("f")
+        await m.fs.write(handle, 0, b"bytes")
+
+        def other_program(request: Request, when: When) -> None:
+            if (request.what, when) == ("put", "before"):
+                store.give("f", str(len(store.requests)).encode())
+
+        store.hook = other_program
+        with pytest.raises(LakeError, match="no turn"):
+            await m.fs.flush(handle)
+        store.hook = lambda _request, _when: None
+        await m.close(handle)
+        assert store.data("f") == b"bytes"
 
 
 async def test_object_that_was_removed_before_a_rename_was_heard_of_stays(tmp_path: Path) -> None:

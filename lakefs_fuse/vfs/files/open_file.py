@@ -184,6 +184,11 @@ class OpenFile:
             self.draft.save()
 
     @property
+    def is_new(self) -> bool:
+        """It was created here, and no version of it is in the store."""
+        return self.extent is None and self.draft is not None and not self.draft.target.replaces
+
+    @property
     def replaces(self) -> str:
         """ETag of what the store has under the name before this file's next version; empty where there is nothing.
         One that was renamed over a name has it from the version that was renamed."""

@@ -7,12 +7,14 @@ understood is left out: metadata comes from anybody.
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 import msgspec
 
+from lakefs_fuse.config import MountConfig
 from lakefs_fuse.meta.entry import UNSET, Entry, Flag
 
 NS = 1_000_000_000
@@ -26,6 +28,12 @@ MICROSECOND = timedelta(microseconds=1)
 def without_privileges(mode: int) -> int:
     """A file's mode after a write or a change of its owner: no suid, and sgid only where the group may not execute."""
     return mode & ~(stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0))
+
+
+def shown(config: MountConfig) -> tuple[int, int, int]:
+    """Mode, uid and gid of files that name none."""
+    uid = os.getuid() if config.uid is None else config.uid
+    return config.file_mode, uid, os.getgid() if config.gid is None else config.gid
 
 
 def describe(entry: Entry, *, with_mtime: bool) -> dict[str, str]:

@@ -46,7 +46,9 @@ class VersionFacts(msgspec.Struct, frozen=True):
     if_absent: bool = False
     """The name was created: nothing may be there."""
     own_etag: str = ""
-    """With ``if_absent``: of the plain object that is known to lie at the file's own key, seen or hidden."""
+    """Of the plain object that is known to lie at the file's own key, seen or hidden."""
+    etag_there: str | None = None
+    """Of what a look has just shown at the key; None where there was none."""
     place: int = 0
     """Number of the object that the file's row names; 0 where that is its own key."""
     place_at_key: int = 0
@@ -67,6 +69,10 @@ class PublishPlan(msgspec.Struct, frozen=True):
     commits_first: bool = False
     """What is journaled is committed first, or a commit would name bytes that are there no more."""
     if_absent: bool = False
+    """Other bytes at the key refuse the version for good: somebody else has created the name."""
+    expected: str | None = None
+    """ETag of what the version is to replace, empty for nothing. Where something else is there, the store is asked what
+    that is, and the version is planned again. None where it replaces whatever is there."""
 
 
 def choose_key(path: str, draft_id: str, *, is_taken: bool) -> tuple[str, str]:
@@ -93,7 +99,14 @@ def plan_publish(facts: VersionFacts) -> PublishPlan:
         frees_key=bool(facts.upload_key and facts.place_at_key and facts.place_at_key != facts.place),
         commits_first=form is Form.PLAIN and facts.is_key_journaled,
         if_absent=facts.if_absent and not facts.own_etag,  # what may still lie there counts as removed
+        expected=_expected(facts, key),
     )
+
+
+def _expected(facts: VersionFacts, key: str) -> str | None:
+    if key != facts.path or facts.place_at_key:
+        return None
+    return facts.etag_there or (None if facts.own_etag else "")
 
 
 def _choose_form(facts: VersionFacts, key: str) -> Form:

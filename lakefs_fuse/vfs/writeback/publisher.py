@@ -16,7 +16,7 @@ name means. A name that commits speak of is committed again, and so is one whose
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import msgspec
@@ -27,9 +27,10 @@ from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.record import OBJECTS, Remove
+from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
-from lakefs_fuse.errors import CacheError, LakeError, StagingFull
+from lakefs_fuse.errors import CacheError, LakeError, Overtaken, StagingFull, StoreError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
@@ -53,7 +54,6 @@ from lakefs_fuse.vfs.writeback.publish_plan import (
     Form,
     PublishPlan,
     VersionFacts,
-    is_packable,
     needs_commit,
     plan_publish,
     superseded_at,
@@ -68,6 +68,8 @@ RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
 """So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
+OVERTAKEN_MAX = 10
+"""Each time another client has stored the name between a look and a PUT."""
 UNRECORDED = "what was stored just now is in the store, but that could not be recorded: %s"
 log = logging.getLogger(__name__)
 
@@ -123,13 +125,13 @@ class ObjectWriter:
         renamed: RenamedObjects,
         packer: Packer,
         files: FileTable,
-        rules: Rules,
-        shown: tuple[int, int, int],
+        config: MountConfig,
+        poll: Callable[[], Awaitable[object]],
     ) -> None:
-        """``shown`` are the mode, uid and gid that a listing's files have here."""
+        """``poll`` applies what other nodes have committed."""
         self._ns, self._committer, self._deletions = namespace, committer, deletions
         self._renamed, self._packer, self._files = renamed, packer, files
-        self._rules, self._shown = rules, shown
+        self._rules, self._shown, self._poll = Rules.of(config), attributes.shown(config), poll
         self._storing_plain = 0
         """Files that are being stored as plain objects: those that close meanwhile are not alone."""
 
@@ -153,16 +155,27 @@ class ObjectWriter:
             if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
                 return self._retire(before, self._packed(file, draft))
             plan = await self._plan(file, draft, policy, alone=True)
-        return self._retire(before, await self._plain(file, draft, plan))
+        for _ in range(OVERTAKEN_MAX):
+            try:
+                return self._retire(before, await self._plain(file, draft, plan))
+            except Overtaken as error:
+                log.info("%s; it is stored when that is known", error)
+            there = await draft.uploader.client.find(plan.key)
+            await self._poll()  # after the look: a rename of what is there is in effect
+            plan = await self._plan(file, draft, policy, alone=True, there=None if there is None else there.etag)
+        raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
 
-    async def _plan(self, file: OpenFile, draft: Draft, policy: PackPolicy, *, alone: bool) -> PublishPlan:
-        """Plan the version with the facts of one moment, and give its draft the key."""
+    async def _plan(
+        self, file: OpenFile, draft: Draft, policy: PackPolicy, *, alone: bool, there: str | None = None
+    ) -> PublishPlan:
+        """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
+        look has just shown at the key."""
         if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
             await draft.wait_idle()
-        await self._deletions.wait_deleted(draft.target.key)
+        if self._deletions.waiting:
+            await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
         used = self._ns.tree.objects.used(target.key) if has_upload else None
-        packable = not alone and is_packable(policy, draft.size, has_upload=has_upload)
         plan = plan_publish(
             VersionFacts(
                 path,
@@ -172,16 +185,19 @@ class ObjectWriter:
                 upload_key=target.key if has_upload else "",
                 is_key_taken=not has_upload and self._files.is_key_taken(path),
                 is_alone=alone,
-                are_others_closing=packable
+                are_others_closing=not alone
+                and policy.mode == "auto"
                 and self._packer.are_others_closing(policy.threshold_bytes, self._storing_plain),
                 if_absent=target.if_absent,
-                own_etag=self._ns.own_etag(path, file.entry.parent) if target.if_absent else "",
+                own_etag=self._own_etag(file, target),
+                etag_there=there,
                 place=file.entry.place,
                 place_at_key=0 if used is None else used.number,
                 is_key_journaled=self._committer.mentions(target.key),
             )
         )
-        target.key, target.path, target.if_absent = plan.key, plan.path, plan.if_absent
+        target.key, target.path = plan.key, plan.path
+        target.if_absent, target.expected = plan.if_absent, plan.expected
         return plan
 
     async def store_pack(
@@ -264,6 +280,14 @@ class ObjectWriter:
         self._deletions.note_stored(key, etag)
         if self._ns.tree.objects.plain:
             self._renamed.stored(path, key, etag)
+
+    def _own_etag(self, file: OpenFile, target: DraftTarget) -> str:
+        if target.if_absent:
+            return self._ns.own_etag(file.key, file.entry.parent)
+        if target.replaces:
+            return target.replaces
+        removed = self._ns.tree.tombstones.get(file.key.encode())
+        return "" if removed is None else removed.etag
 
     def _has_tombstone(self, path: str) -> bool:
         """A commit removed, or hid, the plain object at a path."""
