@@ -344,7 +344,9 @@ class Application:
         if current is not None and _is_elsewhere(current) and current.stamp > 0 and current.etag == etag:
             return True
         gone = 0 if tombstone is None else tombstone.when_gone(etag)
-        return gone > (self._stamp if self._is_just_removed(step) else 0)
+        if self._is_just_removed(step):
+            return gone > self._stamp
+        return gone not in (0, self._stamp)  # `_when_ended`
 
     def _is_just_removed(self, step: _Step) -> bool:
         """The record itself removed the name before."""
@@ -358,6 +360,11 @@ class Application:
             stamp, floor = max(stamp, floor), 0
         step.tombstone = bury(step.tombstone, stamp, floor=floor, etag=etag, at=at)
         self._changes.tombstones[step.raw] = step.tombstone
+
+    def _when_ended(self, stamp: int) -> int:
+        """When what is known here, of this stamp, ended the plain object that the record tells of. A change that is
+        pending may get an earlier time than the record, which is applied again then."""
+        return stamp if stamp < PENDING else self._stamp
 
     def _bury_replaced(self, step: _Step, current: Entry, etag: str = "") -> None:
         """A file elsewhere is replaced, or removed. What it hid stays hidden, but for the plain object ``etag``."""
@@ -376,9 +383,9 @@ class Application:
                 self._bury(step, floor=self._stamp)
                 self._remove_replaced(step, hides)
         elif is_elsewhere:
-            self._bury(step, etag=place.etag, at=current.stamp)  # type: ignore[union-attr]
+            self._bury(step, etag=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
         elif tombstone is not None and tombstone.floor > self._stamp:
-            self._bury(step, etag=place.etag, at=tombstone.floor)
+            self._bury(step, etag=place.etag, at=self._when_ended(tombstone.floor))
 
     def _remove_replaced(self, step: _Step, hides: str) -> None:
         """A file elsewhere has replaced the plain object that is known, and was removed itself since."""
@@ -466,7 +473,7 @@ class Application:
             return
         if operation.object == OWN and not self._own and self._is_gone(step, operation.hides):
             if step.tombstone is not None and step.tombstone.floor > self._stamp:
-                self._bury(step, etag=operation.hides, at=step.tombstone.floor)
+                self._bury(step, etag=operation.hides, at=self._when_ended(step.tombstone.floor))
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET

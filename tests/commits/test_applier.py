@@ -689,6 +689,23 @@ def test_a_pending_change_is_newer_than_any_commit_until_it_has_a_time(tmp_path:
         assert n.found("f").stamp == at(201)
 
 
+@pytest.mark.parametrize("change", [Remove("f", by_date=True), Symlink("f", "mine", 0, 0, 0)])
+@pytest.mark.parametrize("is_later", [True, False])
+def test_object_told_of_beside_a_pending_change_counts_by_the_time_of_its_commit(
+    tmp_path: Path, change: Operation, is_later: bool
+) -> None:
+    """Another node's commit is polled while the commit of this node's change is under way, and again afterwards."""
+    with node(tmp_path) as n:
+        mine = Record(writer=n.writer, time=0, operations=[change])
+        n.applier.apply_pending(mine, PENDING | 1)
+        seconds = 30 if is_later else 10
+        n.commit(seconds, told("e1"), writer="0000000b")
+        n.applier.restamp(msgspec.structs.replace(mine, time=at(20)), PENDING | 1, at(20))
+        n.commit(seconds, told("e1"), writer="0000000b")
+        found = n.find("f")
+        assert (found is not None and found.is_plain) == is_later
+
+
 def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
     """Another node's came between the call and the commit: ours is the later commit, for every node."""
     with node(tmp_path) as n:
