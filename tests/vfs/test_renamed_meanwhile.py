@@ -435,3 +435,40 @@ async def test_rename_of_a_file_being_written_whose_version_was_removed_shows_no
             await m.poll()
             clock.advance(2 * TTL_S)
             assert await m.read(path) == b"newered"
+
+
+async def test_version_that_is_packed_while_another_node_renames_its_directory_goes_along(tmp_path: Path) -> None:
+    """The rename is the earlier commit, of which the writer hears while its own is on its way: under the old name this
+    says what belongs to the new one."""
+    store, clock = MemoryStore(), Clock()
+
+    def is_commit(request: Request) -> bool:
+        return request.what == "put" and request.key.startswith(".lakefs/commits/")
+
+    renaming, packing = Pause(is_commit), Pause(is_commit)
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.mkdir("d")
+        await one.write("d/f", b"first")
+        await one.sync()
+        await two.poll()
+        handle = await one.open("d/f", os.O_RDWR)
+        await one.fs.write(handle, 0, b"second")
+        async with trio.open_nursery() as packer:
+            async with trio.open_nursery() as renamer:
+                store.hook = renaming
+                renamer.start_soon(two.rename, "d", "e")
+                await reached(renaming.reached)
+                clock.advance(0.1)
+                store.hook = packing
+                packer.start_soon(one.fs.fsync, handle)
+                await reached(packing.reached)
+                renaming.resume()
+            await one.poll()
+            packing.resume()
+        await one.fs.write(handle, 0, b"third!")
+        await one.close(handle)
+        await one.sync()
+        await two.poll()
+        assert await one.tree() == await two.tree() == {"e": None, "e/f": b"third!"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"e": None, "e/f": b"third!"}

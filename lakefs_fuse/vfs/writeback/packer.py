@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
 import trio
 
 from lakefs_fuse.blockcache.cache import BlockCache
@@ -30,6 +31,7 @@ from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.staging.draft_record import encode
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from lakefs_fuse.vfs.writeback.publish_plan import superseded_at
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class Waiting:
     draft: Draft
     data: bytes
     alone_is_plain: bool
+    path: str = ""
+    """Under which the commit has it."""
     packed: bool = False
     error: BaseException | None = None
     done: trio.Event = field(default_factory=trio.Event)
@@ -206,6 +210,8 @@ class Packer:
         for waiting, offset in zip(batch, made.offsets, strict=True):
             waiting.draft.fill_pack(Extent(version, offset, len(waiting.data)))
             waiting.packed = True
+        self._move_along(batch)
+        for waiting in batch:
             waiting.done.set()
         view = memoryview(made.body)
         blocks = [view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES)]
@@ -249,6 +255,7 @@ class Packer:
             file, entry = waiting.file, waiting.entry
             if file.unlinked:
                 continue
+            waiting.path = file.key
             hides = self._ns.own_etag(file.key, entry.parent)
             xattrs = self._ns.tree.xattrs(entry.inode)
             operations.append(
@@ -259,3 +266,18 @@ class Packer:
             )  # fmt: skip
             doomed += superseded_at(file.key, hides, is_reserved=self._committer.journal.reserves(file.key))
         return Change(operations=operations, doomed=doomed)
+
+    def _move_along(self, batch: list[Waiting]) -> None:
+        """While the commit was on its way, another node's rename that it did not know moved files that are in it: what
+        it says of their earlier names goes along."""
+        builder, doomed = ChangeBuilder(self._ns.tree), list[Deletion]()
+        for waiting in batch:
+            path = waiting.file.key
+            row = self._ns.at(waiting.path) if waiting.path not in ("", path) and not waiting.file.unlinked else None
+            if row is not None and self._ns.extent(row) == waiting.draft.packed:
+                hides = self._ns.own_etag(path)
+                builder.put(path, row, hides=hides)
+                builder.remove(waiting.path, row)
+                doomed += superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
+        if builder.operations:
+            self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
