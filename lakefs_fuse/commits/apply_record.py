@@ -34,7 +34,7 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
-from lakefs_fuse.meta.tombstones import Tombstone, bury, without
+from lakefs_fuse.meta.tombstones import SAME_VERSION_NS, Tombstone, bury, without
 
 NS = 1_000_000_000
 TOGETHER_MAX = 512
@@ -64,9 +64,13 @@ class Doubt(msgspec.Struct, frozen=True):
     path: str
     etag: str
     hides: str
-    by_date: bool = True
-    """An older object does not count. Else whatever is there counts: an operation about another version of the name
-    does not touch it."""
+    removed_ns: int = 0
+    """The time of a removal of another version, which does not touch what has been there since before it. 0: what is
+    there counts where it is not older than the record."""
+
+    def is_there(self, etag: str, mtime_ns: int) -> bool:
+        """With ``removed_ns``: the object that lies at the key is the version in doubt, and was not put there again."""
+        return etag == self.etag and mtime_ns < self.removed_ns + SAME_VERSION_NS
 
 
 class _Step(msgspec.Struct):
@@ -448,12 +452,12 @@ class Application:
         raw = operation.path.encode()
         (current,) = self._paths.find_many([raw])
         if isinstance(operation, Remove) and current is not None and self._is_other(current, operation):
-            return Doubt(operation.path, current.etag, operation.hides, by_date=False)
+            return Doubt(operation.path, current.etag, operation.hides, removed_ns=self._time)
         if isinstance(operation, Put) and operation.object == OWN and current is None:
             tombstone = self._tree.tombstones.get(raw)
             is_later = tombstone is not None and PENDING > tombstone.stamp > self._stamp >= tombstone.floor
             if is_later and not tombstone.when_gone(operation.hides):  # type: ignore[union-attr]
-                return Doubt(operation.path, operation.hides, "", by_date=False)
+                return Doubt(operation.path, operation.hides, "", removed_ns=tombstone.stamp)  # type: ignore[union-attr]
         if current is None or (_is_dated_by_store(current) and current.ctime_ns > self._time + NS):
             return None
         if self._is_unknown(current, operation.path, operation.hides):
@@ -622,7 +626,7 @@ class Application:
         if removes and current is not None and not current.flags & Flag.LOCAL and current.stamp > 0:
             if _is_elsewhere(current):
                 self._bury_replaced(step, current)
-            elif current.etag and current.etag != hides:
+            elif floor and current.etag and current.etag != hides:
                 self._bury(step, etag=current.etag, at=self._stamp)
         if removes or not self._is_moot(current, hides):
             self._bury(step, self._stamp, floor=floor, etag=hides, at=self._stamp)

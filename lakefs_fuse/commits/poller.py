@@ -236,8 +236,8 @@ class Poller:
                 except NotFound:
                     outdated[doubt.path] = doubt.etag
                     return
-                if not doubt.by_date:
-                    if there.etag != doubt.etag:
+                if doubt.removed_ns:
+                    if not doubt.is_there(there.etag, there.mtime_ns):
                         outdated[doubt.path] = doubt.etag
                 elif there.etag == doubt.hides or there.mtime_ns + NS <= record.time:
                     outdated[doubt.path] = doubt.etag

@@ -799,7 +799,7 @@ def test_removal_leaves_a_version_that_it_does_not_name(tmp_path: Path, is_there
         commits: list[tuple[int, Operation]] = [(40, Remove("f", hides="e1")), (30, told("e2"))]
         for seconds, operation in commits if is_removal_first else reversed(commits):
             record = merged([Change(operations=[operation])], "0000000b", at(seconds))
-            asked = [doubt for doubt in n.applier.doubts(record) if doubt is not None and not doubt.by_date]
+            asked = [doubt for doubt in n.applier.doubts(record) if doubt is not None and doubt.removed_ns]
             outdated = {} if is_there else {doubt.path: doubt.etag for doubt in asked}
             n.applier.apply(record, archive(record.time, record.writer), outdated=outdated)
         found = n.find("f")

@@ -447,8 +447,8 @@ def _array(value: object, what: str, length_min: int = 0) -> list[Any]:
 class _State:
     """What commits say of each path, whatever the order in which they are applied."""
 
-    def __init__(self, base: _State | None = None, plain: Mapping[str, str] | None = None) -> None:
-        """``plain`` are the ETags of plain objects, by key."""
+    def __init__(self, base: _State | None = None, plain: Mapping[str, StoredObject] | None = None) -> None:
+        """``plain`` are objects by key, plain ones among them."""
         self.plain = plain or {}
         self.files: dict[str, _File] = dict(base.files) if base else {}
         self.graves: dict[str, _Grave] = dict(base.graves) if base else {}
@@ -461,6 +461,11 @@ class _State:
     def apply(self, archive: _Archive) -> None:
         for operation in archive.operations:
             self._APPLY[operation.kind](self, archive.order, operation)
+
+    def _is_there(self, path: str, etag: str, removed_ns: int) -> bool:
+        """The plain object at a path has this ETag, and was not put there again after a removal."""
+        there = self.plain.get(path)
+        return there is not None and there.etag == etag and there.mtime_ns < removed_ns + PUT_AGAIN_AFTER_S * NS
 
     def _name_directory(self, order: _Order, operation: _Operation) -> None:
         known = self.directories.get(operation.path)
@@ -521,7 +526,7 @@ class _State:
         if grave.floor > order:
             self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
             return False
-        if grave.newest > order and self.plain.get(path) != etag:
+        if grave.newest > order and not self._is_there(path, etag, grave.newest.time):
             return False
         if known is not None and known.order > order:
             if is_elsewhere:
@@ -576,16 +581,16 @@ class _State:
         path, hides = operation.path, operation.hides
         known = self.files.get(path)
         is_own = known is not None and known.is_at_own_key(path)
-        removes = True
+        removes, is_by_date = True, operation.is_by_date or not hides
         if known is not None and not self._names(order, operation, known):
             removes = known.order <= order
-            is_version = is_own and not operation.is_by_date and hides not in ("", known.own_etag(path))
+            is_version = is_own and not is_by_date and hides != known.own_etag(path)
             if removes and is_version and known.order < order:
-                removes = self.plain.get(path) != known.own_etag(path)
+                removes = not self._is_there(path, known.own_etag(path), order.time)
         if removes and known is not None:
             if not is_own:
                 self._bury_replaced(path, known)
-            elif known.own_etag(path) != hides:
+            elif is_by_date and known.own_etag(path) != hides:
                 self.graves[path] = self._grave(path).bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
         is_moot = False
         if known is not None and not removes:
@@ -593,7 +598,7 @@ class _State:
             is_moot = is_later if is_own else hides in ("", known.hides)
         if not is_moot:
             is_later = is_own and known is not None and known.order > order
-            floor = order if (operation.is_by_date or not hides) and not is_later else _BEFORE_ALL
+            floor = order if is_by_date and not is_later else _BEFORE_ALL
             self.graves[path] = self._grave(path).bury(order, floor, hides, order)
         return removes
 
@@ -775,8 +780,7 @@ class Reader:
         lake = Lake()
         archives = self._parse_archives(objects, lake)
         index = self._newest_index(objects, lake)
-        plain = {key: each.etag for key, each in objects.items() if not key.startswith(RESERVED + "/")}
-        state = _State(index.state if index else None, plain)
+        state = _State(index.state if index else None, objects)
         for archive in archives.values():
             time, writer = archive.order.time, archive.key[-12:-4]
             if now_ns is not None and time > now_ns + COMMIT_AHEAD_MAX_S * NS:
