@@ -30,6 +30,8 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Flag
+from lakefs_fuse.metrics import NamespaceMetrics
+from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge
 from tests.commits.nodes import NS, Node, archive, at, node, plain, put
 from tests.tiers import examples
 
@@ -324,6 +326,29 @@ def test_a_directory_of_which_nothing_but_removed_names_is_left_is_a_ghost(tmp_p
         assert n.shown() == {}
         assert n.list(prefixes=("new/",)) == []
         assert sorted(n.shown()) == ["new/"]
+
+
+@pytest.mark.parametrize("path", ["d/f", "d/e/f"])
+def test_directory_with_objects_of_which_only_commits_tell_is_a_ghost_until_it_is_listed(
+    tmp_path: Path, path: str
+) -> None:
+    """Another program has deleted the object since, perhaps, and what is below the directory belongs to other names."""
+    with node(tmp_path) as n:
+        n.commit(5, Remove("d/renamed", hides="e"), msgspec.structs.replace(told("e1"), path=path))
+        assert n.list(prefixes=("d/",)) == [b"d"]
+        assert path in n.shown()
+        merge = DirectoryMerge(n.tree, NamespaceMetrics(), n.inode(""), prefix="", now_ns=at(6))
+        merge.drop_directory(b"d")
+        assert n.shown() == {}
+
+
+def test_directory_with_packed_files_and_objects_of_which_only_commits_tell_stays(tmp_path: Path) -> None:
+    with node(tmp_path) as n:
+        n.commit(5, Remove("d/renamed", hides="e"), msgspec.structs.replace(told("e1"), path="d/f"), put("d/g"))
+        assert n.list(prefixes=("d/",)) == [b"d"]
+        merge = DirectoryMerge(n.tree, NamespaceMetrics(), n.inode(""), prefix="", now_ns=at(6))
+        merge.drop_directory(b"d")
+        assert "d/g" in n.shown()
 
 
 def test_a_removed_directory_stays_for_as_long_as_something_is_in_it(tmp_path: Path) -> None:

@@ -22,9 +22,7 @@ Some defects are known, and are counted in `Oracle.known` in place of being repo
 * *late copy*: a renamed object is copied to its new key, or a packed file unpacked to its own, while another node
   renames or removes that name, which shows again;
 * *destroyed bytes*: a file was renamed after another program had replaced its object, in the same second: it cannot be
-  read under its new name until its user removes it;
-* *ghost directory*: a mount that has just begun shows an empty directory, in which a commit tells of an object that is
-  gone, as long as another object that a rename left lies below it.
+  read under its new name until its user removes it.
 
 A directory that no commit makes is there for as long as something is in it (*emptied*).
 

@@ -14,7 +14,7 @@ an object means for its name is decided by the reader of the raw store, from doc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from tests.simulation.lake_reader import Lake
 from tests.simulation.object_store import SimulatedStore
@@ -88,16 +88,6 @@ class OtherPrograms:
             and name.key != path
             and (senders.get(name.key) == PROGRAM or name.key in copies or name.key in self._deleted)
         ]
-
-    def are_ghosts(self, directories: set[str], tree: Mapping[str, bytes]) -> bool:
-        """Nothing else is in these directories, and all but those in others lie above an object that is not the file
-        of its own key: no name shows it, or another one."""
-        lake = self._read_lake()
-        leftovers = {*lake.leftovers, *(name.key for path, name in lake.names.items() if name.key != path)}
-        tops = [path for path in directories if path.rpartition("/")[0] not in directories]
-        return all(any(key.startswith(path + "/") for key in leftovers) for path in tops) and not any(
-            path.startswith(above + "/") for above in directories for path in tree.keys() - directories
-        )
 
     def _shown(self, lake: Lake, path: str) -> frozenset[Version]:
         name = lake.names.get(path)

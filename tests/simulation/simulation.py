@@ -1042,20 +1042,10 @@ class Simulation:
         unpublished = {node.name: node.unpublished() for node in self._nodes}
         first = self._read_raw()
         trees["fresh"] = await self._fresh_tree()
-        self._count_ghosts(trees["fresh"], first)
         for who, tree in trees.items():
             if wrong := _difference(tree, first, except_at={*unpublished.get(who, ()), *except_at}):
                 return first, f"{who} and the reader of the raw store differ: {wrong}"
         return first, ""
-
-    def _count_ghosts(self, fresh: dict[str, bytes], expected: dict[str, bytes]) -> None:
-        """Empty directories that a mount shows whose first listings these are, over removed objects: a known defect."""
-        ghosts = {path for path, data in fresh.items() if data == DIRECTORY and path not in expected}
-        if not ghosts or self.oracle.is_strict or not self._others.are_ghosts(ghosts, fresh):
-            return
-        self.oracle.known["ghost directory"] += 1
-        for path in ghosts:
-            del fresh[path]
 
     def _ask_oracle(self, tree: dict[str, bytes]) -> None:
         stored = {(key, data) for (key, _), data in self.store.versions.items()}

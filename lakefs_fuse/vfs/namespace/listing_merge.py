@@ -248,10 +248,10 @@ class DirectoryMerge:
     def drop_directory(self, name: bytes) -> None:
         """A ghost has nothing below it."""
         entry = self._tree.named(self._directory, name + b"/")
-        if entry is None or name in self._touched or not self._is_bare(entry):
+        if entry is None or name in self._touched:
             return
         batch = Batch()
-        self._drop(batch, entry)
+        self._directory_vanished(batch, entry)
         self._db.commit(batch)
 
     def _mark(self, batch: Batch) -> None:
@@ -382,6 +382,8 @@ class DirectoryMerge:
     def _merge_directory(self, batch: Batch, entry: Entry | None, name: bytes) -> None:
         if self._is_ghost(name):
             self.ghosts.append(name)
+            if entry is not None and self._earlier is not None:
+                self._earlier.add(entry.cookie)  # which may go, so that nothing is read before that
         elif self._may_have(batch, name):
             self._show_directory(batch, entry, name)
 
@@ -400,12 +402,15 @@ class DirectoryMerge:
 
     def _is_bare(self, directory: Entry) -> bool:
         """No commit made the directory, and all that is known to be in it, down to where nothing was when it was
-        listed, are others of that kind."""
+        listed, are others of that kind. Where it was never listed, a plain object of which a commit tells is perhaps
+        not there any more: the first file stands for all."""
         if directory.stamp:
             return False
-        known = self._tree.listing(directory.inode) is not None
+        is_listed = known = self._tree.listing(directory.inode) is not None
         for child in self._tree.children(directory.inode):
-            if not child.is_dir or not self._is_bare(child):
+            if not child.is_dir:
+                return not is_listed and _needs_object(child) and not self._keep(child)
+            if not self._is_bare(child):
                 return False
             known = True
         return known
