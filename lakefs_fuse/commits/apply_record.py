@@ -422,7 +422,8 @@ class Application:
                 self._bury_replaced(step, current, place.etag)
             if step.tombstone is not None:
                 again = self._stamp if self._is_just_removed(step) else 0  # which ends no version but its own
-                rest = without(step.tombstone, place.etag, again) if is_again else step.tombstone
+                is_lost = step.tombstone.when_gone(place.etag) == self._stamp  # beside what was pending here
+                rest = without(step.tombstone, place.etag, again) if is_again or is_lost else step.tombstone
                 step.tombstone = msgspec.structs.replace(rest, floor=0)
         if step.tombstone != before:
             self._changes.tombstones[step.raw] = step.tombstone

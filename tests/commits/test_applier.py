@@ -727,8 +727,9 @@ def test_object_told_of_beside_a_pending_change_counts_by_the_time_of_its_commit
         n.commit(seconds, told("e1"), writer="0000000b")
         n.applier.restamp(msgspec.structs.replace(mine, time=at(20)), PENDING | 1, at(20))
         n.commit(seconds, told("e1"), writer="0000000b")
-        found = n.find("f")
+        found, tombstone = n.find("f"), n.tree.tombstones.get(b"f")
         assert (found is not None and found.is_plain) == is_later
+        assert not (is_later and tombstone is not None and tombstone.when_gone("e1"))
 
 
 def test_attributes_set_here_count_from_their_commit_on(tmp_path: Path) -> None:
