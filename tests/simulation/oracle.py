@@ -24,7 +24,8 @@ Some defects are known, and are counted in `Oracle.known` in place of being repo
 * *destroyed bytes*: a file was renamed after another program had replaced its object, in the same second: it cannot be
   read under its new name until its user removes it.
 
-A directory that no commit makes is there for as long as something is in it (*emptied*).
+A directory that no commit makes is there for as long as something is in it (*emptied*). Who removes the last name in
+one has it made by a commit; of two nodes that remove the last two names neither knows that it has to.
 
 The oracle starts anew whenever all nodes agreed on a tree, with what they agreed on.
 """
@@ -114,10 +115,11 @@ class Oracle:
     def __init__(
         self, *, deletes_conditionally: bool, is_strict: bool = False,
         last_remover: Callable[[str], str] = lambda _: "", is_copy: Callable[[str], bool] = lambda _: False,
+        is_named: Callable[[str], bool] = lambda _: True,
     ) -> None:  # fmt: skip
         """``last_remover`` answers which node wrote the newest commit of a path, if that removes it; ``is_copy``
-        whether the object at a path's own key was made from another."""
-        self.is_copy = is_copy
+        whether the object at a path's own key was made from another; ``is_named`` whether a commit named the path."""
+        self.is_copy, self.is_named = is_copy, is_named
         self.deletes_conditionally, self.is_strict = deletes_conditionally, is_strict
         self.last_remover = last_remover
         self.known: Counter[str] = Counter()
@@ -273,7 +275,8 @@ class Oracle:
     def _is_emptied(self, path: str) -> bool:
         """No commit makes the directory any more: it was there only because of what was below it."""
         below = [each for where, some in self.removals.items() if where.startswith(path + "/") for each in some]
-        return bool(self.last_remover(path)) and any(not each.is_withdrawn for each in below)
+        removers = {each.node for each in below if not each.is_withdrawn}
+        return bool(removers) if self.last_remover(path) else not self.is_named(path) and len(removers) > 1
 
     def _is_changed_below(self, path: str) -> bool:
         """A directory that one node removed while another changed something in it stays."""

@@ -132,6 +132,7 @@ class Simulation:
             is_strict=is_strict or plan.profile == "turns",
             last_remover=self._last_remover,
             is_copy=self._is_copy,
+            is_named=lambda path: self._newest(path) is not None,
         )
         self._views = Views(self.oracle)
         self._nodes: list[SimulatedNode] = []

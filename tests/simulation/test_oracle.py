@@ -1,0 +1,20 @@
+"""What the oracle excuses, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.oracle import DIRECTORY, Oracle
+
+
+@pytest.mark.parametrize("removers", [("n0", "n1"), ("n0", "n0")])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_directory_that_no_commit_names_goes_with_removals_of_two_nodes(
+    removers: tuple[str, str], is_named: bool
+) -> None:
+    oracle = Oracle(deletes_conditionally=True, is_named=lambda _: is_named)
+    oracle.begin({"d": DIRECTORY, "d/a": b"a", "d/b": b"b"}, ["n0", "n1"])
+    for path, node in zip(["d/a", "d/b"], removers, strict=True):
+        oracle.remove(path, node, oracle.matching(path, path[2:].encode())).is_certain = True
+    is_excused = not is_named and len(set(removers)) > 1
+    assert bool(oracle.check({})) != is_excused
