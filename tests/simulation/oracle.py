@@ -13,7 +13,8 @@ plain objects are changed in place, so of two nodes that had not seen each other
 
 * the later commit wins, a removal like any other (*later commit*; also one of equal bytes, which have one ETag), but
   that
-* a rename and a write in place leave the new bytes under the new name (*carried*);
+* a rename and a write in place leave the new bytes under the new name (*carried*), whenever they are stored, if the
+  write has not succeeded yet (*stored late*);
 * a rename and a deletion leave the new name, or neither where it was another program's deletion (*deleted*);
 * a deletion and a write in place leave the written file, but on stores that ignore If-Match on DELETE (*unchecked*).
 
@@ -224,6 +225,9 @@ class Oracle:
             listed = ", ".join(map(str, versions)) or "nothing"
             return f"{path} shows {describe(data)}, which nobody put there ({listed} was put)"
         allowed = [version for version in found if not self._replaced(version, tree) and not self._removed(version)]
+        if not allowed and any(self._is_stored_late(version, data) for version in found):
+            self.met["stored late"] += 1
+            return ""
         if not allowed and self.is_copy(path) and self.is_known("late copy"):
             return ""
         if not allowed:
@@ -397,6 +401,19 @@ class Oracle:
             found |= {other.data for other in self._in_place_of(moved.origin)}
             moved = moved.origin
         return found
+
+    def _is_stored_late(self, version: Version, data: bytes) -> bool:
+        """Another node was writing what a rename moved here. Its user was told of no success, so it may have been
+        stored long after, over what was put here since."""
+        moved = version
+        while moved.origin is not None:
+            there = self._in_place_of(moved.origin)
+            for removal in self.removals[moved.origin.path]:
+                unseen = there - removal.known if removal.operation == moved.operation else ()
+                if any(each.data == data and not each.is_certain and each.node != removal.node for each in unseen):
+                    return True
+            moved = moved.origin
+        return False
 
     def _why_gone(self, version: Version) -> str:
         for later in self.versions[version.path]:
