@@ -992,6 +992,7 @@ class Simulation:
         if scope.cancelled_caught:
             raise Failed(f"what nodes have is not durable after {SETTLED_S_MAX:g} s")
         await trio.sleep(quiet_s)
+        await self._read_replaced(quiet_s)
         await self._remove_destroyed(quiet_s)
         for _ in range(COMPARISONS_MAX):
             tree, wrong = await self._compare()
@@ -1015,6 +1016,23 @@ class Simulation:
         for path, versions in self.oracle.versions.items():
             for version in versions:
                 version.is_plain = version.is_plain and version.data in stored[path]
+
+    async def _read_replaced(self, quiet_s: float) -> None:
+        """Users read renamed files whose bytes are in no cache, where a node replaced them before it heard of the
+        rename, and died: nobody else says what they are now."""
+        alive = {f"{node.name}#{node.lives}" for node in self._nodes}
+        paths = [
+            path
+            for path, name in self.read_lake().names.items()
+            if name.problem and name.key != path and self.store.senders.get(name.key, PROGRAM) not in (*alive, PROGRAM)
+        ]
+        if not paths or self.oracle.is_strict:
+            return
+        for path in paths:
+            with suppress(LakeError), _ungrouped():
+                await self._nodes[0].lake.parts.renamed.adopt(path)
+        self.outcome.met["read after its writer died"] += len(paths)
+        await trio.sleep(quiet_s)
 
     async def _remove_destroyed(self, quiet_s: float) -> None:
         """Users read files whose bytes another program replaced before a rename, or deleted. They remove those that
