@@ -166,7 +166,7 @@ class Database:
     ) -> None:
         """``identity`` names the lake. Raises CacheError where the database holds another lake's names, or cannot be
         opened even after repair; then nothing in it was changed."""
-        self._directory, self._clock, self._disk = directory, clock, disk
+        self._directory, self.clock, self._disk = directory, clock, disk
         self._engines = engines or RocksEngines()
         self._failed_at: float | None = None
         self._damaged: set[bytes] = set()
@@ -245,7 +245,7 @@ class Database:
         try:
             self._engine.write((*batch.ranges, (batch.rows, b"", b"")), sync=sync)
         except Exception as error:
-            self._failed_at = self._clock.mono_s()
+            self._failed_at = self.clock.mono_s()
             raise self._broken(error) from error
 
     @property
@@ -267,9 +267,9 @@ class Database:
     def _reopen(self) -> None:
         """After a failed write (a full disk) RocksDB accepts none until it is reopened; tried once a second."""
         failed_at = self._failed_at or 0.0
-        if self._clock.mono_s() - failed_at < REOPEN_PAUSE_S:
+        if self.clock.mono_s() - failed_at < REOPEN_PAUSE_S:
             raise CacheError(f"the metadata cache in {self._directory} could not be written a moment ago")
-        self._failed_at = self._clock.mono_s()
+        self._failed_at = self.clock.mono_s()
         try:
             self._check_disk()
             self.close()
@@ -383,6 +383,6 @@ class Database:
             return self._engines.open(self._directory), True
 
     def _move_aside(self) -> None:
-        aside = self._directory.with_name(f"{self._directory.name}.damaged-{self._clock.wall_ns()}")
+        aside = self._directory.with_name(f"{self._directory.name}.damaged-{self.clock.wall_ns()}")
         log.warning("the metadata cache is damaged; it is kept as %s, and begun anew", aside)
         self._directory.rename(aside)

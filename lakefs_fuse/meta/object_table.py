@@ -2,8 +2,8 @@
 
 Entries name an object by number, so that a row stays small. What always holds (*counted shares*): a row counts the
 entries that have bytes in its object, and those bytes; `Batch.shares` changes both in the batch that writes the entry.
-The row of a plain object goes with its last entry. The row of a pack stays, as its dead bytes decide on its repacking.
-Trio thread only; a crash leaves rows and counts of whole batches.
+The row of a plain object goes with its last entry; its key is remembered in memory (`was_named`). The row of a pack
+stays, as its dead bytes decide on its repacking. Trio thread only; a crash leaves rows and counts of whole batches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from lakefs_fuse.product import RESERVED_PREFIX
 _ROW = struct.Struct("<QqqB")
 NUMBER_BYTES = 8
 PACKS = f"{RESERVED_PREFIX}commits/"
+NAMED_MAX = 1 << 16
+"""About 10 MB. Only keys of the last minutes are asked for."""
 
 
 class ObjectRow(msgspec.Struct, frozen=True, gc=False):
@@ -56,6 +58,8 @@ class Objects:
     def __init__(self, database: Database) -> None:
         self._db = database
         database.write_shares_by(self._write_shares)
+        self._named: dict[str, int] = {}
+        """When a name last began or ceased to mean what lies at a key (time since boot, ns): the latest last."""
         self.packs = self.bytes_packed = self.bytes_live = self.plain = 0
         """Packs known, their sizes, and what entries have in them; plain objects. Sums over the table."""
         for row in self.rows():
@@ -103,6 +107,18 @@ class Objects:
             return None
         return next((row for row in self.versions(key) if row.entries > 0), None)
 
+    def was_named(self, key: str, within_ns: int) -> bool:
+        """A name at another path meant the plain object with this key so lately, in commits that this daemon has heard
+        of: also where another commit was newer."""
+        at = self._named.get(key)
+        return at is not None and self._db.clock.boot_ns() < at + within_ns
+
+    def _note_named(self, key: str) -> None:
+        self._named.pop(key, None)
+        self._named[key] = self._db.clock.boot_ns()
+        if len(self._named) > NAMED_MAX:
+            del self._named[next(iter(self._named))]
+
     def versions(self, key: str) -> Iterator[ObjectRow]:
         """Every version of the object with this key that has a number."""
         begin = _name_key(key, "")
@@ -134,6 +150,8 @@ class Objects:
             self._db.commit(batch)
             for row in rows:
                 self._count(row, 1)
+                if not row.is_pack:
+                    self._note_named(row.key)
         return [numbers[name] for name in names]
 
     def _put(self, batch: Batch, row: ObjectRow) -> None:
@@ -149,6 +167,8 @@ class Objects:
         """The object is gone from the store."""
         batch.rows[_number_key(row.number)] = batch.rows[_name_key(row.key, row.etag)] = None
         self._count(row, -1)
+        if not row.is_pack:
+            self._note_named(row.key)
 
     def _write_shares(self, batch: Batch) -> None:
         changes: dict[int, tuple[int, int]] = {}

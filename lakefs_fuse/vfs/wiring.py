@@ -265,7 +265,7 @@ class Assembly:
         )  # fmt: skip
         self._reader, self._group_commit = reader, group_commit
         self.filesystem = self._filesystem(services, publisher)
-        events.key_reservations.append(committer.journal.reserves)
+        events.key_reservations.append(committer.reserves)
         if not config.read_only:
             foreign_objects = commits.foreign_objects(ground, namespace)
             events.object_overridden.append(foreign_objects.add)

@@ -260,6 +260,55 @@ async def test_new_file_that_others_store_again_and_again_is_refused_in_the_end(
         assert store.data("f") == b"bytes"
 
 
+@pytest.mark.parametrize("unaware", [False, True])
+async def test_object_that_a_renamed_file_had_is_not_replaced_before_others_have_heard_of_its_end(
+    tmp_path: Path, unaware: bool
+) -> None:
+    """One node renames the file further on. The other has removed it, or put another in its place, unaware of the first
+    rename, and makes a new file under the first name."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always", delete_after_s=WINDOW_S) as (one, two):
+        await one.write("f", noise(1, LARGE))
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["f"]
+        await one.rename("f", "g")
+        clock.advance(1)
+        if unaware:
+            await two.write("g", b"other")
+            await two.poll()
+        else:
+            await two.poll()
+            await two.unlink("g")
+            await two.fs.sync_names()
+        await two.write("f", noise(2, LARGE))
+        clock.advance(1)
+        await one.rename("g", "h")
+        for m in (one, two):
+            await m.poll()
+            assert await m.tree() == {"f": noise(2, LARGE), "h": noise(1, LARGE)}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": noise(2, LARGE), "h": noise(1, LARGE)}
+
+
+async def test_key_of_a_renamed_file_that_was_removed_gets_new_bytes_when_nobody_can_name_the_old_ones(
+    tmp_path: Path,
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never", delete_after_s=WINDOW_S) as m:
+        await m.write("f", b"first")
+        await m.rename("f", "g")
+        await m.unlink("g")
+        await m.write("f", b"second")
+        await m.unlink("f")
+        await m.fs.sync_names()
+        assert store.data("f") == b"first"
+        clock.advance(WINDOW_S + 1)
+        await m.write("f", b"third")
+        assert store.data("f") == b"third"
+        assert await m.tree() == {"f": b"third"}
+
+
 async def test_object_that_was_removed_before_a_rename_was_heard_of_stays(tmp_path: Path) -> None:
     """One node removes the file, another renames it meanwhile: the object is deleted only if no rename comes."""
     store, clock = MemoryStore(), Clock()
