@@ -55,8 +55,9 @@ def _name_key(key: str, etag: str) -> bytes:
 class Objects:
     """See the module's head. Trio thread only."""
 
-    def __init__(self, database: Database) -> None:
-        self._db = database
+    def __init__(self, database: Database, named_ns: int = 0) -> None:
+        """Keys are remembered for ``named_ns``."""
+        self._db, self._named_ns = database, named_ns
         database.write_shares_by(self._write_shares)
         self._named: dict[str, int] = {}
         """When a name last began or ceased to mean what lies at a key (time since boot, ns): the latest last."""
@@ -107,11 +108,15 @@ class Objects:
             return None
         return next((row for row in self.versions(key) if row.entries > 0), None)
 
-    def was_named(self, key: str, within_ns: int) -> bool:
-        """A name at another path meant the plain object with this key so lately, in commits that this daemon has heard
-        of: also where another commit was newer."""
+    def was_named(self, key: str) -> bool:
+        """A name at another path meant the plain object with this key lately, in commits that this daemon has heard of:
+        also where another commit was newer."""
         at = self._named.get(key)
-        return at is not None and self._db.clock.boot_ns() < at + within_ns
+        return at is not None and self._db.clock.boot_ns() < at + self._named_ns
+
+    def is_named(self, key: str) -> bool:
+        """A name at another path means the plain object with this key, or did lately."""
+        return self.was_named(key) or self.used(key) is not None
 
     def _note_named(self, key: str) -> None:
         self._named.pop(key, None)

@@ -25,6 +25,7 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.path_rules import Rules
@@ -215,7 +216,7 @@ class Assembly:
     def __init__(self, ground: Ground) -> None:
         self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
         events, threads = ChangeEvents(), ground.node.threads
-        tree = Tree(database, events)
+        tree = Tree(database, events, named_ns=int(config.delete_after_s * NS))
         self.files = files = FileTable(database, tree, ground.cache, events)
         self.namespace = namespace = Namespace(
             config, database, tree, ground.client, metrics.namespace, ground.nursery, ground.node.clock, files
@@ -265,7 +266,7 @@ class Assembly:
         )  # fmt: skip
         self._reader, self._group_commit = reader, group_commit
         self.filesystem = self._filesystem(services, publisher)
-        events.key_reservations.append(committer.reserves)
+        events.key_reservations.append(committer.journal.reserves)
         if not config.read_only:
             foreign_objects = commits.foreign_objects(ground, namespace)
             events.object_overridden.append(foreign_objects.add)

@@ -273,6 +273,7 @@ async def test_what_was_written_in_place_of_a_renamed_file_goes_along_though_it_
         await two.poll()
         await two.fs.write(handle, 0, b"third!")
         await two.close(handle)
+        await two.parts.renamed.wait_adopted()
         await two.sync()
         await one.poll()
         assert await one.tree() == await two.tree() == {"f": b"third!", "g": b"second"}

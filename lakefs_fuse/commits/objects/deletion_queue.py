@@ -121,7 +121,7 @@ class DeletionQueue:
 
     def reserves(self, key: str) -> bool:
         """A name at another path meant the object that lies there, a short time ago."""
-        return self._tree.objects.was_named(key, self._delay_ns)
+        return self._tree.objects.was_named(key)
 
     async def wait_deleted(self, key: str) -> None:
         """Until no deletion of the key is under way."""
