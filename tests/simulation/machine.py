@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import trio
 
+from tests.simulation import scheduler
 from tests.simulation.chance import Chance
 from tests.simulation.network import Killed
 
@@ -30,8 +31,8 @@ class MachineClock:
 
     def _true_s(self) -> float:
         try:
-            self._frozen_s = trio.current_time()
-        except RuntimeError:
+            self._frozen_s = scheduler.current_clock().now_s
+        except AttributeError:
             pass  # outside the loop time stands still
         return self._frozen_s
 
@@ -67,8 +68,7 @@ class MachineThreads:
         limiter, token = limiter or self._limiter, object()
         await limiter.acquire_on_behalf_of(token)
         try:
-            with trio.CancelScope(shield=not abandon_on_cancel):
-                await trio.sleep(self._cost_s())
+            await scheduler.sleep(self._cost_s(), is_shielded=not abandon_on_cancel)
             if self.is_dead:
                 raise Killed
             return call(*arguments)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
-
-import trio
 
 from lakefs_fuse.errors import NotCarriedOut, Unavailable
 from lakefs_fuse.metrics import REQUEST_KINDS
+from tests.simulation import scheduler
 from tests.simulation.chance import Chance
 from tests.simulation.object_store import NextRequest
+from tests.simulation.scheduler import Waiter
 
 T = TypeVar("T")
 LATE_S = (20.0, 200.0)
@@ -55,15 +56,18 @@ class Killed(BaseException):
     """A dead node tried to reach the store, its disk or a thread."""
 
 
-@dataclass(eq=False)
-class _Request:
-    """One attempt, from the node to the store and back."""
+class _Request(Waiter):
+    """One attempt, from the node to the store and back; its caller waits."""
 
-    call: Callable[[], object]
-    done: trio.Event = field(default_factory=trio.Event)
-    answer: object = None
-    error: BaseException | None = None
-    is_carried: bool = False
+    def __init__(self, kind: str, call: Callable[[], object], give_up_s: float) -> None:
+        super().__init__()
+        self.kind, self.call, self.give_up_s = kind, call, give_up_s
+        self.answer: object = None
+        self.error: BaseException | None = None
+        self.is_carried = self.is_done = False
+        self.is_lost = False
+        self.back_s = 0.0
+        """How long the answer takes."""
 
     def carry(self) -> None:
         """The store receives it."""
@@ -75,17 +79,16 @@ class _Request:
 
 
 class Link:
-    """A `Transport` between one incarnation of a node and the store."""
+    """A `Transport` between one incarnation of a node and the store. A request is a chain of timers: it outlives the
+    node."""
 
-    def __init__(
-        self, nursery: trio.Nursery, chance: Chance, fired: Counter[str], announce: Callable[[], None]
-    ) -> None:
-        """Requests live in ``nursery``, which outlives the node. ``fired`` counts faults; ``announce`` is called before
-        a request takes effect."""
+    def __init__(self, chance: Chance, fired: Counter[str], announce: Callable[[], None]) -> None:
+        """``fired`` counts faults; ``announce`` is called before a request takes effect."""
         self._announce = announce
         self.weather = CALM
         self.cut_until_s = 0.0
-        self._nursery, self._chance, self._fired = nursery, chance, fired
+        self._chance, self._fired = chance, fired
+        self._clock = scheduler.current_clock()
         self._under_way: list[_Request] = []
         self._is_dead = False
 
@@ -107,15 +110,12 @@ class Link:
         while True:
             if self._is_dead:
                 raise Killed
-            request = _Request(call)
-            self._under_way.append(request)
-            self._nursery.start_soon(self._carry, kind, request)
-            patience_s = math.inf if kind in SENDING else TIMEOUT_S
-            with trio.CancelScope(shield=not abandon, deadline=trio.current_time() + patience_s):
-                await request.done.wait()
+            request = _Request(kind, call, math.inf if kind in SENDING else self._clock.now_s + TIMEOUT_S)
+            self._send(request)
+            await request.wait(is_shielded=not abandon)
             if self._is_dead:
                 raise Killed
-            if not request.done.is_set():
+            if not request.is_done:
                 self._fired[f"no answer to {kind} in time"] += 1
                 raise Unavailable("no answer in time")
             if isinstance(request.error, NextRequest):
@@ -128,39 +128,54 @@ class Link:
                     request.error = None
             return cast("T", request.answer)
 
-    async def _carry(self, kind: str, request: _Request) -> None:
-        weather, chance = self.weather.of(kind), self._chance
+    def _after(self, seconds: float, request: _Request, step: Callable[[_Request], None]) -> None:
+        """Go on with a request later; its caller gives up first, perhaps."""
+        at_s = self._clock.now_s + seconds
+        if self._clock.now_s < request.give_up_s < at_s:
+            self._clock.call_at(request.give_up_s, request.wake)
+        self._clock.call_at(at_s, partial(step, request))
+
+    def _send(self, request: _Request) -> None:
+        kind, chance = request.kind, self._chance
+        weather = self.weather.of(kind)
         low, high = weather.latency_s
         there_s, back_s = (low + (high - low) * chance.number(f"{kind} {way}") ** 3 for way in ("there", "back"))
-        there_s, back_s = there_s + weather.slow_s, back_s + weather.slow_answer_s
-        is_lost = chance.happens(f"lost {kind}", weather.lost_request)
+        there_s, request.back_s = there_s + weather.slow_s, back_s + weather.slow_answer_s
+        request.is_lost = chance.happens(f"lost {kind}", weather.lost_request)
         if chance.happens(f"late {kind}", weather.late):
             self._fired["late request"] += 1
             there_s += LATE_S[0] + (LATE_S[1] - LATE_S[0]) * chance.number("late by")
-        try:
-            await trio.sleep(there_s)
-            if self._is_dead:
-                return
-            if is_lost or trio.current_time() < self.cut_until_s:
-                self._fired["lost request" if is_lost else "request over a cut link"] += 1
-                await trio.sleep(TIMEOUT_S * chance.number("timeout"))
-                request.error = Unavailable("no answer (the request was lost)")
-                return
-            if chance.happens(f"slow down {kind}", weather.slow_down):
-                self._fired["503"] += 1
-                request.error = NotCarriedOut("503 SlowDown", throttled=True)
-            elif not request.is_carried:
-                self._announce()
-                request.carry()
-            if chance.happens(f"lost answer of {kind}", weather.lost_answer) or self._is_cut_after(back_s):
-                self._fired[f"lost answer of {kind}"] += 1
-                await trio.sleep(TIMEOUT_S * chance.number("timeout"))
-                request.error = Unavailable("no answer (the answer was lost)")
-                return
-            await trio.sleep(back_s)
-        finally:
-            self._under_way.remove(request)
-            request.done.set()
+        self._under_way.append(request)
+        self._after(there_s, request, partial(self._arrive, weather))
 
-    def _is_cut_after(self, seconds: float) -> bool:
-        return trio.current_time() + seconds < self.cut_until_s
+    def _arrive(self, weather: Weather, request: _Request) -> None:
+        """A request is at the store, unless it is lost on the way."""
+        kind, chance = request.kind, self._chance
+        if self._is_dead:
+            self._end(request)
+            return
+        if request.is_lost or self._clock.now_s < self.cut_until_s:
+            self._fired["lost request" if request.is_lost else "request over a cut link"] += 1
+            self._after(TIMEOUT_S * chance.number("timeout"), request, partial(self._fail, "request"))
+            return
+        if chance.happens(f"slow down {kind}", weather.slow_down):
+            self._fired["503"] += 1
+            request.error = NotCarriedOut("503 SlowDown", throttled=True)
+        elif not request.is_carried:
+            self._announce()
+            request.carry()
+        is_cut = self._clock.now_s + request.back_s < self.cut_until_s
+        if chance.happens(f"lost answer of {kind}", weather.lost_answer) or is_cut:
+            self._fired[f"lost answer of {kind}"] += 1
+            self._after(TIMEOUT_S * chance.number("timeout"), request, partial(self._fail, "answer"))
+            return
+        self._after(request.back_s, request, self._end)
+
+    def _fail(self, lost: str, request: _Request) -> None:
+        request.error = Unavailable(f"no answer (the {lost} was lost)")
+        self._end(request)
+
+    def _end(self, request: _Request) -> None:
+        self._under_way.remove(request)
+        request.is_done = True
+        request.wake()

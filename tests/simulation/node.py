@@ -91,7 +91,7 @@ class World:
 
     store: SimulatedStore
     nursery: trio.Nursery
-    """Requests, and what is left of dead nodes, live here."""
+    """What is left of dead nodes lives here."""
     seed: str
     scratch: Path
     config: Mapping[str, object]
@@ -159,7 +159,7 @@ class SimulatedNode:
         self.lives += 1
         world, life = self.world, f"{self.name}#{self.lives}"
         threads = MachineThreads(Chance(f"{world.seed}/{life}/threads"))
-        link = Link(world.nursery, Chance(f"{world.seed}/{life}/network"), world.fired, world.announced(life))
+        link = Link(Chance(f"{world.seed}/{life}/network"), world.fired, world.announced(life))
         link.weather, link.cut_until_s = self.weather, self.cut_until_s
         streams = RandomStreams(world.seed, life)
         disk = self._forgetful_disk or SimulatedDisk(streams.stream("temporary-names"), threads)

@@ -798,7 +798,7 @@ class Simulation:
         name = f"{ADMIN}{call.number}"
         chance = Chance(f"{self.plan.seed}/{name}")
         streams, threads = RandomStreams(self.plan.seed, name), MachineThreads(chance)
-        link = Link(self.world.nursery, chance, self.outcome.fired, self.world.announced(name))
+        link = Link(chance, self.outcome.fired, self.world.announced(name))
         link.weather = self.calm
         client = StoreClient(
             self.store, self.store.capabilities, StoreMetrics(),
