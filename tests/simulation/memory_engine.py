@@ -1,4 +1,4 @@
-"""A storage engine in memory whose write-ahead log is modelled, for nodes whose power is cut.
+"""A storage engine in memory whose write-ahead log is modelled, so that power can be cut.
 
 What always holds (*log prefix*): after a power cut the rows are those after some number of writes, in their order, that
 is at least the number at the last sync. As in RocksDB an ingest is durable at once, also before unsynced writes of

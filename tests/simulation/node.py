@@ -98,7 +98,9 @@ class World:
     fired: Counter[str] = field(default_factory=Counter)
     """How often each fault happened."""
     engines: MemoryEngines | None = None
-    """Storage engines and disks of all nodes are models that know what was synced, so that power may be cut."""
+    """Of all nodes; RocksDB if there is none."""
+    forgets: bool = False
+    """Disks are models, too, that know what was synced, so that power may be cut."""
 
     def announced(self, who: str) -> Callable[[], None]:
         """What a link calls before a request of a node takes effect."""
@@ -141,9 +143,7 @@ class SimulatedNode:
         """The daemon dies when it comes to this fail point for the n-th time from now."""
         self.loses_power = False
         """The death at the fail point is a power cut."""
-        self._forgetful_disk = (
-            None if world.engines is None else ForgetfulDisk(random.Random(f"{world.seed}/{name}/disk"))
-        )
+        self._forgetful_disk = ForgetfulDisk(random.Random(f"{world.seed}/{name}/disk")) if world.forgets else None
         self._config = config
         self._directory = world.scratch / f"{name}-0"
 
@@ -224,15 +224,15 @@ class SimulatedNode:
     def _copy_cache(self, source: Path, target: Path, *, power: bool) -> None:
         """The cache directory as the next daemon finds it."""
         disk, engines = self._forgetful_disk, self.world.engines
-        if disk is None or engines is None:
+        rng = self.chance.generator("power cut") if power and disk is not None else None
+        if disk is None:
             copy_cache(source, target)
-        elif power:
-            rng = self.chance.generator("power cut")
+        elif rng is not None:
             disk.copy_after_power_cut(source, target, rng)
-            engines.copy(source, target, rng)
         else:
             disk.copy_after_kill(source, target)
-            engines.copy(source, target, None)
+        if engines is not None:
+            engines.copy(source, target, rng)
 
     def _flip_blocks(self) -> None:
         for path in sorted((self._directory / "blocks").rglob("*")):

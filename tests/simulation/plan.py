@@ -193,7 +193,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: dict[str, object] = {}
     latency_s: tuple[float, float] = (0.001, 0.03)
     forgets: bool = False
-    """Disks and storage engines are models that forget in a power cut what was not synced."""
+    """Power is cut: disks are models, as storage engines are, that forget what was not synced."""
     note: str = ""
     """Of a plan that is kept: what it found."""
     fails: str = ""
@@ -219,7 +219,10 @@ def dump(plan: Plan) -> bytes:
     return msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n"
 
 
+_PLACES = [b".%06d\n" % at for at in range(1 << 15)]
+
+
 def content_bytes(content: int, size: int) -> bytes:
     """Bytes of which each 16 say whose they are and where they belong."""
-    block = b"".join(b"%08d.%06d\n" % (content, at) for at in range(-(-size // 16)))
-    return block[:size]
+    owner = b"%08d" % content
+    return owner.join([b"", *_PLACES[: -(-size // 16)]])[:size]

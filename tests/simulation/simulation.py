@@ -122,8 +122,12 @@ class _Call:
 class Simulation:
     """One run of a plan, in a running loop of `scheduler.run`."""
 
-    def __init__(self, plan: Plan, scratch: Path, *, is_tracing: bool = False, is_strict: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, scratch: Path, *, is_tracing: bool = False, is_strict: bool = False,
+        is_on_rocksdb: bool = False,
+    ) -> None:  # fmt: skip
         self.plan, self._scratch = plan, scratch
+        self._engines = None if is_on_rocksdb and not plan.forgets else MemoryEngines()
         self.outcome = Outcome(plan)
         self._clock = MachineClock()
         self.store = SimulatedStore(_capabilities(plan), self._clock.wall_ns)
@@ -179,7 +183,7 @@ class Simulation:
     async def _run(self, nursery: trio.Nursery) -> None:
         plan = self.plan
         self.world = World(self.store, nursery, plan.seed, self._scratch, plan.config, self.outcome.fired)
-        self.world.engines = MemoryEngines() if plan.forgets else None
+        self.world.engines, self.world.forgets = self._engines, plan.forgets
         self.calm = Weather(latency_s=plan.latency_s)
         for number, node_plan in enumerate(plan.nodes):
             clock = MachineClock(node_plan.offset_s + number * CLOCKS_APART_S, node_plan.drift)
@@ -1142,6 +1146,8 @@ class Simulation:
         assert daemon is not None
         daemon.scope.cancel()
         await daemon.ended.wait()
+        if self._engines is not None:
+            self._engines.forget(daemon.directory)
         shutil.rmtree(daemon.directory, ignore_errors=True)
         return tree
 
@@ -1262,8 +1268,9 @@ def _first(group: BaseException) -> BaseException:
     return group
 
 
-def simulate(plan: Plan, *, is_tracing: bool = False, is_strict: bool = False) -> Outcome:
-    """Run a plan, in a memory filesystem. Known defects are failures where ``is_strict``."""
+def simulate(plan: Plan, *, is_tracing: bool = False, is_strict: bool = False, is_on_rocksdb: bool = False) -> Outcome:
+    """Run a plan, in a memory filesystem. Known defects are failures where ``is_strict``. ``is_on_rocksdb`` has no
+    effect where power is cut."""
     root = "/dev/shm" if os.path.isdir("/dev/shm") else None
     logger = logging.getLogger("lakefs_fuse")
     level = logger.level
@@ -1272,7 +1279,10 @@ def simulate(plan: Plan, *, is_tracing: bool = False, is_strict: bool = False) -
     try:
 
         async def main() -> Outcome:
-            return await Simulation(plan, scratch, is_tracing=is_tracing, is_strict=is_strict).run()
+            simulation = Simulation(
+                plan, scratch, is_tracing=is_tracing, is_strict=is_strict, is_on_rocksdb=is_on_rocksdb
+            )
+            return await simulation.run()
 
         return scheduler.run(main, plan.seed)
     finally:

@@ -36,6 +36,14 @@ def test_seed_loses_nothing(profile: str, seed: int) -> None:
     assert simulate(make_plan(profile, seed)).failure == ""
 
 
+@pytest.mark.parametrize(("profile", "seed"), [("packs", 1), ("crash", 3), ("directed", 1)])
+def test_seed_has_one_history_on_both_engines(profile: str, seed: int) -> None:
+    plan = make_plan(profile, seed, operations=100)
+    model, rocksdb = (simulate(plan, is_tracing=True, is_on_rocksdb=is_on_rocksdb) for is_on_rocksdb in (False, True))
+    assert len(model.history) > 500
+    assert model.history == rocksdb.history
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("profile", PROFILES)
 def test_fresh_seeds_lose_nothing(profile: str) -> None:
