@@ -7,7 +7,7 @@ the batches that were committed; what is only here and in no store is synced by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -148,6 +148,11 @@ class DeletionRows:
             if deletion is not None:
                 yield deletion
 
+    def first_due_ns(self) -> int | None:
+        """When the first is due; None where there is none."""
+        first = next(self._db.scan(schema.DELETION_DUE, schema.end_of(schema.DELETION_DUE)), None)
+        return None if first is None else int.from_bytes(first[0][1:9], "big")
+
     def keys(self) -> list[str]:
         return [key for key, _ in self._rows.items()]
 
@@ -164,6 +169,11 @@ class CommitRows:
 
     def is_applied(self, time: int, writer: str) -> bool:
         return self._db.get(_commit_key(schema.APPLIED, time, writer)) is not None
+
+    def are_applied(self, commits: Sequence[tuple[int, str, *tuple[object, ...]]]) -> list[bool]:
+        """As `is_applied`, of each time and writer; what follows them counts for nothing."""
+        keys = [_commit_key(schema.APPLIED, time, writer) for time, writer, *_ in commits]
+        return [row is not None for row in self._db.get_many(keys)]
 
     def newest(self) -> int:
         """Time of the newest commit applied; 0 where there is none."""

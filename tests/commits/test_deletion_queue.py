@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -259,4 +260,29 @@ async def test_the_task_gathers_and_goes_on_after_trouble(tmp_path: Path, monkey
             doom(a, *give(site, "z"))
             await until(lambda: not a.deletions.waiting)
             assert site.store.objects == {}
+            nursery.cancel_scope.cancel()
+
+
+async def test_task_rests_until_something_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deletions, "GATHER_S", 0.01)
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        (later,), (now,) = give(site, "later"), give(site, "now")
+        doom(a, msgspec.structs.replace(later, due_ns=1 << 62))
+        passes, delete_due = 0, a.deletions.delete_due
+
+        async def counted(heard: Callable[[float], Awaitable[object]]) -> int:
+            nonlocal passes
+            passes += 1
+            return await delete_due(heard)
+
+        monkeypatch.setattr(a.deletions, "delete_due", counted)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.deletions.run, heard)
+            await trio.sleep(0.3)
+            assert passes == 1
+            doom(a, now)
+            await until(lambda: a.deletions.waiting == 1)
+            assert list(site.store.objects) == ["later"]
+            await a.deletions.hasten(1.0)
             nursery.cancel_scope.cancel()

@@ -20,6 +20,7 @@ Trio thread only. After a crash the next mount goes on with the queue. Where the
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -42,6 +43,7 @@ from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.nursery import for_each
 
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 30.0
+"""After trouble, and where nothing is due: the time of day may be set."""
 GATHER_S = 1.0
 """Deletions wait so long to be made in one pass with others, unless it is full; their names are hidden meanwhile."""
 STORED_MAX = 1 << 16
@@ -177,10 +179,17 @@ class DeletionQueue:
                 log.exception("deleting objects whose names are gone")
                 await trio.sleep(PAUSE_S_MAX)
             self._end_pass()
-            if not self.waiting:
+            with trio.move_on_after(self._idle_s()):
                 await self._kick.wait()
             with trio.move_on_after(GATHER_S):
                 await self._full.wait()
+
+    def _idle_s(self) -> float:
+        """How long no pass is needed unless something is queued."""
+        due_ns = self._rows.first_due_ns() if self.waiting else None
+        if due_ns is None:
+            return math.inf
+        return min(max(0.0, (due_ns - self._clock_ns()) / NS - GATHER_S), PAUSE_S_MAX)
 
     def _end_pass(self) -> None:
         self._passed.set()
@@ -192,6 +201,7 @@ class DeletionQueue:
         fruitless = 0  # The attempt under way may have begun before something became due: one is not enough.
         while fruitless < 2 and next(self._rows.due(self._clock_ns()), None) is not None:
             waiting = self.waiting
+            self._kick.set()
             self._full.set()
             with trio.move_on_after(silence_s_max) as silence:
                 await self._passed.wait()
