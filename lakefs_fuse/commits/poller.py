@@ -35,7 +35,7 @@ from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import for_each
 
 NS = 1_000_000_000
 FETCHES_AT_ONCE = 16
@@ -142,15 +142,15 @@ class Poller:
         found: list[tuple[int, str, ObjectMeta]] = []
         async with contextlib.aclosing(self._log.list_since(since)) as pages:
             async for page in pages:
-                ahead: list[tuple[int, str, ObjectMeta]] = []
-                for meta in page.objects:
-                    named = parse_commit_key(meta.key)
-                    if (
-                        named is not None
-                        and meta.key not in self._refused
-                        and not self._applier.commits.is_applied(*named)
-                    ):
-                        (found if named[0] <= ahead_ns else ahead).append((*named, meta))
+                items = [(*named, meta) for meta in page.objects if (named := parse_commit_key(meta.key)) is not None]
+                applied = self._applier.commits.are_applied(items)
+                new = [
+                    item
+                    for item, is_applied in zip(items, applied, strict=True)
+                    if not is_applied and item[2].key not in self._refused
+                ]
+                found += (item for item in new if item[0] <= ahead_ns)
+                ahead = [item for item in new if item[0] > ahead_ns]
                 self._leave_out([item for item in ahead if item[2].key not in self._ahead])
                 if ahead:
                     break  # all that follow are later still
@@ -180,16 +180,12 @@ class Poller:
 
     async def _apply(self, metas: Sequence[ObjectMeta], wait: bool) -> int:
         records: dict[str, Record | None] = {}
-        few = trio.CapacityLimiter(FETCHES_AT_ONCE)
 
         async def fetch(meta: ObjectMeta) -> None:
-            async with few:
-                with contextlib.suppress(LargeRecord):
-                    records[meta.key] = await self._fetch(meta, FETCHED_BYTES_MAX)
+            with contextlib.suppress(LargeRecord):
+                records[meta.key] = await self._fetch(meta, FETCHED_BYTES_MAX)
 
-        async with collecting() as nursery:
-            for meta in metas:
-                nursery.start_soon(fetch, meta)
+        await for_each(metas, fetch, min(FETCHES_AT_ONCE, len(metas)))
         for number, meta in enumerate(metas):
             record = records.pop(meta.key) if meta.key in records else await self._fetch(meta, RECORD_BYTES_MAX)
             if record is None or self._applier.commits.is_applied(record.time, record.writer):
@@ -225,32 +221,32 @@ class Poller:
         paths and ETags of those that are gone, are what it knew of, or are older by the store's date. And whether that
         is all there is to know: no other is dated in the record's own second. Raises LakeError."""
         outdated: dict[str, str] = {}
-        few = trio.CapacityLimiter(FETCHES_AT_ONCE)
+        doubts: list[Doubt] = []
         is_sure = True
 
         async def ask(doubt: Doubt) -> None:
             nonlocal is_sure
-            async with few:
-                try:
-                    there = await self._log.head(doubt.path)
-                except NotFound:
+            try:
+                there = await self._log.head(doubt.path)
+            except NotFound:
+                outdated[doubt.path] = doubt.etag
+                return
+            if doubt.removed_ns:
+                if not doubt.is_there(there.etag, there.mtime_ns):
                     outdated[doubt.path] = doubt.etag
-                    return
-                if doubt.removed_ns:
-                    if not doubt.is_there(there.etag, there.mtime_ns):
-                        outdated[doubt.path] = doubt.etag
-                elif there.etag == doubt.hides or there.mtime_ns + NS <= record.time:
-                    outdated[doubt.path] = doubt.etag
-                elif there.mtime_ns <= record.time:
-                    is_sure = False
+            elif there.etag == doubt.hides or there.mtime_ns + NS <= record.time:
+                outdated[doubt.path] = doubt.etag
+            elif there.mtime_ns <= record.time:
+                is_sure = False
 
-        async with collecting() as nursery:
-            for number, doubt in enumerate(self._applier.doubts(record), 1):
-                if doubt is not None:
-                    nursery.start_soon(ask, doubt)
-                if not number % OPERATIONS_AT_ONCE:
-                    await trio.lowlevel.checkpoint()
-                    self._applier.paths.forget_paths()
+        for number, doubt in enumerate(self._applier.doubts(record), 1):
+            if doubt is not None:
+                doubts.append(doubt)
+            if not number % OPERATIONS_AT_ONCE:
+                await trio.lowlevel.checkpoint()
+                self._applier.paths.forget_paths()
+        if doubts:
+            await for_each(doubts, ask, min(FETCHES_AT_ONCE, len(doubts)))
         return outdated, is_sure
 
     def _refuse(self, key: str, why: str) -> None:

@@ -33,8 +33,12 @@ async def collecting() -> AsyncIterator[trio.Nursery]:
 
 
 async def for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], at_once: int) -> None:
-    """Call ``work`` with each item, in ``at_once`` tasks. Raises the first LakeError; the other tasks are cancelled
-    then."""
+    """Call ``work`` with each item, in ``at_once`` tasks, the caller's own where that is one. Raises the first
+    LakeError; the other tasks are cancelled then."""
+    if at_once == 1:
+        for item in items:
+            await work(item)
+        return
     left = iter(items)
 
     async def worker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -63,6 +64,31 @@ async def test_new_ones_are_applied_once_in_the_order_of_their_times(tmp_path: P
         assert await a.poller.poll() == 0
         assert (a.metrics.polls, a.metrics.applied) == (2, 3)
         assert site.store.count("get") == 3
+
+
+async def test_poll_reads_rows_once_for_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        reads = 0
+        database = a.database
+        for name in ("get", "get_many"):
+            read = getattr(database, name)
+
+            def counted(keys: object, read: Callable[[object], object] = read) -> object:
+                nonlocal reads
+                reads += 1
+                return read(keys)
+
+            monkeypatch.setattr(database, name, counted)
+        needed = []
+        for count in (1, 20):
+            for number in range(count):
+                commit(site, count + number, f"f{number}")
+            assert await a.poller.poll() == count
+            reads = 0
+            assert await a.poller.poll() == 0
+            needed.append(reads)
+        assert needed[0] == needed[1]
 
 
 async def test_many_are_fetched_in_pieces_and_listed_in_pages(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import trio
 
 from tests.simulation import scheduler
@@ -11,9 +13,13 @@ from tests.simulation.scheduler import Waiter, current_clock
 def test_timers_are_called_in_the_order_of_their_times() -> None:
     async def main() -> list[tuple[float, str]]:
         clock, called = current_clock(), list[tuple[float, str]]()
+
+        def note(name: str) -> None:
+            called.append((clock.now_s, name))
+
         for at_s, name in ((2.0, "c"), (1.0, "a"), (1.0, "b"), (0.0, "at once")):
-            clock.call_at(at_s, lambda name=name: called.append((clock.now_s, name)))
-        clock.call_at(1.0, lambda: clock.call_at(1.0, lambda: called.append((clock.now_s, "made by a timer"))))
+            clock.call_at(at_s, partial(note, name))
+        clock.call_at(1.0, partial(clock.call_at, 1.0, partial(note, "made by a timer")))
         await trio.sleep(3)
         return called
 

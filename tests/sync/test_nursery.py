@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from lakefs_fuse.errors import NotFound, Unavailable
-from lakefs_fuse.sync.nursery import collecting
+from lakefs_fuse.sync.nursery import collecting, for_each
 
 
 async def fail(error: Exception) -> None:
@@ -44,3 +44,16 @@ async def test_collecting_cancelled_with_an_error_is_only_cancelled() -> None:
             await trio.testing.wait_all_tasks_blocked()
             scope.cancel()
     assert scope.cancelled_caught
+
+
+async def test_for_each_of_one_task_works_in_the_callers() -> None:
+    tasks = []
+
+    async def work(_: int) -> None:
+        tasks.append(trio.lowlevel.current_task())
+        await trio.lowlevel.checkpoint()
+
+    await for_each(range(3), work, 1)
+    assert tasks == [trio.lowlevel.current_task()] * 3
+    with pytest.raises(NotFound):
+        await for_each([NotFound("gone")], fail, 1)
