@@ -49,7 +49,7 @@ TOUCH_S = 60.0
 SLACK_BYTES_MAX = 256 << 20
 """A write that finds no room makes so much more (or 1/64 of the cache), not to be back at once."""
 SCAN_DIRECTORIES = 16
-"""Counted at once, of `eviction.FAN_OUT`."""
+"""Counted under one hold of the locks; of those that exist."""
 _USAGE_NAME, _PRESENCE_NAME = "usage", "presence"
 
 
@@ -399,18 +399,19 @@ class CacheDirectory:
             if self.counted:
                 return
             self._counted_up_to = self._bytes_used = 0
-        for first in range(0, eviction.FAN_OUT, SCAN_DIRECTORIES):
+        while self._counted_up_to < eviction.FAN_OUT:
             with self._files_lock, self._lock:
                 if self.closed:
                     return
-                self._counted_up_to = first + SCAN_DIRECTORIES
-                for number, path in eviction.directories_between(self._root, first, self._counted_up_to):
+                some = eviction.directories_from(self._root, self._counted_up_to, SCAN_DIRECTORIES)
+                for number, path in some:
                     for found in eviction.files(path, number):
                         self._bytes_used += found.allocated_bytes
                         self._presence.add(found.digest)
                         file = self._open.get(found.digest)
                         if file is not None:
                             file.set_allocated(found.allocated_bytes)
+                self._counted_up_to = some[-1][0] + 1 if len(some) == SCAN_DIRECTORIES else eviction.FAN_OUT
         eviction.remove_earlier(self._root)
         self._presence_known = True
 

@@ -65,11 +65,11 @@ def directories(root: str, start: int = 0) -> Iterator[tuple[int, str]]:
         yield number, directory_path(root, number)
 
 
-def directories_between(root: str, first: int, stop: int) -> Iterator[tuple[int, str]]:
-    """Number and path of each existing directory in [first, stop). Lists the root once."""
+def directories_from(root: str, first: int, count: int) -> list[tuple[int, str]]:
+    """Number and path of the first ``count`` directories there are from number ``first`` on."""
     numbers = _numbers(root)
-    for number in numbers[bisect_left(numbers, first) : bisect_left(numbers, stop)]:
-        yield number, directory_path(root, number)
+    begin = bisect_left(numbers, first)
+    return [(number, directory_path(root, number)) for number in numbers[begin : begin + count]]
 
 
 def remove_earlier(root: str) -> None:

@@ -166,9 +166,9 @@ def test_directories_go_around_once_from_anywhere(tmp_path: Path) -> None:
     for start in (0, 1, 0x122, 0x123, 0x124, 0x12F, 0x130, 0xFFF):
         found = [number for number, _ in eviction.directories(str(tmp_path), start)]
         assert found == [*(n for n in numbers if n >= start), *(n for n in numbers if n < start)]
-        for stop in (start, start + 16, 0x1000):
-            between = list(eviction.directories_between(str(tmp_path), start, stop))
-            assert between == [(n, f"{tmp_path}/{n:03x}") for n in numbers if start <= n < stop]
+        for count in (0, 1, 3, 16):
+            some = eviction.directories_from(str(tmp_path), start, count)
+            assert some == [(n, f"{tmp_path}/{n:03x}") for n in numbers if n >= start][:count]
 
 
 def test_foreign_files_are_left_alone(tmp_path: Path) -> None:

@@ -170,9 +170,25 @@ def test_a_scan_that_failed_is_not_believed_at_the_next_start(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", fail)
         again.scan()
-    assert again.counted
+    assert not again.counted
     again.close()
     assert not make_cache(tmp_path, scanned=False).counted
+
+
+def test_scan_lists_the_root_once_for_some_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(SCAN_DIRECTORIES + 1):
+        (tmp_path / f"{number * 200:03x}").mkdir()
+    cache, listed = make_cache(tmp_path, scanned=False), list[str]()
+    listdir = os.listdir
+
+    def counted(path: str) -> list[str]:
+        listed.append(path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", counted)
+    cache.scan()
+    assert cache.counted
+    assert len(listed) == 3  # and once for an earlier layout
 
 
 def test_a_count_of_an_earlier_layout_is_not_believed(tmp_path: Path) -> None:
