@@ -65,6 +65,8 @@ class SimulatedStore:
         """Of the request that is being carried out."""
         self.senders: dict[str, str] = {}
         """Of the last version of each key."""
+        self._listed: dict[str, ObjectMeta] = {}
+        """Each object as LIST shows it."""
         self.copies: set[str] = set()
         """Keys whose object was made by a copy inside the store."""
         self._keys: list[str] = []
@@ -86,6 +88,7 @@ class SimulatedStore:
         if key not in self.objects:
             bisect.insort(self._keys, key)
         self.objects[key] = (data, meta)
+        self._listed[key] = ObjectMeta(key, len(data), etag, now_ns)
         self.versions[key, etag] = data
         self.senders[key] = self.sender
         return meta
@@ -93,7 +96,7 @@ class SimulatedStore:
     def remove(self, key: str) -> None:
         """Delete an object, whoever asks for it."""
         if self.objects.pop(key, None) is not None:
-            del self._keys[bisect.bisect_left(self._keys, key)]
+            del self._listed[key], self._keys[bisect.bisect_left(self._keys, key)]
 
     def _found(self, key: str, etag: str | None = None) -> tuple[bytes, ObjectMeta]:
         if key not in self.objects:
@@ -179,8 +182,7 @@ class SimulatedStore:
                     prefixes.append(last)
                 at = bisect.bisect_left(self._keys, last + "\U0010ffff", at)
             else:
-                meta = self.objects[key][1]
-                objects.append(ObjectMeta(meta.key, meta.size, meta.etag, meta.mtime_ns))
+                objects.append(self._listed[key])
                 last, at = key, at + 1
         return ListPage(objects, prefixes, None)
 

@@ -150,11 +150,13 @@ def run(main: Callable[[], Awaitable[T]], seed: str) -> T:
         names[name] = value
     was_enabled = gc.isenabled()
     gc.disable()
+    gc.freeze()  # what is there before the run is not looked through after it
     try:
         return trio.run(main, clock=VirtualClock())
     finally:
         for names, name, value in before:
             names[name] = value
         gc.collect()
+        gc.unfreeze()
         if was_enabled:
             gc.enable()

@@ -58,6 +58,8 @@ FLUSHES_MAX = 8
 USERS_S_MAX = 3600.0
 SETTLED_S_MAX = 600.0
 CLEAN_S_MAX = 600.0
+CLEAN_REFRESH_S = 30.0
+"""How often nodes poll while they only wait for what is to be deleted."""
 CLOCKS_APART_S = 1.37e-7
 """No two machines' clocks agree to the nanosecond, as those of two nodes without an offset would in virtual time."""
 WATCH_PAUSE_S = 0.05
@@ -1189,6 +1191,8 @@ class Simulation:
         """Nothing is left over, on the nodes or in the store."""
         jumps = (step.op for part in self.plan.rounds for step in part.steps if isinstance(step.op, plans.ClockJump))
         late_s = sum(abs(jump.seconds) for jump in jumps)  # what is due by a clock that was set
+        for node in self._nodes:
+            node.lake.parts.poller._refresh_s = CLEAN_REFRESH_S  # noqa: SLF001
         with trio.move_on_after(CLEAN_S_MAX + late_s):
             while any(self._left_on(node) for node in self._nodes):
                 await trio.sleep(5.0)
@@ -1197,9 +1201,9 @@ class Simulation:
                 raise Failed(f"{node.name} has not ended after {CLEAN_S_MAX:g} s: {left}")
 
     def _left_on(self, node: SimulatedNode) -> dict[str, int]:
-        commits = node.lake.commits()
-        names = ("deletions_waiting", "journaled")
-        return {name: commits[name] for name in names if commits.get(name)}
+        parts = node.lake.parts
+        left = {"deletions": parts.deletions.waiting, "operations": parts.committer.journal.operations}
+        return {name: count for name, count in left.items() if count}
 
 
 def _capabilities(plan: Plan) -> Capabilities:
