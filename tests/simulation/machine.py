@@ -26,21 +26,14 @@ class MachineClock:
     """The clocks of one machine: wall time may be set, and runs apart from true time."""
 
     def __init__(self, offset_s: float = 0.0, drift: float = 0.0) -> None:
-        self.offset_s, self._drift = offset_s, drift
-        self._frozen_s = 0.0
-
-    def _true_s(self) -> float:
-        try:
-            self._frozen_s = scheduler.current_clock().now_s
-        except AttributeError:
-            pass  # outside the loop time stands still
-        return self._frozen_s
+        self.offset_s, self._rate = offset_s, 1 + drift
+        self._true = scheduler.current_clock()
 
     def wall_ns(self) -> int:
-        return START_NS + int((self._true_s() * (1 + self._drift) + self.offset_s) * NS)
+        return START_NS + int((self._true.now_s * self._rate + self.offset_s) * NS)
 
     def mono_s(self) -> float:
-        return self._true_s() * (1 + self._drift)
+        return self._true.now_s * self._rate
 
     def boot_ns(self) -> int:
         return int(self.mono_s() * NS)
@@ -66,7 +59,10 @@ class MachineThreads:
     ) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
         limiter, token = limiter or self._limiter, object()
-        await limiter.acquire_on_behalf_of(token)
+        try:
+            limiter.acquire_on_behalf_of_nowait(token)
+        except trio.WouldBlock:
+            await limiter.acquire_on_behalf_of(token)
         try:
             await scheduler.sleep(self._cost_s(), is_shielded=not abandon_on_cancel)
             if self.is_dead:

@@ -813,7 +813,7 @@ class Simulation:
         disk = SimulatedDisk(streams.stream("temporary-names"), threads)
         work = Work(
             client=client, store=STORE, path="", progress=lambda _: None, note=lambda _: None,
-            node=Node(self._clock, streams, threads, disk), scratch=str(self._scratch),
+            node=Node(self._clock, streams, threads, disk, self._engines), scratch=str(self._scratch),
             change_record=_no_record,
         )  # fmt: skip
         match op.what:
