@@ -43,6 +43,8 @@ FETCHED_MAX = 16
 """Records in memory at a time."""
 FETCHED_BYTES_MAX = 4 << 20
 """Of each of them; a larger one is fetched when its turn has come, and is the only one."""
+KNOWN_MAX = 1 << 14
+"""Keys of commits in memory, some 2 MB, and a page more. The window has more where 100 a second are made."""
 CLOCK_CHECK_S = 600.0
 LISTING_S_MAX = 30.0
 """A listing that takes longer may have passed the place of a commit before the next one found was made."""
@@ -75,6 +77,9 @@ class Poller:
         self._refused: set[str] = set()
         self._ahead: set[str] = set()
         """Commits that were left out because of their time, on the first page of them."""
+        self._known: set[str] = set()
+        """What the last poll listed, and need not be looked at again as long as no row of a commit is forgotten."""
+        self._forgotten = 0
         self._lock = trio.Lock()
 
     async def run(self) -> None:
@@ -139,21 +144,33 @@ class Poller:
         """Commits that are not applied, the oldest first."""
         ahead_ns = self._clock.ahead_ns()
         since = max(0, min(self._applier.commits.polled(), ahead_ns) - WINDOW_NS)
+        commits = self._applier.commits
+        known = self._known if self._forgotten == commits.forgotten else set[str]()
+        self._forgotten = commits.forgotten
+        still_known = set[str]()
         found: list[tuple[int, str, ObjectMeta]] = []
         async with contextlib.aclosing(self._log.list_since(since)) as pages:
             async for page in pages:
-                items = [(*named, meta) for meta in page.objects if (named := parse_commit_key(meta.key)) is not None]
-                applied = self._applier.commits.are_applied(items)
+                named = [
+                    (*name, meta)
+                    for meta in page.objects
+                    if meta.key not in known and (name := parse_commit_key(meta.key)) is not None
+                ]
+                applied = commits.are_applied(named)
                 new = [
                     item
-                    for item, is_applied in zip(items, applied, strict=True)
+                    for item, is_applied in zip(named, applied, strict=True)
                     if not is_applied and item[2].key not in self._refused
                 ]
+                if len(still_known) < KNOWN_MAX:
+                    still_known.update(meta.key for meta in page.objects)
+                    still_known.difference_update(item[2].key for item in new)
                 found += (item for item in new if item[0] <= ahead_ns)
                 ahead = [item for item in new if item[0] > ahead_ns]
                 self._leave_out([item for item in ahead if item[2].key not in self._ahead])
                 if ahead:
                     break  # all that follow are later still
+        self._known = still_known
         return sorted(found, key=lambda item: item[:2])
 
     def _leave_out(self, ahead: Sequence[tuple[int, str, ObjectMeta]]) -> None:

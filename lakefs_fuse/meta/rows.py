@@ -166,6 +166,8 @@ class CommitRows:
 
     def __init__(self, database: Database) -> None:
         self._db = database
+        self.forgotten = 0
+        """How often commits that polls ask for may have become unknown here."""
 
     def is_applied(self, time: int, writer: str) -> bool:
         return self._db.get(_commit_key(schema.APPLIED, time, writer)) is not None
@@ -208,6 +210,7 @@ class CommitRows:
 
     def forget_after(self, time: int) -> None:
         """The next poll applies commits again that are newer than this."""
+        self.forgotten += 1
         newer = _commit_key(schema.APPLIED, time + 1, "")
         if next(self._db.scan(newer, schema.end_of(schema.APPLIED)), None) is not None:
             batch = Batch()
@@ -216,6 +219,7 @@ class CommitRows:
 
     def forget_all(self) -> None:
         """The next poll applies every commit again, which changes nothing that is newer."""
+        self.forgotten += 1
         batch = Batch()
         batch.delete_range(schema.APPLIED, schema.end_of(schema.APPLIED))
         batch.rows[schema.SINGLE_NEWEST] = None
@@ -225,6 +229,7 @@ class CommitRows:
     def forget_since(self, time: int) -> None:
         """The next poll asks for commits from this time on, and the next mount reads all names again: those that others
         set later than the store's clock may be among those here."""
+        self.forgotten += 1
         batch = Batch()
         batch.delete_range(_commit_key(schema.APPLIED, time, ""), schema.end_of(schema.APPLIED))
         batch.rows[schema.SINGLE_NEWEST] = batch.rows[schema.SINGLE_POLLED] = schema.NUMBER.pack(time)

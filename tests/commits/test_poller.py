@@ -91,6 +91,20 @@ async def test_poll_reads_rows_once_for_a_page(tmp_path: Path, monkeypatch: pyte
         assert needed[0] == needed[1]
 
 
+@pytest.mark.parametrize("forget", ["forget_all", "forget_since", "forget_after"])
+async def test_poll_after_rows_were_forgotten_applies_again(tmp_path: Path, forget: str) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        commit(site, 1, "f")
+        assert [await a.poller.poll() for _ in range(3)] == [1, 0, 0]
+        commits = a.applier.commits
+        if forget == "forget_all":
+            commits.forget_all()
+        else:
+            getattr(commits, forget)(at(0))
+        assert [await a.poller.poll() for _ in range(3)] == [1, 0, 0]
+
+
 async def test_many_are_fetched_in_pieces_and_listed_in_pages(tmp_path: Path) -> None:
     site = Site(tmp_path)
     site.store.page_keys_max = 7
