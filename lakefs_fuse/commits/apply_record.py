@@ -394,9 +394,13 @@ class Application:
     def _remove_replaced(self, step: _Step, hides: str) -> None:
         """A file elsewhere has replaced the plain object that is known, and was removed itself since."""
         current = step.current
-        if current is None or not current.is_plain or not 0 < current.stamp < PENDING:
+        if current is None or not current.is_plain or current.stamp >= PENDING:
             return
-        if current.stamp < self._stamp or self._is_named(step, current, hides):
+        if current.stamp == 0:  # listed before this was heard of
+            assert step.tombstone is not None, "it has just been told"
+            if current.etag == hides and step.tombstone.hides(hides, current.ctime_ns):
+                self._drop(current)
+        elif current.stamp < self._stamp or self._is_named(step, current, hides):
             self._bury(step, etag=current.etag, at=self._stamp)
             self._drop(current)
 
@@ -732,6 +736,9 @@ class Application:
         current = step.current
         is_replaced = current is not None and self._is_replaced(current, before)
         if not is_replaced and not self._applies(step, before):
+            tombstone = step.tombstone
+            if operation.object == OWN and tombstone is not None and tombstone.floor > self._stamp:
+                self._bury(step, etag=operation.hides, at=self._when_ended(tombstone.floor))
             return
         if current is None or not self._is_at(current, before, operation.path):
             self._set_file(

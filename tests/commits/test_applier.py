@@ -830,3 +830,33 @@ def test_removal_leaves_a_version_that_it_does_not_name(tmp_path: Path, is_there
             n.applier.apply(record, archive(record.time, record.writer), outdated=outdated)
         found = n.find("f")
         assert (found.etag if found is not None else "") == ("e2" if is_there else "")
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(20, None), (28, "e1")])
+def test_listed_object_goes_where_a_commit_that_comes_late_has_replaced_it(
+    tmp_path: Path, seconds: float, expected: str | None
+) -> None:
+    """A later removal took the file that replaced it. What was put there since stays."""
+    with node(tmp_path) as n:
+        n.commit(30, Remove("f", hides="e0"))
+        n.list(plain("f", "e1", seconds))
+        n.commit(25, put("f", 7, hides="e1"), writer="0000000b")
+        found = n.find("f")
+        assert (None if found is None else found.etag) == expected
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_object_of_an_unpacked_file_goes_with_a_removal_in_the_same_second(tmp_path: Path, is_late: bool) -> None:
+    unpacked = Change(
+        operations=[Relocate("f", 1, 100, "", OWN, 0, 7, 0o644, 0, 0, 0, hides="e1")],
+        objects=[ObjectRef(), archive(at(10), "00000001")],
+    )
+    with node(tmp_path) as n:
+        n.commit(10, put("f", 7))
+        if not is_late:
+            n.commit(29.2, change=unpacked, writer="0000000b")
+        n.commit(29.5, Remove("f", by_date=True))
+        if is_late:
+            n.commit(29.2, change=unpacked, writer="0000000b")
+        n.list(plain("f", "e1", 29))
+        assert n.find("f") is None

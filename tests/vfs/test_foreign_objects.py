@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import trio
+import trio.testing
 
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError
-from tests.memory_store import MemoryStore, Request, When
+from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.vfs.lakes import TTL_S, Clock, lake
 from tests.vfs.writing_back import rewrite, until
 
@@ -155,3 +157,23 @@ async def test_object_that_wins_over_a_commit_unannounced_is_announced_by_its_wr
             assert await m.names() == []
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.names() == []
+
+
+async def test_directory_that_goes_while_the_store_is_asked_about_an_object_in_it(tmp_path: Path) -> None:
+    """The daemon goes on."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        await m.mkdir("d")
+        await m.write("d/f", b"packed")
+        await m.sync()
+        clock.advance(5)
+        store.give("d/f", b"foreign")
+        clock.advance(TTL_S + 1)
+        store.hook = pause = Pause(lambda request: (request.what, request.key) == ("head", "d/f"))
+        assert await m.names("d") == ["f"]
+        await trio.to_thread.run_sync(pause.reached.wait)
+        await m.unlink("d/f")
+        await m.rmdir("d")
+        pause.resume()
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert await m.names() == []

@@ -99,11 +99,12 @@ class ForeignObjects:
             if entry is None:
                 return
             try:
-                meta = await self._client.find(self._ns.key(entry))
+                key = self._ns.key(entry)
+                meta = await self._client.find(key)
             except LakeError as error:
                 failed.append(error)
                 return
-            is_own = self._deletions.stored_etag(self._ns.key(entry)) == etag
+            is_own = self._deletions.stored_etag(key) == etag
             if meta is None or (meta.etag == etag and (is_own or not token_of(meta))):
                 found[inode] = meta
 
