@@ -4,8 +4,7 @@ What always holds:
 
 * *journal first*: a change is in the database before anything shows it, and leaves it once its commit is in the store;
 * *reserved keys*: from the moment a change is journaled that dooms an object at another path than its own, until that
-  change is in the store, nobody writes to the object's key: other nodes still find the bytes of a name there. From then
-  on `DeletionQueue` reserves it.
+  change is in the store, nobody writes to the object's key: other nodes still find the bytes of a name there.
 
 Trio thread only. After a crash `load` has every change that was journaled.
 """

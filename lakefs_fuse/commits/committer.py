@@ -222,10 +222,6 @@ class Committer:
         self._applier.apply_pending(merged([change], self.writer, 0), PENDING | sequence)
         self._acknowledged.progressed.wake_all()
 
-    def reserves(self, key: str) -> bool:
-        """Another name means what lies there for nodes that have not heard of the change which ended that."""
-        return self.journal.reserves(key) or self._deletions.reserves(key)
-
     def retire(self, doomed: Deletion) -> None:
         """An object goes when what is journaled now is in the store: others need it until then. Raises CacheError."""
         if self.journal.changes:

@@ -2,7 +2,7 @@
 
 Entries name an object by number, so that a row stays small. What always holds (*counted shares*): a row counts the
 entries that have bytes in its object, and those bytes; `Batch.shares` changes both in the batch that writes the entry.
-The row of a plain object goes with its last entry; its key is remembered in memory (`was_named`). The row of a pack
+The row of a plain object goes with its last entry; its key is remembered in memory (`is_reserved`). The row of a pack
 stays, as its dead bytes decide on its repacking. Trio thread only; a crash leaves rows and counts of whole batches.
 """
 
@@ -20,8 +20,11 @@ from lakefs_fuse.product import RESERVED_PREFIX
 _ROW = struct.Struct("<QqqB")
 NUMBER_BYTES = 8
 PACKS = f"{RESERVED_PREFIX}commits/"
-NAMED_MAX = 1 << 16
-"""About 10 MB. Only keys of the last minutes are asked for."""
+RESERVED_NS = 300 * 1_000_000_000
+"""As long as superseded objects stay by default: each node has heard of the end of a name by then, and others of what
+it did before that."""
+RESERVED_MAX = 1 << 16
+"""About 10 MB."""
 
 
 class ObjectRow(msgspec.Struct, frozen=True, gc=False):
@@ -55,9 +58,8 @@ def _name_key(key: str, etag: str) -> bytes:
 class Objects:
     """See the module's head. Trio thread only."""
 
-    def __init__(self, database: Database, named_ns: int = 0) -> None:
-        """Keys are remembered for ``named_ns``."""
-        self._db, self._named_ns = database, named_ns
+    def __init__(self, database: Database) -> None:
+        self._db = database
         database.write_shares_by(self._write_shares)
         self._named: dict[str, int] = {}
         """When a name last began or ceased to mean what lies at a key (time since boot, ns): the latest last."""
@@ -108,20 +110,16 @@ class Objects:
             return None
         return next((row for row in self.versions(key) if row.entries > 0), None)
 
-    def was_named(self, key: str) -> bool:
-        """A name at another path meant the plain object with this key lately, in commits that this daemon has heard of:
-        also where another commit was newer."""
+    def is_reserved(self, key: str) -> bool:
+        """A name at another path means the plain object with this key, or did lately, for nodes that may give it to a
+        third: in commits that this daemon has heard of, also where another was newer."""
         at = self._named.get(key)
-        return at is not None and self._db.clock.boot_ns() < at + self._named_ns
-
-    def is_named(self, key: str) -> bool:
-        """A name at another path means the plain object with this key, or did lately."""
-        return self.was_named(key) or self.used(key) is not None
+        return self.used(key) is not None or (at is not None and self._db.clock.boot_ns() < at + RESERVED_NS)
 
     def _note_named(self, key: str) -> None:
         self._named.pop(key, None)
         self._named[key] = self._db.clock.boot_ns()
-        if len(self._named) > NAMED_MAX:
+        if len(self._named) > RESERVED_MAX:
             del self._named[next(iter(self._named))]
 
     def versions(self, key: str) -> Iterator[ObjectRow]:

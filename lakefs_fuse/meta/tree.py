@@ -105,10 +105,9 @@ def unpack_entry(parent: int, cookie: int, row: bytes) -> Entry:
 class Tree:
     """See the module's head."""
 
-    def __init__(self, database: Database, events: TreeEvents | None = None, *, named_ns: int = 0) -> None:
-        """``named_ns`` is for how long `Objects.was_named` remembers."""
+    def __init__(self, database: Database, events: TreeEvents | None = None) -> None:
         self.database, self._events = database, events or TreeEvents()
-        self.objects = Objects(database, named_ns)
+        self.objects = Objects(database)
         self.tombstones = Tombstones(database)
         self.hidden = [0, 0, 0, 0]
         """Sums of all listings' ``hidden_*``, in their order."""

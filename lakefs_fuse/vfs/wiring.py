@@ -25,7 +25,6 @@ from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.node import Node
 from lakefs_fuse.meta.database import Database
 from lakefs_fuse.meta.entry import Entry
-from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.path_rules import Rules
@@ -216,7 +215,7 @@ class Assembly:
     def __init__(self, ground: Ground) -> None:
         self._ground, config, metrics, database = ground, ground.config, ground.metrics, ground.database
         events, threads = ChangeEvents(), ground.node.threads
-        tree = Tree(database, events, named_ns=int(config.delete_after_s * NS))
+        tree = Tree(database, events)
         self.files = files = FileTable(database, tree, ground.cache, events)
         self.namespace = namespace = Namespace(
             config, database, tree, ground.client, metrics.namespace, ground.nursery, ground.node.clock, files

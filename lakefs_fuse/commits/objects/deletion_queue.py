@@ -5,8 +5,6 @@ one of whatever a node did before that: another may have renamed the file withou
 
 What always holds:
 
-* *reserved keys*: what a name at another path meant is not replaced at its key before it may go (`reserves`): who has
-  not heard that this name is gone may give the object to a third;
 * *queued with the commit*: a key is queued in the batch that records the commit, and no object is deleted without one;
 * *versions only*: an object goes when its time has come and no name means it, as far as commits were heard of just
   before, and while the store still shows that version with a date before its removal: one that was put there since
@@ -120,10 +118,6 @@ class DeletionQueue:
     def stored_etag(self, key: str) -> str:
         """ETag of the object that this node has stored there last, lately; empty for none."""
         return self._stored.get(key, "")
-
-    def reserves(self, key: str) -> bool:
-        """A name at another path meant the object that lies there, a short time ago."""
-        return self._tree.objects.was_named(key)
 
     async def wait_deleted(self, key: str) -> None:
         """Until no deletion of the key is under way."""

@@ -228,7 +228,7 @@ class FileTable:
     def is_key_taken(self, key: str) -> bool:
         """Bytes that belong to another name are, or will be, at the key, or other nodes still look for them there."""
         return (
-            self._tree.objects.is_named(key)
+            self._tree.objects.is_reserved(key)
             or any(is_reserved(key) for is_reserved in self.events.key_reservations)
             or key in self.strays()
         )

@@ -264,7 +264,7 @@ class Packer:
                     hides=hides, xattrs=xattrs,
                 )
             )  # fmt: skip
-            doomed += superseded_at(file.key, hides, is_reserved=self._committer.reserves(file.key))
+            doomed += superseded_at(file.key, hides, is_reserved=self._committer.journal.reserves(file.key))
         return Change(operations=operations, doomed=doomed)
 
     def _move_along(self, batch: list[Waiting]) -> None:

@@ -318,7 +318,7 @@ class ObjectWriter:
             hide_object(builder, self._ns.tree, key, entry.etag)
         doomed: list[Deletion] = []
         if key != path:
-            doomed = superseded_at(path, hides, is_reserved=self._committer.reserves(path))
+            doomed = superseded_at(path, hides, is_reserved=self._committer.journal.reserves(path))
         self._committer.enqueue(msgspec.structs.replace(builder.change(), doomed=doomed, ahead=True))
 
     async def finish(self, draft: Draft, path: str) -> None:
