@@ -20,6 +20,7 @@ import trio
 
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.commits import committer
+from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.environment.failpoints import NAMES
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.meta.database import Batch, Database
@@ -623,6 +624,35 @@ async def test_replay_of_stored_bytes_that_another_node_saw_and_replaced_leaves_
         assert await m.tree() == expected
         assert ("file" in store.objects) == (pack == "never")
     assert await others_see(store, tmp_path) == expected
+
+
+async def test_replay_of_an_object_that_a_commit_told_of_and_another_node_removed_leaves_the_name_away(
+    tmp_path: Path,
+) -> None:
+    """It is below `.lakefs/`, because the bytes of a renamed file are at the name's own key."""
+    store, dead = MemoryStore(), tmp_path / "dead"
+
+    def die_when_told(request: Request, when: When) -> None:
+        if when == "after" and request.what == "put" and request.key.startswith(COMMITS) and not dead.exists():
+            die(tmp_path / "cache", dead)
+
+    async with writing_back(store, tmp_path / "cache", pack="never") as m:
+        await m.write("file", b"first")
+        await stored(m)
+        await m.rename("file", "other")
+        await m.fs.make_durable()
+        store.hook = die_when_told
+        await m.write("file", noise(1, 100))
+        await stored(m)
+    async with lake(store, tmp_path / "theirs", delete_after_s=3600.0) as theirs:
+        assert await theirs.names() == ["file", "other"]
+        await theirs.unlink("file")
+        await theirs.fs.sync_names()
+    async with writing_back(store, dead, pack="never") as m:
+        await stored(m)
+        await m.fs.make_durable()
+        assert await m.tree() == {"other": b"first"}
+    assert await others_see(store, tmp_path) == {"other": b"first"}
 
 
 async def test_a_question_that_fails_is_asked_again_before_anything_is_replaced(tmp_path: Path) -> None:

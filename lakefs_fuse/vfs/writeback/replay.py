@@ -137,6 +137,7 @@ class Replay:
             is_newest = there.etag == meta.etag or (
                 there.etag == record.replaces and (bool(there.etag) or path_of(record) != record.key)
             )
+            is_newest = is_newest and not self._is_told_and_removed(item.file, meta)
             tell = partial(self._tell_object, item, meta, is_newest)
             return await self._end(item, meta.etag, tell, lambda now: now.etag == meta.etag)
         if self._is_gone(item):
@@ -146,6 +147,13 @@ class Replay:
             await self.rename_conflict(item)
         item.is_unreconciled, item.file.late_xattrs = False, None  # stored again, it is told with all of them
         return False
+
+    def _is_told_and_removed(self, file: OpenFile, meta: ObjectMeta) -> bool:
+        """A commit told that the file is this object elsewhere, and another node has removed the name since."""
+        row = self._ns.tree.entry(file.entry.inode)
+        extent = None if row is None or not row.place else self._ns.extent(row)
+        is_told = extent is not None and (extent.version.key, extent.version.etag) == (meta.key, meta.etag)
+        return is_told and row is not None and self._ns.is_removed(row)
 
     @staticmethod
     def _is_gone(item: AcknowledgedVersion) -> bool:
@@ -185,7 +193,7 @@ class Replay:
         """The row names the plain object that the draft became, unless a commit says that the name is something else or
         gone."""
         row = self._ns.tree.entry(file.entry.inode)
-        if row is None or draft.target.key != file.key:
+        if row is None or (draft.target.key != file.key and not self._ns.is_removed(row)):
             return
         batch = Batch()
         if is_newest:
