@@ -337,20 +337,27 @@ class Application:
         """The operation names the plain object that is known, but is older: who told of that one later had not seen
         this commit, or would have put another."""
         is_own = isinstance(step.operation, Put) and step.operation.object == OWN
-        is_told = current.is_plain and current.stamp > self._stamp and not current.flags & Flag.PUT_AGAIN
+        is_it = not current.flags & Flag.PUT_AGAIN or self._is_version_put_again(step, hides)
+        is_told = current.is_plain and current.stamp > self._stamp and is_it
         is_made_since = self._own and current.stamp >= PENDING
         return is_told and not is_own and not is_made_since and bool(hides) and current.etag == hides
 
-    def _is_gone(self, step: _Step, etag: str) -> bool:
+    def _is_version_put_again(self, step: _Step, etag: str) -> bool:
+        """The removal is of a version with this ETag that the store dates as the one which was put there again, or
+        later: its writer had seen that, before a commit told of it."""
+        dated_s = step.operation.dated_s if isinstance(step.operation, Remove) else 0
+        return step.tombstone is not None and 0 < step.tombstone.when_dated(etag) <= dated_s
+
+    def _is_gone(self, step: _Step, etag: str, dated_s: int) -> bool:
         """What is known of the name hides, or removed, this very plain object, whenever that was: but for an earlier
         one, where the record put it there again."""
         current, tombstone = step.current, step.tombstone
         if current is not None and _is_elsewhere(current) and current.stamp > 0 and current.etag == etag:
             return True
         gone = 0 if tombstone is None else tombstone.when_gone(etag)
-        if self._is_just_removed(step):
-            return gone > self._stamp
-        return gone not in (0, self._stamp)  # `_when_ended`
+        if tombstone is None or not self._is_just_removed(step):
+            return gone not in (0, self._stamp)  # `_when_ended`
+        return gone > self._stamp or (gone > 0 and 0 < dated_s <= tombstone.when_dated(etag))
 
     def _is_just_removed(self, step: _Step) -> bool:
         """The record itself removed the name before."""
@@ -358,11 +365,13 @@ class Application:
 
     # -- what is gone
 
-    def _bury(self, step: _Step, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0) -> None:
+    def _bury(
+        self, step: _Step, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0, dated_s: int = 0
+    ) -> None:
         current = step.current
         if current is not None and current.is_plain and current.stamp > floor:  # what lies there is the file
             stamp, floor = max(stamp, floor), 0
-        step.tombstone = bury(step.tombstone, stamp, floor=floor, etag=etag, at=at)
+        step.tombstone = bury(step.tombstone, stamp, floor=floor, etag=etag, at=at, dated_s=dated_s)
         self._changes.tombstones[step.raw] = step.tombstone
 
     def _when_ended(self, stamp: int) -> int:
@@ -420,7 +429,7 @@ class Application:
             if current is not None and current.stamp > 0 and current.etag not in ("", hides):
                 self._bury(step, etag=current.etag, at=self._stamp)
             rest = without(step.tombstone, hides) if step.tombstone is not None else None
-            step.tombstone = rest if rest is not None and rest.gone else None
+            step.tombstone = rest if rest is not None and (rest.gone or rest.dated) else None
         else:
             if current is not None and _is_elsewhere(current) and current.stamp > 0:
                 self._bury_replaced(step, current, place.etag)
@@ -428,7 +437,8 @@ class Application:
                 again = self._stamp if self._is_just_removed(step) else 0  # which ends no version but its own
                 is_lost = step.tombstone.when_gone(place.etag) == self._stamp  # beside what was pending here
                 rest = without(step.tombstone, place.etag, again) if is_again or is_lost else step.tombstone
-                step.tombstone = msgspec.structs.replace(rest, floor=0)
+                dated_s = step.operation.dated_s if isinstance(step.operation, Put) else 0
+                step.tombstone = bury(msgspec.structs.replace(rest, floor=0), etag=place.etag, dated_s=dated_s)
         if step.tombstone != before:
             self._changes.tombstones[step.raw] = step.tombstone
 
@@ -480,9 +490,11 @@ class Application:
         if operation.replaces != ANY:
             self._replace_version(step, operation)
             return
-        if operation.object == OWN and not self._own and self._is_gone(step, operation.hides):
+        if operation.object == OWN and not self._own and self._is_gone(step, operation.hides, operation.dated_s):
             if step.tombstone is not None and step.tombstone.floor > self._stamp:
                 self._bury(step, etag=operation.hides, at=self._when_ended(step.tombstone.floor))
+            elif step.tombstone is not None and self._is_just_removed(step):
+                self._show_others(step, step.tombstone, operation.hides)
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
@@ -492,6 +504,14 @@ class Application:
             size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
             mtime_ns=operation.mtime_ns, xattrs=operation.xattrs,
         )  # fmt: skip
+
+    def _show_others(self, step: _Step, tombstone: Tombstone, etag: str) -> None:
+        """What the record said to be there again is gone, and so ends no other version: the next listing tells what
+        lies there."""
+        gone = tuple(each for each in tombstone.gone if each[0] == etag or each[1] != self._stamp)
+        self._changes.tombstones[step.raw] = msgspec.structs.replace(tombstone, floor=0, gone=gone)
+        if step.parent is not None:
+            self._tree.forget_listing(self._changes.batch, step.parent)
 
     def _replace_version(self, step: _Step, operation: Put) -> None:
         """Other bytes for the version that a file is, if it is that one still."""
@@ -634,7 +654,7 @@ class Application:
             elif floor and current.etag and current.etag != hides:
                 self._bury(step, etag=current.etag, at=self._stamp)
         if removes or not self._is_moot(current, hides):
-            self._bury(step, self._stamp, floor=floor, etag=hides, at=self._stamp)
+            self._bury(step, self._stamp, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
         return removes
 
     def _is_moot(self, current: Entry | None, hides: str) -> bool:

@@ -39,6 +39,7 @@ XATTR_PREFIX = "user."
 """The only namespace of extended attributes: the others (`security.`, `trusted.`, `system.`) are the kernel's."""
 MODE_MAX = 0o7777
 TIME_NS_MIN, TIME_NS_MAX = -(1 << 62), 1 << 62
+DATED_S_MAX = 1 << 33
 COMMITS = f"{RESERVED_PREFIX}commits/"
 """Where commits lie."""
 OBJECTS = f"{RESERVED_PREFIX}objects/"
@@ -72,7 +73,8 @@ class ObjectRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Put(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="put"):
     """A file: ``size`` bytes of ``objects[object]`` from ``offset`` on. ``hides`` is the ETag of the plain object at
     the path itself that this file replaces (or is, for OWN); empty where there is none. ``replaces``, if not ANY, is
-    the object which is the file before: then this applies to that version alone, and the name keeps its time."""
+    the object which is the file before: then this applies to that version alone, and the name keeps its time.
+    ``dated_s`` (OWN only): the store dates this version not earlier, in seconds since 1970; 0 where unknown."""
 
     path: str
     object: int
@@ -85,6 +87,7 @@ class Put(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="put"):
     hides: str = ""
     xattrs: dict[str, bytes] = {}
     replaces: int = ANY
+    dated_s: int = 0
 
 
 class Mkdir(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="mkdir"):
@@ -113,12 +116,14 @@ class Symlink(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="symli
 class Remove(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="remove"):
     """The removal of a file or symbolic link, or (``directory``) of a directory, which is shown for as long as
     something is below it. ``hides`` as in `Put`. ``by_date``: older plain objects at the path are hidden too, as they
-    were while the file was there, whose bytes are elsewhere."""
+    were while the file was there, whose bytes are elsewhere. ``dated_s``: the store's date of the version with the ETag
+    ``hides``, in seconds since 1970; 0 where unknown."""
 
     path: str
     directory: bool = False
     hides: str = ""
     by_date: bool = False
+    dated_s: int = 0
 
 
 class SetAttr(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="setattr"):
@@ -350,6 +355,8 @@ def _check_operation(operation: Operation, objects: list[ObjectRef]) -> None:
         _check_target(operation)
     if not isinstance(operation, Mkdir):
         _check_etag(operation.hides)
+    if isinstance(operation, Put | Remove) and not 0 <= operation.dated_s <= DATED_S_MAX:
+        raise DamagedCommit(f"{operation.path!r} of {operation.dated_s} s")
     if not isinstance(operation, Remove):
         _check_attributes(operation)
 

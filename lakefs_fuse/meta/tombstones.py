@@ -22,6 +22,8 @@ SAME_VERSION_NS = 2 * NS
 second)."""
 BY_DATE = b"\1"
 """In the row of a tombstone, before the ETag: ``floor`` is ``stamp``. No ETag begins with it."""
+DATED = "\2"
+"""In a text of the row of a tombstone, between a date in seconds and the ETag that it is of. No ETag begins with it."""
 GONE_MAX = 8
 """ETags that a tombstone knows. Only what may still lie at the key matters, or what a late commit may tell of."""
 
@@ -33,12 +35,14 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     ``stamp`` is the newest removal: files elsewhere that are older count as removed. ``floor`` is the newest removal of
     a file elsewhere, if no plain object was told of since: every older plain object counts as removed. ``gone`` are the
     ETags of plain objects that commits named when they removed or replaced them, with the newest stamp of each, newest
-    first: these versions count as removed whatever the times.
+    first: these versions count as removed whatever the times. ``dated`` are ETags with the newest date, in seconds, of
+    a version with those bytes that was removed, or put there again after another was.
     """
 
     stamp: int
     floor: int = 0
     gone: tuple[tuple[str, int], ...] = ()
+    dated: tuple[tuple[str, int], ...] = ()
 
     @property
     def etag(self) -> str:
@@ -48,6 +52,10 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     def when_gone(self, etag: str) -> int:
         """When the plain object with this ETag was removed or replaced; 0 if no commit named it."""
         return next((stamp for known, stamp in self.gone if known == etag), 0) if etag else 0
+
+    def when_dated(self, etag: str) -> int:
+        """The date, in seconds, of the newest version with this ETag that was removed or put again; 0 if unknown."""
+        return next((dated_s for known, dated_s in self.dated if known == etag), 0)
 
     def hides(self, etag: str, mtime_ns: int) -> bool:
         """The plain object of this ETag and LastModified counts as removed."""
@@ -61,22 +69,27 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
             return after if stamp == before or PENDING <= stamp < before else stamp
 
         gone = [(etag, replaced(stamp)) for etag, stamp in self.gone]
-        return Tombstone(replaced(self.stamp), replaced(self.floor), _newest_first(gone))
+        return Tombstone(replaced(self.stamp), replaced(self.floor), _newest_first(gone), self.dated)
 
 
-def bury(tombstone: Tombstone | None, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0) -> Tombstone:
-    """A tombstone that also knows of a removal at ``stamp`` and a ``floor``, and of ``etag`` as gone ``at`` a time."""
+def bury(
+    tombstone: Tombstone | None, stamp: int = 0, *, floor: int = 0, etag: str = "", at: int = 0, dated_s: int = 0
+) -> Tombstone:
+    """A tombstone that also knows of a removal at ``stamp`` and a ``floor``, of ``etag`` as gone ``at`` a time, and of
+    a version with this ETag that the store dates ``dated_s``."""
     known = tombstone or Tombstone(0)
-    gone = known.gone
+    gone, dated = known.gone, known.dated
     if etag and known.when_gone(etag) < at:
         gone = _newest_first([(etag, at), *(each for each in gone if each[0] != etag)])
-    return Tombstone(max(known.stamp, stamp, floor), max(known.floor, floor), gone)
+    if etag and known.when_dated(etag) < dated_s:
+        dated = _newest_first([(etag, dated_s), *(each for each in dated if each[0] != etag)])
+    return Tombstone(max(known.stamp, stamp, floor), max(known.floor, floor), gone, dated)
 
 
 def without(tombstone: Tombstone, etag: str, at: int = 0) -> Tombstone:
-    """A tombstone that does not know of ``etag``, nor of what went ``at`` a time."""
+    """A tombstone that does not know of ``etag`` as gone, nor of what went ``at`` a time."""
     gone = tuple(each for each in tombstone.gone if each[0] != etag and each[1] != at)
-    return Tombstone(tombstone.stamp, tombstone.floor, gone)
+    return msgspec.structs.replace(tombstone, gone=gone)
 
 
 def _newest_first(gone: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -86,7 +99,9 @@ def _newest_first(gone: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...
 def pack_tombstone(tombstone: Tombstone) -> bytes:
     """The row of a tombstone: ``stamp``, and the ETag that went with it; then what else there is to know."""
     stamp, floor, gone = tombstone.stamp, tombstone.floor, list(tombstone.gone)
+    dated = [(DATED + etag, dated_s) for etag, dated_s in tombstone.dated]
     first = gone.pop(0)[0] if gone and gone[0][1] == stamp else ""
+    gone += dated
     is_by_date = floor == stamp and bool(first or gone)
     others = [("", floor)] if floor != stamp and (floor or not (first or gone)) else []
     row = [first, *(f"{at:016x}{etag}" for etag, at in [*others, *gone])]
@@ -103,7 +118,9 @@ def unpack_tombstone(raw: bytes) -> Tombstone:
     gone = [(each[16:], int(each[:16], 16)) for each in others]
     floor = stamp if is_by_date or not (first or gone) else max((at for etag, at in gone if not etag), default=0)
     named = [(first, stamp)] if first else []
-    return Tombstone(stamp, floor, _newest_first([*named, *(each for each in gone if each[0])]))
+    dated = [(etag[1:], dated_s) for etag, dated_s in gone if etag.startswith(DATED)]
+    gone = [each for each in gone if each[0] and not each[0].startswith(DATED)]
+    return Tombstone(stamp, floor, _newest_first([*named, *gone]), _newest_first(dated))
 
 
 class Tombstones:

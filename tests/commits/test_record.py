@@ -268,7 +268,7 @@ def test_newest_read_of_a_record_tells_older_programs() -> None:
 
 def test_a_new_kind_of_operation_is_refused_and_new_fields_are_ignored() -> None:
     envelope = {"format": 1, "writer": WRITER, "time": TIME, "objects": [["", "", 0]], "moves": []}
-    later = {**envelope, "operations": [["remove", "a", False, "", False, "a new field"]], "a new key": [1, {"2": 3}]}
+    later = {**envelope, "operations": [["remove", "a", False, "", False, 0, "new"]], "a new key": [1, {"2": 3}]}
     assert decode(msgspec.msgpack.encode(later)) == record_of(Remove("a"))
     short = {**envelope, "operations": [["remove", "a"], ["put", "b", 0, 0, 0, 0, 0, 0, 0]]}
     assert decode(msgspec.msgpack.encode(short)).operations == [Remove("a"), Put("b", 0, 0, 0, 0, 0, 0, 0)]

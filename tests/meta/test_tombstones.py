@@ -13,14 +13,15 @@ from lakefs_fuse.meta.tombstones import GONE_MAX, NS, Tombstone, bury, pack_tomb
 
 STAMPS = st.integers(1, 5).map(lambda at: at * 10 * NS) | st.integers(PENDING, PENDING + 3)
 ETAGS = st.sampled_from(["", "e1", "e2", "e3"])
-PARTS = st.lists(st.tuples(STAMPS, st.booleans(), ETAGS), min_size=1, max_size=4)
-Part = tuple[int, bool, str]
+DATES = st.sampled_from([0, 7, 8])
+PARTS = st.lists(st.tuples(STAMPS, st.booleans(), ETAGS, DATES), min_size=1, max_size=4)
+Part = tuple[int, bool, str, int]
 
 
 def told(parts: list[Part] | tuple[Part, ...]) -> Tombstone:
     tombstone = None
-    for stamp, is_floor, etag in parts:
-        tombstone = bury(tombstone, stamp, floor=stamp if is_floor else 0, etag=etag, at=stamp)
+    for stamp, is_floor, etag, dated_s in parts:
+        tombstone = bury(tombstone, stamp, floor=stamp if is_floor else 0, etag=etag, at=stamp, dated_s=dated_s)
     assert tombstone is not None
     return tombstone
 
@@ -41,6 +42,8 @@ def test_is_the_same_in_any_order_and_after_a_restart(parts: list[Part]) -> None
         (b"\1e", Tombstone(7, 7, (("e", 7),))),
         (b"\x000000000000000000", Tombstone(7)),
         (b"e\x000000000000000003\x000000000000000002f", Tombstone(7, 3, (("e", 7), ("f", 2)))),
+        (b"e\x000000000000000009\2e", Tombstone(7, 0, (("e", 7),), (("e", 9),))),
+        (b"\x000000000000000009\2e", Tombstone(7, dated=(("e", 9),))),
     ],
 )
 def test_rows_are_as_the_format_says(row: bytes, tombstone: Tombstone) -> None:
@@ -65,7 +68,7 @@ def test_hides_what_a_commit_named_and_by_date_what_was_elsewhere() -> None:
 
 
 def test_knows_the_newest_of_many_etags() -> None:
-    tombstone = told([(at, False, f"e{at}") for at in range(1, GONE_MAX + 3)])
+    tombstone = told([(at, False, f"e{at}", 0) for at in range(1, GONE_MAX + 3)])
     assert not tombstone.when_gone("e2")
     assert tombstone.when_gone("e3") == 3
     assert tombstone.etag == f"e{GONE_MAX + 2}"
@@ -73,6 +76,6 @@ def test_knows_the_newest_of_many_etags() -> None:
 
 def test_pending_stamps_become_those_of_the_commit() -> None:
     later = PENDING + 5
-    parts = [(PENDING + 1, True, "e1"), (PENDING + 2, False, "e2"), (later, False, "e3"), (9, False, "e4")]
+    parts = [(PENDING + 1, True, "e1", 0), (PENDING + 2, False, "e2", 3), (later, False, "e3", 0), (9, False, "e4", 0)]
     gone = (("e3", later), ("e1", 30), ("e2", 30), ("e4", 9))
-    assert told(parts).restamped(PENDING + 2, 30) == Tombstone(later, 30, gone)
+    assert told(parts).restamped(PENDING + 2, 30) == Tombstone(later, 30, gone, (("e2", 3),))

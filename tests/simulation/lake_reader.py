@@ -17,7 +17,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -148,6 +148,8 @@ class _Operation(NamedTuple):
     """A put that names the plain object at the key of the path."""
     is_by_date: bool = False
     """A removal of a file whose bytes are elsewhere: older plain objects go, too."""
+    dated: int = 0
+    """The store's date, in seconds, of the plain object with the ETag ``hides``; 0 where it is unknown."""
 
 
 class _Order(NamedTuple):
@@ -190,26 +192,35 @@ _NO_ATTRIBUTES = _Attributes()
 
 @dataclass(frozen=True)
 class _Grave:
-    """What was removed at a path: the newest removal, the newest of a file elsewhere, and when each ETag was named."""
+    """What was removed at a path: the newest removal, the newest of a file elsewhere, when each ETag was named, and
+    the newest date of a version with an ETag that was removed or put again."""
 
     newest: _Order = _BEFORE_ALL
     floor: _Order = _BEFORE_ALL
     gone: Mapping[str, _Order] = field(default_factory=dict)
+    dated: Mapping[str, int] = field(default_factory=dict)
 
-    def bury(self, newest: _Order, floor: _Order = _BEFORE_ALL, etag: str = "", at: _Order = _BEFORE_ALL) -> _Grave:
+    def bury(
+        self, newest: _Order, floor: _Order = _BEFORE_ALL, etag: str = "", at: _Order = _BEFORE_ALL, dated: int = 0
+    ) -> _Grave:
         gone = dict(self.gone)
         if etag:
             gone[etag] = max(gone.get(etag, _BEFORE_ALL), at)
-        return _Grave(max(self.newest, newest, floor), max(self.floor, floor), gone)
+        grave = _Grave(max(self.newest, newest, floor), max(self.floor, floor), gone, self.dated)
+        return grave.date(etag, dated)
+
+    def date(self, etag: str, dated: int) -> _Grave:
+        if not etag or dated <= self.dated.get(etag, 0):
+            return self
+        return replace(self, dated={**self.dated, etag: dated})
 
     def without(self, etag: str, order: _Order | None = None) -> _Grave:
         """Without this ETag, and without those that went with a commit."""
-        gone = {known: at for known, at in self.gone.items() if known != etag and at != order}
-        return _Grave(self.newest, self.floor, gone)
+        return replace(self, gone={known: at for known, at in self.gone.items() if known != etag and at != order})
 
     def without_floor(self) -> _Grave:
         """What lies at the key of the path is the file, whatever its date."""
-        return _Grave(max(self.newest, self.floor), _BEFORE_ALL, self.gone)
+        return replace(self, newest=max(self.newest, self.floor), floor=_BEFORE_ALL)
 
     def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:
         if etag in self.gone:
@@ -311,16 +322,16 @@ def _check_flag(value: object) -> None:
 
 
 _FIELDS = {
-    "put": ("path object offset size mode uid gid mtime", "hides xattrs replaces"),
+    "put": ("path object offset size mode uid gid mtime", "hides xattrs replaces dated"),
     "mkdir": ("path mode uid gid mtime", "xattrs"),
     "symlink": ("path target uid gid mtime", "hides xattrs"),
-    "remove": ("path", "directory hides by_date"),
+    "remove": ("path", "directory hides by_date dated"),
     "setattr": ("path object offset size hides mode uid gid mtime", "xattrs"),
     "relocate": ("path from_object from_offset from_etag object offset size mode uid gid mtime", "hides"),
 }
 """Fields of each kind of operation: those that must be there, and those that may be left out at the end."""
 _ABSENT: dict[str, Any] = {
-    "hides": "", "xattrs": {}, "directory": False, "by_date": False, "replaces": ANY_OBJECT
+    "hides": "", "xattrs": {}, "directory": False, "by_date": False, "replaces": ANY_OBJECT, "dated": 0
 }  # fmt: skip
 _CHECKS: dict[str, Callable[[Any], None]] = {
     "path": _check_path,
@@ -337,6 +348,7 @@ _CHECKS: dict[str, Callable[[Any], None]] = {
     "object": _integer(-1, 1 << 32),
     "from_object": _integer(-1, 1 << 32),
     "replaces": _integer(1, 1 << 32, ANY_OBJECT),
+    "dated": _integer(0, 1 << 33),
     "offset": _integer(0, _SIZE_MAX),
     "from_offset": _integer(0, _SIZE_MAX),
     "size": _integer(0, _SIZE_MAX),
@@ -415,7 +427,10 @@ class _Archive:
         target = fields.get("target", "").encode()
         is_own = kind == "put" and fields["object"] < 0
         flags = fields["directory"], fields["by_date"]
-        return _Operation(str(kind), path, place, size, source, target, flags[0], hides, attributes, is_own, flags[1])
+        return _Operation(
+            str(kind), path, place, size, source, target, flags[0], hides, attributes, is_own, flags[1],
+            fields["dated"],
+        )  # fmt: skip
 
     def read(self, offset: int, size: int) -> tuple[bytes | None, str]:
         """Bytes of a member, or None and why they cannot be read."""
@@ -519,9 +534,13 @@ class _State:
         if is_elsewhere and known is not None and known.hides == etag:
             return False
         is_again = grave.floor == order
-        if etag in grave.gone and not (is_again and grave.gone[etag] <= order):
+        is_version_gone = 0 < operation.dated <= grave.dated.get(etag, 0)
+        if etag in grave.gone and not (is_again and grave.gone[etag] <= order and not is_version_gone):
             if grave.floor > order:
                 self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
+            elif is_again:  # and so it ends no other version
+                gone = {known: at for known, at in grave.gone.items() if known == etag or at != order}
+                self.graves[path] = replace(grave, gone=gone).without_floor()
             return False
         if grave.floor > order:
             self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
@@ -535,12 +554,15 @@ class _State:
         if known is not None and is_elsewhere:
             self._bury_replaced(path, known, etag)
         grave = self._grave(path).without(etag, order) if is_again else self._grave(path)
-        self.graves[path] = grave.without_floor()
+        self.graves[path] = grave.without_floor().date(etag, operation.dated)
         return True
 
     def _names(self, order: _Order, operation: _Operation, known: _File) -> bool:
-        """An operation names the plain object of which a later commit tells: that one's writer had not seen it."""
-        is_later = known.is_at_own_key(operation.path) and known.order > order and not known.is_put_again
+        """An operation names the plain object of which a later commit tells: that one's writer had not seen it. Where
+        that was put again, the date says whether it is the same version."""
+        dated = self._grave(operation.path).dated.get(operation.hides, 0)
+        is_it = not known.is_put_again or (operation.kind == "remove" and 0 < dated <= operation.dated)
+        is_later = known.is_at_own_key(operation.path) and known.order > order and is_it
         return is_later and bool(operation.hides) and known.own_etag(operation.path) == operation.hides
 
     def _is_put(self, order: _Order, operation: _Operation) -> bool:
@@ -574,7 +596,7 @@ class _State:
         if known is not None and known.own_etag(path) not in ("", hides):
             grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
         grave = grave.without(hides)
-        self.graves[path] = grave if grave.gone else _NO_GRAVE
+        self.graves[path] = grave if grave.gone or grave.dated else _NO_GRAVE
         return True
 
     def _removes(self, order: _Order, operation: _Operation) -> bool:
@@ -599,7 +621,7 @@ class _State:
         if not is_moot:
             is_later = is_own and known is not None and known.order > order
             floor = order if is_by_date and not is_later else _BEFORE_ALL
-            self.graves[path] = self._grave(path).bury(order, floor, hides, order)
+            self.graves[path] = self._grave(path).bury(order, floor, hides, order, operation.dated)
         return removes
 
     def _set_attributes(self, order: _Order, operation: _Operation) -> None:
@@ -682,13 +704,14 @@ class _Index:
             self.state.directories[path[:-1]] = _Directory(_Order(time, ""), False, _NO_ATTRIBUTES)
             return
         first, *others = text.removeprefix("\1").split("\0")
-        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others}
+        dated = {each[17:]: int(each[:16], 16) for each in others if each[16:17] == "\2"}
+        gone = {each[16:]: _Order(int(each[:16], 16), "") for each in others if each[16:17] != "\2"}
         floor = gone.pop("", _BEFORE_ALL)
         if text.startswith("\1") or not text:
             floor = _Order(time, "")
         if first:
             gone[first] = _Order(time, "")
-        self.state.graves[path] = _Grave(_Order(time, ""), floor, gone)
+        self.state.graves[path] = _Grave(_Order(time, ""), floor, gone, dated)
 
     def _take_names(self, rows: Mapping[bytes, bytes]) -> None:
         entries = {value[:8]: (row[1:9], value) for row, value in rows.items() if row[:1] == b"D"}

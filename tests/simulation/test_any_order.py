@@ -10,24 +10,29 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from lakefs_fuse.commits.archive import commit_key
 from lakefs_fuse.commits.change import Change, merged
 from lakefs_fuse.commits.record import OWN, Operation, Put, Record, Remove
 from lakefs_fuse.store.protocol import ObjectMeta
 from tests.commits.archives import commit_of
-from tests.commits.nodes import NS, Node, archive, at, plain, put
+from tests.commits.nodes import NS, START_S, Node, archive, at, plain, put
 from tests.simulation.lake_reader import StoredObject, read_lake
 
 ETAGS = "ab"
 KINDS = [
     *(("own", etag) for etag in ETAGS),
     *(("again", etag) for etag in ETAGS),
+    *(("again dated", etag) for etag in ETAGS),
+    *(("remove dated", etag) for etag in ETAGS),
     *(("packed", hides) for hides in ("", *ETAGS)),
     *(("remove", hides) for hides in ETAGS),
     *(("remove elsewhere", hides) for hides in ("", *ETAGS)),
 ]
-"""What a commit says of the name, and the ETag that it tells of or names. ``again``: the same bytes put there again."""
+"""What a commit says of the name, and the ETag that it tells of or names. ``again``: the same bytes put there again;
+``dated``: at DATED_S, after the first commit."""
+DATED_S = 15
 SAMPLE = 300
 Kind = tuple[str, str]
 
@@ -56,21 +61,29 @@ def operations(kind: Kind, path: str, number: int) -> list[Operation]:
     return {
         "own": [own],
         "again": [Remove(path), own],
+        "again dated": [Remove(path), replace(own, dated_s=START_S + DATED_S)],
+        "remove dated": [Remove(path, hides=etag, dated_s=START_S + DATED_S)],
         "packed": [put(path, seconds, hides=etag)],
         "remove": [Remove(path, hides=etag)],
         "remove elsewhere": [Remove(path, hides=etag, by_date=True)],
     }[what]  # type: ignore[return-value]
 
 
+def told_in(kinds: Sequence[Kind]) -> list[str]:
+    """ETags of plain objects that commits tell of."""
+    return [etag for what, etag in kinds if what in ("own", "again", "again dated")]
+
+
 def lying_at(kinds: Sequence[Kind], path: str) -> Iterator[ObjectMeta | None]:
     """What may lie at the key: the object that a commit told of last, or that somebody put there before; or nothing."""
     yield None
-    told = [etag for what, etag in kinds if what in ("own", "again")]
+    told = told_in(kinds)
     for etag in ETAGS:
         if told and told[-1] != etag:
             continue
         named = [time_of(number) - 3 for number, kind in enumerate(kinds) if kind[1] == etag]
         again = [time_of(number) for number, kind in enumerate(kinds) if kind == ("again", etag)]
+        again += [DATED_S for kind in kinds if kind in (("again dated", etag), ("remove dated", etag))]
         yield plain(path, etag, again[0] if again else min(named, default=5))
 
 
@@ -128,8 +141,8 @@ def test_any_order_of_commits_shows_what_the_order_of_their_names_shows(tmp_path
     some = Random(commits).sample(combinations, min(SAMPLE, len(combinations)))
     node, cases, numbers = Node(tmp_path), [], itertools.count()
     for kinds in some:
-        told = [etag for what, etag in kinds if what in ("own", "again")]
-        if len(set(told)) < len(told) or is_lost(kinds):
+        told = told_in(kinds)
+        if len(set(told)) < len(told) or is_lost(kinds) or "dated" in kinds[0][0]:
             continue
         for variant in range(len(list(lying_at(kinds, "")))):
             for order in itertools.permutations(range(commits)):

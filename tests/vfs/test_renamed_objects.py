@@ -415,6 +415,58 @@ async def test_same_bytes_that_are_written_in_place_while_another_node_removes_t
         await assert_stays(store, clock, tmp_path, one, two)
 
 
+@pytest.mark.parametrize("rename", [False, True])
+async def test_same_bytes_that_are_put_again_and_removed_before_their_writer_tells_of_them_stay_away(
+    tmp_path: Path, rename: bool
+) -> None:
+    """Who removes them has seen them in a listing, and names the date that the store gives them."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
+        await one.write("f", b"bytes")
+        await one.unlink("f")
+        await one.fs.sync_names()
+        await two.poll()
+        clock.advance(TTL_S + 5)
+        await two.write("f", b"bytes")
+        assert await one.names() == ["f"]
+        if rename:
+            await one.rename("f", "g")
+        else:
+            await one.unlink("f")
+            await one.fs.sync_names()
+        clock.advance(1)
+        await two.fs.sync_names()
+        expected = {"g": b"bytes"} if rename else {}
+        for m in (one, two, one):
+            await m.poll()
+            assert await m.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
+
+
+async def test_same_bytes_that_are_put_again_while_another_node_removes_the_ones_before_stay(tmp_path: Path) -> None:
+    """Both nodes remove the file, and have not heard of that when one of them makes it again."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
+        await one.write("f", b"bytes")
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["f"]
+        await one.unlink("f")
+        await one.fs.sync_names()
+        clock.advance(1)
+        await two.unlink("f")
+        await two.fs.sync_names()
+        clock.advance(10)
+        await one.write("f", b"bytes")
+        await one.fs.sync_names()
+        for m in (two, one):
+            await m.poll()
+        await assert_stays(store, clock, tmp_path, two, one)
+
+
 async def test_read_only_mount_leaves_a_renamed_file_that_was_replaced_as_it_is(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):

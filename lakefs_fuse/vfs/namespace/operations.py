@@ -9,9 +9,11 @@ import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.record import ANY, OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
-from lakefs_fuse.meta.entry import Entry, Flag
+from lakefs_fuse.meta.entry import NO_OBJECT, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.tree import Tree
+
+NS = 1_000_000_000
 
 
 class ObjectRows(Protocol):
@@ -109,6 +111,12 @@ class ChangeBuilder:
             )
         )  # fmt: skip
 
+    def put_again(self, path: str, entry: Entry, dated_s: int) -> None:
+        """The plain object at ``path`` has bytes that were removed there, or replaced, and are there again."""
+        self.operations.append(Remove(path))
+        self.put(path, entry)
+        self.operations[-1] = msgspec.structs.replace(self.operations[-1], dated_s=dated_s)
+
     def repeat(self, operation: Put, ref: ObjectRef) -> None:
         """A file is where another record said, or in ``ref``."""
         self.operations.append(msgspec.structs.replace(operation, object=self._index(ref)))
@@ -121,7 +129,10 @@ class ChangeBuilder:
         """The entry's name goes; what lies at its own key is hidden. ``hides`` is the ETag of something else there."""
         is_dir = bool(entry.flags & Flag.DIRECTORY)
         by_date = bool(entry.place or entry.flags & Flag.SYMLINK)
-        self.operations.append(Remove(path, directory=is_dir, hides=hides or entry.etag, by_date=by_date))
+        is_listed = not entry.stamp and hides in ("", entry.etag) and not entry.flags & (NO_OBJECT | Flag.ATTRIBUTED)
+        is_dated = is_listed and not entry.place and not entry.ctime_ns % NS  # as the store dates an object
+        dated_s = entry.ctime_ns // NS if is_dated else 0
+        self.operations.append(Remove(path, is_dir, hides or entry.etag, by_date, dated_s))
 
     def set_attributes(self, path: str, entry: Entry, xattrs: dict[str, bytes] | None = None) -> None:
         """Attributes of an entry, whatever it is."""

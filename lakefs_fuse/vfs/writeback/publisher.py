@@ -26,7 +26,7 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import OBJECTS, Remove
+from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
@@ -35,7 +35,7 @@ from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.rows import Deletion, Journal
-from lakefs_fuse.meta.tombstones import NS
+from lakefs_fuse.meta.tombstones import NS, Tombstone
 from lakefs_fuse.path_rules import PackPolicy, Rules
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -245,6 +245,8 @@ class ObjectWriter:
                 published = await publish(draft)
         finally:
             self._storing_plain -= 1
+        has_tombstone = self._has_tombstone(file.key)
+        dated_s = await self._find_date(key, published.meta) if has_tombstone else 0
         path, meta = file.key, published.meta
         if not published.is_superseded:
             self._note_stored(path, key, meta.etag)
@@ -259,14 +261,13 @@ class ObjectWriter:
             place=0,
             offset=0,
         )
-        has_tombstone = self._has_tombstone(path)
         is_named = has_tombstone or bool(row is not None and row.stamp)
         is_again = row is not None and row.is_plain and row.etag == meta.etag
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = (commits or is_again) and not file.unlinked and not published.is_superseded
         commits = commits and not self._was_seen_and_removed(path, meta)
         if commits:  # journaled, so that it will be made even if this fails
-            self._enqueue_location(path, entry, key, is_again=is_again)
+            self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s)
             if key != path:
                 await self._committer.flush()
             row = self._ns.tree.entry(entry.inode)
@@ -289,6 +290,9 @@ class ObjectWriter:
         removed = self._ns.tree.tombstones.get(file.key.encode())
         return "" if removed is None else removed.etag
 
+    def _tombstone(self, path: str) -> Tombstone:
+        return self._ns.tree.tombstones.get(path.encode()) or Tombstone(0)
+
     def _has_tombstone(self, path: str) -> bool:
         """A commit removed, or hid, the plain object at a path."""
         return self._ns.tree.tombstones.get(path.encode()) is not None
@@ -296,24 +300,33 @@ class ObjectWriter:
     def _was_seen_and_removed(self, path: str, meta: ObjectMeta) -> bool:
         """Another node removed the object after it was stored, and before its writer, who lost the answer, knew that it
         was. Where the answer came, the object has no date."""
-        tombstone = self._ns.tree.tombstones.get(path.encode())
-        gone = 0 if tombstone is None or meta.key != path else tombstone.when_gone(meta.etag)
+        gone = self._tombstone(path).when_gone(meta.etag) if meta.key == path else 0
         return meta.mtime_ns > 0 and meta.mtime_ns + NS < gone < PENDING
+
+    async def _find_date(self, key: str, meta: ObjectMeta) -> int:
+        """The store's date, in seconds, of bytes that were removed before, and are there again: later than that of any
+        version with them that is known to be removed. 0 for other bytes, and where the store does not tell."""
+        tombstone = self._tombstone(key)
+        if not tombstone.when_gone(meta.etag):
+            return 0
+        dated_s = meta.mtime_ns // NS or await self._deletions.date_of(key, meta.etag)
+        return max(dated_s, tombstone.when_dated(meta.etag) + 1) if dated_s else 0
 
     def _is_hidden(self, path: str, etag: str) -> bool:
         """A commit says that the plain object of this ETag is not what the name means."""
-        tombstone, there = self._ns.tree.tombstones.get(path.encode()), self._ns.at(path)
+        there = self._ns.at(path)
         is_covered = there is not None and bool(there.place) and there.etag == etag
-        return is_covered or (tombstone is not None and bool(tombstone.when_gone(etag)))
+        return is_covered or bool(self._tombstone(path).when_gone(etag))
 
-    def _enqueue_location(self, path: str, entry: Entry, key: str, *, is_again: bool = False) -> None:
+    def _enqueue_location(self, path: str, entry: Entry, key: str, *, is_again: bool = False, dated_s: int = 0) -> None:
         """Journal that a name is the plain object at ``key``, and that no other name is. ``is_again``: it has the bytes
-        that it replaced, which another node may be removing."""
+        that it replaced, which another node may be removing. ``dated_s`` where the store's date of it is known."""
         builder = ChangeBuilder(self._ns.tree)
         hides = self._ns.own_etag(path)
         if key == path and (is_again or self._is_hidden(path, entry.etag)):
-            builder.operations.append(Remove(path))  # these bytes were removed before, and are there again
-        builder.put(path, entry, key=key, hides=hides)
+            builder.put_again(path, entry, dated_s)
+        else:
+            builder.put(path, entry, key=key, hides=hides)
         if key != path and not key.startswith(OBJECTS):
             hide_object(builder, self._ns.tree, key, entry.etag)
         doomed: list[Deletion] = []
@@ -341,7 +354,10 @@ class ObjectWriter:
 
     def announce_object(self, path: str, meta: ObjectMeta) -> None:
         """The name is this object, with the attributes that its metadata tells. Raises CacheError."""
-        there = self._ns.at(path)
+        there, dated_s = self._ns.at(path), meta.mtime_ns // NS
+        tombstone = self._tombstone(path)
+        if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_dated(meta.etag):
+            return  # another node saw it, and removed it
         inode = there.inode if there is not None else 0  # whose extended attributes it keeps
         entry = Entry(0, 0, b"", inode, size=meta.size, mtime_ns=meta.mtime_ns, etag=meta.etag)
         entry = attributes.learn(entry, meta.metadata or {})
@@ -352,7 +368,7 @@ class ObjectWriter:
         if not commits and entry.mtime_ns == meta.mtime_ns:
             return  # as every listing shows
         is_again = there is not None and there.stamp > 0 and there.is_plain and there.etag == meta.etag
-        self._enqueue_location(path, entry, meta.key, is_again=is_again)
+        self._enqueue_location(path, entry, meta.key, is_again=is_again, dated_s=dated_s)
 
     # -- what is left behind
 
