@@ -301,8 +301,12 @@ class SimulatedNode:
         return entry is not None and (entry.stamp >= PENDING or self.lake.parts.files.is_dirty(entry))
 
     def stored_bytes(self, entry: Entry) -> bytes | None:
-        """The bytes that a row names, from all that were ever stored; None of a file that is not in the store."""
-        if entry.flags & Flag.LOCAL or self.lake.parts.files.is_dirty(entry):
+        """The bytes that a file has, from all that were ever stored; None of one whose newest are not in the store."""
+        return None if self.lake.parts.files.is_dirty(entry) else self.row_bytes(entry)
+
+    def row_bytes(self, entry: Entry) -> bytes | None:
+        """The bytes that a row names, whatever was written since; None where it names none."""
+        if entry.flags & Flag.LOCAL:
             return None
         if entry.is_symlink:
             return b"-> " + self.lake.fs.namespace.tree.target(entry.inode)

@@ -757,8 +757,8 @@ class Simulation:
     ) -> None:
         entry = node.entry(old)
         shown = self._shown(node, old)
-        if entry is not None and not shown and (data := node.stored_bytes(entry)) is not None:
-            shown = self.oracle.carrying(old, data)
+        if entry is not None and not shown and (data := node.row_bytes(entry)) is not None:
+            shown = self.oracle.carrying(old, data)  # of what is being written, too, if it came here with a rename
         if entry is None or not shown or any((old, version) in registered for version in shown):
             return
         registered |= {(old, version) for version in shown}

@@ -17,7 +17,7 @@ from tests.simulation.simulation import simulate
 
 FRESH = 25
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.json"))
-SEEDS = [(profile, seed) for profile, seeds in (("turns", 8), ("mixed", 8), ("foreign", 4)) for seed in range(seeds)]
+SEEDS = [(profile, seed) for profile, seeds in (("turns", 8), ("mixed", 8), ("foreign", 5)) for seed in range(seeds)]
 TWICE = [("turns", 3), *[("mixed", seed) for seed in range(7)], *[("crash", seed) for seed in range(12)]]
 """Nodes die in the last ones."""
 PROGRAM = """
