@@ -65,8 +65,8 @@ class Doubt(msgspec.Struct, frozen=True):
     etag: str
     hides: str
     removed_ns: int = 0
-    """The time of a removal of another version, which does not touch what has been there since before it. 0: what is
-    there counts where it is not older than the record."""
+    """The time of a removal, or a change, of another version, which does not touch what has been there since before it.
+    0: what is there counts where it is not older than the record."""
 
     def is_there(self, etag: str, mtime_ns: int) -> bool:
         """With ``removed_ns``: the object that lies at the key is the version in doubt, and was not put there again."""
@@ -460,12 +460,16 @@ class Application:
         return map(self._doubt, self._record.operations)
 
     def _doubt(self, operation: Operation) -> Doubt | None:
-        if not isinstance(operation, Put | Symlink | Remove) or is_of_version(operation):
+        is_named = isinstance(operation, SetAttr) and operation.object == OWN
+        if not is_named and (not isinstance(operation, Put | Symlink | Remove) or is_of_version(operation)):
             return None
         if isinstance(operation, Remove) and operation.directory:
             return None
         raw = operation.path.encode()
         (current,) = self._paths.find_many([raw])
+        if isinstance(operation, SetAttr):
+            is_other = current is not None and self._is_told_before(current) and current.etag != operation.hides
+            return Doubt(operation.path, current.etag, "", removed_ns=self._time) if current and is_other else None
         if isinstance(operation, Remove) and current is not None and self._is_other(current, operation):
             return Doubt(operation.path, current.etag, operation.hides, removed_ns=self._time)
         if isinstance(operation, Put) and operation.object == OWN and current is None:
@@ -699,24 +703,32 @@ class Application:
         (a plain object at its own key)."""
         current, tombstone = step.current, step.tombstone
         if current is not None:
-            return self._is_at(current, place, step.operation.path) or self._may_follow(current, place)
+            return self._is_at(current, place, step.operation.path) or self._may_follow(
+                current, place, step.operation.path
+            )
         unknown = not place.number and (tombstone is None or tombstone.stamp < self._stamp)
         return unknown and not (tombstone is not None and tombstone.when_gone(place.etag))
 
-    def _may_follow(self, current: Entry, place: Place) -> bool:
+    def _may_follow(self, current: Entry, place: Place, path: str) -> bool:
         """The plain object that the operation names is perhaps newer than the one listed here: the next question for
-        the name, which is made to come, tells."""
-        known = self._own or current.stamp or current.ctime_ns >= self._time + NS
-        if known or place.number or current.place or current.flags & NO_OBJECT:
+        the name, which is made to come, tells. Where a commit told of that one, the store was asked for it."""
+        if self._own or place.number or current.place or current.flags & NO_OBJECT:
+            return False
+        if current.stamp:
+            return self._is_told_before(current) and self._outdated.get(path) == current.etag
+        if current.ctime_ns >= self._time + NS:
             return False
         self._tree.forget_listing(self._changes.batch, current.parent)
         return True
 
+    def _is_told_before(self, current: Entry) -> bool:
+        """An earlier commit told of the plain object that is known."""
+        return current.is_plain and 0 < current.stamp < self._stamp
+
     def _is_replaced(self, current: Entry, before: Place) -> bool:
         """A plain object was replaced in place, of which no commit has to tell: who relocated the one that lay there
         had seen it."""
-        is_told = current.is_plain and 0 < current.stamp < self._stamp
-        return is_told and not before.number and current.etag != before.etag
+        return self._is_told_before(current) and not before.number and current.etag != before.etag
 
     def _set_attributes(self, step: _Step, operation: SetAttr) -> None:
         """The version's own stamp stays: a writer that replaces it without knowing of this wins everywhere."""
@@ -728,7 +740,7 @@ class Application:
             self._set_file(
                 step, place, current.etag if current else operation.hides, KNOWN | Flag.ATTRIBUTED,
                 size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
-                mtime_ns=operation.mtime_ns, xattrs=operation.xattrs, stamp=0,
+                mtime_ns=operation.mtime_ns, xattrs=operation.xattrs, stamp=current.stamp if current else 0,
             )  # fmt: skip
             return
         if current.size != operation.size or (self._stamp < PENDING and self._is_attributed_later(current)):

@@ -427,6 +427,27 @@ def test_attributes_of_a_plain_object_that_is_not_listed_yet(tmp_path: Path, kno
         assert (n.found("f").etag, n.found("f").flags) == ("e3", 0)
 
 
+@pytest.mark.parametrize("there", ["e1", "e2", ""])
+def test_attributes_of_an_object_that_another_program_put_in_place_of_one_of_which_a_commit_tells(
+    tmp_path: Path, there: str
+) -> None:
+    """The store tells whether it did, or whether the commit tells of the newer one."""
+    with node(tmp_path) as n:
+        n.commit(10, told("e1"))
+        change = Change(operations=[SetAttr("f", OWN, 0, 1, "e2", 0o600, 0, 0, 0)])
+        record = merged([change], "0000000b", at(20), range(1))
+        (doubt,) = n.applier.doubts(record)
+        assert doubt is not None
+        outdated = {} if doubt.is_there(there, at(5)) else {doubt.path: doubt.etag}
+        n.applier.apply(record, archive(record.time, record.writer), outdated=outdated)
+        if there:
+            n.list(plain("f", there, 5))
+            assert (n.found("f").etag, n.found("f").mode) == (there, 0o600 if there == "e2" else 0o644)
+        else:
+            n.list()
+            assert n.find("f") is None
+
+
 def test_attributes_of_a_plain_object_that_was_replaced_meanwhile(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         n.list(plain("f", "newer", 30))
