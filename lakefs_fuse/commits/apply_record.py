@@ -400,6 +400,17 @@ class Application:
         elif tombstone is not None and tombstone.floor > self._stamp:
             self._bury(step, etag=place.etag, at=self._when_ended(tombstone.floor))
 
+    def _note_copied(self, step: _Step, etag: str) -> None:
+        """The bytes of a file elsewhere were copied to its own key when it was another file, or gone: the copy is not
+        the file."""
+        current = step.current
+        if current is not None:
+            ended = current.stamp if _is_elsewhere(current) and current.etag != etag else 0
+        else:
+            ended = step.tombstone.floor if step.tombstone is not None else 0
+        if ended:
+            self._bury(step, etag=etag, at=max(self._stamp, self._when_ended(ended)))
+
     def _remove_replaced(self, step: _Step, hides: str) -> None:
         """A file elsewhere has replaced the plain object that is known, and was removed itself since."""
         current = step.current
@@ -768,9 +779,8 @@ class Application:
         current = step.current
         is_replaced = current is not None and self._is_replaced(current, before)
         if not is_replaced and not self._applies(step, before):
-            tombstone = step.tombstone
-            if operation.object == OWN and tombstone is not None and tombstone.floor > self._stamp:
-                self._bury(step, etag=operation.hides, at=self._when_ended(tombstone.floor))
+            if before.number and not after.number:
+                self._note_copied(step, after.etag)
             return
         if current is None or not self._is_at(current, before, operation.path):
             self._set_file(

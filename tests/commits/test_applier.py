@@ -473,6 +473,26 @@ def test_attributes_of_a_version_that_is_not_there_bring_nothing_back(tmp_path: 
         assert (n.found("f").etag, n.found("f").mode) == ("e4", 0o600)
 
 
+@pytest.mark.parametrize("change", [put("f", 5), Remove("f", by_date=True)])
+@pytest.mark.parametrize(("seconds", "is_late"), [(15, False), (20.5, False), (20.5, True)])
+def test_copy_of_bytes_that_a_file_does_not_have_any_more_is_not_shown(
+    tmp_path: Path, change: Operation, seconds: float, is_late: bool
+) -> None:
+    """A command copied packed bytes to the file's own key, while another node replaced or removed the file."""
+    with node(tmp_path) as n:
+        first = n.commit(10, put("f", 3))
+        objects = [ObjectRef(), archive(first.time, first.writer)]
+        copied = Change(
+            operations=[Relocate("f", 1, 100, "", OWN, 0, 3, 0o644, 0, 0, 0, hides="copy")], objects=objects
+        )
+        commits = [(20, copied), (seconds, Change(operations=[change]))]
+        for when, each in sorted(commits, key=lambda each: each[0], reverse=is_late):
+            n.commit(when, change=each, writer="0000000b")
+        n.list(plain("f", "copy", 20, 3))
+        found = n.find("f")
+        assert (found is None) if isinstance(change, Remove) else (found is not None and found.size == 5)
+
+
 def test_a_relocated_file_keeps_its_inode_and_time(tmp_path: Path) -> None:
     with node(tmp_path) as n:
         n.list(plain("f", "e1", 10))
@@ -811,7 +831,7 @@ def test_object_that_a_file_elsewhere_has_replaced_does_not_come_back(tmp_path: 
 
 
 @pytest.mark.parametrize(("other", "shown"), [(Remove("f", by_date=True), "nothing"), (put("f", 8), 8), (None, 9)])
-@pytest.mark.parametrize("seconds", [15, 25])
+@pytest.mark.parametrize("seconds", [15, 20.5])
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2)])
 def test_other_bytes_for_a_version_that_was_removed_or_replaced_meanwhile(
     tmp_path: Path, other: Operation | None, shown: object, seconds: int, order: tuple[int, ...]

@@ -643,11 +643,22 @@ class _State:
             order = _BEFORE_ALL if known is None else known.order
             known = _File(order, source, operation.size, None, operation.hides, operation.attributes)
         if known is None or known.place != source:
+            if source.key != path and place.key == path:
+                self._note_copied(path, place.etag, order)
             return
         self.files[path] = _File(known.order, place, operation.size, None, operation.hides, known.attributes)
         versions = self.changed.get(path, {})
         if source in versions:
             versions[place] = versions.pop(source)
+
+    def _note_copied(self, path: str, etag: str, order: _Order) -> None:
+        """An object at the own key is a copy of bytes that the file does not have any more."""
+        known, grave = self.files.get(path), self._grave(path)
+        ended = grave.floor
+        if known is not None:
+            ended = _BEFORE_ALL if known.is_at_own_key(path) or known.hides == etag else known.order
+        if ended > _BEFORE_ALL:
+            self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=max(order, ended))
 
     _APPLY: Mapping[str, Callable[[_State, _Order, _Operation], None]] = {
         "put": _name_file,
