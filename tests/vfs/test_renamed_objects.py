@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -477,3 +478,26 @@ async def test_read_only_mount_leaves_a_renamed_file_that_was_replaced_as_it_is(
             with pytest.raises(FileError, match="replaced"):
                 await reader.read("g")
     assert [key for key in store.objects if key.startswith(".lakefs/commits/")] == commits
+
+
+async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(tmp_path: Path) -> None:
+    """The rename is on its way when the object is replaced, and names the one before."""
+    store = MemoryStore()
+    renaming = Pause(lambda request: request.what == "put" and request.key.startswith(".lakefs/commits/"))
+    async with lake(store, tmp_path / "cache", pack="never") as one:
+        await one.mkdir("d")
+        await one.write("d/f", b"first")
+        await one.sync()
+        handle = await one.open("d/f", os.O_RDWR)
+        await one.fs.write(handle, 0, b"second")
+        async with trio.open_nursery() as nursery:
+            store.hook = renaming
+            nursery.start_soon(one.rename, "d", "e")
+            await trio.to_thread.run_sync(renaming.reached.wait)
+            await one.fs.fsync(handle)
+            renaming.resume()
+        await one.close(handle)
+        await until_shown(one, "e/f", b"second")
+        assert await one.tree() == {"e": None, "e/f": b"second"}
+    async with lake(store, tmp_path / "fresh") as fresh:
+        assert await fresh.tree() == {"e": None, "e/f": b"second"}

@@ -66,9 +66,9 @@ class RenamedObjects:
         self.adopting, self._adopted = 0, Wakeup()
         """Names that are about to get the version which this node stored, and the end of that."""
 
-    def commit_applied(self, record: Record) -> None:
-        """Another node's commit is in effect here. Names that it gives to objects which this node has replaced get the
-        version that is there now, soon."""
+    def commit_applied(self, record: Record | Change) -> None:
+        """Another node's commit, or a rename that this node committed, is in effect here. Names that it gives to
+        objects which this node has replaced get the version that is there now, soon."""
         replaced = {
             number
             for number, ref in enumerate(record.objects)

@@ -193,7 +193,10 @@ class Renames:
         ends = [self._ns.tree.entry(end.inode) or end for end in ends]
         old, new = self._names.path(ends[0]), self._names.path_in(parent, name)
 
+        change = Change()
+
         def plan() -> Change:
+            nonlocal change
             self._forget_removed(ends)
             now = self._check_ends(source, parent, name, flags)
             if now.is_local and not ends[0].is_local:
@@ -208,6 +211,7 @@ class Renames:
         if route is Route.COMMITTED:
             await self._preparation.hear()
             await self._committer.commit(plan)
+            self._preparation.renamed.commit_applied(change)  # below a directory, files may have been stored meanwhile
         else:
             async with self._committer.quiet():
                 if route is Route.JOURNALED:
