@@ -159,6 +159,21 @@ async def test_file_whose_name_was_taken_can_be_renamed_and_leaves_the_name_to_t
         assert not store.uploads
 
 
+async def test_file_created_exclusively_replaces_what_another_node_put_under_its_next_name(tmp_path: Path) -> None:
+    """A rename replaces what is there; O_EXCL was for the name before."""
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        handle = await one.create("lock", os.O_RDWR | os.O_EXCL)
+        await one.fs.write(handle, 0, b"mine")
+        assert await one.names() == ["lock"]
+        await two.write("next", b"theirs")
+        await one.rename("lock", "next")
+        await one.close(handle)
+        await one.sync()
+    async with lake(store, tmp_path / "fresh") as fresh:
+        assert await fresh.tree() == {"next": b"mine"}
+
+
 async def test_renamed_file_whose_base_was_replaced_leaves_the_key_to_the_other(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     store.give("old", noise(1, LARGE))

@@ -318,12 +318,15 @@ class FileTable:
 
     def replaces(self, entry: Entry, copied_from: str) -> None:
         """A file not stored yet will replace the plain object with its row's ETag (empty: none), which may be a copy of
-        that at another key, and the bytes elsewhere that its row names."""
+        that at another key, and the bytes elsewhere that its row names; and what another node has put there: O_EXCL was
+        for the name under which it was created."""
         file = self._files.get(entry.inode)
         for each in file.versions if file is not None else ():
             each.entry = msgspec.structs.replace(each.entry, place=entry.place, offset=entry.offset)
+            each.if_absent = False
             if each.draft is not None:
-                each.draft.target.replaces, each.draft.target.copied_from = entry.etag, copied_from
+                target = each.draft.target
+                target.replaces, target.copied_from, target.if_absent = entry.etag, copied_from, False
 
     def learn_from(self, meta: ObjectMeta) -> None:
         """Keep the metadata that a GET answered where it belongs to a file in use."""
