@@ -471,16 +471,14 @@ class Application:
         return map(self._doubt, self._record.operations)
 
     def _doubt(self, operation: Operation) -> Doubt | None:
-        is_named = isinstance(operation, SetAttr) and operation.object == OWN
-        if not is_named and (not isinstance(operation, Put | Symlink | Remove) or is_of_version(operation)):
+        if isinstance(operation, SetAttr):
+            return self._doubt_attributes(operation) if operation.object == OWN else None
+        if not isinstance(operation, Put | Symlink | Remove) or is_of_version(operation):
             return None
         if isinstance(operation, Remove) and operation.directory:
             return None
         raw = operation.path.encode()
         (current,) = self._paths.find_many([raw])
-        if isinstance(operation, SetAttr):
-            is_other = current is not None and self._is_told_before(current) and current.etag != operation.hides
-            return Doubt(operation.path, current.etag, "", removed_ns=self._time) if current and is_other else None
         if isinstance(operation, Remove) and current is not None and self._is_other(current, operation):
             return Doubt(operation.path, current.etag, operation.hides, removed_ns=self._time)
         if isinstance(operation, Put) and operation.object == OWN and current is None:
@@ -493,6 +491,12 @@ class Application:
         if self._is_unknown(current, operation.path, operation.hides):
             return Doubt(operation.path, current.etag, operation.hides)
         return None
+
+    def _doubt_attributes(self, operation: SetAttr) -> Doubt | None:
+        (current,) = self._paths.find_many([operation.path.encode()])
+        if current is None or not self._is_told_before(current) or current.etag == operation.hides:
+            return None
+        return Doubt(operation.path, current.etag, "", removed_ns=self._time)
 
     def _is_other(self, current: Entry, removal: Remove) -> bool:
         """A plain object that is known here, and that a removal of another does not name: its writer had not seen it,

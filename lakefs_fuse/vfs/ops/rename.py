@@ -104,9 +104,10 @@ class Renames:
         elif source.is_dir:
             raise FileError(errno.ENOTDIR)
 
-    def _check_ends(self, source: Entry, parent: int, name: bytes, flags: int) -> Entry:
-        """The source as it is now. Another node may have renamed, replaced or removed it meanwhile, and somebody made
-        something of the new name: raises FileError as rename(2) says, ESTALE for a source to be looked up again."""
+    def _check_ends(self, source: Entry, parent: int, name: bytes, flags: int) -> tuple[Entry, Entry | None]:
+        """The source as it is now, and what has the new name. Another node may have renamed, replaced or removed the
+        source meanwhile, and somebody made something of the new name: raises FileError as rename(2) says, ESTALE for a
+        source to be looked up again."""
         now = self._ns.tree.child(source.parent, source.name)
         if now is None:
             raise FileError(errno.ENOENT)
@@ -123,7 +124,7 @@ class Renames:
                 raise FileError(errno.EISDIR if there.is_dir else errno.ENOTDIR)
             if there.is_dir and self._ns.tree.has_children(there.inode):
                 raise FileError(errno.ENOTEMPTY)
-        return now
+        return now, there
 
     async def _rename(self, source: Entry, parent: int, name: bytes, ends: list[Entry], flags: int) -> bool:
         """Whether it has to be flushed before the answer. ``ends`` are what changes places."""
@@ -139,8 +140,7 @@ class Renames:
         # What is being stored when it is renamed is stored first, under its old name.
         async with file.publishing if file is not None and file.draft is not None else nullcontext():
             self._forget_removed(ends)
-            now = self._check_ends(source, parent, name, flags)
-            there = self._ns.tree.child(parent, name)
+            now, there = self._check_ends(source, parent, name, flags)
             old, new = self._names.path(now), self._names.path_in(parent, name)
             opened = None if there is None or exchange else self._files.hold(there.inode)
             is_held = False
@@ -198,7 +198,7 @@ class Renames:
         def plan() -> Change:
             nonlocal change
             self._forget_removed(ends)
-            now = self._check_ends(source, parent, name, flags)
+            now, _ = self._check_ends(source, parent, name, flags)
             if now.is_local and not ends[0].is_local:
                 raise FileError(errno.ESTALE)  # it was removed just now: nothing is to be committed
             change = plan_rename(self._read_facts(source.inode, parent, name, exchange))
@@ -211,7 +211,8 @@ class Renames:
         if route is Route.COMMITTED:
             await self._preparation.hear()
             await self._committer.commit(plan)
-            self._preparation.renamed.commit_applied(change)  # below a directory, files may have been stored meanwhile
+            if self._ns.tree.child(source.parent, source.name) is not None:  # what was stored meanwhile stayed there
+                self._preparation.renamed.commit_applied(change)
         else:
             async with self._committer.quiet():
                 if route is Route.JOURNALED:
