@@ -193,7 +193,7 @@ class Renames:
         ends = [self._ns.tree.entry(end.inode) or end for end in ends]
         old, new = self._names.path(ends[0]), self._names.path_in(parent, name)
 
-        change = Change()
+        change: Change | None = None
 
         def plan() -> Change:
             nonlocal change
@@ -211,7 +211,9 @@ class Renames:
         if route is Route.COMMITTED:
             await self._preparation.hear()
             await self._committer.commit(plan)
-            if self._ns.tree.child(source.parent, source.name) is not None:  # what was stored meanwhile stayed there
+            if (
+                change is not None and self._ns.tree.child(source.parent, source.name) is not None
+            ):  # what was stored meanwhile stayed there
                 self._preparation.renamed.commit_applied(change)
         else:
             async with self._committer.quiet():
