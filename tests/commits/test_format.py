@@ -131,6 +131,31 @@ def test_relocated_only_where_it_is_still_that_version(files: Reader) -> None:
     assert found == dict.fromkeys(names, (moved, None, 99, 6))
 
 
+def test_copy_of_what_the_name_is_not_any_more_is_hidden(files: Reader) -> None:
+    lake = Lake()
+    key = lake.commit(pack={"f": b"bytes!", "g": b"others"})
+    ref = ObjectRef(key, "etag", len(lake.commits[key]))
+    lake.commit(Remove("g", by_date=True), pack={"f": b"after!"})
+    lake.commit(
+        Relocate("f", 1, lake.offset(key, b"bytes!"), "", OWN, 0, 6, 0, 0, 0, 0, hides="copy"),
+        Relocate("g", 1, lake.offset(key, b"others"), "", OWN, 0, 6, 0, 0, 0, 0, hides="copy"),
+        objects=(ref,),
+    )
+    found = files(lake.commits, dict.fromkeys("fg", ("copy", 101 * S)))
+    assert {path: lake.bytes_at(where) for path, where in found.items()} == {"f": b"after!"}
+
+
+def test_bytes_of_which_a_commit_told_are_put_again_after_a_removal_of_others(files: Reader) -> None:
+    lake = Lake()
+    told = put("f", object=OWN, size=1, hides="first")
+    lake.commit(told)
+    lake.commit(Remove("f", hides="second"))
+    assert files(lake.commits, {"f": ("first", 100 * S)})["f"] == ("f", "first", 0, 1)
+    lake.commit(pack={"f": b"packed"})
+    lake.commit(told)
+    assert files(lake.commits, {"f": ("first", 103 * S)})["f"] == ("f", "first", 0, 1)
+
+
 def test_other_bytes_of_a_renamed_object_count_for_that_version_alone(files: Reader) -> None:
     lake = Lake()
     objects = ObjectRef("old", "e", 5), ObjectRef("old", "f", 3)
