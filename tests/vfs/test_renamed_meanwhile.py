@@ -164,21 +164,6 @@ async def test_a_file_created_exclusively_stays_where_another_node_renames_its_o
         assert await other.tree() == {"f": bytes(size), "g": b"other"}
 
 
-async def test_file_created_exclusively_replaces_what_has_the_name_to_which_it_is_renamed(tmp_path: Path) -> None:
-    """Also where its node has not heard of that file."""
-    store, clock = MemoryStore(), Clock()
-    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
-        assert await one.names() == []
-        handle = await one.create("f", os.O_RDWR | os.O_EXCL)
-        await one.fs.write(handle, 0, b"bytes")
-        await two.write("g", b"other")
-        await one.rename("f", "g")
-        await one.close(handle)
-        for each in (one, two):
-            clock.advance(2 * TTL_S)
-            assert await each.tree() == {"g": b"bytes"}
-
-
 async def test_what_a_listing_shows_is_not_said_again_over_a_rename(tmp_path: Path) -> None:
     """A name that had been removed is a plain object again, which another node sees before it hears that the writer
     has put another file in its place since: what it says of the name must not be newer than that."""

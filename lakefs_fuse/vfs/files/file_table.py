@@ -313,7 +313,6 @@ class FileTable:
                 self._renamed.add(each.entry.inode)
             else:
                 self.aim(each, draft.id, draft.target)
-                each.if_absent = draft.target.if_absent = False  # a rename replaces what has the name
             self._journal.put(batch, draft.id, encode(draft.prepare_record()))
 
     def replaces(self, entry: Entry, copied_from: str) -> None:
