@@ -24,9 +24,8 @@ is that of another writer:
   arrive, and both were written at the same time. Either way the other is the newer one: another attempt would put ours
   over a version that was acknowledged after ours had begun.
 
-The first attempt of a PUT is sent on the condition that the key has what its writer expects, where that is known and
-the store can tell: `Overtaken` where it has something else. Completing an upload is not: a store may end an upload
-whose condition fails, and its parts would be gone.
+The first attempt is sent on the condition that the key has what its writer expects, where it says so and the store can
+tell: `Overtaken` where it has something else.
 
 Dates are the store's, to the second, and so is the time of the first attempt: the store's clock less what has passed
 here. What is dated up to `DATE_NS_MAX` earlier counts as later. A write without errors costs no request more.
@@ -106,7 +105,7 @@ class VersionTarget(Protocol):
     replaces: str
     """ETag of what the writer knew at the key; empty for nothing."""
     expected: str | None
-    """ETag of what a PUT is to replace, where the store can tell: empty for nothing, None for whatever is there."""
+    """ETag of what is to be replaced, where the store can tell: empty for nothing, None for whatever is there."""
     if_absent: bool
     """Another version at the key is refused, not replaced."""
     unsure: tuple[str, str, float] | None
@@ -460,8 +459,10 @@ class _VersionWrite:
             if self._is_there(there):
                 return there
             etag, if_absent = await self._condition(there, self._unsure_since_s)
-        elif self._kind == "put" and not if_absent and target.expected is not None:
-            etag, if_absent = target.expected or None, not target.expected and self._client.capabilities.put_if_absent
+        elif not if_absent and target.expected is not None:
+            able = self._client.capabilities
+            has_none_match = able.put_if_absent if self._kind == "put" else able.complete_if_absent
+            etag, if_absent = target.expected or None, not target.expected and has_none_match
         try:
             return await self._send(etag, if_absent)
         except (PreconditionFailed, NotFound) as error:

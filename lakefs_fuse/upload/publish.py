@@ -28,7 +28,6 @@ from lakefs_fuse.errors import (
     KeyRefused,
     LakeError,
     NotFound,
-    Overtaken,
     PreconditionFailed,
     StoreError,
     Superseded,
@@ -126,11 +125,7 @@ async def find_own_object(draft: Draft) -> ObjectMeta | None:
     """The object at the draft's key, where the draft made it in an attempt whose answer was lost; else None. Raises
     LakeError."""
     meta = await draft.uploader.client.find(draft.target.key)
-    return meta if meta is not None and _is_own(draft, meta) else None
-
-
-def _is_own(draft: Draft, meta: ObjectMeta) -> bool:
-    return token_of(meta).partition(".")[0] == draft.id
+    return meta if meta is not None and token_of(meta).partition(".")[0] == draft.id else None
 
 
 async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] | None]:
@@ -182,8 +177,8 @@ async def _leave_key(draft: Draft) -> None:
 
 
 async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
-    if draft.target.expected == "":
-        await _require_free(draft)
+    if draft.parts.bytes_dropped:
+        draft.target.expected = None  # a store may end an upload whose condition fails, and only that has these bytes
     draft.save()
     if draft.upload_id and not draft.uploader.client.capabilities.parts_replaceable and _has_stale_parts(draft):
         await draft.uploader.client.abort_multipart(draft.target.key, draft.upload_id)
@@ -200,13 +195,6 @@ async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
     began = {name: value for name, value in draft.upload_metadata.items() if name not in ORIGIN}
     draft.end_upload(in_one_piece=False)
     return meta, began
-
-
-async def _require_free(draft: Draft) -> None:
-    """Raises Overtaken where another client's object is at the key."""
-    there = await draft.uploader.client.find(draft.target.key)
-    if there is not None and not _is_own(draft, there):
-        raise Overtaken(f"{draft.target.key!r} has a version of which its writer did not know")
 
 
 async def _send_and_complete(draft: Draft) -> ObjectMeta:
