@@ -90,6 +90,7 @@ class WriteBackModel(Model):
             while self.handles:
                 await self.close(0)
         self.line.cut = True
+        self.crashes += 1
         following = self._caches / str(self._mounts + 1)
         die(self.cache, following)
         self._mounts += 1
