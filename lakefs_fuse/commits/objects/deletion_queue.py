@@ -119,14 +119,6 @@ class DeletionQueue:
         """ETag of the object that this node has stored there last, lately; empty for none."""
         return self._stored.get(key, "")
 
-    async def date_of(self, key: str, etag: str) -> int:
-        """The store's date of a version, in seconds; 0 where another is there, or the store does not answer."""
-        try:
-            meta = await self._client.head(key)
-        except LakeError:
-            return 0
-        return meta.mtime_ns // NS if meta.etag == etag else 0
-
     async def wait_deleted(self, key: str) -> None:
         """Until no deletion of the key is under way."""
         while key in self._under_way:

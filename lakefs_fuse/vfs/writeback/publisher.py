@@ -38,6 +38,7 @@ from lakefs_fuse.meta.rows import Deletion, Journal
 from lakefs_fuse.meta.tombstones import NS, Tombstone
 from lakefs_fuse.path_rules import PackPolicy, Rules
 from lakefs_fuse.staging.draft_record import DraftState
+from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.upload.draft import Draft, DraftEnded, DraftTarget
 from lakefs_fuse.upload.publish import Published, publish
@@ -246,7 +247,7 @@ class ObjectWriter:
         finally:
             self._storing_plain -= 1
         has_tombstone = self._has_tombstone(file.key)
-        dated_s = await self._find_date(key, published.meta) if has_tombstone else 0
+        dated_s = await self._find_date(draft.uploader.client, published.meta) if has_tombstone else 0
         path, meta = file.key, published.meta
         if not published.is_superseded:
             self._note_stored(path, key, meta.etag)
@@ -265,9 +266,9 @@ class ObjectWriter:
         is_again = row is not None and row.is_plain and row.etag == meta.etag
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = (commits or is_again) and not file.unlinked and not published.is_superseded
-        commits = commits and not self._was_seen_and_removed(path, meta)
+        commits = commits and not self._was_seen_and_removed(path, meta, dated_s)
         if commits:  # journaled, so that it will be made even if this fails
-            self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s)
+            self._enqueue_location(path, entry, key, is_again=is_again, dated_s=self._date_again(meta, dated_s))
             if key != path:
                 await self._committer.flush()
             row = self._ns.tree.entry(entry.inode)
@@ -283,6 +284,7 @@ class ObjectWriter:
             self._renamed.stored(path, key, etag)
 
     def _own_etag(self, file: OpenFile, target: DraftTarget) -> str:
+        """See `VersionFacts.own_etag`; without O_EXCL what the file replaces, or what was removed last, is enough."""
         if target.if_absent:
             return self._ns.own_etag(file.key, file.entry.parent)
         if target.replaces:
@@ -297,20 +299,26 @@ class ObjectWriter:
         """A commit removed, or hid, the plain object at a path."""
         return self._ns.tree.tombstones.get(path.encode()) is not None
 
-    def _was_seen_and_removed(self, path: str, meta: ObjectMeta) -> bool:
+    def _was_seen_and_removed(self, path: str, meta: ObjectMeta, dated_s: int) -> bool:
         """Another node removed the object after it was stored, and before its writer, who lost the answer, knew that it
-        was. Where the answer came, the object has no date."""
+        was. ``dated_s`` is the store's date of it, 0 where that is not known."""
         gone = self._tombstone(path).when_gone(meta.etag) if meta.key == path else 0
-        return meta.mtime_ns > 0 and meta.mtime_ns + NS < gone < PENDING
+        return dated_s > 0 and (dated_s + 1) * NS < gone < PENDING
 
-    async def _find_date(self, key: str, meta: ObjectMeta) -> int:
-        """The store's date, in seconds, of bytes that were removed before, and are there again: later than that of any
-        version with them that is known to be removed. 0 for other bytes, and where the store does not tell."""
-        tombstone = self._tombstone(key)
-        if not tombstone.when_gone(meta.etag):
+    async def _find_date(self, client: StoreClient, meta: ObjectMeta) -> int:
+        """The store's date, in seconds, of bytes that were removed before, and are there again: the answer to a PUT may
+        have this machine's. 0 for other bytes, and where the store does not tell."""
+        if not self._tombstone(meta.key).when_gone(meta.etag):
             return 0
-        dated_s = meta.mtime_ns // NS or await self._deletions.date_of(key, meta.etag)
-        return max(dated_s, tombstone.when_dated(meta.etag) + 1) if dated_s else 0
+        try:
+            there = await client.find(meta.key)
+        except LakeError:
+            return 0
+        return there.mtime_ns // NS if there is not None and there.etag == meta.etag else 0
+
+    def _date_again(self, meta: ObjectMeta, dated_s: int) -> int:
+        """The date that a commit tells: later than that of any version with these bytes that is known to be removed."""
+        return max(dated_s, self._tombstone(meta.key).when_dated(meta.etag) + 1) if dated_s else 0
 
     def _is_hidden(self, path: str, etag: str) -> bool:
         """A commit says that the plain object of this ETag is not what the name means."""
