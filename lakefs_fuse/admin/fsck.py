@@ -357,7 +357,7 @@ class Checker:
         for path in paths:
             entry = self._lake.entry_at(path)
             tombstone = self._lake.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
-            if (entry is None or entry.stamp <= time_ns) and (tombstone is None or tombstone.stamp <= time_ns):
+            if (entry is None or entry.stamp <= time_ns) and (tombstone is None or tombstone.newest <= time_ns):
                 left.append(path)
         return left
 

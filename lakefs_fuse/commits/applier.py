@@ -150,7 +150,7 @@ class Applier:
             return not operations
         path = _row_path(last)
         (entry,), tombstone = self.paths.find_many([path]), self._tree.tombstones.get(path)
-        return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.stamp == stamp)
+        return (entry is not None and entry.stamp == stamp) or (tombstone is not None and tombstone.has(stamp))
 
     def restamp(self, record: Record, pending: int, time: int) -> None:
         """Give what `apply_pending` merged under ``pending``, and is unchanged, the time of the commit that has it."""

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from lakefs_fuse.commits.path_tree import PathTree, Relocated, carry_over
+from lakefs_fuse.commits.path_tree import PathTree, Relocated, carry_over, is_removing
 from lakefs_fuse.commits.record import (
     ANY,
     OWN,
@@ -321,7 +321,15 @@ class Application:
     def _is_older(self, step: _Step, hides: str) -> bool:
         """Something newer than this record is known of the name."""
         tombstone, current = step.tombstone, step.current
-        if tombstone is not None and tombstone.stamp > self._stamp and not self._survives(step, tombstone, hides):
+        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
+        if tombstone is not None and not is_own and tombstone.stamp > self._stamp:
+            return True
+        if (
+            tombstone is not None
+            and is_own
+            and tombstone.newest > self._stamp
+            and not self._survives(step, tombstone, hides)
+        ):
             return True
         if current is None or self._is_named(step, current, hides):
             return False
@@ -329,9 +337,8 @@ class Application:
 
     def _survives(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
         """A plain object that is told of after a later removal, which names another, and that is still there."""
-        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
         is_there = self._outdated.get(step.operation.path) != etag
-        return is_own and is_there and tombstone.floor <= self._stamp and tombstone.stamp < PENDING
+        return is_there and tombstone.floor <= self._stamp and tombstone.newest < PENDING
 
     def _is_named(self, step: _Step, current: Entry, hides: str) -> bool:
         """The operation names the plain object that is known, but is older: who told of that one later had not seen
@@ -395,10 +402,20 @@ class Application:
             if not is_elsewhere:
                 self._bury(step, floor=self._stamp)
                 self._remove_replaced(step, hides)
-        elif is_elsewhere:
+        elif is_elsewhere and current.stamp > self._stamp:  # type: ignore[union-attr]
             self._bury(step, etag=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
         elif tombstone is not None and tombstone.floor > self._stamp:
             self._bury(step, etag=place.etag, at=self._when_ended(tombstone.floor))
+        else:
+            self._end_older(step)
+
+    def _end_older(self, step: _Step) -> None:
+        """A plain object that was removed since had replaced a file elsewhere."""
+        current = step.current
+        if current is not None and _is_elsewhere(current) and 0 < current.stamp < self._stamp:
+            self._bury_replaced(step, current)
+            self._drop(current)
+        self._bury(step, self._stamp)
 
     def _note_copied(self, step: _Step, etag: str) -> None:
         """The bytes of a file elsewhere were copied to its own key when it was another file, or gone: the copy is not
@@ -414,13 +431,9 @@ class Application:
     def _remove_replaced(self, step: _Step, hides: str) -> None:
         """A file elsewhere has replaced the plain object that is known, and was removed itself since."""
         current = step.current
-        if current is None or not current.is_plain or current.stamp >= PENDING:
+        if current is None or not current.is_plain or not 0 < current.stamp < PENDING:
             return
-        if current.stamp == 0:  # listed before this was heard of
-            assert step.tombstone is not None, "it has just been told"
-            if current.etag == hides and step.tombstone.hides(hides, current.ctime_ns):
-                self._drop(current)
-        elif current.stamp < self._stamp or self._is_named(step, current, hides):
+        if current.stamp < self._stamp or self._is_named(step, current, hides):
             self._bury(step, etag=current.etag, at=self._stamp)
             self._drop(current)
 
@@ -439,7 +452,9 @@ class Application:
         if place.number or isinstance(step.operation, Symlink):
             if current is not None and current.stamp > 0 and current.etag not in ("", hides):
                 self._bury(step, etag=current.etag, at=self._stamp)
-            rest = without(step.tombstone, hides) if step.tombstone is not None else None
+            rest = step.tombstone
+            if rest is not None and rest.when_gone(hides) <= self._stamp:
+                rest = without(rest, hides)
             step.tombstone = rest if rest is not None and (rest.gone or rest.dated) else None
         else:
             if current is not None and _is_elsewhere(current) and current.stamp > 0:
@@ -483,9 +498,9 @@ class Application:
             return Doubt(operation.path, current.etag, operation.hides, removed_ns=self._time)
         if isinstance(operation, Put) and operation.object == OWN and current is None:
             tombstone = self._tree.tombstones.get(raw)
-            is_later = tombstone is not None and PENDING > tombstone.stamp > self._stamp >= tombstone.floor
+            is_later = tombstone is not None and PENDING > tombstone.newest > self._stamp >= tombstone.floor
             if is_later and not tombstone.when_gone(operation.hides):  # type: ignore[union-attr]
-                return Doubt(operation.path, operation.hides, "", removed_ns=tombstone.stamp)  # type: ignore[union-attr]
+                return Doubt(operation.path, operation.hides, "", removed_ns=tombstone.newest)  # type: ignore[union-attr]
         if current is None or (_is_dated_by_store(current) and current.ctime_ns > self._time + NS):
             return None
         if self._is_unknown(current, operation.path, operation.hides):
@@ -514,6 +529,8 @@ class Application:
                 self._bury(step, etag=operation.hides, at=self._when_ended(step.tombstone.floor))
             elif step.tombstone is not None and self._is_just_removed(step):
                 self._show_others(step, step.tombstone, operation.hides)
+            elif step.tombstone is not None and step.tombstone.when_gone(operation.hides) > self._stamp:
+                self._end_older(step)
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
@@ -665,6 +682,8 @@ class Application:
         removes = True
         if current is not None and self._is_other(current, operation):
             removes = self._outdated.get(operation.path) == current.etag
+        elif current is not None and _is_elsewhere(current) and not is_removing(operation, current):
+            removes = False
         elif current is not None and not self._is_named(step, current, hides):
             removes = current.stamp <= self._stamp and not self._is_unknown(current, operation.path, hides)
         if removes and current is not None and not current.flags & Flag.LOCAL and current.stamp > 0:
@@ -672,8 +691,10 @@ class Application:
                 self._bury_replaced(step, current)
             elif floor and current.etag and current.etag != hides:
                 self._bury(step, etag=current.etag, at=self._stamp)
+            else:
+                self._bury(step, current.stamp)  # what it had replaced
         if removes or not self._is_moot(current, hides):
-            self._bury(step, self._stamp, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
+            self._bury(step, floor, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
         return removes
 
     def _is_moot(self, current: Entry | None, hides: str) -> bool:
@@ -681,7 +702,7 @@ class Application:
         if current is None:
             return False
         if _is_elsewhere(current):
-            return hides in ("", current.etag)
+            return current.stamp > self._stamp and hides in ("", current.etag)
         return bool(current.flags & Flag.PUT_AGAIN) and current.stamp > self._stamp and current.etag == hides
 
     # -- directories
@@ -721,7 +742,7 @@ class Application:
             return self._is_at(current, place, step.operation.path) or self._may_follow(
                 current, place, step.operation.path
             )
-        unknown = not place.number and (tombstone is None or tombstone.stamp < self._stamp)
+        unknown = not place.number and (tombstone is None or tombstone.newest < self._stamp)
         return unknown and not (tombstone is not None and tombstone.when_gone(place.etag))
 
     def _may_follow(self, current: Entry, place: Place, path: str) -> bool:
@@ -781,6 +802,7 @@ class Application:
         )
         after = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         current = step.current
+        relocated_flag = 0 if before.number else Flag.RELOCATED
         is_replaced = current is not None and self._is_replaced(current, before)
         if not is_replaced and not self._applies(step, before):
             if before.number and not after.number:
@@ -788,7 +810,7 @@ class Application:
             return
         if current is None or not self._is_at(current, before, operation.path):
             self._set_file(
-                step, after, current.etag if current else operation.hides, KNOWN,
+                step, after, current.etag if current else operation.hides, KNOWN | relocated_flag,
                 size=operation.size, mode=operation.mode, uid=operation.uid, gid=operation.gid,
                 mtime_ns=operation.mtime_ns, xattrs={},
                 stamp=current.stamp if current is not None and is_replaced else RELOCATED,
@@ -797,11 +819,12 @@ class Application:
         if current.size != operation.size:
             return
         relocated = msgspec.structs.replace(
-            current, place=after.number, offset=after.offset, etag=after.etag, stamp=current.stamp or RELOCATED
-        )
+            current, place=after.number, offset=after.offset, etag=after.etag, stamp=current.stamp or RELOCATED,
+            flags=current.flags | relocated_flag,
+        )  # fmt: skip
         if not current.flags & Flag.ATTRIBUTES_KNOWN:
             relocated = msgspec.structs.replace(
-                relocated, flags=current.flags | KNOWN, mode=operation.mode, uid=operation.uid, gid=operation.gid,
+                relocated, flags=relocated.flags | KNOWN, mode=operation.mode, uid=operation.uid, gid=operation.gid,
                 mtime_ns=operation.mtime_ns,
             )  # fmt: skip
         key, etag = (operation.path, operation.from_etag)

@@ -7,14 +7,14 @@ thread only. Inodes of paths are remembered within one `editing` block; a crash 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from lakefs_fuse.commits.record import THIS, Mkdir, Put, Record, Symlink
+from lakefs_fuse.commits.record import THIS, Mkdir, Put, Record, Remove, Symlink
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tombstones import bury
@@ -214,11 +214,12 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
         for operation in record.operations
         if isinstance(operation, Put | Symlink | Mkdir)
     }
+    gone = {each.path: each for each in record.operations if isinstance(each, Remove) and not each.directory}
     inodes = set[int]()
     sources = {source for source, _ in record.moves}
     for source, target in record.moves:
         entry = paths.child(source)
-        if entry is None or not _is_covered(paths, entry, source, target, record, made, stamp):
+        if entry is None or not _is_covered(paths, entry, source, target, record, made, gone, stamp):
             return []
         if not own and entry.inode in paths.watcher.in_use and paths.watcher.is_new(entry):
             return []  # another node renamed its own file of that name
@@ -269,8 +270,9 @@ def _with_all_below(tree: Tree, entry: Entry, path: str) -> Iterator[list[tuple[
 
 
 def _is_covered(
-    paths: PathTree, entry: Entry, source: str, target: str, record: Record, made: Made, stamp: int
-) -> bool:
+    paths: PathTree, entry: Entry, source: str, target: str, record: Record, made: Made, gone: Mapping[str, Remove],
+    stamp: int,
+) -> bool:  # fmt: skip
     """The record says of everything in sight where it is now, and is the newest to speak of it."""
     for chunk in _with_all_below(paths.tree, entry, target):
         names = [path.encode() + (b"/" if found.flags & Flag.DIRECTORY else b"") for path, found in chunk]
@@ -280,14 +282,23 @@ def _is_covered(
                 return False
             if found.flags & (Flag.LOCAL | Flag.SHADOWED):
                 continue
-            operation = made.get(name)
+            operation, before = made.get(name), source + path[len(target) :]
             if (
                 operation is None
-                or not _is_meant(found, source + path[len(target) :], operation, record)
-                or (tombstone is not None and tombstone.stamp > stamp)
+                or not _is_meant(found, before, operation, record)
+                or (before in gone and not is_removing(gone[before], found))
+                or (tombstone is not None and tombstone.newest > stamp)
             ):
                 return False
     return True
+
+
+def is_removing(removal: Remove, found: Entry) -> bool:
+    """Whether a removal of a file is of one elsewhere: not where its writer had seen the plain object which that has
+    replaced."""
+    is_elsewhere = bool(found.place or found.flags & Flag.SYMLINK)
+    is_relocated = bool(found.flags & Flag.RELOCATED) and found.etag == removal.hides
+    return not is_elsewhere or removal.by_date or not removal.hides or is_relocated
 
 
 def _is_implied(directory: Entry) -> bool:

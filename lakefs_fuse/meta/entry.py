@@ -48,6 +48,8 @@ class Flag:
     PUT_AGAIN = 1024
     """The commit that tells of this plain object removed the name before: earlier ones speak of another, which may have
     had the same bytes."""
+    RELOCATED = 2048
+    """The bytes are elsewhere, and are those of the plain object that is hidden: what removes that removes the file."""
 
 
 NO_OBJECT = Flag.DIRECTORY | Flag.LOCAL | Flag.SYMLINK

@@ -32,8 +32,9 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     """What commits have removed, or replaced by a file elsewhere, at a name; it stays where the name is something else
     since. Stamps as in `Entry`.
 
-    ``stamp`` is the newest removal: files elsewhere that are older count as removed. ``floor`` is the newest removal of
-    a file elsewhere, if no plain object was told of since: every older plain object counts as removed. ``gone`` are the
+    ``stamp``: files elsewhere that are older count as removed, or as replaced by what was removed since. ``floor`` is
+    the newest removal of a file elsewhere, if no plain object was told of since: every older plain object counts as
+    removed. ``gone`` are the
     ETags of plain objects that commits named when they removed or replaced them, with the newest stamp of each, newest
     first: these versions count as removed whatever the times. ``dated`` are ETags with the newest date, in seconds, of
     a version with those bytes that was removed, or put there again after another was.
@@ -48,6 +49,15 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
     def etag(self) -> str:
         """Of the plain object that was removed last; empty where none was named."""
         return self.gone[0][0] if self.gone else ""
+
+    @property
+    def newest(self) -> int:
+        """When a version went last."""
+        return max(self.stamp, self.gone[0][1] if self.gone else 0)
+
+    def has(self, stamp: int) -> bool:
+        """Something went then."""
+        return stamp in (self.stamp, self.floor) or any(at == stamp for _, at in self.gone)
 
     def when_gone(self, etag: str) -> int:
         """When the plain object with this ETag was removed or replaced; 0 if no commit named it."""

@@ -873,19 +873,6 @@ def test_removal_leaves_a_version_that_it_does_not_name(tmp_path: Path, is_there
         assert (found.etag if found is not None else "") == ("e2" if is_there else "")
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(20, None), (28, "e1")])
-def test_listed_object_goes_where_a_commit_that_comes_late_has_replaced_it(
-    tmp_path: Path, seconds: float, expected: str | None
-) -> None:
-    """A later removal took the file that replaced it. What was put there since stays."""
-    with node(tmp_path) as n:
-        n.commit(30, Remove("f", hides="e0"))
-        n.list(plain("f", "e1", seconds))
-        n.commit(25, put("f", 7, hides="e1"), writer="0000000b")
-        found = n.find("f")
-        assert (None if found is None else found.etag) == expected
-
-
 @pytest.mark.parametrize("is_late", [False, True])
 def test_object_of_an_unpacked_file_goes_with_a_removal_in_the_same_second(tmp_path: Path, is_late: bool) -> None:
     unpacked = Change(
@@ -901,3 +888,20 @@ def test_object_of_an_unpacked_file_goes_with_a_removal_in_the_same_second(tmp_p
             n.commit(29.2, change=unpacked, writer="0000000b")
         n.list(plain("f", "e1", 29))
         assert n.find("f") is None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_removal_of_a_plain_object_leaves_the_file_that_was_put_over_it(tmp_path: Path, is_late: bool) -> None:
+    """Its writer had not heard of that file. A relocated one has the bytes that the removal names."""
+    with node(tmp_path) as n:
+        commits: list[tuple[int, Operation]] = [(20, put("f", 7, hides="e1")), (30, Remove("f", hides="e1"))]
+        for seconds, operation in reversed(commits) if is_late else commits:
+            n.commit(seconds, operation, writer=f"{seconds:08x}")
+        assert n.found("f").size == 7
+        n.commit(40, Remove("f", by_date=True))
+        assert n.find("f") is None
+        n.list(plain("g", "e2", 10))
+        n.commit(50, Relocate("g", OWN, 0, "e2", THIS, 100, 1, 0o644, 0, 0, 0, hides="e2"))
+        assert n.found("g").place
+        n.commit(60, Remove("g", hides="e2"), writer="0000000b")
+        assert n.find("g") is None

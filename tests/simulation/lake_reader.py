@@ -170,6 +170,8 @@ class _File(NamedTuple):
     attributes: _Attributes
     is_put_again: bool = False
     """An earlier commit that names its ETag means another version."""
+    is_relocated: bool = False
+    """It has the bytes of the plain object that it hides."""
 
     def own_etag(self, path: str) -> str:
         """Of the plain object at the key of the path that it is, or hides."""
@@ -192,21 +194,27 @@ _NO_ATTRIBUTES = _Attributes()
 
 @dataclass(frozen=True)
 class _Grave:
-    """What was removed at a path: the newest removal, the newest of a file elsewhere, when each ETag was named, and
-    the newest date of a version with an ETag that was removed or put again."""
+    """What was removed at a path: the newest removal of a file elsewhere, and what was replaced since; the same where
+    no plain object was told of since; when each ETag was named; and the newest date of a version with an ETag that was
+    removed or put again."""
 
-    newest: _Order = _BEFORE_ALL
+    elsewhere: _Order = _BEFORE_ALL
     floor: _Order = _BEFORE_ALL
     gone: Mapping[str, _Order] = field(default_factory=dict)
     dated: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def newest(self) -> _Order:
+        """When a version went last."""
+        return max([self.elsewhere, *self.gone.values()])
+
     def bury(
-        self, newest: _Order, floor: _Order = _BEFORE_ALL, etag: str = "", at: _Order = _BEFORE_ALL, dated: int = 0
+        self, elsewhere: _Order, floor: _Order = _BEFORE_ALL, etag: str = "", at: _Order = _BEFORE_ALL, dated: int = 0
     ) -> _Grave:
         gone = dict(self.gone)
         if etag:
             gone[etag] = max(gone.get(etag, _BEFORE_ALL), at)
-        grave = _Grave(max(self.newest, newest, floor), max(self.floor, floor), gone, self.dated)
+        grave = _Grave(max(self.elsewhere, elsewhere, floor), max(self.floor, floor), gone, self.dated)
         return grave.date(etag, dated)
 
     def date(self, etag: str, dated: int) -> _Grave:
@@ -220,7 +228,7 @@ class _Grave:
 
     def without_floor(self) -> _Grave:
         """What lies at the key of the path is the file, whatever its date."""
-        return replace(self, newest=max(self.newest, self.floor), floor=_BEFORE_ALL)
+        return replace(self, elsewhere=max(self.elsewhere, self.floor), floor=_BEFORE_ALL)
 
     def hides(self, etag: str, mtime_ns: int, *, by_date: bool = True) -> bool:
         if etag in self.gone:
@@ -572,7 +580,7 @@ class _State:
         is_back = place is not None and place.key == path and not place.offset
         is_elsewhere = known is not None and not known.is_at_own_key(path)
         is_older = known is not None and known.order > order and not self._names(order, operation, known)
-        if is_older or grave.newest > order:
+        if is_older or grave.elsewhere > order:
             if is_back and place is not None:
                 later = known.order if is_elsewhere and known is not None else grave.floor
                 if later > order:
@@ -595,7 +603,7 @@ class _State:
             return True
         if known is not None and known.own_etag(path) not in ("", hides):
             grave = grave.bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
-        grave = grave.without(hides)
+        grave = grave.without(hides) if grave.gone.get(hides, _BEFORE_ALL) <= order else grave
         self.graves[path] = grave if grave.gone or grave.dated else _NO_GRAVE
         return True
 
@@ -604,7 +612,9 @@ class _State:
         known = self.files.get(path)
         is_own = known is not None and known.is_at_own_key(path)
         removes, is_by_date = True, operation.is_by_date or not hides
-        if known is not None and not self._names(order, operation, known):
+        if known is not None and not is_own and not is_by_date:
+            removes = known.is_relocated and known.hides == hides and known.order <= order
+        elif known is not None and not self._names(order, operation, known):
             removes = known.order <= order
             is_version = is_own and not is_by_date and hides != known.own_etag(path)
             if removes and is_version and known.order < order:
@@ -614,14 +624,16 @@ class _State:
                 self._bury_replaced(path, known)
             elif is_by_date and known.own_etag(path) != hides:
                 self.graves[path] = self._grave(path).bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
+            else:
+                self.graves[path] = self._grave(path).bury(known.order)
         is_moot = False
         if known is not None and not removes:
             is_later = known.is_put_again and known.order > order and known.own_etag(path) == hides
-            is_moot = is_later if is_own else hides in ("", known.hides)
+            is_moot = is_later if is_own else known.order > order and hides in ("", known.hides)
         if not is_moot:
             is_later = is_own and known is not None and known.order > order
             floor = order if is_by_date and not is_later else _BEFORE_ALL
-            self.graves[path] = self._grave(path).bury(order, floor, hides, order, operation.dated)
+            self.graves[path] = self._grave(path).bury(floor, floor, hides, order, operation.dated)
         return removes
 
     def _set_attributes(self, order: _Order, operation: _Operation) -> None:
@@ -646,7 +658,10 @@ class _State:
             if source.key != path and place.key == path:
                 self._note_copied(path, place.etag, order)
             return
-        self.files[path] = _File(known.order, place, operation.size, None, operation.hides, known.attributes)
+        is_relocated = source.key == path or known.is_relocated
+        self.files[path] = _File(
+            known.order, place, operation.size, None, operation.hides, known.attributes, is_relocated=is_relocated
+        )
         versions = self.changed.get(path, {})
         if source in versions:
             versions[place] = versions.pop(source)
@@ -757,7 +772,9 @@ class _Index:
             place = _Place(key, "" if key.startswith(COMMITS) else stored[25 : 25 + stored[24]].decode(), offset)
         if time or number or flags & 64:
             again = bool(flags & 1024)
-            self.state.files[path] = _File(order, place, size, target, etag, attributes, is_put_again=again)
+            self.state.files[path] = _File(
+                order, place, size, target, etag, attributes, is_put_again=again, is_relocated=bool(flags & 2048)
+            )
         if flags & 512 and place is not None:
             self.state.changed[path] = {place: (_Order(ctime, ""), attributes)}
 
