@@ -321,24 +321,19 @@ class Application:
     def _is_older(self, step: _Step, hides: str) -> bool:
         """Something newer than this record is known of the name."""
         tombstone, current = step.tombstone, step.current
-        is_own = isinstance(step.operation, Put) and step.operation.object == OWN
-        if tombstone is not None and not is_own and tombstone.stamp > self._stamp:
-            return True
-        if (
-            tombstone is not None
-            and is_own
-            and tombstone.newest > self._stamp
-            and not self._survives(step, tombstone, hides)
-        ):
+        if tombstone is not None and self._is_ended(step, tombstone, hides):
             return True
         if current is None or self._is_named(step, current, hides):
             return False
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
 
-    def _survives(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
-        """A plain object that is told of after a later removal, which names another, and that is still there."""
+    def _is_ended(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
+        """What was removed later ends a file elsewhere; a plain object that is still there only where it is that one."""
+        if not isinstance(step.operation, Put) or step.operation.object != OWN:
+            return tombstone.stamp > self._stamp
         is_there = self._outdated.get(step.operation.path) != etag
-        return is_there and tombstone.floor <= self._stamp and tombstone.newest < PENDING
+        survives = is_there and tombstone.floor <= self._stamp and tombstone.newest < PENDING
+        return tombstone.newest > self._stamp and not survives
 
     def _is_named(self, step: _Step, current: Entry, hides: str) -> bool:
         """The operation names the plain object that is known, but is older: who told of that one later had not seen
@@ -402,6 +397,10 @@ class Application:
             if not is_elsewhere:
                 self._bury(step, floor=self._stamp)
                 self._remove_replaced(step, hides)
+            if current is not None and current.is_plain and not current.stamp:
+                self._tree.update(
+                    self._changes.batch, msgspec.structs.replace(current, flags=current.flags | Flag.OVERRIDING)
+                )
         elif is_elsewhere and current.stamp > self._stamp:  # type: ignore[union-attr]
             self._bury(step, etag=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
         elif tombstone is not None and tombstone.floor > self._stamp:

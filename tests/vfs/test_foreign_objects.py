@@ -177,3 +177,23 @@ async def test_directory_that_goes_while_the_store_is_asked_about_an_object_in_i
         pause.resume()
         await trio.testing.wait_all_tasks_blocked(0.05)
         assert await m.names() == []
+
+
+async def test_removal_of_an_object_before_it_is_committed_ends_the_packed_file_too(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        await m.write("f", b"packed")
+        await m.sync()
+        clock.advance(5)
+        store.give("f", b"foreign")
+        clock.advance(TTL_S + 1)
+        store.hook = pause = Pause(lambda request: (request.what, request.key) == ("head", "f"))
+        assert await m.names() == ["f"]
+        await trio.to_thread.run_sync(pause.reached.wait)
+        await m.unlink("f")
+        await m.sync()
+        store.take("f")
+        pause.resume()
+        assert await m.names() == []
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.names() == []

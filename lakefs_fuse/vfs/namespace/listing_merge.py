@@ -450,12 +450,14 @@ class DirectoryMerge:
     def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
         if self._keep(entry):
             return
+        is_outside = entry.stamp > 0 and not entry.is_plain
         fresh = Entry(
             entry.parent, entry.cookie, entry.name, entry.inode,
+            Flag.OVERRIDING if is_outside else entry.flags & Flag.OVERRIDING,
             size=meta.size, mtime_ns=meta.mtime_ns, ctime_ns=meta.mtime_ns, etag=meta.etag,
         )  # fmt: skip
         renewed = self._tree.renew_inode(batch, fresh)
-        if entry.stamp and not entry.is_plain:
+        if is_outside:
             self._outsiders.append(renewed)
         self._metrics.entries_changed += 1
         self._events.announce_name(self._directory, entry.name)
