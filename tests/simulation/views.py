@@ -103,16 +103,22 @@ class Views:
         for path, new, version, node, operation in self._to_move:
             if tree.get(new) == version.data:
                 continue  # whether it may be under its old name too is for the oracle to say
-            later = [
-                each
-                for each in self._oracle.versions.get(path, ())
-                if each is not version and not each.is_withdrawn and each.data == version.data
-            ]
+            if self._is_of_another(path, version, operation):
+                continue
+            later = self._oracle.carrying(path, version.data) - {version}
             others = [each for each in self._removals(path) if each.operation != operation]
             moved = [each for each in version.moved_to if each.operation == operation]  # the oracle decides about those
             if tree.get(path) == version.data and not later and not others and not moved:
                 wrong.append(f"{path} stayed behind when {node} renamed its directory: {version} was closed before")
         return wrong
+
+    def _is_of_another(self, path: str, version: Version, operation: int) -> bool:
+        """The rename was of another version, of which one or the other is not the object at its own key: the later
+        commit wins, or both are there (SEMANTICS)."""
+        return any(
+            removal.operation == operation and version not in removal.named and not (version.is_plain and removal.is_plain)
+            for removal in self._oracle.removals.get(path, ())
+        )
 
     def _beside(self, tree: Mapping[str, bytes]) -> list[str]:
         wrong = []

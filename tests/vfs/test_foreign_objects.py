@@ -187,7 +187,8 @@ async def test_removal_of_an_object_before_it_is_committed_ends_the_packed_file_
         clock.advance(5)
         store.give("f", b"foreign")
         clock.advance(TTL_S + 1)
-        store.hook = pause = Pause(lambda request: (request.what, request.key) == ("head", "f"))
+        pause = Pause(lambda request: (request.what, request.key) == ("head", "f") and not pause.reached.is_set())
+        store.hook = pause
         assert await m.names() == ["f"]
         await trio.to_thread.run_sync(pause.reached.wait)
         await m.unlink("f")
