@@ -87,6 +87,8 @@ class MemoryStore:
         self.copies_keep_etags = False
         self.equal_bytes_have_equal_etags = False
         """As in S3 where an ETag is a hash of the bytes; else no two versions have the same."""
+        self.clients_behind_ns = 0
+        """By so much earlier does the answer to a PUT date an object; `protocol.ObjectStore.put` allows that."""
         self.objects: dict[str, tuple[bytes, ObjectMeta]] = {}
         self.uploads: dict[str, Upload] = {}
         self.requests: list[Request] = []
@@ -173,7 +175,7 @@ class MemoryStore:
                 raise PreconditionFailed(f"{key} exists")
             meta = self.give(key, data, metadata)
         self.hook(request, "after")
-        return meta
+        return msgspec.structs.replace(meta, mtime_ns=meta.mtime_ns - self.clients_behind_ns)
 
     def delete(self, key: str, *, etag: str | None = None) -> None:
         request = self._begin("delete", key)

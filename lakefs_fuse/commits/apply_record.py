@@ -328,7 +328,7 @@ class Application:
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
 
     def _is_ended(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
-        """What was removed later ends a file elsewhere; a plain object that is still there only where it is that one."""
+        """By a later removal: any file elsewhere, but of plain objects only the one that it names, if it is still there."""
         if not isinstance(step.operation, Put) or step.operation.object != OWN:
             return tombstone.stamp > self._stamp
         is_there = self._outdated.get(step.operation.path) != etag

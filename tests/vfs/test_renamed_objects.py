@@ -10,6 +10,7 @@ import trio
 
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
+from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.store.protocol import Capabilities
 from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
@@ -102,6 +103,25 @@ async def test_file_that_another_node_removed_before_its_writer_knew_it_was_stor
         await two.fs.sync_names()
         await one.poll()
         assert await one.tree() == await two.tree() == {}
+
+
+async def test_bytes_that_are_there_again_stay_where_the_clock_of_their_writer_is_behind(tmp_path: Path) -> None:
+    """The answer to its PUT is dated before the removal, as a client may date it by its own clock."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
+        await one.write("f", b"bytes")
+        clock.advance(TTL_S + 5)
+        await two.unlink("f")
+        await two.fs.sync_names()
+        await one.poll()
+        assert await one.names() == []
+        clock.advance(5)
+        store.clients_behind_ns = 60 * NS
+        await one.write("f", b"bytes")
+        await one.fs.sync_names()
+        await two.poll()
+        assert await one.tree() == await two.tree() == {"f": b"bytes"}
 
 
 async def test_who_reads_a_renamed_file_finds_what_a_lost_node_wrote_in_its_place(tmp_path: Path) -> None:

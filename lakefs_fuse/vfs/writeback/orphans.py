@@ -21,6 +21,7 @@ from lakefs_fuse.errors import ConfigError, FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.meta.rows import Journal
+from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.staging.draft_record import DraftRecord, DraftState, decode
 from lakefs_fuse.staging.refused_ranges import UNKNOWN, RefusedRanges
 from lakefs_fuse.staging.segments import PREFIX, entries
@@ -203,7 +204,7 @@ class Recovery:
         if meta is None:
             return False
         if not self._read_only and (await self._stored_versions.visible(record)).etag in (record.replaces, meta.etag):
-            self._writer.announce_object(path_of(record), meta)
+            self._writer.announce_object(path_of(record), meta, meta.mtime_ns // NS)
         return True
 
     def _forget(self, draft_id: str) -> None:

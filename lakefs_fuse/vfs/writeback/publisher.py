@@ -357,13 +357,14 @@ class ObjectWriter:
         if published.is_superseded:
             return
         self._note_stored(path, key, published.meta.etag)
-        self.announce_object(path, msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0]))
+        described = msgspec.structs.replace(published.meta, metadata=draft.target.describe()[0])
+        self.announce_object(path, described, await self._find_date(draft.uploader.client, described))
         await self._committer.flush()
 
-    def announce_object(self, path: str, meta: ObjectMeta) -> None:
-        """The name is this object, with the attributes that its metadata tells. Raises CacheError."""
-        there, dated_s = self._ns.at(path), meta.mtime_ns // NS
-        tombstone = self._tombstone(path)
+    def announce_object(self, path: str, meta: ObjectMeta, dated_s: int) -> None:
+        """The name is this object, with the attributes that its metadata tells. ``dated_s`` is the store's date of it,
+        0 where that is not known. Raises CacheError."""
+        there, tombstone = self._ns.at(path), self._tombstone(path)
         if meta.key == path and tombstone.when_gone(meta.etag) and 0 < dated_s <= tombstone.when_dated(meta.etag):
             return  # another node saw it, and removed it
         inode = there.inode if there is not None else 0  # whose extended attributes it keeps

@@ -21,6 +21,7 @@ from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.database import Batch, Database
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.rows import Journal
+from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.metrics import WriteBackMetrics
 from lakefs_fuse.staging.draft_record import DraftRecord, decode
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -166,7 +167,8 @@ class Replay:
         self._learn(item.file, item.draft, meta.etag, meta.size, is_newest=is_newest)
         if is_newest:
             record = item.draft.record()
-            self._writer.announce_object(path_of(record), msgspec.structs.replace(meta, metadata=record.metadata))
+            described = msgspec.structs.replace(meta, metadata=record.metadata)
+            self._writer.announce_object(path_of(record), described, meta.mtime_ns // NS)
 
     def _tell_late(self, item: AcknowledgedVersion) -> None:
         """Attributes that were set while the pack was on its way, or since: as the record has them, and as the row had.
