@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from lakefs_fuse.commits.path_tree import PathTree, Relocated, carry_over, is_removing
+from lakefs_fuse.commits.path_tree import Carried, PathTree, Relocated, carry_over, is_removing
 from lakefs_fuse.commits.record import (
     ANY,
     OWN,
@@ -133,6 +133,7 @@ class Application:
         self._numbers: dict[int, int] = {}
         """Numbers of objects by their index in the record, as they were when they were needed last."""
         self._changes = _Changes()
+        self._carried = Carried()
         self._parent: tuple[str, int | None] | None = None
         """The directory that was asked for last, until something is written."""
 
@@ -143,10 +144,9 @@ class Application:
     def steps(self, operations_max: int) -> Iterator[None]:
         """Apply so many operations at a time. Where it yields, everything so far is in the tree, and others may change
         the tree before the next step."""
-        left: list[int] = []
         if self._record.moves and (self._own or len(self._record.operations) <= CARRIED_OVER_MAX):
-            left = carry_over(self._paths, self._record, self._stamp, own=self._own)
-            if left:
+            self._carried = carry_over(self._paths, self._record, self._stamp, own=self._own)
+            if self._carried.directories:
                 self._watcher.moved()
         said: Counter[str] = Counter()
         yield from self._count(said, operations_max)
@@ -179,7 +179,7 @@ class Application:
             if not number % operations_max:
                 yield
         self._apply_all(some)
-        for directory in left:
+        for directory in self._carried.directories:
             self._paths.prune(directory)
 
     def _directory(self, path: str) -> int | None:
@@ -406,15 +406,15 @@ class Application:
         elif tombstone is not None and tombstone.floor > self._stamp:
             self._bury(step, etag=place.etag, at=self._when_ended(tombstone.floor))
         else:
-            self._end_older(step)
+            self._end_older(step, self._stamp)
 
-    def _end_older(self, step: _Step) -> None:
-        """A plain object that was removed since had replaced a file elsewhere."""
+    def _end_older(self, step: _Step, stamp: int) -> None:
+        """A plain object that was removed had replaced what was elsewhere until then."""
         current = step.current
-        if current is not None and _is_elsewhere(current) and 0 < current.stamp < self._stamp:
+        if current is not None and _is_elsewhere(current) and 0 < current.stamp < stamp:
             self._bury_replaced(step, current)
             self._drop(current)
-        self._bury(step, self._stamp)
+        self._bury(step, stamp)
 
     def _note_copied(self, step: _Step, etag: str) -> None:
         """The bytes of a file elsewhere were copied to its own key when it was another file, or gone: the copy is not
@@ -528,8 +528,9 @@ class Application:
                 self._bury(step, etag=operation.hides, at=self._when_ended(step.tombstone.floor))
             elif step.tombstone is not None and self._is_just_removed(step):
                 self._show_others(step, step.tombstone, operation.hides)
-            elif step.tombstone is not None and step.tombstone.when_gone(operation.hides) > self._stamp:
-                self._end_older(step)
+            elif step.tombstone is not None and (gone := step.tombstone.when_gone(operation.hides)):
+                if step.current is None or step.current.etag != operation.hides:
+                    self._end_older(step, min(gone, self._stamp))
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET
@@ -691,7 +692,9 @@ class Application:
             elif floor and current.etag and current.etag != hides:
                 self._bury(step, etag=current.etag, at=self._stamp)
             else:
-                self._bury(step, current.stamp)  # what it had replaced
+                self._bury(step, min(current.stamp, self._stamp))  # what it had replaced
+        elif removes and current is None and operation.path in self._carried.stamps:
+            self._bury(step, self._carried.stamps[operation.path])
         if removes or not self._is_moot(current, hides):
             self._bury(step, floor, floor=floor, etag=hides, at=self._stamp, dated_s=operation.dated_s)
         return removes

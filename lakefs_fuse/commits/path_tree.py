@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -206,28 +207,35 @@ Made: TypeAlias = dict[bytes, Put | Symlink | Mkdir]
 """What a record says of a path, which ends in a slash for a directory."""
 
 
-def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False) -> list[int]:
-    """Move the rows of a record's ``moves``; answers the directories that they left, none where nothing moved. ``own``:
-    this node made the change."""
+class Carried(NamedTuple):
+    """What `carry_over` did: the directories that rows left, none where nothing moved, and the stamps of the plain
+    objects of which commits told, by the paths that they left."""
+
+    directories: Sequence[int] = ()
+    stamps: Mapping[str, int] = MappingProxyType({})
+
+
+def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False) -> Carried:
+    """Move the rows of a record's ``moves``. ``own``: this node made the change."""
     made: Made = {
         operation.path.encode() + (b"/" if isinstance(operation, Mkdir) else b""): operation
         for operation in record.operations
         if isinstance(operation, Put | Symlink | Mkdir)
     }
     gone = {each.path: each for each in record.operations if isinstance(each, Remove) and not each.directory}
-    inodes = set[int]()
+    inodes, stamps = set[int](), dict[str, int]()
     sources = {source for source, _ in record.moves}
     for source, target in record.moves:
         entry = paths.child(source)
-        if entry is None or not _is_covered(paths, entry, source, target, record, made, gone, stamp):
-            return []
+        if entry is None or not _is_covered(paths, entry, source, target, record, made, gone, stamp, stamps):
+            return Carried()
         if not own and entry.inode in paths.watcher.in_use and paths.watcher.is_new(entry):
-            return []  # another node renamed its own file of that name
+            return Carried()  # another node renamed its own file of that name
         if target not in sources and not _is_free(paths, entry, target, stamp, own):
-            return []
+            return Carried()
         inodes.add(entry.inode)
     if len(inodes) < len(record.moves):
-        return []  # several renames in one commit: of one name again, once another had it
+        return Carried()  # several renames in one commit: of one name again, once another had it
     for source, _ in record.moves:
         _free_from_keys(paths, source, own)
     moving = [(found, target) for source, target in record.moves if (found := paths.child(source)) is not None]
@@ -241,7 +249,7 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
     paths.forget_paths()
     for found, target in moving:
         _attach(paths, found, target, record.time, stamp)
-    return [found.parent for found, _ in moving]
+    return Carried([found.parent for found, _ in moving], stamps)
 
 
 def _is_free(paths: PathTree, entry: Entry, target: str, stamp: int, own: bool) -> bool:
@@ -271,9 +279,10 @@ def _with_all_below(tree: Tree, entry: Entry, path: str) -> Iterator[list[tuple[
 
 def _is_covered(
     paths: PathTree, entry: Entry, source: str, target: str, record: Record, made: Made, gone: Mapping[str, Remove],
-    stamp: int,
+    stamp: int, stamps: dict[str, int],
 ) -> bool:  # fmt: skip
-    """The record says of everything in sight where it is now, and is the newest to speak of it."""
+    """The record says of everything in sight where it is now, and is the newest to speak of it. Fills ``stamps``, see
+    `Carried`."""
     for chunk in _with_all_below(paths.tree, entry, target):
         names = [path.encode() + (b"/" if found.flags & Flag.DIRECTORY else b"") for path, found in chunk]
         tombstones = paths.tree.tombstones.get_many(names)
@@ -290,6 +299,8 @@ def _is_covered(
                 or (tombstone is not None and tombstone.newest > stamp)
             ):
                 return False
+            if found.is_plain and found.stamp:
+                stamps[before] = found.stamp
     return True
 
 

@@ -534,6 +534,14 @@ class _State:
         hidden = known.hides if known.hides != etag else ""
         self.graves[path] = self._grave(path).bury(_BEFORE_ALL, known.order, hidden, known.order)
 
+    def _end_older(self, path: str, order: _Order) -> None:
+        """A plain object that was removed had replaced what was elsewhere until then."""
+        known = self.files.get(path)
+        if known is not None and not known.is_at_own_key(path) and known.order < order:
+            self._bury_replaced(path, known)
+            del self.files[path]
+        self.graves[path] = self._grave(path).bury(order)
+
     def _is_own_put(self, order: _Order, operation: _Operation) -> bool:
         """A record tells of a plain object at its own key. It is gone where another named it, whatever the times."""
         path, etag = operation.path, operation.hides
@@ -549,6 +557,8 @@ class _State:
             elif is_again:  # and so it ends no other version
                 gone = {known: at for known, at in grave.gone.items() if known == etag or at != order}
                 self.graves[path] = replace(grave, gone=gone).without_floor()
+            else:
+                self._end_older(path, min(order, grave.gone[etag]))
             return False
         if grave.floor > order:
             self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)
@@ -625,7 +635,7 @@ class _State:
             elif is_by_date and known.own_etag(path) != hides:
                 self.graves[path] = self._grave(path).bury(_BEFORE_ALL, etag=known.own_etag(path), at=order)
             else:
-                self.graves[path] = self._grave(path).bury(known.order)
+                self.graves[path] = self._grave(path).bury(min(known.order, order))  # what it had replaced
         is_moot = False
         if known is not None and not removes:
             is_later = known.is_put_again and known.order > order and known.own_etag(path) == hides
