@@ -793,7 +793,7 @@ class Simulation:
         for version in found:
             registered.add((old, version))
             moved = self._put(call, node, new, version.data, frozenset(), origin=version)
-            self._remove(call, node, old, frozenset({version}), is_rename=True)
+            self._remove(call, node, old, found, is_rename=True)  # one of them
             if version is pending:
                 self._pending[node.name, node.lives, entry.inode] = moved
 
