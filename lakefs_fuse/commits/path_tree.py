@@ -231,6 +231,8 @@ def carry_over(paths: PathTree, record: Record, stamp: int, *, own: bool = False
             return Carried()
         if not own and entry.inode in paths.watcher.in_use and paths.watcher.is_new(entry):
             return Carried()  # another node renamed its own file of that name
+        if not own and not _is_renamed_version(paths, entry, made.get(target.encode()), record):
+            return Carried()
         if target not in sources and not _is_free(paths, entry, target, stamp, own):
             return Carried()
         inodes.add(entry.inode)
@@ -275,6 +277,17 @@ def _with_all_below(tree: Tree, entry: Entry, path: str) -> Iterator[list[tuple[
     """An entry that has this path, and all that is below it."""
     below = tree.below(entry.inode, path) if entry.flags & Flag.DIRECTORY else ()
     return _chunks(chain([(path, entry)], below))
+
+
+def _is_renamed_version(
+    paths: PathTree, entry: Entry, operation: Put | Symlink | Mkdir | None, record: Record
+) -> bool:
+    """A file elsewhere is what another node renamed, in this or another version, and no other file that came to the
+    name."""
+    if not isinstance(operation, Put) or operation.object <= THIS or not entry.place or entry.is_local:
+        return True
+    row = paths.tree.objects.get(entry.place)
+    return row is None or (row.key, entry.offset) == (record.objects[operation.object].key, operation.offset)
 
 
 def _is_covered(

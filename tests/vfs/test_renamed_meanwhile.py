@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
+from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
@@ -351,6 +352,33 @@ async def test_a_file_that_is_renamed_while_it_is_changed_is_not_mixed_with_what
         await one.close(handle)
         await one.sync()
         assert await one.read("g") == bytes(LARGE) + b"appended"
+
+
+async def test_file_that_an_exchange_brought_here_stays_where_another_node_renames_what_was_there_before(
+    tmp_path: Path,
+) -> None:
+    """It is being written, and another file than the one that was renamed, whose bytes must stay."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for name in "ab":
+            await one.write(name, b"first  " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["a", "b"]
+        handle = await one.open("a", os.O_RDWR)
+        await one.rename("a", "b", RENAME_EXCHANGE)
+        clock.advance(1)
+        await two.rename("b", "c")
+        await one.fs.write(handle, 0, b"SECOND")
+        await one.poll()
+        await one.close(handle)
+        await one.sync()
+        clock.advance(2 * TTL_S)
+        await two.poll()
+        for m in (one, two):
+            assert await m.tree() == {"a": b"first  b", "b": b"SECOND a", "c": b"first  b"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"a": b"first  b", "b": b"SECOND a", "c": b"first  b"}
 
 
 async def test_rename_does_not_follow_a_directory_that_another_node_renamed_meanwhile(tmp_path: Path) -> None:
