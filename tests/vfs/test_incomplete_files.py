@@ -17,7 +17,7 @@ from lakefs_fuse.metrics import Unfinished
 from lakefs_fuse.staging import staging_area
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
-from tests.vfs.lakes import Lake, lake
+from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
 from tests.vfs.writing_back import Outage, die, state, stored, told, until, writing_back
 
 KIB = 1024
@@ -149,6 +149,24 @@ async def test_release_without_flush_of_a_new_incomplete_file_takes_its_name_awa
         await m.write("d/f", b"again")
         await until(lambda: not orphans(m))
         assert store.data("d/f") == b"again"
+
+
+@pytest.mark.parametrize("pack", ["always", "never"])
+async def test_release_of_an_incomplete_file_that_another_node_removed_takes_its_name_away(
+    tmp_path: Path, pack: str
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack=pack) as (one, two):
+        await one.write("f", b"stored")
+        await one.sync()
+        await two.poll()
+        handle = await incomplete(one, "f")
+        clock.advance(TTL_S)
+        await two.unlink("f")
+        await two.sync()
+        await one.poll()
+        await release_in_vain(one, handle)
+        assert await one.names() == []
 
 
 async def test_incomplete_file_renamed_over_another_leaves_both_versions_before(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from lakefs_fuse.staging.staging_area import KEY_XATTR
 from tests.fakes import open_database
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
-from tests.vfs.lakes import SPANS, TTL_S, Clock, Lake, lake
+from tests.vfs.lakes import SPANS, TTL_S, Clock, Lake, lake, two_lakes
 
 KIB = 1024
 PART = 64 * KIB
@@ -636,6 +636,28 @@ async def test_an_orphan_of_a_file_that_others_committed_since(tmp_path: Path) -
             await m.fs.finish_orphan(orphan(m).id)
         assert caught.value.errno == errno.EEXIST
         assert await m.read("file") == b"theirs"
+
+
+@pytest.mark.parametrize("pack", ["always", "never"])
+async def test_name_that_another_node_removed_while_a_daemon_that_died_wrote_the_file_is_gone(
+    tmp_path: Path, pack: str
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack=pack) as (one, two):
+        await one.mkdir("d")
+        await one.write("d/f", b"stored")
+        await one.sync()
+        await two.poll()
+        handle = await one.open("d/f", os.O_RDWR)
+        await one.fs.write(handle, 0, b"not stored")
+        clock.advance(TTL_S)
+        await two.unlink("d/f")
+        await two.sync()
+        await one.poll()
+        assert await one.names("d") == ["f"]  # being written here
+    async with lake(store, tmp_path / "one", clock=clock, pack=pack) as m:
+        assert await m.names("d") == []
+        assert [item.path for item in m.fs.unfinished()] == ["d/f"]
 
 
 async def test_died_after_a_new_file_was_renamed_over_a_committed_one(tmp_path: Path) -> None:

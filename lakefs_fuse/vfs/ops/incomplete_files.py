@@ -73,7 +73,8 @@ class IncompleteFiles:
         if record is not None:
             self._journal.put(batch, record.id, encode(record))
         self._ns.changing(parent, name)
-        gone = row is not None and row.is_local and not file.behind and draft is not None
+        is_kept = row is not None and (row.is_local or self._ns.is_removed(row))  # for what is being written alone
+        gone = is_kept and not file.behind and draft is not None
         if row is not None and gone:
             self._ns.tree.remove(batch, row)
             self._ns.tree.forget_listing(batch, parent)
@@ -87,7 +88,7 @@ class IncompleteFiles:
             file.take_up()
             draft.close(unlink=False, leave=True)
             self._recovery.adopt(record)
-        return bool(row is not None and gone and (row.stamp or row.etag or row.place))
+        return bool(row is not None and gone and row.is_local and (row.stamp or row.etag or row.place))
 
     def supersede(self, path: str) -> None:
         """The file at ``path`` begins empty, without the bytes of a version before."""

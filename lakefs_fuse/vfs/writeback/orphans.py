@@ -1,9 +1,10 @@
 """Orphans: files that a daemon that died was writing, kept until they are finished or aborted.
 
-At mount, names that only the dead daemon knew go (nothing is visible under them anywhere), a draft that had reached the
-store after all is recognised by its id in the object's metadata, and the rest is kept as it is: staged bytes, uploaded
-parts, record. `finish` makes an orphan the newest version of its key, unless that key was replaced meanwhile; `abort`
-deletes its upload, its bytes and its record. Both may be repeated after a crash.
+At mount, names that were there only because the dead daemon wrote the file go (nobody else ever saw them, or another
+node removed them meanwhile), a draft that had reached the store after all is recognised by its id in the object's
+metadata, and the rest is kept as it is: staged bytes, uploaded parts, record. `finish` makes an orphan the newest
+version of its key, unless that key was replaced meanwhile; `abort` deletes its upload, its bytes and its record. Both
+may be repeated after a crash.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Recovery:
                 self._forget(draft_id)
                 continue
             record = self._with_mark(record)
-            self._drop_local_name(path_of(record))
+            self._drop_kept_name(path_of(record))
             if self._path(draft_id).exists() or record.upload_intent_ns or record.segment:
                 self.orphans[draft_id] = record
             else:
@@ -153,7 +154,7 @@ class Recovery:
                 self._path(entry.name).unlink(missing_ok=True)
                 continue
             if key:
-                self._drop_local_name(key)
+                self._drop_kept_name(key)
             self.orphans[entry.name] = DraftRecord(
                 id=entry.name,
                 key=key,
@@ -186,10 +187,12 @@ class Recovery:
                     _unpack(self._services.staging, raw, data)
             path.unlink(missing_ok=True)
 
-    def _drop_local_name(self, key: str) -> None:
+    def _drop_kept_name(self, key: str) -> None:
         entry = self._ns.at(key)
-        if entry is not None and entry.is_local and not self._in_use(entry.inode):
-            self.uncovered = self.uncovered or bool(entry.stamp or entry.etag)
+        if entry is None or entry.is_dir or self._in_use(entry.inode):
+            return
+        if entry.is_local or self._ns.is_removed(entry):
+            self.uncovered = self.uncovered or (entry.is_local and bool(entry.stamp or entry.etag))
             batch = Batch()
             self._ns.tree.remove(batch, entry)
             self._ns.tree.forget_listing(batch, entry.parent)
