@@ -279,9 +279,7 @@ def _with_all_below(tree: Tree, entry: Entry, path: str) -> Iterator[list[tuple[
     return _chunks(chain([(path, entry)], below))
 
 
-def _is_renamed_version(
-    paths: PathTree, entry: Entry, operation: Put | Symlink | Mkdir | None, record: Record
-) -> bool:
+def _is_renamed_version(paths: PathTree, entry: Entry, operation: Put | Symlink | Mkdir | None, record: Record) -> bool:
     """A file elsewhere is what another node renamed, in this or another version, and no other file that came to the
     name."""
     if not isinstance(operation, Put) or operation.object <= THIS or not entry.place or entry.is_local:

@@ -26,7 +26,7 @@ from lakefs_fuse.commits.record import Operation, Remove
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.environment import failpoints
 from lakefs_fuse.environment.node import Node, RandomStreams
-from lakefs_fuse.errors import FileError, LakeError
+from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import StoreMetrics
 from lakefs_fuse.store.client import StoreClient
@@ -1160,8 +1160,9 @@ class Simulation:
             try:
                 await self._add_tree(node, 1, "", tree)
                 break
-            except FileError as error:  # a directory was removed while it was read
-                if error.errno not in (errno.ENOENT, errno.ESTALE):
+            except LakeError as error:
+                is_removed = isinstance(error, FileError) and error.errno in (errno.ENOENT, errno.ESTALE)
+                if not is_removed and not isinstance(error, Unavailable):  # of a listing that began before
                     raise
                 self.tell(node.name, f"reading all names: {error}")
                 await trio.sleep(TREE_PAUSE_S)
