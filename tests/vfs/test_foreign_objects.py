@@ -63,6 +63,28 @@ async def test_object_that_is_deleted_before_it_is_committed_leaves_the_name_as_
         assert await other.names() == here == []
 
 
+async def test_object_that_a_listing_misses_before_the_store_is_asked_leaves_the_name_as_it_is_here(
+    tmp_path: Path,
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        await m.write("f", b"packed")
+        await m.sync()
+        clock.advance(5)
+        store.give("f", b"foreign")
+        clock.advance(TTL_S + 1)
+        store.hook = pause = Pause(lambda request: (request.what, request.key) == ("head", "f"))
+        assert await m.names() == ["f"]
+        await trio.to_thread.run_sync(pause.reached.wait)
+        store.take("f")
+        clock.advance(TTL_S + 1)
+        assert await m.names() == []
+        pause.resume()
+        await until(lambda: m.commits()["written"] == 2)
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.names() == []
+
+
 async def test_object_of_another_node_is_not_committed_and_that_node_can_pack_it_again(tmp_path: Path) -> None:
     """Who committed it for the writer did so after the writer's next version, and its name had no bytes then."""
     store, clock = MemoryStore(), Clock()

@@ -6,7 +6,8 @@ writer alone makes the commit, when it hears of the one that names the bytes: it
 
 What always holds: a commit is made only for an object of another program (no draft token in its metadata) or of this
 node, or for one that is not there any more, of which a HEAD and then a poll of commits show that the name still means
-it. A crash loses what waits; the name means the object all the same, until it is deleted. Trio thread only.
+it, or means nothing here because a listing did not show it any more. A crash loses what waits; the name means the
+object all the same, until it is deleted. Trio thread only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import trio
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import Put, Record, Symlink
+from lakefs_fuse.commits.record import Put, Record, Remove, Symlink
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.store.client import StoreClient, token_of
@@ -49,8 +50,8 @@ class ForeignObjects:
     ) -> None:
         self._ns, self._client, self._committer, self._nursery, self._poll = namespace, client, committer, nursery, poll
         self._deletions = deletions
-        self._waiting: dict[int, str] = {}
-        """ETags by inode."""
+        self._waiting: dict[int, tuple[str, str]] = {}
+        """Paths and ETags by inode."""
         self._is_running = False
 
     def add(self, entry: Entry) -> None:
@@ -58,7 +59,7 @@ class ForeignObjects:
         if len(self._waiting) >= WAITING_MAX:
             log.warning("%s was replaced by another program, which is not committed", os.fsdecode(entry.name))
             return
-        self._waiting[entry.inode] = entry.etag
+        self._waiting[entry.inode] = self._ns.key(entry), entry.etag
         if not self._is_running:
             self._is_running = True
             self._nursery.start_soon(self._run)
@@ -90,16 +91,16 @@ class ForeignObjects:
         finally:
             self._is_running = False
 
-    async def _commit(self, batch: dict[int, str]) -> None:
+    async def _commit(self, batch: dict[int, tuple[str, str]]) -> None:
         found: dict[int, ObjectMeta | None] = {}
         failed: list[LakeError] = []
 
-        async def ask(inode: int, etag: str) -> None:
+        async def ask(inode: int, path: str, etag: str) -> None:
             entry = self._current(inode, etag)
-            if entry is None:
+            if entry is None and not self._is_forgotten(path, etag):
                 return
             try:
-                key = self._ns.key(entry)
+                key = path if entry is None else self._ns.key(entry)
                 meta = await self._client.find(key)
             except LakeError as error:
                 failed.append(error)
@@ -109,26 +110,33 @@ class ForeignObjects:
                 found[inode] = meta
 
         async with trio.open_nursery() as nursery:
-            for inode, etag in batch.items():
-                nursery.start_soon(ask, inode, etag)
+            for inode, (path, etag) in batch.items():
+                nursery.start_soon(ask, inode, path, etag)
         if failed:
             log.warning("%d replaced objects could not be committed: %s", len(failed), failed[0])
         if found:
             await self._poll()
             await self._committer.commit(lambda: self._change(batch, found))
 
-    def _change(self, batch: dict[int, str], found: dict[int, ObjectMeta | None]) -> Change:
+    def _change(self, batch: dict[int, tuple[str, str]], found: dict[int, ObjectMeta | None]) -> Change:
         """Called when the commit's turn has come."""
         builder = ChangeBuilder(self._ns.tree)
         for inode, meta in found.items():
-            entry = self._current(inode, batch[inode])
-            if entry is None:
-                continue
-            if meta is None:
-                builder.remove(self._ns.key(entry), entry)
-            else:
+            path, etag = batch[inode]
+            entry = self._current(inode, etag)
+            if entry is not None and meta is not None:
                 builder.put(self._ns.key(entry), attributes.learn(entry, meta.metadata or {}))
+            elif entry is not None:
+                builder.remove(self._ns.key(entry), entry)
+            elif meta is None and self._is_forgotten(path, etag):
+                builder.operations.append(Remove(path, hides=etag, by_date=True))
         return builder.change()
+
+    def _is_forgotten(self, path: str, etag: str) -> bool:
+        """A listing did not show the object any more, and nothing else is known of the name: the bytes that it had
+        replaced are forgotten here."""
+        tombstone = self._ns.tree.tombstones.get(path.encode("utf-8", "surrogatepass"))
+        return self._ns.at(path) is None and (tombstone is None or not tombstone.when_gone(etag))
 
     def _current(self, inode: int, etag: str) -> Entry | None:
         """The row, if it is still that object, and no commit has spoken of it."""
