@@ -340,8 +340,9 @@ def _is_meant(found: Entry, path: str, operation: Put | Symlink | Mkdir, record:
 
 def _free_from_keys(paths: PathTree, source: str, own: bool) -> None:
     """Plain objects stay at their keys when their names move: from now on the rows say so. Nothing hides at its new
-    path what it hid before. What is not in the store yet replaces nothing there, whatever it replaced before; but a
-    file goes along with another node's rename of what it replaces."""
+    path what it hid before; that stays gone under the old one, also where the record does not name it. What is not in
+    the store yet replaces nothing there, whatever it replaced before; but a file goes along with another node's rename
+    of what it replaces."""
     tree, entry = paths.tree, paths.child(source)
     for chunk in _with_all_below(tree, entry, source) if entry is not None else ():
         plain = [(path, found) for path, found in chunk if not found.place and not found.flags & NO_OBJECT]
@@ -355,11 +356,12 @@ def _free_from_keys(paths: PathTree, source: str, own: bool) -> None:
             for (path, found), (_, freed) in zip(plain, changes, strict=True)
             if freed.inode in paths.watcher.in_use
         ]
-        changes += [
-            (found, msgspec.structs.replace(found, etag=""))
-            for _, found in chunk
+        hiding = [
+            (path.encode(), found)
+            for path, found in chunk
             if found.etag and (found.place or found.is_symlink) and not found.is_local
         ]
+        changes += [(found, msgspec.structs.replace(found, etag="")) for _, found in hiding]
         changes += [
             (found, msgspec.structs.replace(found, etag="", stamp=0, place=0, offset=0))
             for _, found in chunk
@@ -369,6 +371,10 @@ def _free_from_keys(paths: PathTree, source: str, own: bool) -> None:
         ]
         batch = Batch()
         tree.update_files(batch, changes)
+        tombstones = zip(hiding, tree.tombstones.get_many([path for path, _ in hiding]), strict=True)
+        tree.tombstones.write(
+            batch, {path: bury(tombstone, etag=found.etag, at=found.stamp) for (path, found), tombstone in tombstones}
+        )
         paths.database.commit(batch)
         if relocated:
             paths.watcher.relocated(relocated)

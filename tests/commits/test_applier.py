@@ -724,6 +724,22 @@ def test_a_move_over_something_newer_gives_way(tmp_path: Path) -> None:
         assert {path: shown[5] for path, shown in n.shown().items()} == {"b": 9}
 
 
+@pytest.mark.parametrize("is_below", [False, True])
+def test_object_that_a_file_hid_stays_gone_where_a_rename_that_does_not_name_it_moves_the_file(
+    tmp_path: Path, is_below: bool
+) -> None:
+    """Its writer had not heard of the newest version of the file."""
+    with node(tmp_path) as n:
+        n.commit(1, mkdir("d"), put("d/f", 3))
+        change = n.rename("d", "moved") if is_below else n.rename("d/f", "moved")
+        n.commit(1.5, put("d/f", 5, hides="e1"), writer="0000000b")
+        n.commit(1.8, change=change)
+        assert n.found("moved/f" if is_below else "moved").size == 3
+        n.commit(3, mkdir("d"))
+        n.list(plain("d/f", "e1", 1), directory="d")
+        assert n.find("d/f") is None
+
+
 def test_a_name_that_is_renamed_twice_in_one_commit_is_two_things(tmp_path: Path) -> None:
     """What came to have the name after the first rename goes into what had it before."""
     with node(tmp_path) as n:
