@@ -451,6 +451,32 @@ async def test_rename_of_a_file_being_written_whose_version_was_removed_shows_no
             assert await m.read(path) == b"newered"
 
 
+@pytest.mark.parametrize("is_deleted", [True, False])
+async def test_rename_of_a_file_being_written_whose_object_is_not_there_any_more_names_no_object(
+    tmp_path: Path, is_deleted: bool
+) -> None:
+    """Another node replaced the version in place, and removed its own: no commit names the first."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        store.give("d/f", b"first")
+        assert await one.names("d") == await two.names("d") == ["f"]
+        handle = await one.open("d/f", os.O_RDWR)
+        await one.fs.write(handle, 0, b"newer")
+        await rewrite(two, "d/f", b"second")
+        await two.unlink("d/f")
+        await two.fs.sync_names()
+        if is_deleted:
+            store.take("d/f")
+        await one.poll()
+        clock.advance(2 * TTL_S)
+        assert await one.names("d") == ["f"]
+        await one.rename("d", "e")
+        await two.poll()
+        clock.advance(2 * TTL_S)
+        assert await two.tree() == {"e": None}
+        assert await one.read("e/f") == b"newer"
+
+
 async def test_version_that_is_packed_while_another_node_renames_its_directory_goes_along(tmp_path: Path) -> None:
     """The rename is the earlier commit, of which the writer hears while its own is on its way: under the old name this
     says what belongs to the new one."""

@@ -265,9 +265,16 @@ class DirectoryMerge:
         if entry.is_dir:
             self._directory_vanished(batch, entry)
             return
-        if self._keep(entry) or not _needs_object(entry):
-            return
-        self._drop(batch, entry)
+        if _needs_object(entry):
+            self._drop_version(batch, entry)
+
+    def _drop_version(self, batch: Batch, entry: Entry) -> None:
+        """The plain object that a file was is not there any more. What is being written here goes on as a file that is
+        nowhere else: no commit may name that object."""
+        if not self._keep(entry):
+            self._drop(batch, entry)
+        elif entry.is_plain:
+            self._tree.update(batch, msgspec.structs.replace(entry, flags=entry.flags | Flag.LOCAL, etag="", stamp=0))
 
     def _drop(self, batch: Batch, entry: Entry) -> None:
         self._tree.remove(batch, entry)
@@ -355,8 +362,8 @@ class DirectoryMerge:
 
     def _gone(self, batch: Batch, entry: Entry) -> None:
         """What lies at the key of a file counts as removed: the plain object that the file was is not there."""
-        if entry.is_plain and not self._keep(entry):
-            self._drop(batch, entry)
+        if entry.is_plain:
+            self._drop_version(batch, entry)
 
     def _is_removed(self, name: bytes, meta: ObjectMeta, known: Entry | None = None) -> bool:
         """An object counts as removed. Where a commit says that the name is the object at its key, only one that a
