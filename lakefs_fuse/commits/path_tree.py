@@ -371,10 +371,10 @@ def _free_from_keys(paths: PathTree, source: str, own: bool) -> None:
         ]
         batch = Batch()
         tree.update_files(batch, changes)
-        tombstones = zip(hiding, tree.tombstones.get_many([path for path, _ in hiding]), strict=True)
-        tree.tombstones.write(
-            batch, {path: bury(tombstone, etag=found.etag, at=found.stamp) for (path, found), tombstone in tombstones}
-        )
+        if hiding:
+            tombstones = zip(hiding, tree.tombstones.get_many([path for path, _ in hiding]), strict=True)
+            buried = {path: bury(known, etag=found.etag, at=found.stamp) for (path, found), known in tombstones}
+            tree.tombstones.write(batch, buried)
         paths.database.commit(batch)
         if relocated:
             paths.watcher.relocated(relocated)
