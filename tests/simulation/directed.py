@@ -224,11 +224,9 @@ def removed_and_stored_again(do: Script) -> None:
     write = do.new(f, PLAIN)
     at_s = do.prepare(do.rng.choice([a, b]), write)
     do.do(at_s, a, plans.Unlink(path=f))
-    who = do.rng.choice([a, a, b])
+    who = do.rng.choice([a, b])
     is_same = who == a or do.rng.random() < 0.5
-    # Equal bytes that are stored before the deletion count as what is deleted: see `equal_bytes`.
-    earliest_s = 1.0 if who == a or not is_same else 4.5
-    do.do(at_s + do.between(earliest_s, earliest_s + 2.5), who, write if is_same else do.new(f, PLAIN))
+    do.do(at_s + do.between(0.3, 5.5), who, write if is_same else do.new(f, PLAIN))
 
 
 def rename_takes_along(do: Script) -> None:
@@ -296,17 +294,22 @@ def refused_pack(do: Script) -> None:
     do.do(at_s, a, do.new(do.name("g"), PACKED))
 
 
-def unanswered_rename(do: Script) -> None:
-    """A renames the plain object f to g: the store has the commit, but no answer reaches A until it gives up. Then A
-    replaces f in place, before it polls."""
+def unanswered_commit(do: Script) -> None:
+    """A renames the plain object f to g, or packs a new file g: the store has the commit, but no answer reaches A until
+    it gives up. Then A replaces, removes or renames the file, before it polls."""
     a, *_ = do.actors()
-    f, g = do.name("f"), do.name("g")
+    f, g, h = do.name("f"), do.name("g"), do.name("h")
     do.prepare(a, do.new(f, PLAIN))
     at_s = do.between(0.1, 1.2)  # what it has listed will do
     kinds = ("put", "head", "list", "get")
     do.do(at_s - 0.001, a, plans.Storm(seconds=RETRY_S + do.between(10.0, 45.0), lost_answer=1.0, kinds=kinds))
-    do.do(at_s, a, plans.Rename(old=f, new=g))
-    do.do(at_s + 0.1, a, do.new(f, PLAIN))
+    pairs: list[tuple[plans.AnyOp, list[plans.AnyOp]]] = [
+        (plans.Rename(old=f, new=g), [do.new(f, PLAIN)]),
+        (do.new(g, PACKED), [do.new(g, PACKED), plans.Unlink(path=g), plans.Rename(old=g, new=h)]),
+    ]
+    first, seconds = do.rng.choice(pairs)
+    do.do(at_s, a, first)
+    do.do(at_s + 0.1, a, do.rng.choice(seconds))
 
 
 def unanswered_creation(do: Script) -> None:
@@ -391,6 +394,20 @@ def repeated_deletion(do: Script) -> None:
     do.quiet_s = 45.0
 
 
+def stored_during_the_deletion(do: Script) -> None:
+    """A removes the plain object f; when its time has come, the DELETE is on its way for some seconds. B, which has
+    polled the removal, stores another new file f meanwhile."""
+    a, b, *_ = do.actors()
+    f = do.name("f")
+    at_s = do.prepare(a, do.new(f, PLAIN))
+    do.do(at_s, a, plans.Unlink(path=f))
+    deleted_s = at_s + DELETE_AFTER_S
+    slow_s = do.between(2.0, 6.0)
+    do.slow(deleted_s - 1.0, a, 6.0, slow_s, "delete")
+    do.do(deleted_s + do.between(0.0, 2.0 + slow_s), b, do.new(f, PLAIN))
+    do.quiet_s = 30.0
+
+
 def removed_while_it_is_renamed(do: Script) -> None:
     """A removes the plain object f, or replaces it under another name, and B renames f, of which neither has polled the
     other's: the object has a name when its time has come."""
@@ -438,13 +455,15 @@ CLOSE: tuple[Scenario, ...] = (
     overtaken_commit, turns_within_a_second, listed_before_polled, closed_during_a_list, closed_during_a_question,
     copy_meets_a_change, object_returns_to_its_key, pack_under_the_old_name, removed_and_stored_again,
     removal_after_a_return, rename_takes_along, replaced_while_open, gc_after_a_rename, removed_then_packed,
-    refused_pack, unanswered_rename, unanswered_creation, late_commit, death_after_a_commit,
-    removed_while_it_is_packed, replaced_while_removed, old_key_is_taken, repeated_deletion,
+    refused_pack, unanswered_commit, unanswered_creation, late_commit, death_after_a_commit,
+    removed_while_it_is_packed, replaced_while_removed, old_key_is_taken, repeated_deletion, stored_during_the_deletion,
     removed_while_it_is_renamed, grace_of_a_pack_that_was_named_again,
     gc_beside_renames,
 )  # fmt: skip
-OFTEN: dict[Scenario, int] = {overtaken_commit: 4, turns_within_a_second: 2, copy_meets_a_change: 5,
-                              removed_and_stored_again: 2, closed_during_a_question: 2}  # fmt: skip
+OFTEN: dict[Scenario, int] = {
+    overtaken_commit: 4, turns_within_a_second: 2, copy_meets_a_change: 5, removed_and_stored_again: 3,
+    closed_during_a_question: 2, unanswered_commit: 3,
+}  # fmt: skip
 
 # -- under write-back
 

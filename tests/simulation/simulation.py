@@ -1189,7 +1189,7 @@ class Simulation:
                     tree[path] = f"!{errno.errorcode.get(error.errno)} {error}".encode()
 
     async def _check_clean(self) -> None:
-        """Nothing is left over, on the nodes or in the store."""
+        """Nothing is left over on the nodes, and what was deleted in the end was no name's."""
         jumps = (step.op for part in self.plan.rounds for step in part.steps if isinstance(step.op, plans.ClockJump))
         late_s = sum(abs(jump.seconds) for jump in jumps)  # what is due by a clock that was set
         for node in self._nodes:
@@ -1200,6 +1200,7 @@ class Simulation:
         for node in self._nodes:
             if left := self._left_on(node):
                 raise Failed(f"{node.name} has not ended after {CLEAN_S_MAX:g} s: {left}")
+        await self._settle(COMPARISON_PAUSE_S)
 
     def _left_on(self, node: SimulatedNode) -> dict[str, int]:
         parts = node.lake.parts
