@@ -16,10 +16,11 @@ from xml.sax.saxutils import escape
 import pytest
 import urllib3
 from botocore.awsrequest import AWSResponse
+from botocore.loaders import JSONFileLoader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakefs_fuse.config import StoreConfig
+from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.environment.clock import SystemClock
 from lakefs_fuse.errors import (
     AccessDenied,
@@ -230,15 +231,27 @@ def test_an_upload_damaged_on_the_way_is_noticed(
     store.close()
 
 
+def test_connect_again_parses_no_service_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To find a lake takes a client for each level of its path."""
+    config = StoreConfig(source=Source("s3", "bucket", ""), endpoint_url="http://127.0.0.1:1", region="us-east-1")
+    connect(config, SystemClock())
+
+    def load_file(_loader: JSONFileLoader, path: str) -> object:
+        raise AssertionError(f"{path} is read again")
+
+    monkeypatch.setattr(JSONFileLoader, "load_file", load_file)
+    connect(config, SystemClock())
+
+
 def test_a_large_part_is_streamed(seaweed: Server, new_bucket: Callable[[Server], str], tmp_path: Path) -> None:
     store = opened(s3_config(seaweed, new_bucket(seaweed)))
     store.adapt(Capabilities(name="s3"))
     path = tmp_path / "sparse"
     with path.open("wb+") as file:
-        file.truncate(300 * MIB)
+        file.truncate(100 * MIB)
         upload_id = store.create_multipart("a")
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        store.upload_part("a", upload_id, 1, FileSlice(file.fileno(), 0, 300 * MIB))
+        store.upload_part("a", upload_id, 1, FileSlice(file.fileno(), 0, 100 * MIB))
         grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown_kib < 30 * 1024
     store.abort_multipart("a", upload_id)

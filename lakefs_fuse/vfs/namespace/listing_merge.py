@@ -26,7 +26,7 @@ import xxhash
 
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import PENDING, Entry, Flag
-from lakefs_fuse.meta.tombstones import NS
+from lakefs_fuse.meta.tombstones import NS, bury
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
@@ -466,8 +466,18 @@ class DirectoryMerge:
         renewed = self._tree.renew_inode(batch, fresh)
         if is_outside:
             self._outsiders.append(renewed)
+            self._bury_hidden(batch, entry)
         self._metrics.entries_changed += 1
         self._events.announce_name(self._directory, entry.name)
+
+
+    def _bury_hidden(self, batch: Batch, entry: Entry) -> None:
+        """What a file elsewhere hid stays gone where that is not the file any more: who puts those bytes there again
+        has to say so."""
+        if entry.etag:
+            path = self._prefix + entry.name
+            tombstone = bury(self._tree.tombstones.get(path), etag=entry.etag, at=entry.stamp)
+            self._tree.tombstones.write(batch, {path: tombstone})
 
 
 def _needs_object(entry: Entry) -> bool:
