@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
-
-import matplotlib as mpl
+from typing import TYPE_CHECKING, Any
 
 from scripts.bench import figures, verdict
 from scripts.bench.figures import Spread
 from scripts.bench.results import Results, WorkloadNote
 
-mpl.use("svg")
-
-from matplotlib import pyplot as plt  # after the backend is chosen
-from matplotlib.axes import Axes
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {"ours": "#1f6f8b", "mount": "#c97b2b", "client": "#8a8a8a", "disk": "#b9b9b9"}
 LOGARITHMIC_FROM = 40.0
@@ -64,6 +60,12 @@ def _write(axes: Axes, x: float, row: int, what: str, color: str = "black") -> N
 
 
 def _draw_one(found: Results, note: WorkloadNote, path: Path) -> None:
+    # Loaded here: it takes a second, and most of who imports this module draws nothing.
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt  # after the backend is chosen
+
     bars = _bars(found, note)
     medians = [spread.median for _, _, spread, _ in bars if spread is not None]
     logarithmic = bool(medians) and max(medians) > LOGARITHMIC_FROM * min(medians)
