@@ -20,10 +20,10 @@ from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Bucket, Lake, eventually, noise
 from tests.tiers import sized
 
-FILES = sized(40, 120)
+FILES = sized(16, 120)
 FILE_BYTES = 40_000
 REFRESH = ("--refresh", "0.3")
-ROUND_PAUSE_S = 0.05
+ROUND_PAUSE_S = sized(20, 5) / 100
 """A reader without a pause would take a core from what it is to run beside."""
 
 
@@ -151,6 +151,7 @@ def test_gc_gives_back_what_is_dead_while_a_mount_reads(s3: Lake, tmp_path: Path
     assert admin(s3, "fsck").returncode == 0
 
 
+@pytest.mark.long
 def test_fsck_finds_damage_and_names_the_files(s3: Lake, tmp_path: Path) -> None:
     ingest(s3, tmp_path)
     bucket = s3.outside

@@ -93,6 +93,7 @@ def test_an_epoch_after_a_restart(found: Results, peer: str) -> None:
     cost.calls_at_most(lookup=FILES + DIRECTORIES, open=FILES, read=FILES, flush=FILES, release=FILES)
 
 
+@pytest.mark.long  # `mount/test_immutable.py` counts upcalls of one
 def test_epochs_of_an_immutable_mount(found: Results) -> None:
     first = Cost(found, FIRST_EPOCH, "lakefs immutable")
     first.asks_at_most(get=FILES)

@@ -267,7 +267,7 @@ def test_nothing_follows_the_end() -> None:
 # -- beyond what ZIP could do at first
 
 
-@pytest.mark.integration  # takes seconds
+@pytest.mark.long
 def test_more_files_than_16_bits_count(tmp_path: Path) -> None:
     path = tmp_path / "many.zip"
     with path.open("wb") as file:
@@ -281,7 +281,7 @@ def test_more_files_than_16_bits_count(tmp_path: Path) -> None:
         assert pack.read("65999") == b"65999"
 
 
-@pytest.mark.parametrize("members", [65_533, 65_534, 65_535])
+@pytest.mark.parametrize("members", [pytest.param(65_533, marks=pytest.mark.long), 65_534, 65_535])
 def test_zip64_begins_where_it_must(members: int) -> None:
     data = build([member("a")] * members, fixed(RECORD))
     assert (b"PK\x06\x06" in data[-200:]) == (members + 1 >= 65_535)

@@ -194,6 +194,7 @@ async def test_it_reads_every_byte_about_once() -> None:
     assert sum(end - start for start, end in asked) < 1.1 * len(data)
 
 
+@pytest.mark.long
 async def test_zip64() -> None:
     pieces: list[Buffer] = []
     builder = ArchiveBuilder(pieces.append)

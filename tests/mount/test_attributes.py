@@ -90,7 +90,7 @@ def test_attributes_of_a_file_of_several_parts(either: Lake) -> None:
     assert file.read_bytes() == data
 
 
-@pytest.mark.parametrize("store", ["file", "moto", "seaweedfs"])
+@pytest.mark.parametrize("store", ["file", pytest.param("moto", marks=pytest.mark.long), "seaweedfs"])
 def test_attributes_of_a_directory_survive(make_lake: LakeMaker, store: str) -> None:
     """On any store, and shown without being asked for."""
     lake = make_lake(store).mount()
@@ -153,6 +153,7 @@ def test_attributes_of_what_was_written_here_are_never_asked_for(either: Lake) -
     assert either.number("store.requests.head") == START_HEADS
 
 
+@pytest.mark.long
 def test_cp_of_a_source_tree(either: Lake, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(SOURCES, tree / "package", ignore=shutil.ignore_patterns("__pycache__", "*.so"))

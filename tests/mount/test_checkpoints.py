@@ -115,6 +115,7 @@ def test_listing_and_the_newest(s3: Lake) -> None:
     assert "has no complete checkpoint" in none.stderr
 
 
+@pytest.mark.long
 def test_verifying_reads_the_store(s3: Lake) -> None:
     ckpt = s3.path / "ckpt"
     (ckpt / "step1").mkdir(parents=True)
@@ -175,6 +176,7 @@ def test_verifying_by_lists_of_sums_and_of_shards(s3: Lake) -> None:
     assert "missing" in bad["gone.safetensors"]
 
 
+@pytest.mark.long
 def test_verifying_packed_files_and_renamed_ones(make_lake: LakeMaker) -> None:
     lake = make_lake("seaweedfs", "--pack", "always").mount()
     ckpt = lake.path / "ckpt"
@@ -193,6 +195,7 @@ def test_verifying_packed_files_and_renamed_ones(make_lake: LakeMaker) -> None:
     assert {item["path"] for item in problems(found, "step1")} >= {"b.bin"}
 
 
+@pytest.mark.long
 def test_a_store_that_keeps_no_sums(lake: Lake) -> None:
     """A local directory: what a file does not bring itself cannot be proven, which is said and not guessed."""
     ckpt = lake.path / "ckpt"
@@ -256,6 +259,7 @@ def keeping(make_lake: LakeMaker, tmp_path: Path) -> Lake:
     return make_lake("seaweedfs", "--rules", str(rules), "--cache-size", "64MiB", "--pack", "never")
 
 
+@pytest.mark.long
 def test_the_newest_checkpoint_outlives_a_full_cache_and_a_remount(keeping: Lake) -> None:
     keeping.mount()
     ckpt, data = keeping.path / "ckpt", keeping.path / "data"

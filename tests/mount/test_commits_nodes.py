@@ -130,7 +130,7 @@ def test_two_nodes_settle_on_one_tree(make_lake: LakeMaker, tmp_path: Path, pack
     assert {path: text for path, text in here.items() if text is not None} == as_the_format_says(lake)
 
 
-@pytest.mark.parametrize("size", [40_000, 40 << 20])
+@pytest.mark.parametrize("size", [40_000, pytest.param(40 << 20, marks=pytest.mark.long)])
 def test_temporary_name_that_two_nodes_use_at_once_costs_no_bytes(
     make_lake: LakeMaker, tmp_path: Path, size: int
 ) -> None:
@@ -156,6 +156,7 @@ def settled(node: Lake) -> dict[str, str | None] | str:
         return repr(error)
 
 
+@pytest.mark.long
 def test_a_daemon_killed_around_a_rename(make_lake: LakeMaker, tmp_path: Path) -> None:
     """Before, in the midst of, or after: others see all of the old names or all of the new ones."""
     lake = make_lake("seaweedfs", "--refresh", "0.2", "--pack", "always").mount()

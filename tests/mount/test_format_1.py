@@ -46,6 +46,7 @@ def test_lake_of_format_1_is_shown_as_it_was(kept_lake: Lake) -> None:
     assert format_1_files.read_names(kept_lake.path) == format_1_files.expected("shown.json")
 
 
+@pytest.mark.long
 def test_lake_of_format_1_is_written(kept_lake: Lake) -> None:
     kept_lake.mount()
     root = kept_lake.path

@@ -251,7 +251,9 @@ def test_while_the_store_is_away_it_is_tried_again(supervised: Lake) -> None:
 OPTIONS = {"umount": ["--timeout", "2s"], "lazy": ["--lazy"], "waits": []}
 
 
-@pytest.mark.parametrize("how", ["umount", "lazy", "waits", "plainly"])
+@pytest.mark.parametrize(
+    "how", ["umount", "lazy", *(pytest.param(how, marks=pytest.mark.long) for how in ("waits", "plainly"))]
+)
 def test_unmounting_between_two_lives(supervised: Lake, how: str) -> None:
     (supervised.path / "file").write_text("here")
     supervisor = supervisor_of(supervised)
@@ -276,6 +278,7 @@ def test_unmounting_between_two_lives(supervised: Lake, how: str) -> None:
     supervised.umount()
 
 
+@pytest.mark.long
 def test_an_ordinary_users_mount_comes_back_too(dev_fuse: Path) -> None:
     with other_user() as user:
         directory = user.directory / "lake-supervised"

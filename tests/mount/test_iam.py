@@ -161,6 +161,7 @@ def collect(lake: Lake) -> tuple[int, str, dict[str, int]]:
     return done.returncode, done.stderr, json.loads(done.stdout) if done.stdout else {}
 
 
+@pytest.mark.long  # which runs seven commands
 def test_policy_writer_may_not_collect_garbage_and_maintainer_may(checked: Guarded) -> None:
     lake = checked.lake("--pack", "always")
     try:

@@ -273,6 +273,7 @@ def test_refresh_shows_what_commits_changed(make_lake: LakeMaker, tmp_path: Path
         assert not (still.path / "old").exists()
 
 
+@pytest.mark.long
 @pytest.mark.needs_root("an ordinary user mounts in a mount only where that one has --allow-other")
 def test_it_goes_with_the_mount_that_it_lies_in(make_lake: LakeMaker) -> None:
     lake = make_lake("file", "--supervise")

@@ -1,6 +1,6 @@
 """Mounts that start from an index: `lakefs-fuse snapshot`, and the cost of a fresh node's first listing.
 
-LAKEFS_TEST_INDEXED_FILES (default 4000) raises the size.
+LAKEFS_TEST_INDEXED_FILES (default 4000; 2000 in `make test`) raises the size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lakefs_fuse.commits.record import THIS, Operation, Put, Record, Remove, enc
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, noise, scale
 
-FILES = scale("INDEXED_FILES", 4000)
+FILES = scale("INDEXED_FILES", 4000, short=2000)
 DIRECTORIES = max(10, FILES // 1000)
 PACKS = max(8, FILES // 12_500)
 WRITER = "0badcafe"

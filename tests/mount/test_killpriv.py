@@ -118,7 +118,7 @@ def test_who_may_not_keep_privileges_drops_them(make_lake: LakeMaker) -> None:
 
 
 @ROOT
-@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("durability", ["close", pytest.param("writeback", marks=pytest.mark.long)])
 @pytest.mark.usefixtures("with_hooks")
 def test_new_files_lose_privileges_with_the_first_write(make_lake: LakeMaker, durability: str) -> None:
     lake = make_lake("file", "--allow-other", "--durability", durability, *KEEP).mount()

@@ -11,6 +11,8 @@ import shutil
 import time
 from pathlib import Path
 
+import pytest
+
 from lakefs_fuse.commits.archive import Member, build, commit_key
 from lakefs_fuse.commits.record import THIS, Put, Record, encode
 from scripts.measure_names import make_lake as make_names
@@ -140,6 +142,7 @@ def resident_after_find(make_lake: LakeMaker, names: int) -> tuple[int, int]:
     return rss, rss - cached
 
 
+@pytest.mark.long
 def test_names_do_not_stay_in_memory(make_lake: LakeMaker) -> None:
     _, few = resident_after_find(make_lake, FOUND // 10)
     rss, many = resident_after_find(make_lake, FOUND)

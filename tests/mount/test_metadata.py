@@ -24,7 +24,7 @@ RSS_BYTES_MAX = 250 * MIB
 
 def fill(lake: Lake) -> set[str]:
     """The objects of a data set, put there by somebody else; fewer where each is a request."""
-    objects = OBJECTS if isinstance(lake.outside, Directory) else OBJECTS // 5
+    objects = OBJECTS if isinstance(lake.outside, Directory) else OBJECTS // 10
     names = {f"class-{index % DIRECTORIES:04d}/image-{index:07d}.jpg" for index in range(objects)}
     if isinstance(lake.outside, Directory):
         for index in range(DIRECTORIES):
@@ -200,7 +200,7 @@ def test_a_directory_appears_as_its_first_page_arrives(
     """Behind a store that holds back every page but the first; then the rest comes, and nothing twice."""
     server, controls = faults
     lake = make_lake("seaweedfs", "--metadata-ttl", "1h", "--refresh", "1h", through=server)
-    names = {f"image-{index:07d}.jpg" for index in range(1300)}
+    names = {f"image-{index:07d}.jpg" for index in range(1020)}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: lake.outside.replace(f"d/{name}", b"x"), names))
     lake.mount()

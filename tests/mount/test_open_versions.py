@@ -118,6 +118,7 @@ def test_a_shorter_version_and_none_at_all(brief: Lake) -> None:
         os.close(fd)
 
 
+@pytest.mark.long
 def test_replaced_while_it_is_read_again_and_again(brief: Lake) -> None:
     """Every whole read is of one version or fails, whenever the replacement came."""
     for round_ in range(6):

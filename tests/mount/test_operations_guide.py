@@ -123,6 +123,7 @@ def test_the_commands_about_write_back(terminal: Terminal) -> None:
     assert (terminal.point / "ckpt" / "a.pt").read_bytes() == ours
 
 
+@pytest.mark.long
 def test_the_commands_about_unmounting(terminal: Terminal) -> None:
     typed = commands(section("operations.md", "Unmounting"))
     assert len(typed) == 3
@@ -135,6 +136,7 @@ def test_the_commands_about_unmounting(terminal: Terminal) -> None:
         terminal.unmount()
 
 
+@pytest.mark.long
 @pytest.mark.needs_root("an ordinary user mounts in a mount only where that one has --allow-other")
 def test_the_commands_about_a_dataset_that_stays(terminal: Terminal) -> None:
     images = terminal.point / "datasets" / "images"

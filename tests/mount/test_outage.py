@@ -181,7 +181,8 @@ def test_a_store_that_does_not_answer(apart: tuple[Lake, Faults], stoppable: Sto
         assert (lake.path / "ckpt" / f"save{number}").read_bytes() == saves.data(number)
 
 
-@pytest.mark.parametrize("kind", ["forbid", pytest.param("slow_down", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["forbid", "slow_down"])
 def test_a_store_that_says_no_for_a_while(make_lake: LakeMaker, faults: tuple[Server, Faults], kind: str) -> None:
     """403 (a key that was rotated), 503 SlowDown: everything waits, nothing fails."""
     lake = make_lake("seaweedfs", *OPTIONS, through=faults[0]).mount()
@@ -382,6 +383,7 @@ def test_the_staging_disk_fails(make_lake: LakeMaker) -> None:
     assert (lake.path / "f").read_bytes() == noise(2 * MIB, 3)
 
 
+@pytest.mark.long
 def test_names_are_changed_while_the_store_is_away(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:
     """Whatever a training script does around a checkpoint works; renaming a directory with files that are not in the
     store yet waits for them."""

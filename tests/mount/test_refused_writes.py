@@ -81,6 +81,7 @@ def abort(lake: Lake, orphan: str) -> None:
     assert lake.unfinished() == []
 
 
+@pytest.mark.long
 def test_shuffled_pieces_beyond_staging_are_not_published(make_lake: LakeMaker) -> None:
     lake = make_lake("file", *SMALL_STAGING, "--durability", "writeback").mount()
     path = lake.path / "f"
@@ -148,6 +149,7 @@ def test_range_written_again_is_published(make_lake: LakeMaker) -> None:
     assert lake.number("dirty.files") == 0
 
 
+@pytest.mark.long
 def test_uploads_forbidden_in_the_middle_are_not_published(make_lake: LakeMaker, faults: tuple[Server, Faults]) -> None:
     """Nothing of it is shown; written again whole, it is stored."""
     lake = make_lake("seaweedfs", *SMALL_STAGING, through=faults[0]).mount()
@@ -168,7 +170,7 @@ def test_uploads_forbidden_in_the_middle_are_not_published(make_lake: LakeMaker,
     assert lake.outside.uploads() == []
 
 
-@pytest.mark.parametrize("durability", ["close", "writeback"])
+@pytest.mark.parametrize("durability", ["close", pytest.param("writeback", marks=pytest.mark.long)])
 def test_full_disk_is_not_published(make_lake: LakeMaker, small_disk: Disk, durability: str) -> None:  # noqa: F811
     """There may be no room for a journal record either."""
     lake = make_lake("file", "--staging-timeout", "1s", "--durability", durability)

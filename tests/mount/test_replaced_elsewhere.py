@@ -87,7 +87,7 @@ def test_tail_of_a_log_that_another_node_appends_to_shows_every_line(writer: Lak
         assert "Stale" not in shown.read_text()
 
 
-@pytest.mark.parametrize("opened", [0, 1, 2])
+@pytest.mark.parametrize("opened", [0, pytest.param(1, marks=pytest.mark.long), 2])
 def test_mtime_set_elsewhere_is_seen_once_the_file_is_closed(make_lake: LakeMaker, tmp_path: Path, opened: int) -> None:
     """Handles but the first are opened without asking the daemon."""
     lake = make_lake("seaweedfs", "--refresh", "0.2").mount()

@@ -34,6 +34,7 @@ FIO_JOBS = {
 }
 
 
+@pytest.mark.long
 def test_fio_verifies(either: Lake) -> None:
     """Written, read back and checked at once, and again by a mount with an empty cache."""
     common = [f"--size={FIO_MIB}M", "--direct=0", "--fallocate=none", "--end_fsync=1"]
@@ -135,7 +136,7 @@ def test_shell_tools_and_editor_writes(lake: Lake) -> None:
     assert lake.outside.read("numbers") == lake.outside.read("installed")
 
 
-@pytest.mark.parametrize("mode", ["memory", "delete", "truncate"])
+@pytest.mark.parametrize("mode", ["memory", pytest.param("delete", marks=pytest.mark.long), "truncate"])
 def test_sqlite(lake: Lake, mode: str) -> None:
     """Random access, locks and fsync of a real database, and journals that come and go."""
     script = (

@@ -114,7 +114,7 @@ def test_a_large_sparse_file(here: Place) -> None:
 def test_a_file_larger_than_staging(make_lake: LakeMaker) -> None:
     """The writer waits for uploads; it neither fails nor fills the disk."""
     lake = make_lake("seaweedfs", "--staging-size", "160M", "--uploads", "2").mount()
-    pieces, piece = 16, 16 * MIB
+    pieces, piece = 12, 16 * MIB
     fd = os.open(lake.path / "f", os.O_CREAT | os.O_WRONLY, 0o644)
     for index in range(pieces):
         os.write(fd, noise(1024, index) * (piece // 1024))

@@ -87,6 +87,7 @@ def test_a_mountpoint_of_somebody_else_is_refused(theirs: Lake, user: User) -> N
     assert refused.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_the_kernel_remembers_an_ordinary_users_mounts_too(theirs: Lake, user: User) -> None:
     """But reads ahead as it likes: more takes root."""
     theirs.outside.replace("d/f", b"hello\n")

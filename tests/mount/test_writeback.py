@@ -35,6 +35,7 @@ from tests.mount.writeback_lakes import (
     written_back,
 )
 from tests.servers import Server
+from tests.tiers import sized
 
 LARGE_BYTES = 2 * PART_BYTES + 4321
 CLOSE_S_MAX = 8.0
@@ -157,7 +158,7 @@ def test_a_file_that_the_store_refuses(back: Lake, faults: tuple[Server, Faults]
     assert back.outside.read("refused") == noise(2 * MIB, 1)
 
 
-@pytest.mark.parametrize("how", ["fsync", "sync DIR", "flush", "umount"])
+@pytest.mark.parametrize("how", ["fsync", "sync DIR", pytest.param("flush", marks=pytest.mark.long), "umount"])
 def test_what_always_reaches_the_store(make_lake: LakeMaker, how: str) -> None:
     """… long before it would go by itself."""
     lake = make_lake("seaweedfs", *OPTIONS, "--writeback-delay", "10m").mount()
@@ -266,7 +267,7 @@ def test_others_see_files_whole_and_in_order(
     lake = make_lake("seaweedfs", *OPTIONS, "--pack", "never", through=faults[0]).mount()
     faults[1].bytes_s_max = 40 * MIB
     shards = {f"rank{rank}": noise(MIB + rank * PART_BYTES, rank) for rank in range(3)}
-    steps = [f"step{number}" for number in range(3)]
+    steps = [f"step{number}" for number in range(sized(2, 3))]
     stop, wrong = threading.Event(), list[str]()
 
     def watch() -> None:
@@ -297,6 +298,7 @@ def test_others_see_files_whole_and_in_order(
     assert wrong == []
 
 
+@pytest.mark.long
 def test_removals_and_renames_come_after_what_was_accepted(
     back: Lake, faults: tuple[Server, Faults], tmp_path: Path
 ) -> None:
@@ -388,7 +390,9 @@ def test_killed_and_mounted_again(back: Lake, faults: tuple[Server, Faults]) -> 
     assert os.getxattr(back.path / "ckpt" / "small", "user.note") == b"hello"
 
 
-@pytest.mark.parametrize("size", [40_000, LARGE_BYTES], ids=["small", "parts"])
+@pytest.mark.parametrize(
+    "size", [pytest.param(40_000, id="small"), pytest.param(LARGE_BYTES, id="parts", marks=pytest.mark.long)]
+)
 def test_a_newer_version_of_somebody_else(back: Lake, faults: tuple[Server, Faults], tmp_path: Path, size: int) -> None:
     """A node died with an accepted file, and another node stored that name meanwhile: both are kept, and it is said."""
     (back.path / "model").write_bytes(b"the version before")

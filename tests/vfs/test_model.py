@@ -110,7 +110,7 @@ preludes = st.sampled_from(
 
 
 @pytest.mark.usefixtures("small_parts_may_be_copied")
-@searched(200)
+@searched(80)
 @given(preludes, st.lists(operations, min_size=15, max_size=60), st.booleans(), st.sampled_from(("auto", "always")))
 def test_a_lake_is_a_directory(prelude: list[Operation], sequence: list[Operation], in_memory: bool, pack: str) -> None:
     os.umask(0o022)

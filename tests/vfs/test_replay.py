@@ -166,7 +166,10 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize(("point", "count", "pack"), POINTS)
+@pytest.mark.parametrize(
+    ("point", "count", "pack"),
+    [pytest.param(*each, marks=pytest.mark.long) if each[1] > 1 and each[2] == "always" else each for each in POINTS],
+)
 async def test_nothing_accepted_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, count: int, pack: str
 ) -> None:

@@ -470,7 +470,6 @@ class DirectoryMerge:
         self._metrics.entries_changed += 1
         self._events.announce_name(self._directory, entry.name)
 
-
     def _bury_hidden(self, batch: Batch, entry: Entry) -> None:
         """What a file elsewhere hid stays gone where that is not the file any more: who puts those bytes there again
         has to say so."""
