@@ -328,7 +328,7 @@ class Application:
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
 
     def _is_ended(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
-        """By a later removal: any file elsewhere, but of plain objects only the one that it names, if it is still there."""
+        """By a later removal: any file elsewhere, but of plain objects only the one that it names, unless put again."""
         if not isinstance(step.operation, Put) or step.operation.object != OWN:
             return tombstone.stamp > self._stamp
         is_there = self._outdated.get(step.operation.path) != etag
@@ -528,9 +528,9 @@ class Application:
                 self._bury(step, etag=operation.hides, at=self._when_ended(step.tombstone.floor))
             elif step.tombstone is not None and self._is_just_removed(step):
                 self._show_others(step, step.tombstone, operation.hides)
-            elif step.tombstone is not None and (gone := step.tombstone.when_gone(operation.hides)):
-                if step.current is None or step.current.etag != operation.hides:
-                    self._end_older(step, min(gone, self._stamp))
+            elif step.current is None or step.current.etag != operation.hides:
+                gone = 0 if step.tombstone is None else step.tombstone.when_gone(operation.hides)
+                self._end_older(step, min(gone, self._stamp))
             return
         place = self._place(operation.path, operation.object, operation.offset, operation.size, operation.hides)
         said = operation.mode != UNSET or operation.uid != UNSET or operation.gid != UNSET

@@ -116,7 +116,9 @@ class Views:
         """The rename was of another version, of which one or the other is not the object at its own key: the later
         commit wins, or both are there (SEMANTICS)."""
         return any(
-            removal.operation == operation and version not in removal.named and not (version.is_plain and removal.is_plain)
+            removal.operation == operation
+            and version not in removal.named
+            and not (version.is_plain and removal.is_plain)
             for removal in self._oracle.removals.get(path, ())
         )
 
