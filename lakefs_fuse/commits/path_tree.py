@@ -310,7 +310,7 @@ def _is_covered(
                 or (tombstone is not None and tombstone.newest > stamp)
             ):
                 return False
-            if found.is_plain and found.stamp:
+            if found.stamp and found.is_plain:
                 stamps[before] = found.stamp
     return True
 
