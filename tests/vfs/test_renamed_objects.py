@@ -521,3 +521,44 @@ async def test_file_that_is_stored_while_its_directory_is_renamed_goes_along(tmp
         assert await one.tree() == {"e": None, "e/f": b"second"}
     async with lake(store, tmp_path / "fresh") as fresh:
         assert await fresh.tree() == {"e": None, "e/f": b"second"}
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+async def test_listing_of_a_directory_that_another_node_renames_meanwhile_is_of_its_old_path(
+    tmp_path: Path, is_whole: bool
+) -> None:
+    """A third node, which has not heard of the rename, has written to the old path when the store answers."""
+    store, clock = MemoryStore(), Clock()
+    pause = Pause(lambda request: request.what == "list" and request.key.startswith("d/"))
+    async with (
+        two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two),
+        lake(store, tmp_path / "three", clock=clock, pack="never") as three,
+    ):
+        await one.mkdir("d")
+        await one.write("d/f", b"first")
+        await one.setattr("d/f", mode=0o600)
+        await one.sync()
+        for node in (two, three):
+            await node.poll()
+            assert await node.names("d") == ["f"]
+        directory = (await two.found("d")).inode
+        clock.advance(TTL_S + 1)
+        async with trio.open_nursery() as nursery:
+            store.hook = pause
+            if is_whole:
+                nursery.start_soon(two.fs.namespace.ensure_listed, directory)
+            else:
+                nursery.start_soon(two.fs.namespace.lookup, directory, b"f")
+            await reached(pause.reached)
+            store.hook = lambda _request, _when: None
+            await one.rename("d", "e")
+            await one.sync()
+            await rewrite(three, "d/f", b"second")
+            await two.poll()
+            pause.resume()
+        await two.sync()
+        await three.poll()
+        await until_shown(three, "e/f", b"second")
+        for node in (one, two):
+            await node.poll()
+            assert await node.tree() == {"e": None, "e/f": b"second"}

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
-import trio
 import xxhash
 
 from lakefs_fuse.meta.database import Batch
@@ -89,7 +88,8 @@ def _sort_in(names: PageNames, directory: int, component: str, meta: ObjectMeta 
 
 
 class DirectoryMerge:
-    """The merge of one directory. `apply` pages in order, then `finish`; or `apply_one` for a single name."""
+    """The merge of one directory. `apply` pages in order, then `remove_missing` and `complete`; or `apply_one` for a
+    single name."""
 
     def __init__(
         self,
@@ -170,14 +170,8 @@ class DirectoryMerge:
         """Of some name below the directory is known that a commit removed it."""
         return next(self._tree.tombstones.below(self._prefix), None) is not None
 
-    async def finish(self) -> Listing:
-        """What no page brought is gone; the directory is listed as of the time the merge began."""
-        for _ in self.remove_missing():
-            await trio.lowlevel.checkpoint()
-        return self.complete()
-
     def remove_missing(self) -> Iterator[None]:
-        """The first half of `finish`, in steps of some milliseconds."""
+        """What no page brought is gone. In steps of some milliseconds."""
         seen = iter(sorted(self._seen))
         next_seen = next(seen, None)
         for some in self._tree.needing_object(self._directory, self.first_cookie):
@@ -192,7 +186,7 @@ class DirectoryMerge:
             yield
 
     def complete(self) -> Listing:
-        """The second half."""
+        """The directory is listed as of the time the merge began. `remove_missing` comes before."""
         batch = Batch()
         for name in [name for name in self._shadowed if self._tree.named(self._directory, name + b"/") is None]:
             self._merge(batch, Found(name, self._shadowed.pop(name)))

@@ -327,11 +327,12 @@ class Namespace:
                     found.append(Found(name + b"/", None))
             if page.next_token is not None and not self._client.capabilities.sorted_listing:
                 found += await self._head_if_missing(found, name, key)
-        if self.tree.path(directory) is None:
-            raise FileError(errno.ESTALE)
+        if self._is_moved(directory, prefix):
+            await self._ask_for_name(directory, name, component)
+            return
         merge = self._merge(directory, flight)
         merge.apply_one(name, found)
-        await self._look_below_ghosts(merge, prefix)
+        await self._look_below_ghosts(merge, directory, prefix)
         self._remember_answer(directory, name, asked_ns)
 
     async def _head_if_missing(self, found: list[Found], name: bytes, key: str) -> list[Found]:
@@ -411,13 +412,17 @@ class Namespace:
             flight.end()
 
     async def _list(self, directory: int, flight: Flight) -> None:
-        prefix = self.prefix(directory)
+        while not await self._list_below(directory, self.prefix(directory), flight):
+            pass
+
+    async def _list_below(self, directory: int, prefix: str, flight: Flight) -> bool:
+        """Whether all that was found is below the directory still: it may be renamed meanwhile."""
         is_deep = _is_long(prefix + "x" * NAME_BYTES_MAX)
         merge = flight.merge = self._merge(directory, flight)
 
         def take(page: ListPage) -> None:
-            if self.tree.path(directory) is None:
-                raise FileError(errno.ESTALE)
+            if self._is_moved(directory, prefix):
+                return
             merge.apply(read_page(page, directory, prefix))
             if is_deep and (long := next((each.key for each in page.objects if _is_long(each.key)), None)):
                 self._tell_of_long(long)
@@ -426,23 +431,36 @@ class Namespace:
         pages = ParallelList(self._client, prefix, take)
         flight.progress = pages.progress
         if not await pages.run(goes_on=lambda: flight.is_wanted):
-            return
-        await self._look_below_ghosts(merge, prefix)
-        if self.tree.path(directory) is None:
-            raise FileError(errno.ESTALE)
-        await merge.finish()
+            return True
+        await self._look_below_ghosts(merge, directory, prefix)
+        if self._is_moved(directory, prefix):
+            return False
+        for _ in merge.remove_missing():
+            await trio.lowlevel.checkpoint()
+            if self._is_moved(directory, prefix):
+                return False
+        merge.complete()
         if flight.is_stale:
             batch = Batch()
             self.tree.forget_listing(batch, directory)
             self._db.commit(batch)
         self._asked.pop(directory, None)
+        return True
 
-    async def _look_below_ghosts(self, merge: DirectoryMerge, prefix: str) -> None:
+    def _is_moved(self, directory: int, prefix: str) -> bool:
+        """The directory is not the one at this path any more. Raises FileError(ESTALE) if it is gone."""
+        if self.tree.path(directory) is None:
+            raise FileError(errno.ESTALE)
+        return self.prefix(directory) != prefix
+
+    async def _look_below_ghosts(self, merge: DirectoryMerge, directory: int, prefix: str) -> None:
         for name in merge.ghosts:
             below = prefix + name.decode("utf-8", "surrogatepass") + "/"
             token: str | None = None
             while True:
                 page = await self._client.list_page(below, token=token)
+                if self._is_moved(directory, prefix):
+                    return
                 token = page.next_token
                 if any(not self._is_removed(meta) for meta in page.objects):
                     merge.add_directory(name)

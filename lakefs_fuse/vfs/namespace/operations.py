@@ -9,7 +9,7 @@ import msgspec
 
 from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.record import ANY, OWN, Mkdir, ObjectRef, Operation, Put, Remove, SetAttr, Symlink
-from lakefs_fuse.meta.entry import NO_OBJECT, Entry, Flag
+from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.meta.tree import Tree
 
@@ -154,11 +154,15 @@ class ChangeBuilder:
 
 
 def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None:
-    """The plain object at ``key`` with this ETag is not the file of that name, and is not shown there."""
-    above, _, name = key.encode("utf-8", "surrogatepass").rpartition(b"/")
+    """The plain object at ``key`` with this ETag is not the file of that name, and is not shown there. A removal of a
+    file elsewhere that no commit tells of yet is told with it: this is sent ahead, in place of that."""
+    raw = key.encode("utf-8", "surrogatepass")
+    above, _, name = raw.rpartition(b"/")
     parent = tree.directory(above)
     there = None if parent is None else tree.named(parent, name)
     if there is None or there.is_local or (there.is_plain and there.etag == etag):
-        builder.operations.append(Remove(key, hides=etag))
+        removed = tree.tombstones.get(raw)
+        is_untold = removed is not None and removed.floor >= PENDING
+        builder.operations.append(Remove(key, hides=etag, by_date=is_untold))
     elif there.place or there.is_symlink:
         builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
