@@ -466,6 +466,31 @@ async def test_same_bytes_that_are_put_again_and_removed_before_their_writer_tel
         assert await fresh.tree() == expected
 
 
+async def test_same_bytes_that_are_put_again_over_what_replaced_a_renamed_file_are_the_file(tmp_path: Path) -> None:
+    """The rename hid them, a node that had not heard of it stored others in their place, and all that was in a
+    second."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        await one.write("f", b"first")
+        await one.write("g", b"renamed")
+        await two.poll()
+        assert await one.names() == await two.names() == ["f", "g"]
+        clock.advance(TTL_S - 0.5)
+        await one.rename("g", "f")
+        await rewrite(two, "f", b"OTHER")
+        clock.advance(0.6)
+        assert await one.read("f") == b"OTHER"
+        await rewrite(one, "f", b"first")
+        await one.fs.sync_names()
+        await two.poll()
+        clock.advance(2 * TTL_S)
+        for m in (one, two):
+            assert await m.tree() == {"f": b"first"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": b"first"}
+
+
 async def test_same_bytes_that_are_put_again_while_another_node_removes_the_ones_before_stay(tmp_path: Path) -> None:
     """Both nodes remove the file, and have not heard of that when one of them makes it again."""
     store, clock = MemoryStore(), Clock()
