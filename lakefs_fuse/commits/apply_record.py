@@ -359,7 +359,8 @@ class Application:
         gone = 0 if tombstone is None else tombstone.when_gone(etag)
         if tombstone is None or not self._is_just_removed(step):
             return gone not in (0, self._stamp)  # `_when_ended`
-        return gone > self._stamp or (gone > 0 and 0 < dated_s <= tombstone.when_dated(etag))
+        is_before = 0 < gone < self._stamp  # what went with this record came back with it, if it is applied again
+        return gone > self._stamp or (is_before and 0 < dated_s <= tombstone.when_dated(etag))
 
     def _is_just_removed(self, step: _Step) -> bool:
         """The record itself removed the name before."""

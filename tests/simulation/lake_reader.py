@@ -550,7 +550,7 @@ class _State:
         if is_elsewhere and known is not None and known.hides == etag:
             return False
         is_again = grave.floor == order
-        is_version_gone = 0 < operation.dated <= grave.dated.get(etag, 0)
+        is_version_gone = grave.gone.get(etag) != order and 0 < operation.dated <= grave.dated.get(etag, 0)
         if etag in grave.gone and not (is_again and grave.gone[etag] <= order and not is_version_gone):
             if grave.floor > order:
                 self.graves[path] = grave.bury(_BEFORE_ALL, etag=etag, at=grave.floor)

@@ -62,6 +62,7 @@ def operations(kind: Kind, path: str, number: int) -> list[Operation]:
         "own": [own],
         "again": [Remove(path), own],
         "again dated": [Remove(path), replace(own, dated_s=START_S + DATED_S)],
+        "again twice": [Remove(path), replace(own, dated_s=START_S + DATED_S)] * 2,
         "remove dated": [Remove(path, hides=etag, dated_s=START_S + DATED_S)],
         "packed": [put(path, seconds, hides=etag)],
         "remove": [Remove(path, hides=etag)],
@@ -163,6 +164,30 @@ def test_bytes_that_are_put_again_after_a_removal_of_others_are_the_file(tmp_pat
     check(Node(tmp_path), cases)
     names = raw_lake(cases)
     assert {names[case.path] for case in cases} == {"a"}
+
+
+def test_bytes_that_a_record_tells_twice_to_be_there_again_are_the_file(tmp_path: Path) -> None:
+    """A daemon that died had journaled it, and the next one found the object."""
+    kinds = (("own", "a"), ("remove", "a"), ("again twice", "a"))
+    orders = list(itertools.permutations(range(3)))
+    cases = [Case(kinds, order, plain(str(number), "a", 15), str(number)) for number, order in enumerate(orders)]
+    check(Node(tmp_path), cases)
+    names = raw_lake(cases)
+    assert {names[case.path] for case in cases} == {"a"}
+
+
+@pytest.mark.parametrize("commits", [1, 2])
+def test_commit_that_is_applied_twice_shows_what_it_shows_once(tmp_path: Path, commits: int) -> None:
+    cases, numbers = [], itertools.count()
+    for kinds in itertools.product(KINDS, repeat=commits):
+        told = told_in(kinds)
+        if len(set(told)) < len(told):
+            continue
+        for variant in range(len(list(lying_at(kinds, "")))):
+            path = str(next(numbers))
+            order = tuple(number for number in range(commits) for _ in range(2))
+            cases.append(Case(kinds, order, list(lying_at(kinds, path))[variant], path))
+    check(Node(tmp_path), cases)
 
 
 def check(node: Node, cases: Sequence[Case]) -> None:
