@@ -203,6 +203,38 @@ async def test_exchanged_files_have_what_was_written_in_their_place(tmp_path: Pa
         assert await fresh.tree() == expected
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrote_in_its_place(
+    tmp_path: Path, is_replaced: bool
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for name in "ab":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["a", "b"]
+        clock.advance(5)
+        await one.rename("a", "b", RENAME_EXCHANGE)
+        clock.advance(1)
+        if is_replaced:
+            await rewrite(one, "a", b"third a")
+        else:
+            await one.unlink("a")
+        await one.fs.sync_names()
+        clock.advance(1)
+        await rewrite(two, "a", b"second a")
+        await two.fs.sync_names()
+        await two.poll()
+        await two.parts.renamed.wait_adopted()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"a": b"second a", "b": b"second a"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"a": b"second a", "b": b"second a"}
+
+
 @pytest.mark.parametrize("size", [7, LARGE])
 async def test_file_made_at_the_key_of_a_renamed_one_unaware_is_a_file_of_its_own(tmp_path: Path, size: int) -> None:
     """Its writer has removed the old one before it heard of the rename: those bytes are gone, and the renamed file has

@@ -28,7 +28,7 @@ from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.record import OBJECTS, THIS, ObjectRef, Put, Record, Relocate
 from lakefs_fuse.errors import LakeError, NotFound, PreconditionFailed
 from lakefs_fuse.meta import schema
-from lakefs_fuse.meta.entry import ROOT_INODE, Entry
+from lakefs_fuse.meta.entry import PENDING, ROOT_INODE, Entry
 from lakefs_fuse.meta.object_table import ObjectRow
 from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -76,6 +76,7 @@ class RenamedObjects:
         }
         if replaced:
             puts = {each.path: each for each in record.operations if isinstance(each, Put) and each.object > THIS}
+            time = record.time if isinstance(record, Record) else PENDING
             for path, operation in puts.items():
                 if operation.object in replaced:
                     other = puts.get(record.objects[operation.object].key)
@@ -83,7 +84,7 @@ class RenamedObjects:
                         self._start_adopting(path, partial(self.adopt, path))
                     else:
                         pair = [(each, record.objects[each.object]) for each in (operation, other)]
-                        self._start_adopting(path, partial(self._adopt_exchanged, pair))
+                        self._start_adopting(path, partial(self._adopt_exchanged, pair, time))
 
     def stored(self, path: str, key: str, etag: str) -> None:
         """This node has stored an object at ``key`` for the file at ``path``. Names that others gave meanwhile to what
@@ -106,9 +107,10 @@ class RenamedObjects:
             self.adopting -= 1
             self._adopted.wake_all()
 
-    async def _adopt_exchanged(self, pair: Sequence[tuple[Put, ObjectRef]]) -> None:
-        """Two names changed places, and each has its bytes at the key of the other: what this node stored at either
-        goes along, in one commit, although what it said of that hides the exchange here. Raises LakeError."""
+    async def _adopt_exchanged(self, pair: Sequence[tuple[Put, ObjectRef]], time: int) -> None:
+        """Two names changed places in a commit of this ``time``, and each has its bytes at the key of the other: what
+        this node stored at either goes along, in one commit, although what it said of that hides the exchange here.
+        Raises LakeError."""
         if self._is_read_only:
             return
         said: list[tuple[Put, ObjectRef]] = []
@@ -123,15 +125,26 @@ class RenamedObjects:
                     mtime_ns=now.mtime_ns or meta.mtime_ns,
                 )  # fmt: skip
             said.append((operation, ref))
-        await self._committer.commit(lambda: self._exchange(pair, said))
+        await self._committer.commit(lambda: self._exchange(pair, said, time))
 
-    def _exchange(self, pair: Sequence[tuple[Put, ObjectRef]], said: Sequence[tuple[Put, ObjectRef]]) -> Change:
-        """Called when the commit's turn has come. Nothing where either name is something else by now."""
+    def _exchange(
+        self, pair: Sequence[tuple[Put, ObjectRef]], said: Sequence[tuple[Put, ObjectRef]], time: int
+    ) -> Change:
+        """Called when the commit's turn has come. Nothing where either name is something else by now. A name whose
+        exchanged file others have removed or replaced since stays what this node stored there."""
         builder = ChangeBuilder(self._ns.tree)
         if said != pair and all(self._is_exchanged(operation.path, ref) for operation, ref in pair):
             for operation, ref in said:
-                builder.repeat(msgspec.structs.replace(operation, hides=self._ns.own_etag(operation.path)), ref)
+                if not self._is_ended(operation.path, time):
+                    builder.repeat(msgspec.structs.replace(operation, hides=self._ns.own_etag(operation.path)), ref)
         return builder.change()
+
+    def _is_ended(self, path: str, time: int) -> bool:
+        """A commit after ``time`` has removed or replaced what would be there but for what this node stored later."""
+        entry, tombstone = self._ns.at(path), self._ns.tree.tombstones.get(path.encode(*schema.PATH))
+        if entry is None or tombstone is None or not entry.is_plain:
+            return False
+        return time < tombstone.stamp < (entry.stamp or PENDING)
 
     def _is_exchanged(self, path: str, ref: ObjectRef) -> bool:
         """The name is what the exchange made of it, or what this node stored there before it had heard of that."""
