@@ -25,6 +25,8 @@ LARGE = (150_000, 220_000, 300_000)
 """Bytes: several parts."""
 GATHER_S, DOUBT_S = 1.5, 1.0
 """See `wiring.COMMIT_S_MAX` and `poller.DOUBT_S_MAX`: they say when a renamed object is looked at."""
+JOURNAL_S = 1.0
+"""How long a removal is gathered with others, see `committer`."""
 DELETE_AFTER_S = 20.0
 """Longer than a node of these workloads takes to hear of a removal, with requests as slow as they make them."""
 POLL_WINDOW_S = 120.0
@@ -178,14 +180,17 @@ def closed_during_a_question(do: Script) -> None:
 
 def copy_meets_a_change(do: Script) -> None:
     """A renames the plain object f to g, and a command copies it to key g some seconds later. At about that moment B
-    packs g, or stores a plain object there, which the command has not polled."""
+    packs g, or stores a plain object there, which the command has not polled, and perhaps others hear of after it."""
     a, b, *_ = do.actors()
     f, g = do.name("f"), do.name("g")
     at_s = do.prepare(a, do.new(f, PLAIN))
     do.do(at_s, a, plans.Rename(old=f, new=g))
     copied_s = at_s + do.heard_s
     do.do(copied_s, a, plans.Admin(what="relocate"), user=8)
-    do.do(copied_s + do.between(-0.5, 0.8), b, do.new(g, do.rng.choice([PACKED, PLAIN])))
+    stored_s = copied_s + do.between(-0.8, 0.8)
+    sizes, slow_s = do.rng.choice([(PACKED, do.between(1.0, 4.0)), (PACKED, 0.0), (PLAIN, 0.0)])
+    do.slow(stored_s - 0.1, b, 1.0, slow_s, "put")
+    do.do(stored_s, b, do.new(g, sizes))
     do.quiet_s = 14.0 + DELETE_AFTER_S
 
 
@@ -408,6 +413,25 @@ def stored_during_the_deletion(do: Script) -> None:
     do.quiet_s = 30.0
 
 
+def removed_twice(do: Script) -> None:
+    """A removes the plain object f, and stores the same bytes as a new file f. When the time of the first one would
+    have come, B has just removed f once more, and C, which hears of that late, renames it."""
+    a, b, c, *_ = do.actors()
+    f, g = do.name("f"), do.name("g")
+    write = do.new(f, PLAIN)
+    at_s = do.prepare(a, write)
+    do.do(at_s, a, plans.Unlink(path=f))
+    do.do(at_s + do.between(0.3, 2.5), a, write)
+    deleted_s = at_s + JOURNAL_S + DELETE_AFTER_S
+    again_s = deleted_s - JOURNAL_S - do.between(0.3, 1.8)
+    do.do(again_s, b, plans.Unlink(path=f))
+    told_s = again_s + JOURNAL_S
+    do.do(told_s - 0.1, c, plans.Read(path=f))
+    do.slow(told_s - 0.05, c, 6.0, 0.0, "list", answer_s=4.0)
+    do.do(max(told_s, deleted_s + do.between(-0.4, 0.8)), c, plans.Rename(old=f, new=g))
+    do.quiet_s = 14.0 + DELETE_AFTER_S
+
+
 def removed_while_it_is_renamed(do: Script) -> None:
     """A removes the plain object f, or replaces it under another name, and B renames f, of which neither has polled the
     other's: the object has a name when its time has come."""
@@ -457,12 +481,12 @@ CLOSE: tuple[Scenario, ...] = (
     removal_after_a_return, rename_takes_along, replaced_while_open, gc_after_a_rename, removed_then_packed,
     refused_pack, unanswered_commit, unanswered_creation, late_commit, death_after_a_commit,
     removed_while_it_is_packed, replaced_while_removed, old_key_is_taken, repeated_deletion, stored_during_the_deletion,
-    removed_while_it_is_renamed, grace_of_a_pack_that_was_named_again,
+    removed_twice, removed_while_it_is_renamed, grace_of_a_pack_that_was_named_again,
     gc_beside_renames,
 )  # fmt: skip
 OFTEN: dict[Scenario, int] = {
-    overtaken_commit: 4, turns_within_a_second: 2, copy_meets_a_change: 5, removed_and_stored_again: 3,
-    closed_during_a_question: 2, unanswered_commit: 3,
+    overtaken_commit: 4, turns_within_a_second: 2, copy_meets_a_change: 3, removed_and_stored_again: 3,
+    closed_during_a_question: 2, unanswered_commit: 3, removed_twice: 2,
 }  # fmt: skip
 
 # -- under write-back

@@ -449,6 +449,24 @@ async def test_same_bytes_that_are_put_again_where_another_node_removed_them_sta
         await assert_stays(store, clock, tmp_path, one, two)
 
 
+async def test_same_bytes_that_are_put_again_stay_where_the_clock_of_their_removal_is_ahead_of_the_stores(
+    tmp_path: Path,
+) -> None:
+    """The store dates them before the removal of which their writer knows."""
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with two_lakes(store, tmp_path, clock=clock, pack="never", delete_after_s=WINDOW_S) as (one, two):
+        await one.write("f", b"bytes")
+        await one.unlink("f")
+        await one.fs.sync_names()
+        behind_ns = 2_000_000_000
+        store.clock = lambda: clock.now_ns - behind_ns
+        await one.write("f", b"bytes")
+        await one.fs.sync_names()
+        await two.poll()
+        await assert_stays(store, clock, tmp_path, one, two)
+
+
 async def test_same_bytes_that_are_written_in_place_while_another_node_removes_them_stay(tmp_path: Path) -> None:
     """As other bytes would: who writes them says that the object is there again."""
     store, clock = MemoryStore(), Clock()

@@ -150,32 +150,34 @@ class ObjectWriter:
         await self._committer.reconcile()  # or these bytes may hit what a rename that seemed to fail has taken away
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy = self._rules.pack_for(file.key)
-        plan = await self._plan(file, draft, policy, alone=alone)
+        plan, removed = await self._plan(file, draft, policy, alone=alone)
         if plan.form is not Form.PLAIN:
             plain, others = plan.form is Form.PACK_WITH_OTHERS, self._storing_plain
             if await self._packer.submit(file, draft, policy.threshold_bytes, others, alone_is_plain=plain):
                 return self._retire(before, self._packed(file, draft))
-            plan = await self._plan(file, draft, policy, alone=True)
+            plan, removed = await self._plan(file, draft, policy, alone=True)
         for _ in range(OVERTAKEN_MAX):
             try:
-                return self._retire(before, await self._plain(file, draft, plan))
+                return self._retire(before, await self._plain(file, draft, plan, removed))
             except Overtaken as error:
                 log.info("%s; it is stored when that is known", error)
             there = await draft.uploader.client.find(plan.key)
             await self._poll()  # after the look: a rename of what is there is in effect
-            plan = await self._plan(file, draft, policy, alone=True, there=None if there is None else there.etag)
+            etag = None if there is None else there.etag
+            plan, removed = await self._plan(file, draft, policy, alone=True, there=etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
 
     async def _plan(
         self, file: OpenFile, draft: Draft, policy: PackPolicy, *, alone: bool, there: str | None = None
-    ) -> PublishPlan:
+    ) -> tuple[PublishPlan, Tombstone | None]:
         """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
-        look has just shown at the key."""
+        look has just shown at the key. Answers also what has been removed at the path."""
         if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
             await draft.wait_idle()
         if self._deletions.waiting:
             await self._deletions.wait_deleted(draft.target.key)
         target, path, has_upload = draft.target, file.key, bool(draft.upload_intent_ns)
+        removed = self._ns.tree.tombstones.get(path.encode())
         used = self._ns.tree.objects.used(target.key) if has_upload else None
         plan = plan_publish(
             VersionFacts(
@@ -190,7 +192,7 @@ class ObjectWriter:
                 and policy.mode == "auto"
                 and self._packer.are_others_closing(policy.threshold_bytes, self._storing_plain),
                 if_absent=target.if_absent,
-                own_etag=self._own_etag(file, target),
+                own_etag=self._own_etag(file, target, removed),
                 etag_there=there,
                 place=file.entry.place,
                 place_at_key=0 if used is None else used.number,
@@ -199,7 +201,7 @@ class ObjectWriter:
         )
         target.key, target.path = plan.key, plan.path
         target.if_absent, target.expected = plan.if_absent, plan.expected
-        return plan
+        return plan, removed
 
     async def store_pack(
         self, files: list[tuple[OpenFile, Draft]], passed: list[Draft]
@@ -234,8 +236,9 @@ class ObjectWriter:
 
     # -- as a plain object
 
-    async def _plain(self, file: OpenFile, draft: Draft, plan: PublishPlan) -> StoredVersion:
-        key = plan.key
+    async def _plain(self, file: OpenFile, draft: Draft, plan: PublishPlan, removed: Tombstone | None) -> StoredVersion:
+        """``removed`` is what had been removed at the path when the version was planned."""
+        key, removed = plan.key, None if draft.target.unsure else removed
         self._storing_plain += 1
         try:
             async with self._deletions.keeping(key):
@@ -266,7 +269,7 @@ class ObjectWriter:
         is_again = row is not None and row.is_plain and row.etag == meta.etag
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = (commits or is_again) and not file.unlinked and not published.is_superseded
-        commits = commits and not self._was_seen_and_removed(path, meta, dated_s)
+        commits = commits and not self._was_seen_and_removed(path, meta, dated_s, removed)
         if commits:  # journaled, so that it will be made even if this fails
             self._enqueue_location(path, entry, key, is_again=is_again, dated_s=self._date_again(meta, dated_s))
             if key != path:
@@ -283,14 +286,11 @@ class ObjectWriter:
         if self._ns.tree.objects.plain:
             self._renamed.stored(path, key, etag)
 
-    def _own_etag(self, file: OpenFile, target: DraftTarget) -> str:
+    def _own_etag(self, file: OpenFile, target: DraftTarget, removed: Tombstone | None) -> str:
         """See `VersionFacts.own_etag`; without O_EXCL what the file replaces, or what was removed last, is enough."""
         if target.if_absent:
             return self._ns.own_etag(file.key, file.entry.parent)
-        if target.replaces:
-            return target.replaces
-        removed = self._ns.tree.tombstones.get(file.key.encode())
-        return "" if removed is None else removed.etag
+        return target.replaces or ("" if removed is None else removed.etag)
 
     def _tombstone(self, path: str) -> Tombstone:
         return self._ns.tree.tombstones.get(path.encode()) or Tombstone(0)
@@ -299,11 +299,13 @@ class ObjectWriter:
         """A commit removed, or hid, the plain object at a path."""
         return self._ns.tree.tombstones.get(path.encode()) is not None
 
-    def _was_seen_and_removed(self, path: str, meta: ObjectMeta, dated_s: int) -> bool:
+    def _was_seen_and_removed(self, path: str, meta: ObjectMeta, dated_s: int, before: Tombstone | None) -> bool:
         """Another node removed the object after it was stored, and before its writer, who lost the answer, knew that it
-        was. ``dated_s`` is the store's date of it, 0 where that is not known."""
+        was. ``dated_s`` is the store's date of it, 0 where that is not known. ``before`` is the tombstone from before
+        it was sent: removals of equal bytes that it has came first, whatever the dates, which are of other clocks."""
         gone = self._tombstone(path).when_gone(meta.etag) if meta.key == path else 0
-        return dated_s > 0 and (dated_s + 1) * NS < gone < PENDING
+        known = 0 if before is None else before.when_gone(meta.etag)
+        return dated_s > 0 and (dated_s + 1) * NS < gone < PENDING and known != gone and known < PENDING
 
     async def _find_date(self, client: StoreClient, meta: ObjectMeta) -> int:
         """The store's date, in seconds, of bytes that were removed before, and are there again: the answer to a PUT may
