@@ -87,6 +87,8 @@ class Link:
         self._announce = announce
         self.weather = CALM
         self.cut_until_s = 0.0
+        self.unanswered: Callable[[], None] = lambda: None
+        """Called when a request has no answer."""
         self._chance, self._fired = chance, fired
         self._clock = scheduler.current_clock()
         self._under_way: list[_Request] = []
@@ -117,6 +119,7 @@ class Link:
                 raise Killed
             if not request.is_done:
                 self._fired[f"no answer to {kind} in time"] += 1
+                self.unanswered()
                 raise Unavailable("no answer in time")
             if isinstance(request.error, NextRequest):
                 call = cast("Callable[[], T]", request.error.call)
@@ -173,6 +176,7 @@ class Link:
 
     def _fail(self, lost: str, request: _Request) -> None:
         request.error = Unavailable(f"no answer (the {lost} was lost)")
+        self.unanswered()
         self._end(request)
 
     def _end(self, request: _Request) -> None:

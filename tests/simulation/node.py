@@ -138,6 +138,8 @@ class SimulatedNode:
         self.lives = 0
         self.died: list[Callable[[], None]] = []
         """Called at the moment of death."""
+        self.unanswered: Callable[[], None] = lambda: None
+        """Called when a request has no answer."""
         self.names_changed: list[Callable[[int, bytes], None]] = []
         self.failpoint: tuple[str, int] | None = None
         """The daemon dies when it comes to this fail point for the n-th time from now."""
@@ -160,7 +162,7 @@ class SimulatedNode:
         world, life = self.world, f"{self.name}#{self.lives}"
         threads = MachineThreads(Chance(f"{world.seed}/{life}/threads"))
         link = Link(Chance(f"{world.seed}/{life}/network"), world.fired, world.announced(life))
-        link.weather, link.cut_until_s = self.weather, self.cut_until_s
+        link.weather, link.cut_until_s, link.unanswered = self.weather, self.cut_until_s, self.unanswered
         streams = RandomStreams(world.seed, life)
         disk = self._forgetful_disk or SimulatedDisk(streams.stream("temporary-names"), threads)
         metrics = Metrics()

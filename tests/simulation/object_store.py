@@ -61,6 +61,8 @@ class SimulatedStore:
         self.uploads: dict[str, Upload] = {}
         self.requests: Counter[str] = Counter()
         self.trace: Callable[[str], None] | None = None
+        self.arrived: Callable[[str, bytes], None] = lambda key, data: None
+        """Called when the request that stores an object has come, whatever becomes of it."""
         self.sender = ""
         """Of the request that is being carried out."""
         self.senders: dict[str, str] = {}
@@ -123,6 +125,7 @@ class SimulatedStore:
         data = b"".join(pieces_of(body))
         new = hashlib.md5(data, usedforsecurity=False).hexdigest()
         self._note("put", key, f"{new[:6]} {describe_put(key, data) if self.trace is not None else ''}")
+        self.arrived(key, data)
         if etag is not None and self.capabilities.put_if_match:
             self._found(key, etag)
         if if_absent and self.capabilities.put_if_absent and key in self.objects:
@@ -234,6 +237,8 @@ class SimulatedStore:
             raise StoreError("parts out of order")
         if any(part.number not in upload.parts or upload.parts[part.number][0].etag != part.etag for part in parts):
             raise StoreError("a part is not what was uploaded")
+        data = b"".join(upload.parts[part.number][1] for part in parts)
+        self.arrived(key, data)
         if etag is not None and self.capabilities.complete_if_match:
             self._found(key, etag)
         if if_absent and key in self.objects:
@@ -241,7 +246,7 @@ class SimulatedStore:
         sums = b"".join(bytes.fromhex(part.etag) for part in parts)
         new = f"{hashlib.md5(sums, usedforsecurity=False).hexdigest()}-{len(parts)}"
         del self.uploads[upload_id]
-        return self.put_as(key, b"".join(upload.parts[part.number][1] for part in parts), new, upload.metadata)
+        return self.put_as(key, data, new, upload.metadata)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         self._note("abort_multipart", key, upload_id)

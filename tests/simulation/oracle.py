@@ -65,6 +65,8 @@ class Version:
     """It never began."""
     is_plain: bool = False
     """It is the object at its own key."""
+    is_exclusive: bool = False
+    """Its file was opened with O_EXCL."""
     removals_before: frozenset[Removal] = frozenset()
     """Its node knew them: it had seen what they removed, and saw nothing there any more."""
 
@@ -129,6 +131,11 @@ class Oracle:
         self.removals: dict[str, list[Removal]] = defaultdict(list)
         self.seen: dict[tuple[str, str], set[Version]] = defaultdict(set)
         """By node and path."""
+        self.disturbed: set[str] = set()
+        """Nodes that died since everybody agreed, or waited in vain for an answer of the store."""
+        self.applied: dict[tuple[str, bytes], set[bytes]] = {}
+        """By node and bytes: what the node had applied under the name when its first request with the bytes came to the
+        store, as a plain object."""
         self.ever: dict[str, set[bytes]] = defaultdict(set)
         """All bytes that were ever at a path, since the beginning."""
         self.met: Counter[str] = Counter()
@@ -140,6 +147,8 @@ class Oracle:
         self.versions.clear()
         self.removals.clear()
         self.seen.clear()
+        self.disturbed.clear()
+        self.applied.clear()
         names = list(nodes)
         for path, data in tree.items():
             version = self.put(path, data, "everybody", frozenset())
@@ -321,16 +330,13 @@ class Oracle:
         return any(r.is_certain and r.named == {version} for r in self.removals[version.path])
 
     def _may_be_removed(self, version: Version, tree: Mapping[str, bytes]) -> bool:
-        if any(path.startswith(version.path + CONFLICT) and data == version.data for path, data in tree.items()):
-            self.met["kept beside"] += 1
-            return True
         if any(tree.get(path) == version.data for path in self._along(version)):
             self.met["moved along"] += 1
             return True
         for removal in self.removals[version.path]:
             if removal.is_withdrawn:
                 continue
-            if version in removal.named:
+            if version in removal.named and self._has_arrived(removal, tree):
                 return True
             is_in_place = any(version in self._in_place_of(named) for named in removal.named)
             if removal.is_rename and is_in_place and self._is_carried(version, removal, tree):
@@ -359,6 +365,44 @@ class Oracle:
                     return True
             moved = moved.origin
         return False
+
+    def _has_arrived(self, removal: Removal, tree: Mapping[str, bytes]) -> bool:
+        """What an uncertain rename may have taken from its old name is under the new one then, or something that came
+        after it there. A certain one has said so itself."""
+        moved = [
+            each
+            for named in removal.named
+            for each in named.moved_to
+            if each.operation == removal.operation and not each.is_withdrawn
+        ]
+        return removal.is_certain or not moved or any(self._may_have_been_there(each, tree) for each in moved)
+
+    def _may_have_been_there(self, version: Version, tree: Mapping[str, bytes]) -> bool:
+        """It is under its path, or another put may have replaced it, or a removal removed it."""
+        others = [each for each in self.versions[version.path] if each is not version and each not in version.known]
+        is_replaced = any(not each.is_withdrawn for each in others)
+        return tree.get(version.path) in self._bytes_of(version) or is_replaced or self._may_be_removed(version, tree)
+
+    def may_be_beside(self, path: str, data: bytes) -> bool:
+        """These bytes may be kept beside what is at a path: another node put something there that their writer had not
+        seen when it began. Unless the writer created the file with O_EXCL, or was disturbed, it had not applied that
+        either when it sent the bytes, as a plain object."""
+        paths = [path, *self.moved_from(path)]
+        puts = [each for where in paths for each in self.versions.get(where, ()) if not each.is_withdrawn]
+        mine = [each for each in puts if each.data == data]
+        return not mine or any(self._is_met(version, other) for version in mine for other in puts)
+
+    def _is_met(self, version: Version, other: Version) -> bool:
+        """The node of a version found another's put at its name, which it does not replace."""
+        node = version.node
+        if other.node == node or other in version.known:
+            return False
+        if node in self.disturbed:
+            return True
+        mine = (version, *(each for each in _replaces(version) if each.node == node))
+        sent = [self.applied[node, each.data] for each in mine if (node, each.data) in self.applied]
+        is_unaware = any(each.is_exclusive for each in mine) or any(other.data not in applied for applied in sent)
+        return is_unaware and version not in other.known
 
     def _in_place_of(self, version: Version) -> set[Version]:
         """The version, and those that were written in its place, one after another, or by who had not heard of it: the

@@ -29,6 +29,7 @@ from lakefs_fuse.environment.node import Node, RandomStreams
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.meta.entry import Entry
 from lakefs_fuse.metrics import StoreMetrics
+from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.lake_record import LakeRecord
 from lakefs_fuse.store.protocol import Capabilities
@@ -140,6 +141,7 @@ class Simulation:
             is_copy=self._is_copy,
             is_named=lambda path: self._newest(path) is not None,
         )
+        self.store.arrived = self._arrived
         self._views = Views(self.oracle)
         self._nodes: list[SimulatedNode] = []
         self._pending: dict[tuple[str, int, int], Version] = {}
@@ -191,7 +193,8 @@ class Simulation:
             clock = MachineClock(node_plan.offset_s + number * CLOCKS_APART_S, node_plan.drift)
             node = SimulatedNode(self.world, f"n{number}", clock, **node_plan.config)
             node.weather, node.flips_blocks = self.calm, plan.profile == "crash"
-            node.died.append(partial(self._drop_users, node.name))
+            node.unanswered = partial(self.oracle.disturbed.add, node.name)
+            node.died += [partial(self._drop_users, node.name), node.unanswered]
             node.names_changed.append(partial(self._follow, node))
             self._nodes.append(node)
             await node.start()
@@ -216,6 +219,16 @@ class Simulation:
                 moved = self.oracle.put(path, version.data, node.name, self._shown(node, path), origin=version)
                 moved.is_certain, moved.is_plain, version.is_certain = True, version.is_plain, False
                 self._pending[key] = moved
+
+    def _arrived(self, key: str, data: bytes) -> None:
+        """A request with a version came to the store."""
+        name, _, life = self.store.sender.partition("#")
+        node = next((each for each in self._nodes if each.name == name), None)
+        if node is None or node.daemon is None or life != str(node.lives) or (name, data) in self.oracle.applied:
+            return
+        entry = None if key.startswith(RESERVED_PREFIX) else node.entry(key)
+        applied = None if entry is None else node.row_bytes(entry)
+        self.oracle.applied[name, data] = set() if applied is None else {applied}
 
     def _drop_users(self, name: str) -> None:
         for scope in self._scopes[name]:
@@ -517,6 +530,7 @@ class Simulation:
             path, shown = real, found
             if creates:
                 version = self._put(call, node, path, new, shown)
+                version.is_exclusive = op.how == "exclusive"
 
         async with self._opened(node, op, register) as (handle, inode):
             key = (node.name, node.lives, inode)
@@ -1084,7 +1098,9 @@ class Simulation:
         self._pending.clear()
         self.oracle.begin(tree, [PROGRAM, *(node.name for node in self._nodes)])
         for key, path, data in waiting:
-            self._pending[key] = self.oracle.put(path, data, key[0], frozenset())
+            self._pending[key] = version = self.oracle.put(path, data, key[0], frozenset())
+            version.known = frozenset()
+            self.oracle.disturbed.add(key[0])
 
     def _waiting(self) -> list[tuple[tuple[str, int, int], str, bytes]]:
         """Versions that could not be published, and may be later."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.oracle import DIRECTORY, Oracle
+from tests.simulation.oracle import CONFLICT, DIRECTORY, Oracle, Version
 from tests.simulation.views import Views
 
 
@@ -52,3 +52,73 @@ def test_rename_of_a_directory_leaves_behind_only_what_replaced_a_file_elsewhere
         oracle.remove("d/f", "n0", before, is_rename=True, operation=1).is_plain = is_plain
     views.renamed("n0", 1, "d", "e", of_rename)
     assert bool(views.check({"d/f": b"closed"})) == (is_plain or not is_known)
+
+
+@pytest.mark.parametrize("tree", [{}, {"f": b"bytes"}, {"g": b"bytes"}])
+@pytest.mark.parametrize("is_removed", [True, False])
+def test_uncertain_rename_leaves_the_file_under_either_name(tree: dict[str, bytes], is_removed: bool) -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"bytes"}, ["n0"])
+    (first,) = oracle.matching("f", b"bytes")
+    oracle.remove("f", "n0", frozenset({first}), is_rename=True, operation=1)
+    moved = oracle.put("g", b"bytes", "n0", frozenset(), origin=first, operation=1)
+    if is_removed:
+        oracle.remove("g", "n0", frozenset({moved}), operation=2)
+    assert bool(oracle.check(tree)) == (not tree and not is_removed)
+
+
+def test_uncertain_rename_excuses_what_came_after_it_under_the_new_name() -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"bytes"}, ["n0", "n1"])
+    (first,) = oracle.matching("f", b"bytes")
+    oracle.remove("f", "n0", frozenset({first}), is_rename=True, operation=1)
+    oracle.put("g", b"bytes", "n0", frozenset(), origin=first, operation=1)
+    oracle.put("g", b"other", "n1", frozenset(), operation=2).is_certain = True
+    assert not oracle.check({"g": b"other"})
+
+
+def two_writers(*, is_known: bool = False) -> tuple[Oracle, Version, Version]:
+    """Two nodes put the file f; the second has seen what the first put there, or not."""
+    oracle = Oracle(deletes_conditionally=True)
+    other = oracle.put("f", b"other", "n1", frozenset())
+    version = oracle.put("f", b"bytes", "n0", frozenset({other}) if is_known else frozenset())
+    other.is_certain = version.is_certain = True
+    return oracle, version, other
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("applied", [b"other", b"before", b""])
+def test_file_is_kept_beside_what_its_writer_had_not_applied(is_known: bool, applied: bytes) -> None:
+    oracle, version, _ = two_writers(is_known=is_known)
+    oracle.applied["n0", version.data] = {applied} if applied else set()
+    assert oracle.may_be_beside("f", version.data) == (not is_known and applied != b"other")
+
+
+def test_file_that_is_kept_beside_another_is_beside_it() -> None:
+    oracle, version, _ = two_writers()
+    assert not oracle.check({"f": b"other", f"f{CONFLICT}1": version.data})
+    assert oracle.check({f"f{CONFLICT}1": version.data})
+
+
+def test_packed_file_is_kept_beside_another_only_after_its_writer_was_disturbed() -> None:
+    oracle, version, _ = two_writers()
+    assert not oracle.may_be_beside("f", version.data)
+    oracle.disturbed.add("n0")
+    assert oracle.may_be_beside("f", version.data)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_file_created_with_o_excl_is_kept_beside_what_did_not_replace_it(is_replaced: bool) -> None:
+    oracle, version, other = two_writers()
+    version.is_exclusive = True
+    other.known = frozenset({version}) if is_replaced else frozenset()
+    oracle.applied["n0", version.data] = {b"other"}
+    assert oracle.may_be_beside("f", version.data) != is_replaced
+
+
+def test_later_version_of_a_file_created_with_o_excl_is_kept_beside_another() -> None:
+    oracle, version, other = two_writers()
+    version.is_exclusive = True
+    later = oracle.put("f", b"later", "n0", frozenset({version}))
+    assert other not in later.known
+    assert oracle.may_be_beside("f", later.data)

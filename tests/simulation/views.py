@@ -5,7 +5,8 @@ the same name, or of a directory above it, may excuse. Everything here is of one
 
 * *no way back*: a node that showed the version which is there in the end showed nothing else after it;
 * *taken along*: the rename of a directory moves every file that was closed in it before, on whichever node;
-* *not beside itself*: a file is kept as NAME.conflict-… only if two nodes wrote the name;
+* *not beside itself*: a file is kept as NAME.conflict-… only if two nodes wrote the name, and neither replaced what
+  the other wrote (`Oracle.may_be_beside`);
 * *no conflict with itself*: the close of a file that was created with O_EXCL fails with EEXIST only if another node
   wrote the name.
 """
@@ -136,4 +137,6 @@ class Views:
             only = nodes.pop() if len(nodes) == 1 else ""
             if only and not self.has_other_writer(only, name):
                 wrong.append(f"{path} is kept beside what {only} alone wrote")
+            elif not only and not self._oracle.may_be_beside(name, tree[path]):
+                wrong.append(f"{path} is kept beside {name}, which its writer replaced")
         return wrong
