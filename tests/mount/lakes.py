@@ -35,8 +35,9 @@ from typing import ClassVar, Protocol
 
 from lakefs_fuse.cli.daemons import open_daemon
 from tests import servers
+from tests.mount.fork_server import ForkServer
 from tests.servers import Server, s3_client
-from tests.tiers import sized
+from tests.tiers import IS_LONG, sized
 
 MIB = 1 << 20
 PART_BYTES = 16 * MIB
@@ -256,6 +257,8 @@ class Lake:
     # -- the program
 
     def cli(self, *args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        if self.command is CLI and not IS_LONG and (server := ForkServer.of_this_process()).suits(self.env):
+            return server.run(args, self.env, timeout_s)
         return subprocess.run(
             [*self.command, *args],
             env=self.env,

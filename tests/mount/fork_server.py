@@ -1,0 +1,203 @@
+"""Runs the program in forks of a process that has imported it: half of the CPU time of a mount is imports.
+
+`ForkServer.run` is `subprocess.run` of the command line, captured. The server forks for each command, and that process
+forks instead of starting `python -P -m lakefs_fuse…`: a daemon or a worker. Everything else of `subprocess.Popen` is as
+it was. What is not the same: modules that a program would not have loaded are there, and ``/proc/PID/cmdline`` is the
+server's. `make test-long` starts the program itself (`tiers.IS_LONG`), and so do tests that change what an import
+depends on (`IMPORT_PREFIXES`) or the command.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+PACKAGE = "lakefs_fuse"
+FIRST = ("lakefs_fuse.kernel.session", "rocksdict", "obstore.store")
+"""The first loads a C library before pyfuse3; the others are loaded by functions."""
+START = [sys.executable, "-P", "-m"]
+FORKED = ("lakefs_fuse.daemon.mount_daemon", "lakefs_fuse.daemon.admin_worker")
+"""A supervisor is started, and starts its daemons, as it always is: which process it is, its command line says."""
+IMPORT_PREFIXES = ("LAKEFS_", "LD_", "PYTHON")
+"""Variables that modules and the interpreter look at when they are loaded."""
+REQUEST_BYTES_MAX = 1 << 18
+STANDARD = ((0, "r"), (1, "w"), (2, "w"))
+"""Descriptors and how they are opened."""
+
+
+def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(IMPORT_PREFIXES)}
+
+
+class ForkServer:
+    """The client's side; the server ends when the client does."""
+
+    def __init__(self) -> None:
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES_MAX)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "XDG_"))}
+        self._of_imports = of_imports(environment)
+        with other:
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(other.fileno())],
+                pass_fds=[other.fileno()], env=environment, cwd="/", stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+
+    @classmethod
+    @functools.cache
+    def of_this_process(cls) -> ForkServer:
+        """Started when it is needed first."""
+        server = cls()
+        atexit.register(server.close)
+        return server
+
+    def suits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a process with these variables would load the modules that the server has."""
+        return of_imports(environment) == self._of_imports
+
+    def run(
+        self, args: Sequence[str], environment: Mapping[str, str], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        """As `subprocess.run` with captured text, in the directory ``/``."""
+        reading, writing = os.pipe()
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors, open(reading, "rb") as answers:
+            request = json.dumps([list(args), dict(environment)]).encode()
+            descriptors = array.array("i", [output.fileno(), errors.fileno(), writing])
+            self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+            os.close(writing)
+            pid = int(answers.readline())
+            if not select.select([answers], [], [], timeout_s)[0]:
+                os.kill(pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(list(args), timeout_s)
+            code = int(answers.readline() or -signal.SIGKILL)
+            for file in (output, errors):
+                file.seek(0)
+            return subprocess.CompletedProcess(list(args), code, output.read().decode(), errors.read().decode())
+
+    def close(self) -> None:
+        self._socket.close()
+        self._server.wait()
+
+
+# -- the server
+
+
+class ForkedPopen(subprocess.Popen[Any]):
+    """Forks where a module of the program would be started by an interpreter of its own."""
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *more: Any) -> None:
+        (_, pass_fds, cwd, env, _, _, _), pipes, (*_, start_new_session, _) = more[:7], more[7:13], more[13:]
+        if [*args[:3]] != START or args[3] not in FORKED or env is not None or cwd is not None:
+            super()._execute_child(args, executable, preexec_fn, *more)  # type: ignore[misc]
+            return
+        self.pid = os.fork()
+        if self.pid == 0:
+            if start_new_session:
+                os.setsid()
+            run_child([pipes[0], pipes[3], pipes[5]], pass_fds, lambda: run_module(args[3], args[4:]))
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def run_child(standard: Sequence[int], kept: Collection[int], body: Callable[[], int]) -> NoReturn:
+    """Be the program from here on: with these descriptors as the standard ones (-1: as they are), and those kept."""
+    code = 1
+    try:
+        for target, descriptor in enumerate(standard):
+            if descriptor != -1:
+                os.dup2(descriptor, target)
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            if descriptor > 2 and descriptor not in kept:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        for signum in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE):
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode, 1, closefd=False) for number, mode in STANDARD)
+        code = body()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def run_module(name: str, args: Sequence[str]) -> int:
+    """As ``python -m`` does. The exit code."""
+    sys.argv = [name, *args]
+    sys.modules.pop(name, None) if name != PACKAGE else None
+    try:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+def answer(args: list[str], environment: dict[str, str], descriptors: list[int]) -> NoReturn:
+    """In a fork: run one command, and say its process id and its exit code."""
+    output, errors, answers = descriptors
+    os.write(answers, b"%d\n" % os.getpid())
+
+    def command() -> int:
+        os.environ.clear()
+        os.environ.update(environment)
+        code = run_module(PACKAGE, args)
+        sys.stdout.flush()
+        os.write(answers, b"%d\n" % code)
+        return code
+
+    run_child([-1, output, errors], [answers], command)
+
+
+def load() -> None:
+    """Import all of the program, and nothing that starts a thread."""
+    for name in FIRST:
+        importlib.import_module(name)
+    package = importlib.import_module(PACKAGE)
+    for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."):
+        if not module.name.rpartition(".")[2].startswith("_"):  # neither `__main__` nor the C library
+            importlib.import_module(module.name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread only"
+    gc.freeze()
+
+
+def serve(requests: socket.socket) -> None:
+    load()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the forks: they say how they end.
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(requests, REQUEST_BYTES_MAX, 3)
+        if not request:
+            return
+        if os.fork() == 0:
+            requests.close()
+            args, environment = json.loads(request)
+            answer(args, environment, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
