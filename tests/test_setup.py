@@ -57,9 +57,8 @@ def test_where_every_package_is_there_nothing_takes_root(tmp_path: Path) -> None
     done = machine.setup()
     assert done.returncode == 0, done.stderr
     assert machine.called("sudo", "apt-get") == []
-    assert machine.called("python3")[-2] == (
-        "python3 -m pip install --quiet --no-compile --config-settings editable_mode=compat --editable .[test]"
-    )
+    install = "python3 -m pip install --quiet --no-compile --config-settings editable_mode=compat --editable .[test]"
+    assert install in machine.called("python3")
 
 
 @pytest.mark.parametrize("sudo", ["none", "refuses"])
