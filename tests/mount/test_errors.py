@@ -13,7 +13,7 @@ import pytest
 from tests import servers
 from tests.faults import Faults
 from tests.mount.conftest import LakeMaker
-from tests.mount.lakes import Lake, is_running
+from tests.mount.lakes import CLI, Lake, is_running
 from tests.servers import Server
 
 
@@ -216,7 +216,10 @@ def test_a_cache_directory_of_another_lake(make_lake: LakeMaker) -> None:
         assert "another lake" in done.stderr or "belongs" in done.stderr
 
 
-def test_secrets_are_nowhere_to_be_seen(s3: Lake) -> None:
+def test_secrets_are_nowhere_to_be_seen(make_lake: LakeMaker) -> None:
+    s3 = make_lake("seaweedfs")
+    s3.command = list(CLI)  # A process that is started: its command line and environment are looked at.
+    s3.mount()
     (s3.path / "f").write_bytes(b"x" * 1000)
     assert (s3.path / "f").read_bytes()
     process = Path(f"/proc/{s3.pid}")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -41,6 +42,10 @@ def use(lake: Lake, names: list[str]) -> None:
 
 def listed(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
+
+
+def lists(directory: Path, names: list[str]) -> bool:
+    return listed(directory) == names
 
 
 def kernel(lake: Lake) -> dict[str, object]:
@@ -284,7 +289,7 @@ def test_what_another_mount_does_is_listed(make_lake: LakeMaker, tmp_path: Path)
             assert listed(here) == listed(there) == ["kept", "sub"]
             change(there)
             other.sync()
-            eventually(lambda here=here, names=names: listed(here) == names, f"{name} is seen", SOON_S)
+            eventually(partial(lists, here, names), f"{name} is seen", SOON_S)
 
 
 def test_an_empty_directory_that_another_mount_fills(make_lake: LakeMaker, tmp_path: Path) -> None:
