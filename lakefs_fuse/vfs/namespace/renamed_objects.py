@@ -144,7 +144,7 @@ class RenamedObjects:
         entry, tombstone = self._ns.at(path), self._ns.tree.tombstones.get(path.encode(*schema.PATH))
         if entry is None or tombstone is None or not entry.is_plain:
             return False
-        return time < tombstone.stamp < (entry.stamp or PENDING)
+        return time < tombstone.newest < (entry.stamp or PENDING)
 
     def _is_exchanged(self, path: str, ref: ObjectRef) -> bool:
         """The name is what the exchange made of it, or what this node stored there before it had heard of that."""
