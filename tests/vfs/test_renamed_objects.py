@@ -208,6 +208,7 @@ async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrot
     tmp_path: Path, is_replaced: bool
 ) -> None:
     store, clock = MemoryStore(), Clock()
+    expected = {"a": b"second a", "b": b"second a", "d": None}
     async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
         for name in "ab":
             await one.write(name, b"first " + name.encode())
@@ -225,14 +226,20 @@ async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrot
         clock.advance(1)
         await rewrite(two, "a", b"second a")
         await two.fs.sync_names()
-        await two.poll()
+        store.hook = pause = Pause(lambda request: request.what == "put")
+        async with trio.open_nursery() as nursery:
+            await two.mkdir("d")
+            nursery.start_soon(two.fs.sync_names)
+            await reached(pause.reached)
+            await two.poll()  # what came after the exchange is heard of before the next commit's turn
+            pause.resume()
         await two.parts.renamed.wait_adopted()
         for m in (one, two):
             await m.poll()
             clock.advance(2 * TTL_S)
-            assert await m.tree() == {"a": b"second a", "b": b"second a"}
+            assert await m.tree() == expected
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
-        assert await fresh.tree() == {"a": b"second a", "b": b"second a"}
+        assert await fresh.tree() == expected
 
 
 @pytest.mark.parametrize("size", [7, LARGE])
