@@ -439,7 +439,7 @@ class Simulation:
             for version in removal.named
             for moved in version.moved_to
             if moved.operation == removal.operation and (entry := node.entry(moved.path)) is not None
-            if moved in self._versions_of(node, moved.path, entry)
+            if self._versions_of(node, moved.path, entry) == {moved}  # and no other of equal bytes
         )
 
     def _remove(
