@@ -50,8 +50,8 @@ class ForeignObjects:
     ) -> None:
         self._ns, self._client, self._committer, self._nursery, self._poll = namespace, client, committer, nursery, poll
         self._deletions = deletions
-        self._waiting: dict[int, tuple[str, str]] = {}
-        """Paths and ETags by inode."""
+        self._waiting: dict[int, tuple[str, Entry]] = {}
+        """Paths and rows by inode."""
         self._is_running = False
 
     def add(self, entry: Entry) -> None:
@@ -59,7 +59,7 @@ class ForeignObjects:
         if len(self._waiting) >= WAITING_MAX:
             log.warning("%s was replaced by another program, which is not committed", os.fsdecode(entry.name))
             return
-        self._waiting[entry.inode] = self._ns.key(entry), entry.etag
+        self._waiting[entry.inode] = self._ns.key(entry), entry
         if not self._is_running:
             self._is_running = True
             self._nursery.start_soon(self._run)
@@ -91,7 +91,7 @@ class ForeignObjects:
         finally:
             self._is_running = False
 
-    async def _commit(self, batch: dict[int, tuple[str, str]]) -> None:
+    async def _commit(self, batch: dict[int, tuple[str, Entry]]) -> None:
         found: dict[int, ObjectMeta | None] = {}
         failed: list[LakeError] = []
 
@@ -110,26 +110,27 @@ class ForeignObjects:
                 found[inode] = meta
 
         async with trio.open_nursery() as nursery:
-            for inode, (path, etag) in batch.items():
-                nursery.start_soon(ask, inode, path, etag)
+            for inode, (path, row) in batch.items():
+                nursery.start_soon(ask, inode, path, row.etag)
         if failed:
             log.warning("%d replaced objects could not be committed: %s", len(failed), failed[0])
         if found:
             await self._poll()
             await self._committer.commit(lambda: self._change(batch, found))
 
-    def _change(self, batch: dict[int, tuple[str, str]], found: dict[int, ObjectMeta | None]) -> Change:
+    def _change(self, batch: dict[int, tuple[str, Entry]], found: dict[int, ObjectMeta | None]) -> Change:
         """Called when the commit's turn has come."""
         builder = ChangeBuilder(self._ns.tree)
         for inode, meta in found.items():
-            path, etag = batch[inode]
-            entry = self._current(inode, etag)
+            path, row = batch[inode]
+            entry = self._current(inode, row.etag)
             if entry is not None and meta is not None:
                 builder.put(self._ns.key(entry), attributes.learn(entry, meta.metadata or {}))
             elif entry is not None:
                 builder.remove(self._ns.key(entry), entry)
-            elif meta is None and self._is_forgotten(path, etag):
-                builder.operations.append(Remove(path, hides=etag, by_date=True))
+            elif meta is None and self._is_forgotten(path, row.etag):
+                builder.put(path, row)  # which ends what it had replaced, and no object that another node stores there
+                builder.operations.append(Remove(path, hides=row.etag))
         return builder.change()
 
     def _is_forgotten(self, path: str, etag: str) -> bool:
