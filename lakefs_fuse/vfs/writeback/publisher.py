@@ -249,6 +249,7 @@ class ObjectWriter:
                 published = await publish(draft)
         finally:
             self._storing_plain -= 1
+        key = published.meta.key  # a rename that began before the draft may have moved it since the plan
         has_tombstone = self._has_tombstone(file.key)
         dated_s = await self._find_date(draft.uploader.client, published.meta) if has_tombstone else 0
         path, meta = file.key, published.meta
