@@ -10,6 +10,7 @@ Made once for each store by `store.open_s3`; the client may be used from many th
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 
 import boto3
 import boto3.session
+import botocore.session
 import urllib3
 from botocore import exceptions as boto
 from botocore.auth import S3SigV4Auth
@@ -27,6 +29,7 @@ from botocore.awsrequest import AWSPreparedRequest, AWSRequest, AWSResponse
 from botocore.config import Config
 from botocore.handlers import add_expect_header
 from botocore.httpsession import ProxyConfiguration
+from botocore.loaders import Loader, create_loader
 from botocore.utils import get_environ_proxies
 
 from lakefs_fuse.config import StoreConfig
@@ -100,7 +103,9 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
         raise ConfigError(f"addressing style {config.addressing_style!r}: expected auto, path or virtual")
     ca_bundle = _checked_ca_bundle(config.ca_bundle)
     with _configuration_errors(config):
-        session = boto3.session.Session(profile_name=config.profile, region_name=config.region)
+        core = botocore.session.Session(profile=config.profile)
+        core.register_component("data_loader", _service_files(core.get_config_variable("data_path")))
+        session = boto3.session.Session(region_name=config.region, botocore_session=core)
         region = session.region_name or DEFAULT_REGION
         if ca_bundle is None:
             # boto3 also reads it from AWS_CA_BUNDLE and its own configuration file; the fast paths must follow.
@@ -147,6 +152,13 @@ def connect(config: StoreConfig, clock: Clock) -> S3Access:
     if (access.proxy_url or "").count("://") > 1:  # botocore takes any other scheme for a host, and would quote it.
         raise ConfigError("http_proxy or https_proxy: expected http://[user:password@]host:port")
     return access
+
+
+@functools.cache
+def _service_files(search_path: str | None) -> Loader:
+    """What botocore reads and parses to make a client, kept for the next one: to find a lake takes one for each level
+    of the path, and most of the time of a client is the parsing."""
+    return create_loader(search_path)
 
 
 def _checked_ca_bundle(path: object) -> str | None:
