@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import trio
 
-from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.vfs.ops.rename import RENAME_EXCHANGE
 from tests.memory_store import MemoryStore, Pause, Request, When
@@ -450,41 +449,6 @@ async def test_rename_of_a_file_being_written_whose_version_was_removed_shows_no
             await m.poll()
             clock.advance(2 * TTL_S)
             assert await m.read(path) == b"newered"
-
-
-async def test_file_that_is_stored_while_its_own_rename_is_committed_is_where_a_commit_says(tmp_path: Path) -> None:
-    """It was opened when the rename was under way, which so did not wait for it, and was to be stored as it was called
-    before."""
-    store = MemoryStore()
-    store.give("f", b"first")
-    renaming = Pause(lambda request: request.what == "put" and request.key.startswith(COMMITS))
-    filling = Pause(lambda request: (request.what, request.key) == ("get", "f"))
-
-    def hook(request: Request, when: When) -> None:
-        renaming(request, when)
-        filling(request, when)
-
-    async with lake(store, tmp_path / "cache", pack="never") as m:
-        assert await m.names() == ["f"]
-        store.hook = hook
-
-        async def append() -> None:
-            handle = await m.open("f", os.O_WRONLY)
-            await m.fs.write(handle, 5, b", newest")
-            await m.close(handle)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(m.rename, "f", "g")
-            await reached(renaming.reached)
-            nursery.start_soon(append)
-            await reached(filling.reached)
-            renaming.resume()
-            await until(lambda: m.fs.namespace.at("f") is None)
-            filling.resume()
-        await m.sync()
-        assert await m.tree() == {"g": b"first, newest"}
-    async with lake(store, tmp_path / "other") as other:
-        assert await other.tree() == {"g": b"first, newest"}
 
 
 @pytest.mark.parametrize("is_deleted", [True, False])
