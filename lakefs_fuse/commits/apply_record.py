@@ -328,9 +328,11 @@ class Application:
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
 
     def _is_ended(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
-        """By a later removal: any file elsewhere, but of plain objects only the one that it names, unless put again."""
+        """By a later removal: any file elsewhere that it or the object which it names had replaced, and that does not
+        hide this object; but of plain objects only the one that it names, unless put again."""
         if not isinstance(step.operation, Put) or step.operation.object != OWN:
-            return tombstone.stamp > self._stamp
+            is_hiding = bool(etag) and tombstone.when_gone(etag) >= tombstone.stamp
+            return tombstone.floor > self._stamp or (tombstone.stamp > self._stamp and not is_hiding)
         is_there = self._outdated.get(step.operation.path) != etag
         survives = is_there and tombstone.floor <= self._stamp and tombstone.newest < PENDING
         return tombstone.newest > self._stamp and not survives

@@ -921,3 +921,15 @@ def test_removal_of_a_plain_object_leaves_the_file_that_was_put_over_it(tmp_path
         assert n.found("g").place
         n.commit(60, Remove("g", hides="e2"), writer="0000000b")
         assert n.find("g") is None
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_file_put_over_an_object_stays_whenever_that_is_told_of_and_removed(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    own = Put("f", OWN, 0, 3, 0o600, 0, 0, at(10), hides="e1")
+    operations: list[Operation] = [put("f", 7, hides="e1"), own, Remove("f", hides="e1")]
+    with node(tmp_path) as n:
+        for number in order:
+            n.commit(10 * (number + 1), operations[number], writer=f"{number:08x}")
+        assert n.found("f").size == 7

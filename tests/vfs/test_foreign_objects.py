@@ -11,8 +11,9 @@ import trio.testing
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError
 from tests.memory_store import MemoryStore, Pause, Request, When
-from tests.vfs.lakes import TTL_S, Clock, lake
-from tests.vfs.writing_back import rewrite, until
+from tests.upload.drafting import noise
+from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
+from tests.vfs.writing_back import LARGE, rewrite, until
 
 
 def commits(store: MemoryStore) -> list[str]:
@@ -220,3 +221,28 @@ async def test_removal_of_an_object_before_it_is_committed_ends_the_packed_file_
         assert await m.names() == []
     async with lake(store, tmp_path / "other", clock=clock) as other:
         assert await other.names() == []
+
+
+async def test_removal_of_an_object_that_is_not_committed_leaves_what_another_node_stored(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.write("f", b"packed")
+        await one.sync()
+        await two.poll()
+        clock.advance(5)
+        store.give("f", b"foreign")
+        clock.advance(TTL_S + 1)
+        pause = Pause(lambda request: (request.what, request.key) == ("head", "f") and not pause.reached.is_set())
+        store.hook = pause
+        assert await one.names() == ["f"]
+        await trio.to_thread.run_sync(pause.reached.wait)
+        await one.unlink("f")
+        await two.write("f", noise(1, LARGE))
+        await two.sync()
+        clock.advance(1)
+        await one.sync()
+        pause.resume()
+        for node in (one, two):
+            await node.poll()
+            clock.advance(TTL_S + 1)
+            assert await node.tree() == {"f": noise(1, LARGE)}
