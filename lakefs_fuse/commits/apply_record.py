@@ -685,7 +685,7 @@ class Application:
         removes = True
         if current is not None and self._is_other(current, operation):
             removes = self._outdated.get(operation.path) == current.etag
-        elif current is not None and _is_elsewhere(current) and not is_removing(operation, current):
+        elif current is not None and _is_elsewhere(current) and not is_removing(self._tree, operation, current):
             removes = False
         elif current is not None and not self._is_named(step, current, hides):
             removes = current.stamp <= self._stamp and not self._is_unknown(current, operation.path, hides)

@@ -306,7 +306,7 @@ def _is_covered(
             if (
                 operation is None
                 or not _is_meant(found, before, operation, record)
-                or (before in gone and not is_removing(gone[before], found))
+                or (before in gone and not is_removing(paths.tree, gone[before], found))
                 or (tombstone is not None and tombstone.newest > stamp)
             ):
                 return False
@@ -315,12 +315,16 @@ def _is_covered(
     return True
 
 
-def is_removing(removal: Remove, found: Entry) -> bool:
+def is_removing(tree: Tree, removal: Remove, found: Entry) -> bool:
     """Whether a removal of a file is of one elsewhere: not where its writer had seen the plain object which that has
-    replaced."""
+    replaced. The row of a file that is on its way to another path (`_free_from_keys`) is that object."""
     is_elsewhere = bool(found.place or found.flags & Flag.SYMLINK)
-    is_relocated = bool(found.flags & Flag.RELOCATED) and found.etag == removal.hides
-    return not is_elsewhere or removal.by_date or not removal.hides or is_relocated
+    if not is_elsewhere or removal.by_date or not removal.hides:
+        return True
+    if found.flags & Flag.RELOCATED and found.etag == removal.hides:
+        return True
+    row = tree.objects.get(found.place) if found.place else None
+    return row is not None and (row.key, row.etag) == (removal.path, removal.hides)
 
 
 def _is_implied(directory: Entry) -> bool:

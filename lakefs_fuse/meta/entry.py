@@ -51,7 +51,8 @@ class Flag:
     RELOCATED = 2048
     """The bytes are elsewhere, and are those of the plain object that is hidden: what removes that removes the file."""
     OVERRIDING = 4096
-    """The plain object was put over a file elsewhere, and no commit tells of it: what removes it removes that, too."""
+    """What is here is there in place of a file elsewhere, and no commit says so yet: an object of another program, or a
+    file that is being written here. What removes it removes that, too."""
 
 
 NO_OBJECT = Flag.DIRECTORY | Flag.LOCAL | Flag.SYMLINK

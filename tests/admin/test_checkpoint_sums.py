@@ -58,7 +58,7 @@ def check_of_zip(data: bytes, tail: int = 1 << 20) -> Check:
 @given(
     st.lists(st.integers(0, 6500), max_size=12),
     st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED]),
-    st.binary(max_size=30),
+    st.binary(max_size=30).filter(lambda comment: b"PK" not in comment),  # zipfile takes that for the end of the ZIP
 )
 def test_a_whole_zip_is_right_however_it_comes(pieces: list[int], compression: int, comment: bytes) -> None:
     data = archive(compression=compression, comment=comment)

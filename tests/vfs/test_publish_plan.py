@@ -25,6 +25,7 @@ AUTO, ALWAYS, NEVER = (PackPolicy(mode, 1000) for mode in ("auto", "always", "ne
 HIDDEN = OBJECTS + "id"
 SHOWN = (0o644, 1000, 1000)
 
+NOTHING: dict[str, Any] = {"own_etag": "", "is_in_place": False}
 CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
     ("alone", {}, PublishPlan("p/f", "", Form.PLAIN)),
     ("others close", {"are_others_closing": True}, PublishPlan("p/f", "", Form.PACK_WITH_OTHERS)),
@@ -50,13 +51,27 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
         PublishPlan("p/f", "", Form.PLAIN),
     ),
     ("upload began, then renamed", {"upload_key": "p/old"}, PublishPlan("p/old", "p/f", Form.PLAIN)),
-    ("created", {"if_absent": True, "own_etag": ""}, PublishPlan("p/f", "", Form.PLAIN, if_absent=True, expected="")),
-    ("created over what was removed", {"if_absent": True}, PublishPlan("p/f", "", Form.PLAIN)),
-    ("nothing known at the key", {"own_etag": ""}, PublishPlan("p/f", "", Form.PLAIN, expected="")),
-    ("found by a look", {"own_etag": "", "etag_there": "f"}, PublishPlan("p/f", "", Form.PLAIN, expected="f")),
+    ("created", {"if_absent": True, **NOTHING}, PublishPlan("p/f", "", Form.PLAIN, if_absent=True, expected="")),
+    (
+        "created over what was removed",
+        {"if_absent": True, "is_in_place": False},
+        PublishPlan("p/f", "", Form.PLAIN, expected=""),
+    ),
+    (
+        "new, and what was removed waits for its deletion",
+        {"is_in_place": False, "superseded_etag": "e"},
+        PublishPlan("p/f", "", Form.PLAIN, expected="e"),
+    ),
+    (
+        "that was deleted meanwhile",
+        {"is_in_place": False, "superseded_etag": "e", "etag_there": ""},
+        PublishPlan("p/f", "", Form.PLAIN, expected=""),
+    ),
+    ("nothing known at the key", NOTHING, PublishPlan("p/f", "", Form.PLAIN, expected="")),
+    ("found by a look", {**NOTHING, "etag_there": "f"}, PublishPlan("p/f", "", Form.PLAIN, expected="f")),
     (
         "found by a look, and another name's",
-        {"own_etag": "", "etag_there": "f", "is_key_taken": True, "is_alone": True},
+        {**NOTHING, "etag_there": "f", "is_key_taken": True, "is_alone": True},
         PublishPlan(HIDDEN, "p/f", Form.PLAIN),
     ),
     ("journaled", {"is_key_journaled": True}, PublishPlan("p/f", "", Form.PLAIN, commits_first=True)),
@@ -70,7 +85,9 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
 
 @pytest.mark.parametrize(("facts", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_plan_publish_of_each_case_is_the_same_twice(facts: dict[str, Any], expected: PublishPlan) -> None:
-    version = VersionFacts(**{"path": "p/f", "draft_id": "id", "size": 10, "policy": AUTO, "own_etag": "e", **facts})
+    version = VersionFacts(
+        **{"path": "p/f", "draft_id": "id", "size": 10, "policy": AUTO, "own_etag": "e", "is_in_place": True, **facts}
+    )
     assert plan_publish(version) == expected
     assert plan_publish(version) == expected
 

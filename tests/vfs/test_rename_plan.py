@@ -28,6 +28,7 @@ DIRECTORY = Entry(ROOT_INODE, 4, b"d", 4, Flag.DIRECTORY, mode=0o755, mtime_ns=9
 BELOW = Entry(4, 5, b"f", 5, size=5, mtime_ns=7, etag="e5")
 LOCAL = Entry(4, 6, b"new", 6, Flag.LOCAL, mtime_ns=7)
 COVERING = msgspec.structs.replace(LOCAL, etag="old")
+OVERRIDING = msgspec.structs.replace(LOCAL, flags=Flag.LOCAL | Flag.OVERRIDING)
 LINK = Entry(ROOT_INODE, 7, b"l", 7, Flag.SYMLINK, mtime_ns=7)
 PACKED = Entry(ROOT_INODE, 8, b"p", 8, size=5, mtime_ns=7, place=1, offset=40)
 ELSEWHERE = Entry(ROOT_INODE, 9, b"r", 9, size=5, mtime_ns=7, place=2)
@@ -159,11 +160,15 @@ LOCAL_CASES: dict[str, tuple[LocalRenameFacts, LocalRename]] = {
     ),
     "over a member of a pack": (
         LocalRenameFacts("new", LOCAL, there=PACKED, there_row=PACK),
-        LocalRename(None, LOCAL),
+        LocalRename(None, OVERRIDING),
+    ),
+    "what the file had replaced was in a pack": (
+        LocalRenameFacts("new", msgspec.structs.replace(OVERRIDING, etag="old", stamp=4)),
+        LocalRename(Change(operations=[Remove("new", hides="old", by_date=True)]), LOCAL),
     ),
     "over an object at another key": (
         LocalRenameFacts("new", LOCAL, there=ELSEWHERE, there_row=MOVED),
-        LocalRename(None, msgspec.structs.replace(LOCAL, place=2), "first/key"),
+        LocalRename(None, msgspec.structs.replace(OVERRIDING, place=2), "first/key"),
     ),
 }
 

@@ -644,3 +644,52 @@ async def test_listing_of_a_directory_that_another_node_renames_meanwhile_is_of_
         for node in (one, two):
             await node.poll()
             assert await node.tree() == {"e": None, "e/f": b"second"}
+
+
+@pytest.mark.parametrize("is_again", [False, True])
+async def test_new_file_that_replaces_one_of_which_its_node_has_not_told_stays(tmp_path: Path, is_again: bool) -> None:
+    """Where a file of that name was removed before, and where none was."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        if is_again:
+            await one.write("f", b"before")
+            await one.sync()
+            await one.unlink("f")
+            await one.sync()
+            await two.poll()
+        clock.advance(5)
+        await one.write("f", b"first")
+        await one.setattr("f", mode=0o600)
+        await two.write("f", b"second")
+        await two.write("g", b"third")
+        await two.rename("g", "f")
+        await two.sync()
+        clock.advance(5)
+        await one.sync()
+        for node in (one, two):
+            await node.poll()
+            clock.advance(TTL_S + 1)
+            assert await node.tree() == {"f": b"third"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"f": b"third"}
+
+
+@pytest.mark.parametrize("until", ["journaled", "told", "deleted"])
+async def test_new_file_where_one_was_removed_takes_one_request(tmp_path: Path, until: str) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never", delete_after_s=WINDOW_S) as m:
+        await m.write("f", b"first")
+        await m.fs.sync_names()
+        await m.unlink("f")
+        if until != "journaled":
+            await m.fs.sync_names()
+        if until == "deleted":
+            clock.advance(WINDOW_S + 1)
+            await delete_all_due(m.parts.deletions)
+            assert "f" not in store.objects
+        before = len(store.requests)
+        await m.write("f", b"second")
+        asked = [request.what for request in store.requests[before:] if request.key == "f"]
+        assert (asked.count("put"), asked.count("head")) == (1, 0)
+        await m.fs.sync_names()
+        assert await m.tree() == {"f": b"second"}

@@ -119,6 +119,12 @@ class DeletionQueue:
         """ETag of the object that this node has stored there last, lately; empty for none."""
         return self._stored.get(key, "")
 
+    def superseded_etag(self, key: str) -> str:
+        """ETag of the object at a key that waits for its deletion; empty where none does."""
+        journaled = (each for change in self._journal.changes.values() for each in change.doomed if each.key == key)
+        doomed = next(journaled, None) or (self._rows.get(key) if self.waiting else None)
+        return doomed.etag if doomed is not None else ""
+
     async def wait_deleted(self, key: str) -> None:
         """Until no deletion of the key is under way."""
         while key in self._under_way:

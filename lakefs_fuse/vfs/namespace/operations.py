@@ -128,8 +128,9 @@ class ChangeBuilder:
     def remove(self, path: str, entry: Entry, hides: str = "") -> None:
         """The entry's name goes; what lies at its own key is hidden. ``hides`` is the ETag of something else there."""
         is_dir = bool(entry.flags & Flag.DIRECTORY)
-        by_date = bool(entry.place or entry.flags & Flag.SYMLINK)
-        if entry.flags & Flag.OVERRIDING and not is_dir and not by_date:
+        is_overriding = bool(entry.flags & Flag.OVERRIDING)
+        by_date = bool(entry.place or entry.flags & Flag.SYMLINK or (is_overriding and entry.is_local))
+        if is_overriding and not by_date:
             self.put(path, entry)  # which ends what it had replaced, and no object that another node stores there
         is_listed = not entry.stamp and hides in ("", entry.etag) and not entry.flags & (NO_OBJECT | Flag.ATTRIBUTED)
         is_dated = is_listed and not entry.place and not entry.ctime_ns % NS  # as the store dates an object

@@ -123,11 +123,15 @@ def plan_local_rename(facts: LocalRenameFacts) -> LocalRename:
     entry, there, row = facts.entry, facts.there, facts.there_row
     removal = None
     if entry.etag or entry.stamp or facts.is_visible:
-        removal = Change(operations=[Remove(facts.before, hides=entry.etag)], doomed=list(facts.orphans))
-    moving = msgspec.structs.replace(entry, etag="", stamp=0, place=0, offset=0)
+        by_date = bool(entry.place or entry.flags & Flag.OVERRIDING)
+        removal = Change(operations=[Remove(facts.before, False, entry.etag, by_date)], doomed=list(facts.orphans))
+    flags = entry.flags & ~Flag.OVERRIDING
+    moving = msgspec.structs.replace(entry, flags=flags, etag="", stamp=0, place=0, offset=0)
     if there is None:
         return LocalRename(removal, moving)
-    moving = msgspec.structs.replace(moving, etag=facts.there_etag, stamp=there.stamp)
+    if there.place or there.flags & (Flag.SYMLINK | Flag.OVERRIDING):
+        flags |= Flag.OVERRIDING
+    moving = msgspec.structs.replace(moving, flags=flags, etag=facts.there_etag, stamp=there.stamp)
     if row is None or row.is_pack:
         return LocalRename(removal, moving)
     return LocalRename(removal, msgspec.structs.replace(moving, place=row.number), row.key)

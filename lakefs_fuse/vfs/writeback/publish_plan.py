@@ -47,8 +47,12 @@ class VersionFacts(msgspec.Struct, frozen=True):
     """The name was created: nothing may be there."""
     own_etag: str = ""
     """Of the plain object that is known to lie at the file's own key, seen or hidden."""
+    is_in_place: bool = False
+    """The file was opened on the object at its own key."""
+    superseded_etag: str = ""
+    """Of the object at the file's own key that this node is to delete."""
     etag_there: str | None = None
-    """Of what a look has just shown at the key; None where there was none."""
+    """Of what a look has just shown at the key, empty for nothing; None where there was no look."""
     place: int = 0
     """Number of the object that the file's row names; 0 where that is its own key."""
     place_at_key: int = 0
@@ -106,7 +110,9 @@ def plan_publish(facts: VersionFacts) -> PublishPlan:
 def _expected(facts: VersionFacts, key: str) -> str | None:
     if key != facts.path or facts.place_at_key:
         return None
-    return facts.etag_there or (None if facts.own_etag else "")
+    if facts.etag_there is None:
+        return None if facts.is_in_place else facts.superseded_etag
+    return facts.etag_there
 
 
 def _choose_form(facts: VersionFacts, key: str) -> Form:

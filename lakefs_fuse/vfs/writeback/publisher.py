@@ -26,7 +26,7 @@ from lakefs_fuse.blockcache.cache import BlockCache
 from lakefs_fuse.blockcache.object_version import Extent, Version
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import OBJECTS
+from lakefs_fuse.commits.record import OBJECTS, Remove
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
@@ -69,6 +69,8 @@ RECORDED_AT_ONCE = 32
 """Files of a pack that are recorded between two turns of other tasks."""
 STAGE_WHOLE_S_MAX = 2.0
 """So long `close()` waits for the store to give what a small file keeps of the version that it changes."""
+OF_VERSION_BEFORE = Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN | Flag.OVERRIDING
+"""Flags of a row that its file loses when it is stored."""
 OVERTAKEN_MAX = 10
 """Each time another client has stored the name between a look and a PUT."""
 UNRECORDED = "what was stored just now is in the store, but that could not be recorded: %s"
@@ -163,7 +165,7 @@ class ObjectWriter:
                 log.info("%s; it is stored when that is known", error)
             there = await draft.uploader.client.find(plan.key)
             await self._poll()  # after the look: a rename of what is there is in effect
-            etag = None if there is None else there.etag
+            etag = "" if there is None else there.etag
             plan, removed = await self._plan(file, draft, policy, alone=True, there=etag)
         raise StoreError(f"{file.key}: other clients store it so often that there is no turn for this one")
 
@@ -171,7 +173,7 @@ class ObjectWriter:
         self, file: OpenFile, draft: Draft, policy: PackPolicy, *, alone: bool, there: str | None = None
     ) -> tuple[PublishPlan, Tombstone | None]:
         """Plan the version with the facts of one moment, and give its draft the key. ``there`` is the ETag of what a
-        look has just shown at the key. Answers also what has been removed at the path."""
+        look has just shown at the key, empty for nothing. Answers also what has been removed at the path."""
         if draft.uploading and draft.size <= policy.threshold_bytes and not alone:
             await draft.wait_idle()
         if self._deletions.waiting:
@@ -193,6 +195,8 @@ class ObjectWriter:
                 and self._packer.are_others_closing(policy.threshold_bytes, self._storing_plain),
                 if_absent=target.if_absent,
                 own_etag=self._own_etag(file, target, removed),
+                is_in_place=bool(target.replaces),
+                superseded_etag="" if removed is None else self._deletions.superseded_etag(path),
                 etag_there=there,
                 place=file.entry.place,
                 place_at_key=0 if used is None else used.number,
@@ -259,7 +263,7 @@ class ObjectWriter:
         now = (_owner(file, draft) or file).entry  # not ``file`` where another version has begun meanwhile
         entry = msgspec.structs.replace(
             now,
-            flags=(now.flags & ~(Flag.LOCAL | Flag.ATTRIBUTED | Flag.PUT_AGAIN)) | Flag.ATTRIBUTES_KNOWN,
+            flags=(now.flags & ~OF_VERSION_BEFORE) | Flag.ATTRIBUTES_KNOWN,
             etag=meta.etag,
             size=meta.size,
             stamp=0 if row is None else row.stamp,  # what was pending when the file was opened is in a commit, perhaps
@@ -268,11 +272,16 @@ class ObjectWriter:
         )
         is_named = has_tombstone or bool(row is not None and row.stamp)
         is_again = row is not None and row.is_plain and row.etag == meta.etag
+        replaced = plan.expected or ("" if row is None or row.stamp else draft.target.replaces)
+        if replaced and (key != path or replaced == meta.etag or self._tombstone(path).when_gone(replaced)):
+            replaced = ""
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
-        commits = (commits or is_again) and not file.unlinked and not published.is_superseded
+        commits = commits or is_again or bool(plan.expected and replaced)
+        commits = commits and not file.unlinked and not published.is_superseded
         commits = commits and not self._was_seen_and_removed(path, meta, dated_s, removed)
         if commits:  # journaled, so that it will be made even if this fails
-            self._enqueue_location(path, entry, key, is_again=is_again, dated_s=self._date_again(meta, dated_s))
+            dated_s = self._date_again(meta, dated_s)
+            self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=replaced)
             if key != path:
                 await self._committer.flush()
             row = self._ns.tree.entry(entry.inode)
@@ -329,10 +338,15 @@ class ObjectWriter:
         is_covered = there is not None and bool(there.place) and there.etag == etag
         return is_covered or bool(self._tombstone(path).when_gone(etag))
 
-    def _enqueue_location(self, path: str, entry: Entry, key: str, *, is_again: bool = False, dated_s: int = 0) -> None:
+    def _enqueue_location(
+        self, path: str, entry: Entry, key: str, *, is_again: bool = False, dated_s: int = 0, replaced: str = ""
+    ) -> None:
         """Journal that a name is the plain object at ``key``, and that no other name is. ``is_again``: it has the bytes
-        that it replaced, which another node may be removing. ``dated_s`` where the store's date of it is known."""
+        that it replaced, which another node may be removing. ``dated_s`` where the store's date of it is known.
+        ``replaced`` is the ETag of an object there of which its writer has told nobody yet."""
         builder = ChangeBuilder(self._ns.tree)
+        if replaced:
+            builder.operations.append(Remove(path, hides=replaced))
         hides = self._ns.own_etag(path)
         if key == path and (is_again or self._is_hidden(path, entry.etag)):
             builder.put_again(path, entry, dated_s)
