@@ -387,7 +387,7 @@ class Application:
     def _bury_replaced(self, step: _Step, current: Entry, etag: str = "") -> None:
         """A file elsewhere is replaced, or removed. What it hid stays hidden, but for the plain object ``etag``."""
         if current.etag and current.etag != etag:
-            self._bury(step, etag=current.etag, at=current.stamp)
+            self._bury(step, etag=current.etag, at=current.stamp if current.stamp > RELOCATED else self._stamp)
         self._bury(step, floor=current.stamp)
 
     def _note_lost(self, step: _Step, place: Place, hides: str) -> None:

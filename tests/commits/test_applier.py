@@ -933,3 +933,13 @@ def test_file_put_over_an_object_stays_whenever_that_is_told_of_and_removed(
         for number in order:
             n.commit(10 * (number + 1), operations[number], writer=f"{number:08x}")
         assert n.found("f").size == 7
+
+
+def test_object_that_a_relocation_hid_stays_gone_after_a_removal_by_date(tmp_path: Path) -> None:
+    """It had only been listed when it was relocated: nothing tells since when it was hidden."""
+    with node(tmp_path) as n:
+        n.list(plain("f", "e1", 9))
+        n.commit(10, Relocate("f", OWN, 0, "e1", THIS, 100, 1, 0o644, 0, 0, 0, hides="e1"))
+        n.commit(11, Remove("f", by_date=True), writer="0000000b")
+        n.list(plain("f", "e1", 9))
+        assert n.find("f") is None

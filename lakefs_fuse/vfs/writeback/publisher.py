@@ -270,7 +270,7 @@ class ObjectWriter:
             place=0,
             offset=0,
         )
-        is_named = has_tombstone or bool(row is not None and row.stamp)
+        is_named = has_tombstone or bool(row is not None and (row.stamp or row.flags & Flag.OVERRIDING))
         is_again = row is not None and row.is_plain and row.etag == meta.etag
         replaced = plan.expected or ("" if row is None or row.stamp else draft.target.replaces)
         if replaced and (key != path or replaced == meta.etag or self._tombstone(path).when_gone(replaced)):
