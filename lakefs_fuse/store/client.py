@@ -469,7 +469,7 @@ class _VersionWrite:
             there = await self._find()
             if self._is_there(there):
                 return there
-            is_upload_gone = isinstance(error, NotFound) and self._kind != "put"
+            is_upload_gone = isinstance(error, NotFound) and self._kind != "put" and etag is None
             if is_upload_gone or (etag, if_absent) == (None, target.if_absent):
                 raise
             if is_first:

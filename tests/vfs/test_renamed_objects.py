@@ -658,6 +658,7 @@ async def test_new_file_that_replaces_one_of_which_its_node_has_not_told_stays(t
             await one.sync()
             await two.poll()
         clock.advance(5)
+        assert await two.names() == []
         await one.write("f", b"first")
         await one.setattr("f", mode=0o600)
         await two.write("f", b"second")

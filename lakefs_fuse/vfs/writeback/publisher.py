@@ -272,11 +272,11 @@ class ObjectWriter:
         )
         is_named = has_tombstone or bool(row is not None and (row.stamp or row.flags & Flag.OVERRIDING))
         is_again = row is not None and row.is_plain and row.etag == meta.etag
-        replaced = plan.expected or ("" if row is None or row.stamp else draft.target.replaces)
+        replaced = plan.expected or ""
         if replaced and (key != path or replaced == meta.etag or self._tombstone(path).when_gone(replaced)):
             replaced = ""
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
-        commits = commits or is_again or bool(plan.expected and replaced)
+        commits = commits or is_again or bool(replaced)
         commits = commits and not file.unlinked and not published.is_superseded
         commits = commits and not self._was_seen_and_removed(path, meta, dated_s, removed)
         if commits:  # journaled, so that it will be made even if this fails
