@@ -694,3 +694,20 @@ async def test_new_file_where_one_was_removed_takes_one_request(tmp_path: Path, 
         assert (asked.count("put"), asked.count("head")) == (1, 0)
         await m.fs.sync_names()
         assert await m.tree() == {"f": b"second"}
+
+
+@pytest.mark.parametrize("size", [7, LARGE])
+async def test_new_file_is_stored_where_others_have_deleted_the_object_of_one_that_was_removed(
+    tmp_path: Path, size: int
+) -> None:
+    able = Capabilities(name="memory", put_if_match=True, complete_if_match=True)
+    store, clock = MemoryStore(able), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="never", delete_after_s=WINDOW_S) as m:
+        await m.write("f", noise(1, size))
+        await m.fs.sync_names()
+        await m.unlink("f")
+        await m.fs.sync_names()
+        store.take("f")
+        await m.write("f", noise(2, size))
+        await m.fs.sync_names()
+        assert await m.tree() == {"f": noise(2, size)}
