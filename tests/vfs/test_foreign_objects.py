@@ -28,7 +28,7 @@ async def test_object_of_another_program_is_committed_and_its_removal_leaves_no_
         clock.advance(5)
         store.give("f", b"foreign")
         clock.advance(TTL_S + 1)
-        assert await m.read("f") == b"foreign"
+        assert await m.names() == ["f"] and await m.read("f") == b"foreign"
         await until(lambda: m.commits()["written"] == 2)  # by its writer: else the clock moves on while it is sent
         assert len(commits(store)) == 2
         store.give("f", b"another, which is not committed again")
@@ -246,3 +246,30 @@ async def test_removal_of_an_object_that_is_not_committed_leaves_what_another_no
             await node.poll()
             clock.advance(TTL_S + 1)
             assert await node.tree() == {"f": noise(1, LARGE)}
+
+
+async def test_bytes_that_were_removed_before_and_come_again_end_the_packed_file(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.equal_bytes_have_equal_etags = True
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        for data in (b"foreign", b"another"):
+            clock.advance(TTL_S + 1)
+            store.give("f", data)
+            assert await m.names() == ["f"]
+            await m.unlink("f")
+            await m.sync()
+            store.take("f")
+        await m.write("f", b"packed")
+        await m.sync()
+        clock.advance(10)
+        store.give("f", b"foreign")
+        clock.advance(TTL_S + 1)
+        assert await m.names() == ["f"] and await m.read("f") == b"foreign"
+        await until(lambda: store.count("head", "f") > 0)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        await m.sync()
+        await m.unlink("f")
+        await m.sync()
+        store.take("f")
+    async with lake(store, tmp_path / "other", clock=clock) as other:
+        assert await other.names() == []

@@ -24,6 +24,7 @@ from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
 from lakefs_fuse.commits.record import Put, Record, Remove, Symlink
 from lakefs_fuse.errors import LakeError
 from lakefs_fuse.meta.entry import Entry
+from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.vfs.namespace import attributes
@@ -125,7 +126,12 @@ class ForeignObjects:
             path, row = batch[inode]
             entry = self._current(inode, row.etag)
             if entry is not None and meta is not None:
-                builder.put(self._ns.key(entry), attributes.learn(entry, meta.metadata or {}))
+                key, told = self._ns.key(entry), attributes.learn(entry, meta.metadata or {})
+                removed = self._ns.tree.tombstones.get(key.encode("utf-8", "surrogatepass"))
+                if removed is not None and removed.when_gone(row.etag):
+                    builder.put_again(key, told, meta.mtime_ns // NS)
+                else:
+                    builder.put(key, told)
             elif entry is not None:
                 builder.remove(self._ns.key(entry), entry)
             elif meta is None and self._is_forgotten(path, row.etag):
