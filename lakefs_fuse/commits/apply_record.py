@@ -328,8 +328,8 @@ class Application:
         return current.stamp > self._stamp or self._is_unknown(current, step.operation.path, hides)
 
     def _is_ended(self, step: _Step, tombstone: Tombstone, etag: str) -> bool:
-        """By a later removal: any file elsewhere that it or the object which it names had replaced, and that does not
-        hide this object; but of plain objects only the one that it names, unless put again."""
+        """A later removal ended what the record puts: a file elsewhere unless it hides the very object that the
+        removal names, a plain object if it is the one named or is not there any more."""
         if not isinstance(step.operation, Put) or step.operation.object != OWN:
             is_hiding = bool(etag) and tombstone.when_gone(etag) >= tombstone.stamp
             return tombstone.floor > self._stamp or (tombstone.stamp > self._stamp and not is_hiding)
