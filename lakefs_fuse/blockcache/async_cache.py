@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import trio
 
-from lakefs_fuse.blockcache.cache import BlockCache
+from lakefs_fuse.blockcache.cache import WRITES_AT_ONCE, BlockCache
 from lakefs_fuse.blockcache.disk_latency import Promptness
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.environment.clock import Clock
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 READING_THREADS_MAX = 8
 """A bound of their own, so that a reader never queues behind writes."""
-WRITING_THREADS_MAX = 2
+WRITING_THREADS_MAX = WRITES_AT_ONCE
 SMALL_READ_BYTES_MAX = 256 << 10
 """Larger reads always go to a thread."""
 GATHER_S = 0.02

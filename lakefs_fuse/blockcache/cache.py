@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from lakefs_fuse.blockcache.cache_directory import CacheDirectory
-from lakefs_fuse.blockcache.cache_file import ALIGN_BYTES, CacheFile, block_hash
+from lakefs_fuse.blockcache.cache_file import ALIGN_BYTES, CacheFile, Layout, block_hash
 from lakefs_fuse.blockcache.health import CacheHealth, CacheState
 from lakefs_fuse.blockcache.object_version import BLOCK_BYTES, Version
 from lakefs_fuse.environment.clock import Clock
@@ -40,7 +40,9 @@ __all__ = ["BLOCK_BYTES", "BlockCache", "CacheState", "CacheStatistics", "Versio
 T = TypeVar("T")
 
 INDEX_BYTES = 4 * ALIGN_BYTES
-"""Room for what a write adds to a large file's header and hashes."""
+"""Room that a write reserves for what it adds to a large file's header and hashes."""
+WRITES_AT_ONCE = 2
+"""Writes under way, each with its reservation, that may meet the bound together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class BlockCache:
             )
         except OSError as error:
             raise CacheError(f"cannot use the cache directory {directory}: {error.strerror}") from error
-        self.pin, self.unpin, self.has_room = self.files.pin, self.files.unpin, self.files.has_room
+        self.pin, self.unpin = self.files.pin, self.files.unpin
 
     # -- for the trio thread
 
@@ -269,6 +271,11 @@ class BlockCache:
             return False
 
     # -- space
+
+    def has_room(self, versions: Sequence[Version]) -> bool:
+        """Whether all blocks of these versions fit without anything being evicted; False while not all is counted."""
+        largest = sum(Layout.for_size(version.size).disk_bytes_max for version in versions)
+        return self.files.has_room(largest + WRITES_AT_ONCE * INDEX_BYTES)
 
     def evict(self, wanted: int = 0) -> int:
         """Free what the bounds ask for, and at least ``wanted`` bytes if there is so much; answers bytes freed."""

@@ -104,6 +104,11 @@ class Layout:
     def file_bytes(self) -> int:
         return self.data_end + HEADER_BYTES + self.index_bytes
 
+    @property
+    def disk_bytes_max(self) -> int:
+        """Disk space of the file when all blocks are there."""
+        return -(-self.file_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
     def hash_at(self, index: int) -> int:
         return self.data_end + HEADER_BYTES + index * _HASH_BYTES
 

@@ -66,8 +66,7 @@ class ObjectPrefetch:
             self._waiting.append(version)
 
     def _fits(self, version: Version) -> bool:
-        ahead = [*self._waiting, *([self._fetched] if self._fetched is not None else [])]
-        wanted = version.size + sum(each.size for each in ahead)
+        wanted = [version, *self._waiting, *([self._fetched] if self._fetched is not None else [])]
         return self._cache.state is CacheState.OK and self._cache.writable and self._cache.has_room(wanted)
 
     async def _run(self) -> None:

@@ -137,6 +137,25 @@ async def test_objects_have_their_turn_one_after_the_other(tmp_path: Path) -> No
         assert lake.metrics.evicted_bytes == 0
 
 
+async def test_room_for_the_hashes_of_a_file_counts_before_any_block_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a third object, which fits by the bytes of its blocks alone, would evict the first."""
+    async with lake_at(tmp_path, 3 * BLOCKS * MIB) as lake:
+        write_runs, released = lake.cache.write_runs, threading.Event()
+
+        def held_back(runs: Sequence[tuple[Version, int, Sequence[memoryview]]]) -> None:
+            assert released.wait(20)
+            write_runs(runs)
+
+        monkeypatch.setattr(lake.cache, "write_runs", held_back)
+        for version in [lake.store.put(name, DATA) for name in ("one", "two", "three")]:
+            await lake.jump(FAR, version)
+        released.set()
+        await lake.settled()
+        assert (lake.metrics.fetched_whole, lake.metrics.evicted_bytes) == (2, 0)
+
+
 async def test_it_is_over_when_what_readers_brought_is_on_the_disk_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
