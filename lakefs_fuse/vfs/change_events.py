@@ -45,6 +45,10 @@ class ChangeEvents(TreeEvents):
     statistics_requested: list[Callable[[], dict[str, object]]] = field(default_factory=list)
     """Counters are about to be read; answers what a listener adds to them."""
 
+    def unlisted_keys(self) -> list[str]:
+        """What the listeners of `keys_unlisted` answer."""
+        return [key for keys in self.keys_unlisted for key in keys()]
+
     def announce_commit(self, record: Record) -> None:
         """Call the listeners of `commit_applied`."""
         for listener in self.commit_applied:

@@ -14,6 +14,7 @@ from lakefs_fuse.environment.node import Node
 from lakefs_fuse.metrics import Metrics
 from lakefs_fuse.vfs.immutable import states
 from lakefs_fuse.vfs.immutable.filesystem import open_immutable
+from lakefs_fuse.vfs.namespace import subtree_listing
 from tests.fakes import store_client
 from tests.memory_store import MemoryStore, Pause
 from tests.vfs.writing_back import until
@@ -22,6 +23,7 @@ from tests.vfs.writing_back import until
 async def test_the_log_says_how_far_the_listing_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(subtree_listing, "KEYS_MAX", 20)
     store, metrics = MemoryStore(), Metrics()
     for index in range(30):
         store.put(f"first/{index}", b"x")

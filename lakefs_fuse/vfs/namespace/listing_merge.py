@@ -110,7 +110,7 @@ class DirectoryMerge:
         self._touched = touched
         self._keep = keep
         self._events = events or ChangeEvents()
-        self._strays = [key for keys in self._events.keys_unlisted for key in keys() if key.startswith(prefix)]
+        self._strays = [key for key in self._events.unlisted_keys() if key.startswith(prefix)]
         """Keys where files of other names come to lie, and copies of which no commit tells yet."""
         self._prefix = prefix.encode("utf-8", "surrogatepass")
         self._outsiders: list[Entry] = []

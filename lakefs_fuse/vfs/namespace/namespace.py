@@ -48,6 +48,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_page
+from lakefs_fuse.vfs.namespace.subtree_listing import Place, Snapshot, SubtreeListings
 
 NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
@@ -101,6 +102,7 @@ class Namespace:
         self._asked: dict[int, set[bytes]] = {}
         self._background: dict[int, Flight] = {}
         self._failing = False
+        self._subtrees = SubtreeListings(client, self._clock_ns, self._ttl_ns, self.events.unlisted_keys)
         self._source_prefix_bytes = len(config.store.source.prefix.encode())
         self._told_of_long = False
         self.touch(ROOT_INODE)
@@ -232,6 +234,9 @@ class Namespace:
             if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
                 await self._list_again(directory)
                 return self.tree.child(directory, name), self.fresh_s(directory)
+            if flight is None and not self._client.is_away and self._subtrees.is_shared(self._place(directory)):
+                await self.list_directory(directory)
+                return self.tree.child(directory, name), self.fresh_s(directory)
             self._consider_background_listing(directory, name)
         if not self._counts_on(directory):
             try:
@@ -318,6 +323,7 @@ class Namespace:
         asked_ns = self._clock_ns()
         flight = Flight(asked_ns)
         key = self.checked_key(prefix, component)
+        self._subtrees.directory_asked(directory)
         with self._watching(directory, flight):
             page = await self._client.list_page(key, delimiter="/", keys_max=SINGLE_NAME_KEYS)
             found = [item for item in read_page(page, directory, prefix).found if item.sort_name in (name, name + b"/")]
@@ -412,10 +418,26 @@ class Namespace:
             flight.end()
 
     async def _list(self, directory: int, flight: Flight) -> None:
-        while not await self._list_below(directory, self.prefix(directory), flight):
-            pass
+        while True:
+            prefix = self.prefix(directory)
+            snapshot = await self._subtrees.snapshot(self._place(directory))
+            if self._is_moved(directory, prefix):
+                continue
+            if snapshot is None:
+                self._subtrees.directory_asked(directory)
+            else:
+                flight.date_back(snapshot.began_ns)
+            if await self._list_below(directory, prefix, flight, snapshot):
+                return
 
-    async def _list_below(self, directory: int, prefix: str, flight: Flight) -> bool:
+    def _place(self, directory: int) -> Place:
+        names, at = list[tuple[int, bytes]](), directory
+        while (entry := self.tree.entry(at)) is not None:
+            names.append((entry.parent, entry.name))
+            at = entry.parent
+        return Place(directory, self.prefix(directory), names)
+
+    async def _list_below(self, directory: int, prefix: str, flight: Flight, snapshot: Snapshot | None) -> bool:
         """Whether all that was found is below the directory still: it may be renamed meanwhile."""
         is_deep = _is_long(prefix + "x" * NAME_BYTES_MAX)
         merge = flight.merge = self._merge(directory, flight)
@@ -428,11 +450,14 @@ class Namespace:
                 self._tell_of_long(long)
             flight.told()
 
-        pages = ParallelList(self._client, prefix, take)
-        flight.progress = pages.progress
-        if not await pages.run(goes_on=lambda: flight.is_wanted):
-            return True
-        await self._look_below_ghosts(merge, directory, prefix)
+        if snapshot is not None:
+            take(snapshot.page(prefix))
+        else:
+            pages = ParallelList(self._client, prefix, take)
+            flight.progress = pages.progress
+            if not await pages.run(goes_on=lambda: flight.is_wanted):
+                return True
+        await self._look_below_ghosts(merge, directory, prefix, snapshot)
         if self._is_moved(directory, prefix):
             return False
         for _ in merge.remove_missing():
@@ -453,12 +478,17 @@ class Namespace:
             raise FileError(errno.ESTALE)
         return self.prefix(directory) != prefix
 
-    async def _look_below_ghosts(self, merge: DirectoryMerge, directory: int, prefix: str) -> None:
+    async def _look_below_ghosts(
+        self, merge: DirectoryMerge, directory: int, prefix: str, snapshot: Snapshot | None = None
+    ) -> None:
         for name in merge.ghosts:
             below = prefix + name.decode("utf-8", "surrogatepass") + "/"
             token: str | None = None
             while True:
-                page = await self._client.list_page(below, token=token)
+                if snapshot is not None:
+                    page = ListPage(snapshot.below(below), (), None)
+                else:
+                    page = await self._client.list_page(below, token=token)
                 if self._is_moved(directory, prefix):
                     return
                 token = page.next_token
@@ -502,6 +532,7 @@ class Namespace:
                 self._watched.pop(directory, None)
 
     def _mark_listings_stale(self, directory: int) -> None:
+        self._subtrees.directory_asked(directory)
         for flight in self._watched.get(directory, ()):
             flight.is_stale = True
 
@@ -509,6 +540,8 @@ class Namespace:
         """This node changes a name now: LISTs under way must not undo it. That of a directory above may not know of
         anything below it yet, and would take the directories between away."""
         self._answers.pop((directory, name), None)
+        if self._subtrees.snapshots:
+            self._subtrees.name_changed(directory, name, self._directories_above)
         while self._watched:
             for flight in self._watched.get(directory, ()):
                 flight.touched.add(name)
@@ -516,6 +549,11 @@ class Namespace:
             if at is None:
                 break
             directory, name = at.parent, at.name
+
+    def _directories_above(self, directory: int) -> Iterator[int]:
+        while directory != ROOT_INODE and (entry := self.tree.entry(directory)) is not None:
+            directory = entry.parent
+            yield directory
 
     def renew_inode(self, entry: Entry) -> None:
         """Give the version that a name has now an inode of its own: the kernel keeps the size that it knows of one.

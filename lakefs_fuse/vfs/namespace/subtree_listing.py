@@ -1,0 +1,269 @@
+"""LISTs without a delimiter: one answers for all directories of a subtree that has few plain objects.
+
+Listed one by one, a thousand directories cost a thousand LISTs each TTL, although all that is in them lies in packs. So
+where several directories have to be listed, the topmost one above them is listed once with all keys below it. If these
+fit one page, each directory below is merged from that page while it is no older than the TTL; if not, that subtree is
+not tried again for a while, and the next one further down is.
+
+What always holds (*as if it were slow*): what a `Snapshot` says of a directory is merged as if a LIST of the directory
+itself had begun with the snapshot's and ended now. A directory in which a name was changed since, or was asked for
+again, or that came to its path since, is never merged from it. Memory is bounded: `SNAPSHOTS_MAX` pages and what
+changed since they began.
+
+Trio thread only; all code between two awaits is atomic. A crash leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import trio
+
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+from lakefs_fuse.sync.nursery import collecting
+
+NS = 1_000_000_000
+KEYS_MAX = 1000
+"""S3's largest page: a subtree of more objects is listed directory by directory."""
+SNAPSHOTS_MAX = 16
+"""Some 300 KB each."""
+SUBTREES_MAX = 4096
+"""Subtrees of which is known whether they are large; those asked for longest ago are forgotten."""
+CHANGES_MAX = 4096
+"""A snapshot below which more names changed is dropped."""
+LARGE_S_FIRST, LARGE_S_MAX = 600.0, 3600.0
+"""How long a subtree counts as large; twice as long each time."""
+_BEHIND_RESERVED = RESERVED_PREFIX + "~"
+"""No reserved key of ours follows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory in the tree: its inode, its prefix, and directory and name of it and of each above it."""
+
+    inode: int
+    prefix: str
+    names: Sequence[tuple[int, bytes]]
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """All objects below ``prefix`` but reserved ones, in the order of their keys, as of ``began_ns`` (wall clock)."""
+
+    prefix: str
+    began_ns: int
+    strays: set[str]
+    """Keys that no listing may show, at the beginning or at the end of the LIST."""
+    objects: list[ObjectMeta] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    changed: set[int] = field(default_factory=set)
+    """Directories in or below which something changed since it began."""
+    asked: set[int] = field(default_factory=set)
+    """Directories of which the store was asked since, or has to be."""
+    is_complete: bool = False
+    renamed: set[tuple[int, bytes]] = field(default_factory=set)
+    """Names that changed since it began, with their directories."""
+    merged: set[int] = field(default_factory=set)
+    """Directories that were merged from it, as far as that matters: two at most."""
+
+    def fill(self, objects: list[ObjectMeta]) -> None:
+        """Take over what the LIST brought."""
+        self.objects = sorted(objects, key=lambda meta: meta.key)
+        self.keys = [meta.key for meta in self.objects]
+        self.is_complete = True
+
+    def answers(self, place: Place) -> bool:
+        """Whether nothing happened to the directory since that the snapshot does not know of."""
+        return (
+            place.inode not in self.changed
+            and place.inode not in self.asked
+            and self.renamed.isdisjoint(place.names)
+            and not any(key.startswith(place.prefix) and "/" not in key[len(place.prefix) :] for key in self.strays)
+        )
+
+    def below(self, prefix: str) -> list[ObjectMeta]:
+        """All objects whose keys begin with ``prefix``."""
+        first = bisect_left(self.keys, prefix)
+        return [*_while_below(self.objects[first:], prefix)]
+
+    def page(self, prefix: str) -> ListPage:
+        """What a LIST of the directory with this prefix would bring, with delimiter "/"."""
+        objects: list[ObjectMeta] = []
+        prefixes: dict[str, None] = {}
+        for meta in self.below(prefix):
+            name, slash, _ = meta.key[len(prefix) :].partition("/")
+            if slash:
+                prefixes[prefix + name + slash] = None
+            else:
+                objects.append(meta)
+        return ListPage(objects, [*prefixes], None)
+
+
+def _while_below(objects: Sequence[ObjectMeta], prefix: str) -> Iterator[ObjectMeta]:
+    for meta in objects:
+        if not meta.key.startswith(prefix):
+            return
+        yield meta
+
+
+@dataclass(slots=True)
+class _Subtree:
+    """What is known of the subtree at one prefix."""
+
+    asked: set[int] = field(default_factory=set)
+    """Directories that had to be listed since ``asked_ns``: two at most."""
+    asked_ns: int = 0
+    large_until_ns: int = 0
+    large_s: float = LARGE_S_FIRST
+    is_shared: bool = False
+    """The last snapshot answered for several directories, so the next is made for the first that asks."""
+    done: trio.Event | None = None
+    """Of the LIST under way."""
+
+
+class SubtreeListings:
+    """See the module's head."""
+
+    def __init__(
+        self, client: StoreClient, clock_ns: Callable[[], int], ttl_ns: int, strays: Callable[[], Iterable[str]]
+    ) -> None:
+        """``strays`` answers keys that no listing may show."""
+        self._client, self._clock_ns, self._ttl_ns, self._strays = client, clock_ns, ttl_ns, strays
+        self._subtrees: OrderedDict[str, _Subtree] = OrderedDict()
+        self.snapshots: OrderedDict[str, Snapshot] = OrderedDict()
+        """Those under way too, by prefix. Where there are none, `name_changed` need not be called."""
+
+    def name_changed(self, directory: int, name: bytes, above: Callable[[int], Iterable[int]]) -> None:
+        """A name is changed now. ``above`` answers the directories above its directory."""
+        for prefix, snapshot in [*self.snapshots.items()]:
+            snapshot.renamed.add((directory, name))
+            if directory not in snapshot.changed:
+                snapshot.changed.update((directory, *above(directory)))
+            if not self._is_recent(snapshot.began_ns) or len(snapshot.renamed) + len(snapshot.changed) > CHANGES_MAX:
+                del self.snapshots[prefix]
+
+    def directory_asked(self, directory: int) -> None:
+        """The store is asked about names in a directory, or has to be: snapshots say nothing of it any more."""
+        for snapshot in self.snapshots.values():
+            snapshot.asked.add(directory)
+
+    def is_shared(self, place: Place) -> bool:
+        """Whether `snapshot` answers for a directory without a LIST, or with one that is likely to serve others."""
+        for prefix in _prefixes(place.prefix):
+            snapshot, subtree = self.snapshots.get(prefix), self._subtrees.get(prefix)
+            if snapshot is not None and snapshot.is_complete and self._is_recent(snapshot.began_ns):
+                return snapshot.answers(place)
+            if subtree is not None and subtree.large_until_ns <= self._clock_ns():
+                return subtree.is_shared
+        return False
+
+    async def snapshot(self, place: Place) -> Snapshot | None:
+        """The snapshot from which to merge a directory that has to be listed; None where it is to be listed by itself.
+        May send a LIST, two where that is of the lake's root. Never raises LakeError: who lists the directory learns
+        what is wrong."""
+        for prefix in _prefixes(place.prefix):
+            subtree = self._subtree(prefix)
+            while subtree.done is not None:
+                await subtree.done.wait()
+            snapshot = self.snapshots.get(prefix)
+            if snapshot is None or not (snapshot.is_complete and self._is_recent(snapshot.began_ns)):
+                if subtree.large_until_ns > self._clock_ns():
+                    continue
+                if not self._is_wanted(subtree, place.inode):
+                    return None
+                snapshot = await self._list(prefix, subtree)
+            if snapshot is not None:
+                if not snapshot.answers(place):
+                    return None
+                if len(snapshot.merged) < 2:
+                    snapshot.merged.add(place.inode)
+                    subtree.is_shared = len(snapshot.merged) > 1
+                return snapshot
+        return None
+
+    def _subtree(self, prefix: str) -> _Subtree:
+        subtree = self._subtrees.setdefault(prefix, _Subtree())
+        self._subtrees.move_to_end(prefix)
+        if len(self._subtrees) > SUBTREES_MAX:
+            self._subtrees.popitem(last=False)
+        return subtree
+
+    def _is_recent(self, at_ns: int) -> bool:
+        return 0 <= self._clock_ns() - at_ns < self._ttl_ns
+
+    def _is_wanted(self, subtree: _Subtree, directory: int) -> bool:
+        """Whether one LIST for the subtree saves any: a second directory in it has to be listed within the TTL, or the
+        last one served several."""
+        if subtree.is_shared:
+            return True
+        if not self._is_recent(subtree.asked_ns):
+            subtree.asked.clear()
+            subtree.asked_ns = self._clock_ns()
+        subtree.asked.add(directory)
+        return len(subtree.asked) > 1
+
+    async def _list(self, prefix: str, subtree: _Subtree) -> Snapshot | None:
+        """List a subtree; None where it is large, or the store answers an error."""
+        subtree.done = trio.Event()
+        snapshot = Snapshot(prefix, self._clock_ns(), set(self._strays()))
+        self.snapshots.pop(prefix, None)
+        self.snapshots[prefix] = snapshot
+        try:
+            objects = await (self._list_root() if not prefix else self._list_below(prefix))
+            if objects is None:
+                subtree.large_until_ns = self._clock_ns() + int(subtree.large_s * NS)
+                subtree.large_s = min(2 * subtree.large_s, LARGE_S_MAX)
+            else:
+                snapshot.fill(objects)
+                snapshot.strays |= set(self._strays())
+                subtree.large_s = LARGE_S_FIRST
+        except LakeError:
+            pass  # the LIST of the directory itself meets it too
+        finally:
+            subtree.done.set()
+            subtree.done, subtree.is_shared = None, False
+            is_kept = self.snapshots.get(prefix) is snapshot
+            if is_kept and not snapshot.is_complete:
+                del self.snapshots[prefix]
+        while len(self.snapshots) > SNAPSHOTS_MAX:
+            self.snapshots.popitem(last=False)
+        return snapshot if is_kept and snapshot.is_complete else None
+
+    async def _list_below(self, prefix: str) -> list[ObjectMeta] | None:
+        """All objects below a prefix; None where they do not fit one page."""
+        page = await self._client.list_page(prefix, keys_max=KEYS_MAX)
+        return [*page.objects] if page.next_token is None else None
+
+    async def _list_root(self) -> list[ObjectMeta] | None:
+        """As `_list_below`, without the reserved keys, of which there may be many: what lies before and behind them."""
+        if not self._client.capabilities.sorted_listing:
+            return None
+        pages: dict[str, ListPage] = {}
+
+        async def get(after: str) -> None:
+            pages[after] = await self._client.list_page("", start_after=after, keys_max=KEYS_MAX)
+
+        async with collecting() as nursery:
+            nursery.start_soon(get, "")
+            nursery.start_soon(get, _BEHIND_RESERVED)
+        first, behind = pages[""], pages[_BEHIND_RESERVED]
+        before = [meta for meta in first.objects if meta.key < RESERVED_PREFIX]
+        if behind.next_token is not None or (first.next_token is not None and len(before) == len(first.objects)):
+            return None
+        objects = [*before, *(meta for meta in behind.objects if not meta.key.startswith(RESERVED_PREFIX))]
+        return objects if len(objects) <= KEYS_MAX else None
+
+
+def _prefixes(prefix: str) -> Iterator[str]:
+    """The prefix of each directory above, the root first, and the prefix itself."""
+    yield ""
+    at = prefix.find("/")
+    while at >= 0:
+        yield prefix[: at + 1]
+        at = prefix.find("/", at + 1)
