@@ -30,6 +30,7 @@ from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, parse_commit_key
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
 from lakefs_fuse.commits.hybrid_clock import CONFIRM_S, WINDOW_NS
+from lakefs_fuse.commits.idleness import Idleness
 from lakefs_fuse.commits.record import ObjectRef, Record
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
@@ -67,8 +68,10 @@ class Poller:
         refresh_s: float,
         redate: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
         applied: Callable[[Record], object] = lambda _: None,
+        idleness: Idleness | None = None,
     ) -> None:
         """``redate`` is asked to commit again what was dated too far ahead; ``applied`` is told each record."""
+        self._idleness = idleness or Idleness(0.0)
         self._log, self._applier, self._metrics = log, applier, metrics
         self._clock = log.clock
         self._refresh_s, self._redate, self._applied = refresh_s, redate, applied
@@ -83,10 +86,11 @@ class Poller:
         self._lock = trio.Lock()
 
     async def run(self) -> None:
-        """Poll for as long as the mount lives; trouble with the store is told once and tried again."""
+        """Poll for as long as the mount lives, rarely while it is idle; trouble with the store is told once and tried
+        again."""
         checked_at, failing, jumps = trio.current_time(), False, self._clock.jumps
         while True:
-            await trio.sleep(self._refresh_s)
+            await self._idleness.pause(self._refresh_s)
             try:
                 if self._clock.jumps > jumps or not self._clock.is_confirmed:
                     check_s: float = CONFIRM_S
@@ -106,6 +110,8 @@ class Poller:
                 failing = True
             except Exception:
                 logger.exception("looking for commits of other nodes")
+            finally:
+                self._idleness.polled()
 
     async def correct_clock(self) -> None:
         """As `CommitLog.read_time`."""

@@ -22,7 +22,7 @@ import trio
 from lakefs_fuse.kernel.features import KernelFeatures
 from lakefs_fuse.kernel.invalidation import notify_kernel
 from lakefs_fuse.kernel.native.hooks import Feature
-from lakefs_fuse.kernel.operations import upcall
+from lakefs_fuse.kernel.operations import Sleeper, upcall
 from lakefs_fuse.kernel.page_cache_push import PageCachePush
 from lakefs_fuse.kernel.readdir import RowReplies
 from lakefs_fuse.kernel.reply import absent_for, attributes_of, reply_dots, size_of_lake
@@ -33,6 +33,18 @@ from lakefs_fuse.vfs.immutable.states import ChangedNames
 
 FOREVER_S = 10 * 365 * 86400.0
 log = logging.getLogger(__name__)
+
+
+class AlwaysAwake:
+    """A mount that changes only when it is told to, and polls for nothing."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Never."""
+        return False
+
+    async def wake(self) -> None:
+        """Never called."""
 
 
 class ImmutableOperations(pyfuse3.Operations):
@@ -53,6 +65,7 @@ class ImmutableOperations(pyfuse3.Operations):
         self.metrics = fs.metrics
         self.upcalls = fs.metrics.upcalls
         self.barrier = Barrier(lambda _: None, lambda _: None)  # its states are whole before they are shown
+        self.idleness: Sleeper = AlwaysAwake()
         fs.refreshed.append(self._invalidate_names)
 
     def _statistics(self) -> dict[str, object]:

@@ -47,11 +47,21 @@ UNREMARKABLE = (
 log = logging.getLogger(__name__)
 
 
+class Sleeper(Protocol):
+    """A mount that may be idle, and then has to be woken before it answers."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    async def wake(self) -> None: ...
+
+
 class Counted(Protocol):
     """Handlers of requests, with the counters of these."""
 
     upcalls: dict[str, int]
     barrier: Barrier
+    idleness: Sleeper
 
 
 P = ParamSpec("P")
@@ -62,13 +72,15 @@ Handler: TypeAlias = "Callable[Concatenate[S, P], Coroutine[Any, Any, T]]"
 
 def upcall(name: str, *, about: About | None = None) -> Callable[[Handler[S, P, T]], Handler[S, P, T]]:
     """Count a request and turn its errors into errnos. While a commit is applied to what it is ``about`` (its first
-    argument, or for a name its first two) it waits."""
+    argument, or for a name its first two) it waits. The first request after a pause waits for a poll."""
 
     def decorate(handler: Handler[S, P, T]) -> Handler[S, P, T]:
         @functools.wraps(handler)
         async def answered(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
             self.upcalls[name] += 1
             try:
+                if self.idleness.is_idle:
+                    await self.idleness.wake()
                 if about is not None and self.barrier.is_up:
                     await self.barrier.wait_for(about, *args[: 2 if about is About.NAME else 1])  # type: ignore[arg-type]
                 return await handler(self, *args, **kwargs)
@@ -100,6 +112,7 @@ class Operations(pyfuse3.Operations):
         self.enable_writeback_cache = kernel.writeback_cache
         self.upcalls = fs.metrics.upcalls
         self.barrier = fs.namespace.tree.barrier
+        self.idleness: Sleeper = fs.namespace.idleness
         self._metrics = fs.metrics.namespace
         self.invalidations = Invalidations(self._count_invalidations)
         fs.events.name_changed.append(self.invalidations.invalidate_name)
@@ -109,16 +122,26 @@ class Operations(pyfuse3.Operations):
         self._leases = Leases(fs)
         self._rows = RowReplies(fs)
         self.create_offload = CreateOffload(fs, self._leases)
+        fs.namespace.idleness.watch(self._questions)
 
     def _count_invalidations(self, count: int) -> None:
         self._metrics.invalidations += count
 
-    def _statistics(self) -> dict[str, object]:
-        """Count the requests that the library answered, and describe the kernel's side."""
+    def _questions(self) -> int:
+        """How many requests there have been that wait for an answer."""
+        self._count_answered()
+        return sum(self.upcalls.values()) - self.upcalls["forget"]
+
+    def _count_answered(self) -> None:
+        """Count the requests that the library answered."""
         for name, now in hooks.answered().items():
             if now > self._answered.get(name, 0):
                 self.upcalls[name] += now - self._answered.get(name, 0)
                 self._answered[name] = now
+
+    def _statistics(self) -> dict[str, object]:
+        """Describe the kernel's side."""
+        self._count_answered()
         return {"kernel": {**self._kernel.describe(), "listings_held_max": len(self.invalidations)}}
 
     # -- names and attributes

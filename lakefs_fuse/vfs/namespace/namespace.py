@@ -23,6 +23,7 @@ from functools import partial
 import msgspec
 import trio
 
+from lakefs_fuse.commits.idleness import Idleness
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, NotFound, Unavailable
@@ -83,6 +84,7 @@ class Namespace:
         files: FileTable,
     ) -> None:
         self.tree, self.events = tree, files.events
+        self.idleness = Idleness(config.metadata_ttl_s)
         self.announce_name = self.events.announce_name
         self.prefix, self.key = partial(prefix_of, tree), partial(key_of, tree)
         """As those of `key_mapping`."""
