@@ -110,8 +110,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @option("--supervise/--no-supervise", default=True, group=DURABILITY, help="Restart a daemon that dies, and mount "
         "again. Turn it off where another program restarts it.")  # fmt: skip
 @_setting("--refresh", "refresh_s", type=DURATION, group=SHARING, help="Interval at which the store is polled for "
-        "commits of other mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each. A mount without any "
-        "request for 10m polls once a minute, and before it answers the next.")  # fmt: skip
+        "commits of other mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each. A mount "
+        "that had no request for 10m polls once a minute, and before it answers the next.")  # fmt: skip
 @_setting("--delete-after", "delete_after_s", type=DURATION, group=SHARING, help="Time for which an object stays in "
         "the store when its file was removed or replaced. Other mounts that have not heard of that may still rename "
         "the file: use less than 5m only for a lake with one mount.")  # fmt: skip

@@ -15,6 +15,7 @@ from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import subtree_listing
 from lakefs_fuse.vfs.namespace.subtree_listing import LARGE_S_FIRST, Snapshot
+from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 from tests.memory_store import Failures, MemoryStore
 from tests.vfs.lakes import NS, TTL_S, Clock, Lake, lake, two_lakes
 
@@ -149,6 +150,30 @@ async def test_a_name_that_was_asked_for_since_the_list_is_not_older_again(tmp_p
         assert await m.read("c/x") == b"newer"
         assert await m.names("c") == ["x"]
         assert await m.read("c/x") == b"newer"
+
+
+async def test_what_others_put_since_the_list_goes_along_with_a_rename(tmp_path: Path) -> None:
+    store, clock = store_of("a/x", "b/x", "c/d/x", "c/e/x"), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await list_all(m, "a", "b", "c/d", "c/e")
+        clock.advance(TTL_S + 1)
+        await list_all(m, "a", "b")
+        clock.advance(1)
+        store.give("c/d/y", b"of another program")
+        await m.rename("c", "f")
+        assert await m.names("f/d") == ["x", "y"]
+        clock.advance(TTL_S + 1)
+        assert await m.lookup("c") is None
+
+
+async def test_who_lists_everything_gets_no_older_list(tmp_path: Path) -> None:
+    store, clock = store_of("a/x", "b/x"), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        for number in range(3):
+            await list_everything(m.fs.namespace, lambda _: None)
+            assert await m.names("b") == sorted(["x", *map(str, range(number))])
+            clock.advance(1)
+            store.give(f"b/{number}", b"")
 
 
 async def test_a_large_subtree_is_tried_rarely_and_the_next_one_down_answers(

@@ -26,10 +26,14 @@ class Flight:
 
     began_ns: int = 0
     is_wanted: bool = True
+    since_ns: int = 0
+    """A LIST for several directories that began before says too little."""
     done: trio.Event = field(default_factory=trio.Event)
     touched: set[bytes] = field(default_factory=set)
     is_stale: bool = False
     """The directory is to be listed again since: of names that were changed here this LIST tells nothing."""
+    is_dated_back: bool = False
+    """A LIST that began earlier brings the names."""
     error: LakeError | None = None
     merge: DirectoryMerge | None = None
     progress: ListProgress = field(default_factory=ListProgress)
@@ -37,7 +41,7 @@ class Flight:
 
     def date_back(self, began_ns: int) -> None:
         """A LIST that began earlier brings the names."""
-        self.began_ns = began_ns
+        self.began_ns, self.is_dated_back = began_ns, True
 
     def told(self) -> None:
         """More names are there, or it has ended."""

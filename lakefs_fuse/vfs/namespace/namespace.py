@@ -96,7 +96,7 @@ class Namespace:
         self.database = self._db = database
         self._client, self._metrics, self._nursery = client, metrics, nursery
         self._ttl_ns = int(config.metadata_ttl_s * NS)
-        self._clock_ns = clock.wall_ns
+        self._clock_ns = self.now_ns = clock.wall_ns
         self._keep = files.is_dirty
         self._flights: dict[int, Flight] = {}
         self._watched: dict[int, list[Flight]] = {}
@@ -237,7 +237,7 @@ class Namespace:
                 await self._list_again(directory)
                 return self.tree.child(directory, name), self.fresh_s(directory)
             if flight is None and not self._client.is_away and self._subtrees.is_shared(self._place(directory)):
-                await self.list_directory(directory)
+                await self.list_directory(directory, within_ttl=True)
                 return self.tree.child(directory, name), self.fresh_s(directory)
             self._consider_background_listing(directory, name)
         if not self._counts_on(directory):
@@ -364,7 +364,7 @@ class Namespace:
         if fresh_s > 0:
             return fresh_s
         if strictly or self.tree.listing(directory) is None:
-            await self.list_directory(directory)
+            await self.list_directory(directory, within_ttl=True)
         else:
             await self._list_again(directory)
         return self.fresh_s(directory)
@@ -393,16 +393,19 @@ class Namespace:
             if flight.error is not None:
                 raise flight.error
 
-    async def list_directory(self, directory: int) -> None:
-        """LIST a directory to its end and merge what changed; callers that come meanwhile wait for the same LIST."""
-        flight = self._flights.get(directory)
-        if flight is not None:
+    async def list_directory(self, directory: int, *, within_ttl: bool = False, since_ns: int = 0) -> None:
+        """LIST a directory to its end and merge what changed; callers that come meanwhile wait for the same LIST. One
+        LIST for several directories will do if it began now or later (``since_ns``), or ``within_ttl``."""
+        while (flight := self._flights.get(directory)) is not None:
             flight.is_wanted = True
             await flight.done.wait()
             if flight.error is not None:
                 raise flight.error
-            return
-        flight = self._flights[directory] = Flight(self._clock_ns())
+            if within_ttl or not flight.is_dated_back:
+                return
+        began_ns = self._clock_ns()
+        flight = Flight(began_ns, since_ns=0 if within_ttl else since_ns or began_ns)
+        self._flights[directory] = flight
         await self._fly(directory, flight)
 
     async def _fly(self, directory: int, flight: Flight) -> None:
@@ -422,7 +425,7 @@ class Namespace:
     async def _list(self, directory: int, flight: Flight) -> None:
         while True:
             prefix = self.prefix(directory)
-            snapshot = await self._subtrees.snapshot(self._place(directory))
+            snapshot = await self._subtrees.snapshot(self._place(directory), flight.since_ns)
             if self._is_moved(directory, prefix):
                 continue
             if snapshot is None:

@@ -163,8 +163,8 @@ class SubtreeListings:
                 return subtree.is_shared
         return False
 
-    async def snapshot(self, place: Place) -> Snapshot | None:
-        """The snapshot from which to merge a directory that has to be listed; None where it is to be listed by itself.
+    async def snapshot(self, place: Place, since_ns: int = 0) -> Snapshot | None:
+        """The snapshot, begun since then, from which to merge a directory; None where it is to be listed by itself.
         May send a LIST, two where that is of the lake's root. Never raises LakeError: who lists the directory learns
         what is wrong."""
         for prefix in _prefixes(place.prefix):
@@ -172,7 +172,8 @@ class SubtreeListings:
             while subtree.done is not None:
                 await subtree.done.wait()
             snapshot = self.snapshots.get(prefix)
-            if snapshot is None or not (snapshot.is_complete and self._is_recent(snapshot.began_ns)):
+            is_recent = snapshot is not None and self._is_recent(snapshot.began_ns) and snapshot.began_ns >= since_ns
+            if snapshot is None or not (snapshot.is_complete and is_recent):
                 if subtree.large_until_ns > self._clock_ns():
                     continue
                 if not self._is_wanted(subtree, place.inode):

@@ -33,13 +33,14 @@ async def list_everything(
     """List ``top`` and all directories below it, whenever they were listed before. ``report`` is told how many names
     there are so far; ``listed`` is called with each directory when its rows are there. Raises LakeError."""
     names = directories = 0
+    began_ns = namespace.now_ns()
 
     async def work() -> None:
         nonlocal names, directories
         for inode in waiting:  # shared: each is taken by one task
             is_new = namespace.tree.listing(inode) is None
             try:
-                await namespace.list_directory(inode)
+                await namespace.list_directory(inode, since_ns=began_ns)
             except FileError as error:
                 if error.errno != errno.ESTALE:
                     raise
