@@ -17,7 +17,8 @@ The steps, and what being killed in or after each leaves:
 4. **Wait** for the grace period, if asked to, and check again: a commit of the meantime may refer to it.
 5. **Delete** dead commit objects after their grace period, in batches. Killed half-way: some are deleted; each of them
    was in an index, and a mount that knows less than the horizon loads the index.
-6. **Superseded objects**: plain objects that commits hide (`superseded_objects`); unreferenced objects under
+6. **Bundles** whose commits are all in an index: copies, which nobody needs then. Killed half-way: some are deleted.
+7. **Superseded objects**: plain objects that commits hide (`superseded_objects`); unreferenced objects under
    ``.lakefs/objects/`` and unfinished uploads, both only when days old, because the commit of an upload comes after it.
 
 A grace period of 0 is for lakes that are mounted nowhere: a mount that has not polled may fail to read what was moved.
@@ -38,9 +39,12 @@ from lakefs_fuse.admin.relocation import Moved, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.admin.work import NS, Report
 from lakefs_fuse.commits.archive import parse_commit_key
+from lakefs_fuse.commits.bundles import parse_bundle
+from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.index.index import INDEX, manifests
 from lakefs_fuse.commits.record import (
+    COMMITS,
     OBJECTS,
     OWN,
     THIS,
@@ -169,6 +173,7 @@ class Collector:
             youngest = max(gc_record.dead.values())
             await self._sleep(max(0.0, options.grace_s - (self._lake.clock.wall_ns() - youngest) / NS))
         await self._delete_dead(gc_record)
+        await self._delete_bundles()
         self._report("finding superseded objects", 0, 0)
         await sweep(
             self._lake, "", self.done.plain, grace_s=options.grace_s, removed=True, dry_run=options.dry_run
@@ -315,6 +320,19 @@ class Collector:
         await self._delete_batches(doomed, self._is_dead_commit, swept)
         _require_deleted(swept)
         self.done.commits_deleted, self.done.bytes_commits = swept.objects, swept.bytes
+
+    async def _delete_bundles(self) -> None:
+        """Delete bundles of commits that no mount reads again which begins with the newest index."""
+        newest = next(iter(await manifests(self._lake.client, count_max=1)), None)
+        if newest is None:
+            return
+        until = newest.newest - WINDOW_NS
+        async with aclosing(self._lake.client.list_all(COMMITS)) as pages:
+            async for page in pages:
+                bundles = (parse_bundle(meta) for meta in page.objects)
+                doomed = [bundle.meta for bundle in bundles if bundle is not None and bundle.last < until]
+                await delete(self._lake, doomed, self.done.unreferenced, dry_run=self._options.dry_run)
+                _require_deleted(self.done.unreferenced)
 
     async def _delete_batches(self, found: Sequence[ObjectMeta], is_dead: IsDead, swept: Swept) -> None:
         """Delete objects in batches, each after another check that it is dead."""

@@ -2,8 +2,8 @@
 
 What always holds (*whole commits*): a commit appears with one PUT, or not at all; a fetched record was checked against
 its CRC-32 and its name before anything reads it. Tasks of the trio loop; large archives and records are built and
-decoded in worker threads. Nothing is kept here but the clock
-and the budget of packs, so a crash leaves nothing.
+decoded in worker threads. Nothing is kept here but the clock,
+the budget of packs, and copies of small commits for bundles, so a crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,15 @@ from lakefs_fuse.commits.archive import (
     locate,
     parse_commit_key,
     read_bounded_record,
+)
+from lakefs_fuse.commits.bundles import (
+    BUNDLE_COMMITS_MAX,
+    COMMIT_BYTES_MAX,
+    MIXED,
+    OWN_COMMITS_MIN,
+    OWN_DELAY_S,
+    BundleReader,
+    BundleWriter,
 )
 from lakefs_fuse.commits.hybrid_clock import HybridClock
 from lakefs_fuse.commits.pack_budget import PACK_BYTES_MIN, PackBudget
@@ -67,6 +76,12 @@ class CommitLog:
         self._client, self._threads = client, threads
         self.clock, self.writer = clock, writer
         self.budget = budget or PackBudget()
+        self.bundles = BundleReader(client)
+        self._own: list[tuple[ObjectMeta, bytes]] = []
+        """Small commits of this writer that are in no bundle yet."""
+        self._has_several = trio.Event()
+        self.fetched = BundleWriter(client, MIXED)
+        """Small commits of others as they were fetched, since `BundleWriter.clear`."""
 
     # -- time
 
@@ -114,9 +129,24 @@ class CommitLog:
         except Unavailable:
             self.budget.record_failure(length_of(body))
             raise
+        if isinstance(body, bytes) and len(body) <= COMMIT_BYTES_MAX and len(self._own) < BUNDLE_COMMITS_MAX:
+            self._own.append((meta, body))
+            if len(self._own) >= OWN_COMMITS_MIN:
+                self._has_several.set()
         if meta.size >= PACK_BYTES_MIN:
             self.budget.record_put(meta.size, trio.current_time() - began_s)
         return meta
+
+    async def run(self) -> None:
+        """Repeat this writer's small commits in bundles, several at a time, for as long as the mount lives."""
+        own = BundleWriter(self._client, self.writer)
+        while True:
+            await self._has_several.wait()
+            await trio.sleep(OWN_DELAY_S)
+            for meta, body in self._own:
+                own.add(meta, body)
+            self._own, self._has_several = [], trio.Event()
+            await own.write()
 
     async def put_record(self, record: Record) -> ObjectRef:
         """Store a commit without members. Raises StoreError kinds."""
@@ -148,7 +178,7 @@ class CommitLog:
             raise DamagedCommit(f"{meta.key}: not the name of a commit")
 
         async def fetch() -> Record:
-            where, raw = await _fetch_raw(self._client, meta, tail_bytes, bytes_max)
+            where, raw = await self._fetch_raw(meta, tail_bytes, bytes_max)
             read = partial(read_bounded_record, raw, where, *named)
             return read() if len(raw) < DECODE_INLINE_BYTES_MAX else await self._threads.run(read)
 
@@ -158,6 +188,16 @@ class CommitLog:
             raise DamagedCommit(f"{meta.key}: {error}") from error
         self._client.raise_commit_format(record.format)
         return record
+
+    async def _fetch_raw(self, meta: ObjectMeta, tail_bytes: int, bytes_max: int) -> tuple[Whereabouts, Buffer]:
+        """From a bundle; from the commit itself where none has it, and if this is called again for it."""
+        body = self.bundles.pop(meta)
+        if body is not None:
+            with contextlib.suppress(DamagedCommit):
+                where = locate(body, meta.size)
+                self.fetched.add(meta, body)
+                return where, memoryview(body)[where.offset :][: where.length]
+        return await _fetch_raw(self._client, meta, tail_bytes, bytes_max, self.fetched)
 
 
 async def fetch_newest_read(client: StoreClient, meta: ObjectMeta) -> int:
@@ -181,7 +221,7 @@ async def fetch_undamaged(fetch: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _fetch_raw(
-    client: StoreClient, meta: ObjectMeta, tail_bytes: int, bytes_max: int
+    client: StoreClient, meta: ObjectMeta, tail_bytes: int, bytes_max: int, fetched: BundleWriter | None = None
 ) -> tuple[Whereabouts, Buffer]:
     tail_at = max(0, meta.size - max(tail_bytes, END.size + COMMENT_BYTES_MAX))
     if not meta.size:
@@ -190,6 +230,8 @@ async def _fetch_raw(
     if len(tail) != meta.size - tail_at:
         raise DamagedCommit(f"{len(tail)} bytes where LIST said {meta.size - tail_at}")
     where = locate(tail, meta.size)
+    if fetched is not None and not tail_at:
+        fetched.add(meta, tail)
     if where.offset >= tail_at:
         return where, tail[where.offset - tail_at :][: where.length]
     if where.length > bytes_max:

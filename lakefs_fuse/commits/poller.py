@@ -27,6 +27,7 @@ import trio
 from lakefs_fuse.commits.applier import Applier
 from lakefs_fuse.commits.apply_record import Doubt
 from lakefs_fuse.commits.archive import RECORD_BYTES_MAX, parse_commit_key
+from lakefs_fuse.commits.bundles import OWN_DELAY_S, SUFFIX, Found
 from lakefs_fuse.commits.change import OPERATIONS_AT_ONCE
 from lakefs_fuse.commits.commit_log import CommitLog, LargeRecord
 from lakefs_fuse.commits.hybrid_clock import CONFIRM_S, WINDOW_NS
@@ -51,6 +52,12 @@ LISTING_S_MAX = 30.0
 """A listing that takes longer may have passed the place of a commit before the next one found was made."""
 DOUBT_S_MAX = 1.0
 """From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
+GETS_MAX = 4
+"""A poll in the background that would send more GETs waits until whoever makes all these commits has repeated them in a
+bundle."""
+BUNDLE_WAIT_S = OWN_DELAY_S + 0.3
+GETS_FOR_A_BUNDLE = 64
+"""What one poll fetched with so many GETs is repeated in a bundle, for mounts to come."""
 DOUBT_PAUSE_S_FIRST = 0.25
 """The next is twice as long each time."""
 logger = logging.getLogger(__name__)
@@ -69,8 +76,10 @@ class Poller:
         redate: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
         applied: Callable[[Record], object] = lambda _: None,
         idleness: Idleness | None = None,
+        writes_bundles: bool = False,
     ) -> None:
         """``redate`` is asked to commit again what was dated too far ahead; ``applied`` is told each record."""
+        self._writes_bundles = writes_bundles
         self._idleness = idleness or Idleness(0.0)
         self._log, self._applier, self._metrics = log, applier, metrics
         self._clock = log.clock
@@ -80,6 +89,8 @@ class Poller:
         self._refused: set[str] = set()
         self._ahead: set[str] = set()
         """Commits that were left out because of their time, on the first page of them."""
+        self._listed_s, self._newest = 0.0, 0
+        """When the last LIST began, and the newest commit that was known then."""
         self._known: set[str] = set()
         """What the last poll listed, and need not be looked at again as long as no row of a commit is forgotten."""
         self._forgotten = 0
@@ -102,7 +113,7 @@ class Poller:
                     await self.correct_clock()
                 if self._clock.went_back:
                     await self._redate()
-                await self.poll()
+                await self.poll_in_background()
                 failing = False
             except LakeError as error:
                 if not failing:
@@ -121,40 +132,62 @@ class Poller:
 
     async def poll(self) -> int:
         """Apply what is new; answers how many commits that were. Raises LakeError."""
+        return await self._poll(trio.current_time())
+
+    async def poll_in_background(self) -> None:
+        """As `poll`. Where that takes fewer GETs, what is new now is applied a little later."""
+        began_s = trio.current_time()
         async with self._lock:
-            self._metrics.polls += 1
-            count, backoff = 0, Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
-            give_up_at = trio.current_time() + DOUBT_S_MAX
-            commits, began_polling_s = self._applier.commits, trio.current_time()
-            while True:
-                began_s, newest = trio.current_time(), commits.newest()
-                found = await self._find()
-                if found and trio.current_time() - began_s < LISTING_S_MAX:
-                    newest = max(newest, found[-1][0])
-                done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
-                count += done
-                if done == len(found):
-                    commits.record_polled(newest)
-                    self._polled_s = began_polling_s
-                    if done:
-                        commits.forget_before(max(0, commits.polled() - 2 * WINDOW_NS))
-                    return count
-                await trio.sleep(backoff.next_s())
+            found = await self._find()
+            if len(found) <= GETS_MAX or self._log.bundles.gets_for(found) <= GETS_MAX:
+                await self._apply_found(began_s, found, math.inf)
+                return
+        await trio.sleep(BUNDLE_WAIT_S)
+        await self._poll(began_s, found[-1][0])
+
+    async def _poll(self, began_s: float, until: float = math.inf) -> int:
+        """Apply what is new, and not later than ``until``: it was visible at ``began_s``."""
+        async with self._lock:
+            return await self._apply_found(began_s, await self._find(), until)
+
+    async def _apply_found(self, began_s: float, found: list[Found], until: float) -> int:
+        """Under the lock, what `_find` has just found."""
+        self._metrics.polls += 1
+        count, backoff = 0, Backoff(DOUBT_PAUSE_S_FIRST, DOUBT_S_MAX)
+        give_up_at = trio.current_time() + DOUBT_S_MAX
+        commits = self._applier.commits
+        while True:
+            found, newest = [item for item in found if item[0] <= until], self._newest
+            if found and trio.current_time() - self._listed_s < LISTING_S_MAX:
+                newest = max(newest, found[-1][0])
+            done = await self._apply_all(found, wait=trio.current_time() < give_up_at)
+            count += done
+            if done == len(found):
+                break
+            await trio.sleep(backoff.next_s())
+            found = await self._find()
+        commits.record_polled(newest)
+        self._polled_s = began_s
+        if done:
+            commits.forget_before(max(0, commits.polled() - 2 * WINDOW_NS))
+        return count
 
     async def heard(self, within_s: float) -> None:
         """Every commit that was visible ``within_s`` ago is in effect here when this returns. Raises LakeError."""
         if trio.current_time() - self._polled_s > within_s:
             await self.poll()
 
-    async def _find(self) -> list[tuple[int, str, ObjectMeta]]:
+    async def _find(self) -> list[Found]:
         """Commits that are not applied, the oldest first."""
+        self._listed_s, self._newest = trio.current_time(), self._applier.commits.newest()
         ahead_ns = self._clock.ahead_ns()
         since = max(0, min(self._applier.commits.polled(), ahead_ns) - WINDOW_NS)
         commits = self._applier.commits
         known = self._known if self._forgotten == commits.forgotten else set[str]()
         self._forgotten = commits.forgotten
         still_known = set[str]()
-        found: list[tuple[int, str, ObjectMeta]] = []
+        found: list[Found] = []
+        bundles: list[ObjectMeta] = []
         async with contextlib.aclosing(self._log.list_since(since)) as pages:
             async for page in pages:
                 named = [
@@ -162,6 +195,7 @@ class Poller:
                     for meta in page.objects
                     if meta.key not in known and (name := parse_commit_key(meta.key)) is not None
                 ]
+                bundles += (meta for meta in page.objects if meta.key.endswith(SUFFIX))
                 applied = commits.are_applied(named)
                 new = [
                     item
@@ -177,9 +211,11 @@ class Poller:
                 if ahead:
                     break  # all that follow are later still
         self._known = still_known
+        if bundles:
+            self._log.bundles.begin(bundles)
         return sorted(found, key=lambda item: item[:2])
 
-    def _leave_out(self, ahead: Sequence[tuple[int, str, ObjectMeta]]) -> None:
+    def _leave_out(self, ahead: Sequence[Found]) -> None:
         """Commits that are dated too far ahead, until their time has come."""
         for time, writer, meta in ahead:
             self._ahead.add(meta.key)
@@ -192,13 +228,22 @@ class Poller:
                 len(ahead), (ahead[0][0] - self._clock.wall_ns()) / NS, ahead[0][2].key,
             )  # fmt: skip
 
-    async def _apply_all(self, found: Sequence[tuple[int, str, ObjectMeta]], *, wait: bool) -> int:
+    async def _apply_all(self, found: Sequence[Found], *, wait: bool) -> int:
         """Answers how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
+        gets, fetched = 0, self._log.fetched
         for at in range(0, len(found), FETCHED_MAX):
-            metas = [meta for _, _, meta in found[at : at + FETCHED_MAX]]
-            done = await self._apply(metas, wait)
-            if done < len(metas):
+            some = found[at : at + FETCHED_MAX]
+            gets += await self._log.bundles.load_for(some)
+            done = await self._apply([meta for _, _, meta in some], wait)
+            if done < len(some):
+                fetched.clear()
                 return at + done
+            if self._writes_bundles and gets >= GETS_FOR_A_BUNDLE and (fetched.is_full or some[-1] is found[-1]):
+                gets = 0
+                await fetched.write()
+        if found:
+            fetched.clear()
+            self._log.bundles.end()
         return len(found)
 
     async def _apply(self, metas: Sequence[ObjectMeta], wait: bool) -> int:

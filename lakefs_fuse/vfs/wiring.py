@@ -158,7 +158,7 @@ class Commits:
         metrics, database, client = ground.metrics.commits, ground.database, ground.client
         node = ground.node
         self.clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
-        log = CommitLog(
+        self.log = log = CommitLog(
             client,
             self.clock,
             node.threads,
@@ -180,7 +180,7 @@ class Commits:
         self.poller = Poller(
             log, self.applier, metrics,
             refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.announce_commit,
-            idleness=namespace.idleness,
+            idleness=namespace.idleness, writes_bundles=not ground.config.read_only,
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
 
@@ -358,4 +358,5 @@ class Assembly:
         if not self._ground.config.read_only:
             nursery.start_soon(self._scheduler.run)
             nursery.start_soon(self._commits.committer.run)
+            nursery.start_soon(self._commits.log.run)
             nursery.start_soon(self._commits.deletions.run, self.poller.heard)

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, read_gc_record
+from lakefs_fuse.commits.bundles import MIXED, SUFFIX, Copy, bundle_key
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
 from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import StoreError
@@ -400,3 +401,20 @@ async def test_gc_stopped_while_looking_looks_once_more(store: MemoryStore, cloc
     assert len(looks) >= 20
     assert done.commits_deleted == 4
     assert await fresh(store, clock, tmp_path) == LEFT
+
+
+async def test_bundles_of_commits_that_an_index_has_are_deleted(store: MemoryStore, clock: Clock) -> None:
+    def give_bundle(*keys: str) -> str:
+        return store.give(bundle_key([Copy(key, "", b"") for key in keys], MIXED), b"copies").key
+
+    old = [give_bundle(*commits(store)[at : at + 2]) for at in (0, 1)]
+    await collect(store, clock, GcArgs(grace_s=0, dry_run=True))
+    await collect(store, clock, GcArgs(grace_s=0, live_below=0.0))
+    assert set(old) <= set(store.objects), "no index has these commits"
+    give_pack(store, clock, {"later": b"later"})
+    async with headless(store, clock) as view:
+        await fold_all(view, 0)
+    clock.advance(3600)
+    new = give_bundle(give_pack(store, clock, {"new": b"new"}))
+    await collect(store, clock, GcArgs(grace_s=0, live_below=0.0))
+    assert [key for key in store.objects if key.endswith(SUFFIX)] == [new]
