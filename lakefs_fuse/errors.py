@@ -11,6 +11,8 @@ import errno
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_BUSY = 75
+"""Of a command that another one keeps from the lake: run it again later. EX_TEMPFAIL of sysexits.h."""
 EXIT_CRASHED = 70
 """Of a daemon that failed while it served; its supervisor restarts it. EX_SOFTWARE of sysexits.h."""
 EXIT_INTERRUPTED = 130
@@ -47,6 +49,13 @@ class StagingFull(LakeError):
 
 class DamagedCommit(LakeError):
     """A commit object, or an index, in the store cannot be used: cut short, changed, of another format, or hostile."""
+
+
+class LeaseHeld(LakeError):
+    """Another process has the lease that this one needs, or took it over."""
+
+    errno = errno.EBUSY
+    exit_code = EXIT_BUSY
 
 
 class ReportedError(LakeError):

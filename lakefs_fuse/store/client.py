@@ -172,6 +172,20 @@ class StoreClient:
         self._shields: set[trio.CancelScope] = set()
         self._abandoning = False
 
+    def through(self, wrap: Callable[[Transport], Transport]) -> StoreClient:
+        """A client of the same store, with the same counters, whose requests go through a transport around this
+        one's."""
+        return StoreClient(
+            self._store,
+            self.capabilities,
+            self.metrics,
+            transport=wrap(self._transport),
+            clock=self._clock,
+            rng=self._rng,
+            retry_timeout_s=self._retry_timeout_s,
+            commit_format=self._commit_format,
+        )
+
     @property
     def commit_format(self) -> int:
         """The format in which commits are written: the newest that the lake record or a commit that was read has."""
@@ -266,12 +280,13 @@ class StoreClient:
 
     async def put(
         self, key: str, body: Body, *, metadata: Mapping[str, str] | None = None, if_absent: bool = False,
-        version: VersionTarget | None = None,
+        etag: str | None = None, version: VersionTarget | None = None,
     ) -> ObjectMeta:  # fmt: skip
-        """See `ObjectStore.put`. With ``version``, whose token is in the metadata, see the module's head."""
+        """See `ObjectStore.put`. With ``version``, whose token is in the metadata, see the module's head; without, a
+        condition may fail because of its own success."""
         call = partial(self._store.put, key, body, metadata=metadata)
         if version is None:
-            meta = await self._call("put", partial(call, if_absent=if_absent))
+            meta = await self._call("put", partial(call, if_absent=if_absent, etag=etag))
         else:
             token = (metadata or {}).get(TOKEN_METADATA, "")
             write = _VersionWrite(self, "put", key, token, body, version, call)
