@@ -1,8 +1,13 @@
-"""The commands `pack`, `relocate`, `gc`, `snapshot` and `fsck`: each runs its engine on a view of the lake."""
+"""The commands `pack`, `unpack`, `relocate`, `gc`, `snapshot` and `fsck`: each runs its engine on a view of the lake.
+
+What always holds (*one at a time*): a command that deletes or moves objects takes the maintenance lease before it reads
+anything, and its engine writes through the client of that lease. A dry run takes none.
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from datetime import UTC, datetime
 
 from lakefs_fuse.admin import fsck, fsck_repair, gc, rebind, repack
@@ -15,13 +20,22 @@ from lakefs_fuse.errors import NotFound
 from lakefs_fuse.store import lake_record
 
 
-def open_view(work: Work, cache_dir: str | None = None) -> AbstractAsyncContextManager[LakeView]:
-    """A view of the lake of ``work``; ``cache_dir`` as `open_lake_view` has it."""
-    return open_lake_view(work.client, work.store, node=work.node, scratch=work.scratch, cache_dir=cache_dir)
+@asynccontextmanager
+async def open_view(
+    work: Work, cache_dir: str | None = None, *, command: str, changes: bool = True
+) -> AsyncIterator[LakeView]:
+    """A view of the lake of ``work``, for a ``command`` that ``changes`` the lake, under its lease; ``cache_dir`` as
+    `open_lake_view` has it. Raises LakeError: LeaseHeld where another command changes the lake."""
+    leased = work.lease(command).held() if changes else nullcontext(work.client)
+    async with (
+        leased as client,
+        open_lake_view(client, work.store, node=work.node, scratch=work.scratch, cache_dir=cache_dir) as lake,
+    ):
+        yield lake
 
 
 async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
-    async with open_view(work) as lake:
+    async with open_view(work, command="unpack" if args.back else "pack", changes=not args.dry_run) as lake:
         if args.back:
             back = await repack.unpack(lake, work.path, dry_run=args.dry_run, report=work.report, note=work.note)
             return work.finished({**back.summary(), "dry_run": args.dry_run}, back.describe(dry_run=args.dry_run))
@@ -41,7 +55,7 @@ async def run_pack(work: Work, args: protocol.PackArgs) -> protocol.Finished:
 
 
 async def run_relocate(work: Work, args: protocol.RelocateArgs) -> protocol.Finished:
-    async with open_view(work) as lake:
+    async with open_view(work, command="relocate", changes=not args.dry_run) as lake:
         done = await repack.unpack(
             lake, work.path, packed=False, dry_run=args.dry_run, report=work.report, note=work.note
         )
@@ -49,7 +63,7 @@ async def run_relocate(work: Work, args: protocol.RelocateArgs) -> protocol.Fini
 
 
 async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
-    async with open_view(work) as lake:
+    async with open_view(work, command="gc", changes=not args.dry_run) as lake:
 
         async def fold_all(horizon: int) -> None:
             await fold(lake, horizon=horizon, report=work.report)
@@ -64,14 +78,15 @@ async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
 
 async def run_snapshot(work: Work, args: protocol.SnapshotArgs) -> protocol.Finished:
     if args.delete:
-        await snapshots.delete(work.client, args.delete)
+        async with work.lease("snapshot --delete").held() as client:
+            await snapshots.delete(client, args.delete)
         return protocol.Finished(
             summary={"deleted": args.delete},
             text=f"snapshot {args.delete} is deleted; gc gives back what only it had bytes in",
         )
     if args.list:
         return await _list_snapshots(work)
-    async with open_view(work, args.cache_dir) as lake:
+    async with open_view(work, args.cache_dir, command="snapshot") as lake:
         done = await fold(lake, name=args.name, report=work.report)
     return work.finished(
         {
@@ -106,7 +121,7 @@ async def _list_snapshots(work: Work) -> protocol.Finished:
 async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
     if args.rebind:
         return await _rebind(work, args)
-    async with open_view(work, args.cache_dir) as lake:
+    async with open_view(work, args.cache_dir, command="fsck --repair", changes=args.repair) as lake:
         checker = fsck.Checker(lake, quick=args.quick, report=work.report)
         done = await checker.run()
         if args.repair and done.problems:
@@ -115,12 +130,12 @@ async def run_fsck(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
 
 
 async def _rebind(work: Work, args: protocol.FsckArgs) -> protocol.Finished:
-    async with open_view(work) as lake:
+    async with open_view(work, command="fsck --rebind", changes=not args.dry_run) as lake:
         rebinder = rebind.Rebinder(lake, quick=args.quick, dry_run=args.dry_run, report=work.report, note=work.note)
         done = await rebinder.run()
-    if (done.objects or done.snapshots) and not args.dry_run and await work.client.find(lake_record.KEY):
-        # Whether ETags are MD5s, for one, is another answer for another bucket of the same endpoint.
-        await work.node.threads.run(work.change_record, lake_record.without_findings)
+        if (done.objects or done.snapshots) and not args.dry_run and await work.client.find(lake_record.KEY):
+            # Whether ETags are MD5s, for one, is another answer for another bucket of the same endpoint.
+            await work.node.threads.run(work.change_record, lake_record.without_findings)
     return work.finished(
         {**done.summary(), "dry_run": args.dry_run}, done.describe(dry_run=args.dry_run), failed=bool(done.left)
     )

@@ -26,7 +26,13 @@ WRITERS_S = 3600
 
 
 async def run_upgrade(work: Work, args: protocol.UpgradeArgs) -> protocol.Finished:
-    """`upgrade`. Raises LakeError where an older program writes, or the record cannot be changed."""
+    """`upgrade`. Raises LakeError where an older program writes, or the record cannot be changed; LeaseHeld where
+    another command changes the lake."""
+    async with work.lease("upgrade").held():
+        return await _upgrade(work)
+
+
+async def _upgrade(work: Work) -> protocol.Finished:
     before: list[LakeRecord | None] = []
     await _refuse_old_writers(work)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from lakefs_fuse.commits.maintenance_lease import MaintenanceLease
 from lakefs_fuse.config import StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.environment.node import Node
@@ -35,8 +36,18 @@ class Work:
     scratch: str
     """Directory for temporary files."""
     change_record: ChangeRecord
+    host: str
+    process: int
+    """Of the command, for others who want to change the lake."""
     uploads_max: int = 4
     began_s: float = field(default_factory=trio.current_time)
+
+    def lease(self, command: str) -> MaintenanceLease:
+        """The lease of the lake for this run, not taken yet."""
+        rng = self.node.random.stream("maintenance-lease")
+        return MaintenanceLease(
+            self.client, self.node.clock, rng, command=command, host=self.host, process=self.process
+        )
 
     def report(self, what: str, files: int, size: int) -> None:
         self.progress(protocol.Progress(what=what, files_done=files, bytes_done=size))

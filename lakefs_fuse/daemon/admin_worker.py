@@ -51,14 +51,18 @@ REPORT_INTERVAL_S = 0.2
 class Command:
     """A command in the registry. ``run`` names its function, ``module:function`` in this package.
 
-    ``probes``: find out what the store can do, and write it into the lake record, where that does not say it; without
-    it the least is assumed then, which is enough for packs and for objects uploaded in order."""
+    ``probes``: where the command writes, find out what the store can do, and write it into the lake record, if that
+    does not say it; else the least is assumed then, which is enough for packs and for objects uploaded in order."""
 
     args: type[msgspec.Struct]
     run: str
     probes: bool = False
     writes: Callable[[Any], bool] = lambda args: True
     """Whether the command, with these arguments, changes the lake, for which its features have to be known."""
+
+
+def _is_not_dry(args: protocol.RelocateArgs | protocol.PackArgs | protocol.GcArgs) -> bool:
+    return not args.dry_run
 
 
 def _fsck_writes(args: protocol.FsckArgs) -> bool:
@@ -68,11 +72,13 @@ def _fsck_writes(args: protocol.FsckArgs) -> bool:
 COMMANDS = {
     "checkpoint": Command(protocol.CheckpointArgs, "admin.checkpoints:run_checkpoint", writes=lambda args: False),
     "checkpoint-verify": Command(protocol.VerifyArgs, "admin.checkpoints:run_verify", writes=lambda args: False),
-    "relocate": Command(protocol.RelocateArgs, "admin.commands:run_relocate", probes=True),
-    "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True),
-    "gc": Command(protocol.GcArgs, "admin.commands:run_gc"),
-    "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", writes=_fsck_writes),
-    "snapshot": Command(protocol.SnapshotArgs, "admin.commands:run_snapshot"),
+    "relocate": Command(protocol.RelocateArgs, "admin.commands:run_relocate", probes=True, writes=_is_not_dry),
+    "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True, writes=_is_not_dry),
+    "gc": Command(protocol.GcArgs, "admin.commands:run_gc", probes=True, writes=_is_not_dry),
+    "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", probes=True, writes=_fsck_writes),
+    "snapshot": Command(
+        protocol.SnapshotArgs, "admin.commands:run_snapshot", probes=True, writes=lambda args: not args.list
+    ),
     "ingest": Command(protocol.IngestArgs, "daemon.ingest_command:run_ingest"),
     "upgrade": Command(protocol.UpgradeArgs, "admin.upgrade:run_upgrade", probes=True),
 }
@@ -121,8 +127,11 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
         if path:
             answers.send(protocol.Note(f"{path} is in the lake {config.source}"))
     transport = ThreadTransport(node.threads, requests_max=config.requests_max, uploads_max=request.uploads_max)
-    async with connect_lake(config, node, Metrics().store, transport=transport, may_write=command.probes) as connection:
-        if connection.opened.unknown and command.writes(args):
+    writes = command.writes(args)
+    async with connect_lake(
+        config, node, Metrics().store, transport=transport, may_write=command.probes and writes
+    ) as connection:
+        if connection.opened.unknown and writes:
             named = ", ".join(connection.opened.unknown)
             raise ConfigError(
                 f"this lake has {named}, which lakefs-fuse {__version__} cannot write: install a newer version"
@@ -136,6 +145,8 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
             node=node,
             scratch=tempfile.gettempdir(),
             change_record=partial(change_record, connection.store, node.clock),
+            host=os.uname().nodename,
+            process=os.getpid(),
             uploads_max=request.uploads_max,
         )
         run: Callable[[Work, msgspec.Struct], Awaitable[protocol.Finished]] = pkgutil.resolve_name(

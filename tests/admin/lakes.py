@@ -5,14 +5,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
+from lakefs_fuse.admin.work import Work
 from lakefs_fuse.commits.archive import Member, build, commit_key
 from lakefs_fuse.commits.index.index import write_index
 from lakefs_fuse.commits.record import COMMITS, THIS, ObjectRef, Operation, Put, Record, encode
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.meta.sorted_tables import Dump
+from lakefs_fuse.store.lake_record import change_record
 from tests.fakes import node_of, store_client
 from tests.memory_store import MemoryStore
 from tests.upload.drafting import noise
@@ -35,6 +38,23 @@ async def headless(
             client, STORE, node=node_of(clock, str(seed)), scratch=scratch, cache_dir=cache_dir
         ) as lake:
             yield lake
+
+
+def work_of(store: MemoryStore, clock: Clock, scratch: Path, *, seed: int = 7) -> Work:
+    """A run of a command, of another process for each seed; ``scratch`` is of one test."""
+    store.clock = clock
+    return Work(
+        client=store_client(store, store.capabilities, retry_timeout_s=0, seed=seed),
+        store=STORE,
+        path="",
+        progress=lambda progress: None,
+        note=lambda text: None,
+        node=node_of(clock, str(seed)),
+        scratch=str(scratch),
+        change_record=partial(change_record, store, clock),
+        host="here",
+        process=seed,
+    )
 
 
 async def fold_all(view: LakeView, horizon: int) -> None:

@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from lakefs_fuse.commits.archive import build
+from lakefs_fuse.commits.maintenance_lease import KEY, LeaseRecord
 from lakefs_fuse.commits.record import THIS, Put, Record, encode
+from lakefs_fuse.errors import EXIT_BUSY
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Bucket, Lake, eventually, noise
 from tests.tiers import sized
@@ -192,6 +195,19 @@ def test_fsck_finds_damage_and_names_the_files(s3: Lake, tmp_path: Path) -> None
     problem = only_problem(done)
     assert (problem["kind"], problem["object"]) == ("missing", key)
     assert problem["paths"] == [f"data/{number:04d}" for number in range(FILES)]
+
+
+def test_command_beside_one_that_changes_the_lake_ends_with_its_holder(s3: Lake) -> None:
+    s3.mount()
+    record = LeaseRecord(id="1" * 32, command="gc", host="other", process=7, taken_ns=1_700_000_000_000_000_000)
+    s3.outside.replace(KEY, msgspec.msgpack.encode(record))
+    done = admin(s3, "snapshot")
+    assert (done.returncode, done.stdout) == (EXIT_BUSY, "")
+    assert "gc (host other, process 7, since 2023-11-14 22:13:20 UTC) is changing this lake: wait" in done.stderr
+    assert admin(s3, "gc", "--dry-run").returncode == 0
+    s3.outside.delete(KEY)
+    assert admin(s3, "snapshot").returncode == 0
+    assert objects(s3, KEY) == {}
 
 
 def test_what_cannot_be_done_is_said(s3: Lake) -> None:

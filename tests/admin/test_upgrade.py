@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import tempfile
-from functools import partial
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from lakefs_fuse.admin.upgrade import WRITERS_S, run_upgrade
-from lakefs_fuse.admin.work import Work
 from lakefs_fuse.commits.archive import build, commit_key
 from lakefs_fuse.commits.record import Mkdir, Record
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.errors import LakeError
-from lakefs_fuse.store.lake_record import FORMAT_2, KEY, LakeRecord, change_record
-from tests.admin.lakes import STORE, give_pack
-from tests.fakes import node_of, store_client
+from lakefs_fuse.store.lake_record import FORMAT_2, KEY, LakeRecord
+from tests.admin.lakes import give_pack, work_of
 from tests.memory_store import MemoryStore
 from tests.vfs.lakes import Clock
 
@@ -24,19 +22,8 @@ OLD = "01dc0de0"
 
 
 async def upgrade(store: MemoryStore, clock: Clock) -> protocol.Finished:
-    store.clock = clock
-    client = store_client(store, store.capabilities, retry_timeout_s=0)
-    work = Work(
-        client=client,
-        store=STORE,
-        path="",
-        progress=lambda progress: None,
-        note=lambda text: None,
-        node=node_of(clock),
-        scratch=tempfile.gettempdir(),
-        change_record=partial(change_record, store, clock),
-    )
-    return await run_upgrade(work, protocol.UpgradeArgs())
+    with tempfile.TemporaryDirectory() as scratch:
+        return await run_upgrade(work_of(store, clock, Path(scratch)), protocol.UpgradeArgs())
 
 
 def lake() -> tuple[MemoryStore, Clock]:
@@ -76,9 +63,9 @@ async def test_upgrade_of_an_upgraded_lake_changes_nothing() -> None:
     store, clock = lake()
     give_pack(store, clock, {"new": b"bytes"})
     await upgrade(store, clock)
-    puts = store.count("put")
+    puts = store.count("put", KEY)
     done = await upgrade(store, clock)
-    assert (done.summary["switched_on"], store.count("put")) == ([], puts)
+    assert (done.summary["switched_on"], store.count("put", KEY)) == ([], puts)
 
 
 async def test_upgrade_without_a_record_is_refused() -> None:

@@ -93,6 +93,8 @@ async def _upgrade(client: LaterClient, config: StoreConfig, change: ChangeRecor
         node=Node.of_this_machine(),
         scratch=tempfile.gettempdir(),
         change_record=change,
+        host="here",
+        process=1,
     )
     return await run_upgrade(work, protocol.UpgradeArgs())
 

@@ -828,7 +828,7 @@ class Simulation:
         work = Work(
             client=client, store=STORE, path="", progress=lambda _: None, note=lambda _: None,
             node=Node(self._clock, streams, threads, disk, self._engines), scratch=str(self._scratch),
-            change_record=_no_record,
+            change_record=_no_record, host=name, process=1,
         )  # fmt: skip
         match op.what:
             case "gc":
