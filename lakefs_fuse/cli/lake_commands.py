@@ -104,7 +104,8 @@ def pack(
     """Move small plain objects into packs.
 
     Names, attributes and open files stay as they are; mounts may read and write meanwhile. The objects are deleted
-    after packs hold their bytes. After an interruption, a second run completes the work.
+    after packs hold their bytes. After an interruption, a second run completes the work. Exit code 75 while another
+    command changes the lake.
     """
     args = PackArgs(threshold_bytes=threshold, grace_s=grace, dry_run=dry_run)
     return run_offline("pack", find_place(path, options, lake), args, as_json=as_json)
@@ -120,7 +121,7 @@ def unpack(path: str, lake: str | None, dry_run: bool, as_json: bool, **options:
     """Move files out of packs into plain objects, which every S3 tool can read.
 
     Names, attributes and open files stay as they are. Do not write to the files meanwhile. `lakefs-fuse gc` reclaims
-    the space in the packs.
+    the space in the packs. Exit code 75 while another command changes the lake.
     """
     args = PackArgs(back=True, dry_run=dry_run)
     return run_offline("pack", find_place(path, options, lake), args, as_json=as_json)
@@ -137,7 +138,8 @@ def relocate(path: str, lake: str | None, dry_run: bool, as_json: bool, **option
 
     A rename moves no bytes: the object of a large file stays at the key of the name under which it was written. The
     store makes the copies itself. Names, attributes and open files stay as they are. Do not rename the files
-    meanwhile. `lakefs-fuse gc` deletes the objects at the old keys.
+    meanwhile. `lakefs-fuse gc` deletes the objects at the old keys. Exit code 75 while another command changes the
+    lake.
     """
     return run_offline("relocate", find_place(path, options, lake), RelocateArgs(dry_run=dry_run), as_json=as_json)
 
@@ -168,7 +170,7 @@ def snapshot(
     meanwhile. The two newest indexes are kept.
 
     With --name, gc keeps the packs of the snapshot until it is deleted. A plain object that is removed or replaced
-    later is missing from it.
+    later is missing from it. Exit code 75 while another command changes the lake.
     """
     if sum(map(bool, (name, list_all, delete))) > 1:
         raise ConfigError("--name, --list and --delete exclude each other: give one of them")
@@ -204,7 +206,7 @@ def gc(
     objects of removed files, and aborts abandoned uploads. Run it regularly: a later run deletes what this one found.
     Mounts may read and write meanwhile, and an interruption loses nothing.
 
-    Exit code 1 if a commit cannot be read: run fsck first.
+    Exit code 1 if a commit cannot be read: run fsck first; 75 while another command changes the lake.
     """
     args = GcArgs(
         live_below=live_below / 100,
@@ -240,7 +242,8 @@ def fsck(
 ) -> int:
     """Check every commit, reference and checksum of a lake.
 
-    Prints each damaged object with the files that it affects. Exit code 0 if nothing is damaged, else 1.
+    Prints each damaged object with the files that it affects. Exit code 0 if nothing is damaged, else 1. With --repair
+    or --rebind, 75 while another command changes the lake.
     """
     if rebind and (repair or cache_dir is not None):
         raise click.UsageError("--rebind cannot be combined with --repair or --cache-dir")
@@ -258,6 +261,7 @@ def upgrade(source: str, as_json: bool, **options: Any) -> int:
     """Enable the newest format features for a lake.
 
     Older programs cannot use the lake afterwards, and there is no way back. Refused if a program that is too old has
-    committed in the last hour: unmount its mounts first. Mounts of this version continue.
+    committed in the last hour: unmount its mounts first. Mounts of this version continue. Exit code 75 while another
+    command changes the lake.
     """
     return run_offline("upgrade", find_place(source, options), UpgradeArgs(), as_json=as_json)
