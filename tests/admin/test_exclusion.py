@@ -11,6 +11,8 @@ import pytest
 import trio
 
 from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_relocate, run_snapshot
+from lakefs_fuse.admin.fsck import Checker
+from lakefs_fuse.admin.gc import Collector
 from lakefs_fuse.admin.upgrade import run_upgrade
 from lakefs_fuse.admin.work import Work
 from lakefs_fuse.commits.maintenance_lease import KEY, VALID_S
@@ -26,7 +28,7 @@ from lakefs_fuse.control.worker_protocol import (
 from lakefs_fuse.errors import LakeError, LeaseHeld, StoreError
 from lakefs_fuse.store import lake_record
 from lakefs_fuse.store.protocol import Capabilities
-from tests.admin.lakes import dataset, give_commit, give_pack, work_of
+from tests.admin.lakes import dataset, fold_all, give_commit, give_pack, headless, silent, work_of
 from tests.memory_store import Failures, MemoryStore, Request, When
 from tests.tiers import sized
 from tests.vfs.lakes import Clock, Lake, lake
@@ -230,3 +232,15 @@ async def test_gc_killed_at_any_request_can_be_run_again_when_its_lease_has_ende
         assert await shown(store, clock, tmp_path) == LEFT | {"plain": b"bytes"}, f"request {at}"
         at += every
     assert at > 15
+
+
+async def test_engine_that_knows_no_lease_leaves_it_alone(store: MemoryStore, clock: Clock) -> None:
+    """As programs do that are older than the lease."""
+    store.give(KEY, b"of a command that was killed")
+    clock.advance(30 * 86400)
+    async with headless(store, clock) as view:
+        await Collector(view, GcArgs(grace_s=0), fold=partial(fold_all, view), report=silent).run()
+    async with headless(store, clock) as view:
+        done = await Checker(view, quick=False, report=silent).run()
+    assert done.problems == []
+    assert KEY in store.objects
