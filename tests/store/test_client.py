@@ -334,7 +334,9 @@ class Waiting:
     def get(self, key: str, start: int, end: int, *, etag: str | None = None) -> Fetched:
         return Fetched(b"x", self._wait("get"))
 
-    def put(self, key: str, body: bytes, *, metadata: None = None, if_absent: bool = False) -> ObjectMeta:
+    def put(
+        self, key: str, body: bytes, *, metadata: None = None, if_absent: bool = False, etag: None = None
+    ) -> ObjectMeta:
         return self._wait("put")
 
 
