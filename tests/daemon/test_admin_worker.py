@@ -133,6 +133,22 @@ async def test_a_command_runs_in_the_lake_that_was_found(tmp_path: Path) -> None
     assert len(list((tmp_path / "lake" / ".lakefs" / "commits").iterdir())) == 1
 
 
+@pytest.mark.parametrize("is_dry", [True, False])
+async def test_gc_probes_a_store_of_which_nothing_is_known_and_a_dry_run_writes_nothing(
+    tmp_path: Path, is_dry: bool
+) -> None:
+    """The lease rests on what the probe finds."""
+    (tmp_path / "lake").mkdir()
+    args = msgspec.Raw(msgspec.json.encode(protocol.GcArgs(dry_run=is_dry)))
+    request = protocol.Request(command="gc", store=file_config(tmp_path / "lake"), args=args)
+    reading, writing = os.pipe()
+    await offline.run_command(request, offline.Answers(writing), Node.of_this_machine())
+    os.close(reading)
+    os.close(writing)
+    assert (tmp_path / "lake" / ".lakefs" / "lake").exists() == (not is_dry)
+    assert not (tmp_path / "lake" / ".lakefs" / "maintenance-lease").exists()
+
+
 @pytest.mark.parametrize("name", sorted(offline.COMMANDS))
 def test_command_in_registry_has_a_function(name: str) -> None:
     assert inspect.iscoroutinefunction(pkgutil.resolve_name(f"lakefs_fuse.{offline.COMMANDS[name].run}"))
