@@ -204,6 +204,16 @@ async def test_acquire_and_release_cost_one_request_each(able: Lake, store: Memo
     assert KEY not in store.objects
 
 
+async def test_lease_is_not_released_by_a_delete_without_condition(tmp_path: Path) -> None:
+    lake = lake_of("no condition on DELETE", tmp_path)
+    assert isinstance(lake.store, MemoryStore)
+    lease = lake.lease("gc")
+    await lease.acquire()
+    await lease.release()
+    assert lake.store.count("delete") == 0
+    assert msgspec.msgpack.decode(lake.store.data(KEY), type=LeaseRecord).valid_s == 0
+
+
 @pytest.mark.parametrize("valid_s", [-1, VALID_S_MAX + 1, None])
 async def test_record_that_makes_no_sense_ends_as_any_other(
     able: Lake, store: MemoryStore, valid_s: int | None
@@ -292,6 +302,24 @@ async def test_stopped_holder_goes_on_where_nobody_has_taken_over(lake: Lake) ->
             await lake.lease("pack").acquire()
 
 
+async def test_late_renewal_without_conditions_is_confirmed(tmp_path: Path) -> None:
+    """Another process that found the lease ended may put its own right after the renewal."""
+    lake = lake_of("no conditions", tmp_path)
+    assert isinstance(lake.store, MemoryStore)
+    store, late = lake.store, False
+
+    async def sleep(seconds: float) -> None:
+        if late:
+            store.give(KEY, b"another's")
+
+    lease = lake.lease("gc", sleep=sleep)
+    await lease.acquire()
+    lake.clock.advance(VALID_S)
+    late = True
+    with pytest.raises(LeaseHeld):
+        await lease.confirm()
+
+
 @pytest.mark.parametrize("clock", ["boot", "wall"])
 async def test_time_in_which_one_clock_stood_still_counts(able: Lake, clock: str) -> None:
     """A machine that was suspended, or a virtual one that was stopped."""
@@ -368,7 +396,8 @@ class Heartbeat:
         self._clock.advance(seconds)
 
     async def beat(self) -> None:
-        await self._send.send(None)
+        with trio.fail_after(5):
+            await self._send.send(None)
         await trio.testing.wait_all_tasks_blocked(0.05)
 
 
