@@ -24,5 +24,6 @@ METADATA_PREFIX = "lakefs-"
 RESERVED_XATTR = "user.lakefs."
 """Extended attributes that users may read and not set."""
 XATTR_STATE, XATTR_LOCATION = f"{RESERVED_XATTR}state", f"{RESERVED_XATTR}location"
+XATTR_VERSION = f"{RESERVED_XATTR}version"
 
 ENVIRONMENT_PREFIX = "LAKEFS_"

@@ -34,6 +34,7 @@ MODULES = {
     "umount": "umount",
     "unpack": "lake_commands",
     "upgrade": "lake_commands",
+    "wait": "daemon_commands",
 }
 """The module that defines each command, under the name of the command."""
 

@@ -1,4 +1,4 @@
-"""`lakefs-fuse flush`, `orphans` and `refresh`: requests to the daemon of a mount, over its control socket."""
+"""`lakefs-fuse flush`, `orphans`, `refresh` and `wait`: requests to the daemon of a mount, over its control socket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import click
 
-from lakefs_fuse.cli.daemons import describe_files, follow, locate, open_daemon
+from lakefs_fuse.cli.daemons import checked_text, describe_files, follow, locate, open_daemon
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.parameters import DURATION, format_bytes, format_duration
 from lakefs_fuse.cli.terminal import print_tables
@@ -15,6 +15,7 @@ from lakefs_fuse.control import protocol
 from lakefs_fuse.control.client import ControlClient
 from lakefs_fuse.errors import EXIT_USAGE, ConfigError, LakeError
 from lakefs_fuse.metrics import Unfinished
+from lakefs_fuse.product import XATTR_VERSION
 
 ID_CHARACTERS = 32
 
@@ -54,6 +55,35 @@ def refresh(mountpoint: str) -> None:
         at_s = reply.values.get("at_s")
         at = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds") if isinstance(at_s, float) else "now"
         click.echo(f"{mountpoint} shows the lake of {at}: {reply.values.get('changed', 0)} names changed")
+
+
+@click.command("wait", cls=GroupedCommand, context_settings=SETTINGS)
+@argument("path", "A path in a mount; neither it nor the directories above it have to exist.", type=click.Path())
+@option("--exists", is_flag=True, help="Wait until PATH exists, which is the default.")
+@option("--version", "version", metavar="V", help="Wait until PATH is a file of this version: an ETag, or "
+        f"what the writer's mount shows as the extended attribute {XATTR_VERSION}.")  # fmt: skip
+@option("--timeout", type=DURATION, help="Maximum time to wait.  [default: none]")
+def wait(path: str, exists: bool, version: str | None, timeout: float | None) -> None:
+    """Wait until a path exists, or is a file of a version.
+
+    Afterwards, open() on this node reads that version or a later one. Changes in commits of other mounts are seen
+    within --refresh of this mount, objects that appear in the bucket within --metadata-ttl. Exit code 1 if --timeout
+    ends the wait. Example:
+
+    \b
+      lakefs-fuse wait /mnt/lake/ckpt/step100/_SUCCESS --timeout 1h && python evaluate.py
+    """
+    if exists and version:
+        raise click.UsageError("--exists and --version exclude each other: give one of them")
+    ends_at = None if timeout is None else time.monotonic() + timeout
+    before = None
+    while (place := locate(path)) != before:  # a symbolic link may have appeared on the way
+        before = mountpoint, relative = place
+        left_s = None if ends_at is None else max(0.0, round(ends_at - time.monotonic(), 1))
+        with open_daemon(mountpoint) as client:
+            *_, reply = client.follow(protocol.WaitPath(checked_text(relative), (version or "").strip('"'), left_s))
+        if isinstance(reply, protocol.Failed):
+            raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(f"{path}: {reply.message}")
 
 
 @click.command("orphans", cls=GroupedCommand, context_settings=SETTINGS)

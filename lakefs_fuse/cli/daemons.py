@@ -13,7 +13,7 @@ from lakefs_fuse.control.client import ControlClient, connect
 from lakefs_fuse.control.mounts import Mount, is_dead, mount_at, mount_of
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.control.supervision import supervisor_of
-from lakefs_fuse.errors import LakeError
+from lakefs_fuse.errors import ConfigError, LakeError
 from lakefs_fuse.metrics import Unfinished
 
 FILES_SHOWN_MAX = 20
@@ -61,6 +61,15 @@ def locate(path: str) -> tuple[str, str]:
     if mounted is None or not mounted.is_fuse:
         raise LakeError(f"{path} is not inside a mount of this program: name a file or directory in one")
     return mounted.mountpoint, real[len(mounted.mountpoint.rstrip("/")) :].strip("/")
+
+
+def checked_text(path: str) -> str:
+    """A path in a lake, whose names are UTF-8. Raises ConfigError for another one."""
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{path!r} is not UTF-8, as names in a lake are: rename it, or name its directory") from error
+    return path
 
 
 def follow(replies: Iterator[protocol.Reply], *, what: str, deadline_s: float) -> protocol.Reply:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import click
 import msgspec
 
-from lakefs_fuse.cli.daemons import locate, open_daemon
+from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon
 from lakefs_fuse.cli.store_options import Options, any_given, build_store
 from lakefs_fuse.cli.terminal import print_json, progress_bar
 from lakefs_fuse.config import Source, StoreConfig
@@ -50,10 +50,7 @@ def find_place(path: str, options: Options, lake: str | None = None) -> Place:
         raise LakeError(
             f"{path} is neither inside a mount of this program nor a source URL: give a path in a mount, or s3://…"
         ) from error
-    try:
-        inside.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{path!r} is not UTF-8, as names in a lake are: rename it, or name its directory") from error
+    checked_text(inside)
     with open_daemon(mountpoint) as client:
         known = client.store()
     if known.find_root:

@@ -19,7 +19,7 @@ from lakefs_fuse.errors import LakeError
 
 CONNECT_S_MAX = 5.0
 SILENCE_S_MAX = 30.0
-"""A working daemon sends four lines a second; one that is silent for this time hangs."""
+"""A working daemon sends a line a second or more; one that is silent for this time hangs."""
 
 
 Expected = TypeVar("Expected")
@@ -69,7 +69,9 @@ class ControlClient:
         """The mounted lake and how its store is reached."""
         return _expect(protocol.StoreOf, self.call(protocol.GetStore()))
 
-    def follow(self, request: protocol.MakeDurable | protocol.WaitEnd | protocol.Refresh) -> Iterator[protocol.Reply]:
+    def follow(
+        self, request: protocol.MakeDurable | protocol.WaitEnd | protocol.Refresh | protocol.WaitPath
+    ) -> Iterator[protocol.Reply]:
         """Send a request before returning; `Progress` replies, then one other, which ends the iteration."""
         self._send(request)
         return self._replies()

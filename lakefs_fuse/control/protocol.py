@@ -1,8 +1,8 @@
 """Messages of the control socket: one JSON object per line, in both directions.
 
-A connection carries requests one after another. `MakeDurable`, `Refresh` and `WaitEnd` are answered by any number of
-`Progress` lines and then one other; every other request by one line. *Bounded lines*: both sides bound their length.
-Both ends belong to one installation, so no version is negotiated; `Hello` has the version for users.
+A connection carries requests one after another. `MakeDurable`, `Refresh`, `WaitPath` and `WaitEnd` are answered by any
+number of `Progress` lines and then one other; every other request by one line. *Bounded lines*: both sides bound their
+length. Both ends belong to one installation, so no version is negotiated; `Hello` has the version for users.
 """
 
 from __future__ import annotations
@@ -51,6 +51,15 @@ class Refresh(msgspec.Struct, frozen=True, tag="refresh"):
     """Move an immutable mount to the present state of its lake; `Progress` without numbers, then `Statistics`."""
 
 
+class WaitPath(msgspec.Struct, frozen=True, tag="wait_path"):
+    """Answered when ``path`` (relative to the mount's root) exists, or is a file of ``version``, if that is not empty;
+    `Failed` after ``timeout_s``. A symbolic link on the way ends the wait, too: the client follows it."""
+
+    path: str
+    version: str = ""
+    timeout_s: float | None = None
+
+
 class Unmount(msgspec.Struct, frozen=True, tag="unmount"):
     """Stop serving the mount, as SIGTERM does."""
 
@@ -68,7 +77,17 @@ class GetStore(msgspec.Struct, frozen=True, tag="get_store"):
 
 
 Request = (
-    GetStore | Stats | ListUnfinished | MakeDurable | FinishOrphan | AbortOrphan | Refresh | Unmount | WaitEnd | Ping
+    GetStore
+    | Stats
+    | ListUnfinished
+    | MakeDurable
+    | FinishOrphan
+    | AbortOrphan
+    | Refresh
+    | WaitPath
+    | Unmount
+    | WaitEnd
+    | Ping
 )
 
 
@@ -114,6 +133,10 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     bytes_done: int
     bytes_total: int
     files_left: int
+
+
+NOTHING = Progress(bytes_done=0, bytes_total=0, files_left=0)
+"""Of what moves no bytes: the daemon is alive."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

@@ -29,11 +29,16 @@ from lakefs_fuse.errors import LakeError, MountError
 from lakefs_fuse.metrics import Unfinished
 
 CLIENTS_MAX = 16
+"""Connections, but for those that wait for a name."""
+WAITS_MAX = 256
+"""Waits for names: each is a connection, and a look at the tree when something changes in it."""
 IDLE_S_MAX = 60.0
 """Maximum time between two requests of a connection."""
 SEND_S_MAX = 10.0
 """Maximum time for a client to read one line."""
 PROGRESS_INTERVAL_S = 0.25
+WAIT_INTERVAL_S = 1.0
+"""As PROGRESS_INTERVAL_S, of a wait for a name: within this time the daemon notices that its client has ended."""
 PAUSE_SHARE = 20
 """Measuring the progress of many files takes time; the pause before the next one is this many times longer."""
 
@@ -49,6 +54,7 @@ class FilesystemView(Protocol):
     async def finish_orphan(self, id: str, *, incomplete: bool = False) -> None: ...
     async def abort_orphan(self, id: str) -> None: ...
     async def refresh(self) -> dict[str, object]: ...
+    async def wait_path(self, path: str, version: str, timeout_s: float | None) -> None: ...
 
 
 def resident_bytes() -> int:
@@ -104,14 +110,18 @@ class ControlServer:
         self.waiting = 0
         """Clients that wait for the end."""
         self._nobody_waits = trio.Event()
+        self._waits: list[trio.CancelScope] = []
+        """Of the clients that wait for a name."""
 
     def begin_serving(self) -> None:
         """The mount exists: from now on it is this daemon's own."""
         self._is_starting = False
 
     def begin_draining(self) -> None:
-        """The mount has ended."""
+        """The mount has ended, and no name will be seen in it."""
         self._is_starting, self._is_draining = False, True
+        for scope in self._waits:
+            scope.cancel()
 
     async def handle(self, stream: trio.SocketStream) -> None:
         """Serve one connection. Raises nothing that a client causes."""
@@ -159,6 +169,8 @@ class ControlServer:
                 await self._wait_end(stream)
             case protocol.Refresh():
                 await self._refresh(stream)
+            case protocol.WaitPath():
+                await self._wait_path(stream, request)
             case _:
                 await self._send(stream, await self._attempt(request, partial(self._reply, request)))
 
@@ -232,8 +244,31 @@ class ControlServer:
         async def work() -> protocol.Reply:
             return protocol.Statistics(await self._fs.refresh())
 
-        nothing = protocol.Progress(bytes_done=0, bytes_total=0, files_left=0)
-        await self._send(stream, await self._work(stream, protocol.Refresh(), work, lambda: nothing))
+        await self._send(stream, await self._work(stream, protocol.Refresh(), work, lambda: protocol.NOTHING))
+
+    async def _wait_path(self, stream: trio.SocketStream, request: protocol.WaitPath) -> None:
+        """Wait for a name; a client that disconnects, and the end of the mount, cancel it."""
+        if len(self._waits) >= WAITS_MAX:
+            await self._send(stream, protocol.Failed(message=f"{WAITS_MAX} waits are under way: try again later"))
+            return
+        scope = trio.CancelScope()
+        if self._is_draining:
+            scope.cancel()
+
+        async def work() -> protocol.Reply:
+            with scope:
+                await self._fs.wait_path(request.path.strip("/"), request.version, request.timeout_s)
+                return protocol.Done()
+            return protocol.Failed(message="the mount has ended")
+
+        self._clients -= 1
+        self._waits.append(scope)
+        try:
+            reply = await self._work(stream, request, work, lambda: protocol.NOTHING, WAIT_INTERVAL_S)
+        finally:
+            self._waits.remove(scope)
+            self._clients += 1
+        await self._send(stream, reply)
 
     async def _make_durable(self, stream: trio.SocketStream, path: str) -> None:
         """Wait until files are durable; a client that disconnects cancels the wait, not the uploads."""
@@ -253,6 +288,7 @@ class ControlServer:
         request: protocol.Request,
         work: Callable[[], Awaitable[protocol.Reply]],
         measure: Callable[[], protocol.Progress],
+        interval_s: float | None = None,
     ) -> protocol.Reply:
         """Send `Progress` until ``work`` has ended; its reply."""
         finished, replies = trio.Event(), list[protocol.Reply]()
@@ -263,7 +299,7 @@ class ControlServer:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
-            await self._send_progress(stream, measure, finished)
+            await self._send_progress(stream, measure, finished, interval_s)
         return replies[0]
 
     def _meter(self, path: str) -> Callable[[], protocol.Progress]:
@@ -282,14 +318,18 @@ class ControlServer:
         return measure
 
     async def _send_progress(
-        self, stream: trio.SocketStream, measure: Callable[[], protocol.Progress], finished: trio.Event
+        self,
+        stream: trio.SocketStream,
+        measure: Callable[[], protocol.Progress],
+        finished: trio.Event,
+        interval_s: float | None = None,
     ) -> None:
         while not finished.is_set():
             began_s = self._clock()
             progress = measure()
-            interval_s = max(PROGRESS_INTERVAL_S, PAUSE_SHARE * (self._clock() - began_s))
+            pause_s = max(interval_s or PROGRESS_INTERVAL_S, PAUSE_SHARE * (self._clock() - began_s))
             await self._send(stream, progress)
-            with trio.move_on_after(interval_s):
+            with trio.move_on_after(pause_s):
                 await finished.wait()
 
     async def _wait_end(self, stream: trio.SocketStream) -> None:

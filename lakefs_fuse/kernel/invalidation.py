@@ -8,8 +8,9 @@ them, beyond which the oldest is invalidated.
 A reply that is on its way when something is invalidated may bring the old names back. Each listing is therefore
 invalidated once more AGAIN_S later.
 
-`invalidate_name` and `add_listing` are for the trio thread, and never wait. `run` notifies the kernel from a worker
-thread, because it may have to wait there for a request that is being served. A crash leaves nothing.
+`invalidate_name` and `add_listing` are for the trio thread, and never wait; `wait_notified` waits for `run`, which
+notifies the kernel from a worker thread, because it may have to wait there for a request that is being served. A crash
+leaves nothing.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Invalidations:
         self._again: dict[int, float] = {}
         self._due: list[tuple[float, int]] = []
         self._changed = trio.Event()
+        self._batches_begun = self._batches_ended = 0
+        self._batch_ended = trio.Event()
 
     def __len__(self) -> int:
         """Directories of which the kernel may hold the listing."""
@@ -100,6 +103,12 @@ class Invalidations:
         if self._due[0] == (until, directory):
             self._changed.set()
 
+    async def wait_notified(self) -> None:
+        """Return when the kernel was notified of everything that was invalidated before."""
+        due = self._batches_begun + bool(self._stale or self._names)
+        while self._batches_ended < due:
+            await self._batch_ended.wait()
+
     async def run(self) -> None:
         """Notify the kernel until cancelled."""
         while True:
@@ -110,7 +119,11 @@ class Invalidations:
             if self._stale or self._names:
                 stale, names = self._stale, self._names
                 self._stale, self._names = {}, {}
+                self._batches_begun += 1
                 self._count(await self._notify(stale, names))
+                self._batches_ended += 1
+                self._batch_ended.set()
+                self._batch_ended = trio.Event()
 
     def _expire(self, now_s: float) -> None:
         while self._due and self._due[0][0] <= now_s:

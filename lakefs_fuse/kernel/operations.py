@@ -116,6 +116,7 @@ class Operations(pyfuse3.Operations):
         self._metrics = fs.metrics.namespace
         self.invalidations = Invalidations(self._count_invalidations)
         fs.events.name_changed.append(self.invalidations.invalidate_name)
+        fs.events.kernel_told.append(self.invalidations.wait_notified)
         fs.events.statistics_requested.append(self._statistics)
         self._kernel = kernel
         self._answered: dict[str, int] = {}

@@ -1,12 +1,13 @@
 """All events of one filesystem, made by `wiring` and given to constructors. Listeners append themselves to a list.
 
 What always holds (*events flow upwards*): a part announces what it changed and knows none of its listeners, so that the
-kernel's adapter and the write-back queue can react to changes of modules below them. For the rules see `TreeEvents`.
+kernel's adapter and the write-back queue can react to changes of modules below them. For the rules see `TreeEvents`;
+`kernel_told` alone is awaited.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from lakefs_fuse.blockcache.object_version import Extent
@@ -22,6 +23,8 @@ class ChangeEvents(TreeEvents):
 
     name_changed: list[Callable[[int, bytes], object]] = field(default_factory=list)
     """A name means something else than the kernel may have cached; by its directory and name."""
+    kernel_told: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
+    """A promise depends on what the kernel remembers: all names announced before have reached it when these return."""
     object_overridden: list[Callable[[Entry], object]] = field(default_factory=list)
     """A listing shows a plain object in place of bytes elsewhere; its entry."""
     leases_revoked: list[Callable[[int], int]] = field(default_factory=list)

@@ -24,6 +24,7 @@ from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.directory import Directories
 from lakefs_fuse.vfs.ops.handles import Handles
 from lakefs_fuse.vfs.ops.xattr import ExtendedAttributes
+from lakefs_fuse.vfs.path_waits import PathWaits
 from lakefs_fuse.vfs.status import Status
 
 
@@ -58,6 +59,7 @@ class Filesystem:
         self.make_durable, self.sync_names = durability.make_durable, durability.sync_names
         self.finish_orphan, self.abort_orphan = durability.finish_orphan, durability.abort_orphan
         self.look_again = durability.poll
+        self.wait_path = PathWaits(namespace, handles.files, xattrs.version, config.refresh_s).wait
         self.listing_fresh_s, self.more_names = namespace.listing_fresh_s, namespace.wait_for_more
         self.knows_holes_in = handles.files.holes.any_in
         self.files_in_use: Mapping[int, OpenFile] = handles.files.by_inode

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +14,7 @@ import trio
 
 from lakefs_fuse.config import MountConfig, Source, StoreConfig
 from lakefs_fuse.control.server import ControlServer, serve_control
-from lakefs_fuse.errors import LakeError, NotFound
+from lakefs_fuse.errors import FileError, LakeError, NotFound
 from lakefs_fuse.metrics import Unfinished
 
 
@@ -46,6 +48,9 @@ class FakeFilesystem:
     looks: int = 0
     refreshed: int = 0
     refresh_error: LakeError | None = None
+    there: set[str] = field(default_factory=set)
+    waited: list[str] = field(default_factory=list)
+    """Paths that are waited for."""
 
     def statistics(self) -> dict[str, object]:
         if self.explode:
@@ -97,6 +102,18 @@ class FakeFilesystem:
             raise self.refresh_error
         self.refreshed += 1
         return {"changed": self.refreshed}
+
+    async def wait_path(self, path: str, version: str, timeout_s: float | None) -> None:
+        """Waits until the test adds the path, or ``path@version``, to ``there``."""
+        self.waited.append(path)
+        with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
+            try:
+                while (f"{path}@{version}" if version else path) not in self.there:
+                    await trio.sleep(self.tick_s)
+                return
+            finally:
+                self.waited.remove(path)
+        raise FileError(errno.ETIMEDOUT, f"after {timeout_s:g} s it does not exist")
 
     def _take_orphan(self, id: str) -> None:
         for file in self.files:

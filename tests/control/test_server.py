@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -263,3 +263,63 @@ async def test_those_who_wait_for_the_end_are_told_how_it_went(socket_path: Path
         assert [file.path for file in replies[-1].files] == ["a"]
     else:
         assert replies[-1] == protocol.Done()
+
+
+async def test_wait_for_path_is_answered_when_it_is_there(socket_path: Path) -> None:
+    fs = FakeFilesystem()
+    async with talking_to(make_server(fs), socket_path) as stream:
+        fs.there |= {"d/f", "d/f@v2"}
+        for request in (protocol.WaitPath("/d/f/"), protocol.WaitPath("d/f", "v2")):
+            assert (await follow(stream, request))[-1] == protocol.Done()
+        *_, late = await follow(stream, protocol.WaitPath("d/f", "v3", 0.05))
+    assert late == protocol.Failed(message="after 0.05 s it does not exist")
+
+
+async def test_waits_for_paths_take_no_place_of_other_clients(
+    socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "CLIENTS_MAX", 1)
+    monkeypatch.setattr(server_module, "WAITS_MAX", 3)
+    fs = FakeFilesystem()
+    async with serve_control(make_server(fs), socket_path), AsyncExitStack() as stack:
+
+        async def begin() -> tuple[trio.SocketStream, protocol.Reply]:
+            stream = await stack.enter_async_context(await trio.open_unix_socket(str(socket_path)))
+            return stream, await ask(stream, protocol.WaitPath("f"))
+
+        waits = [await begin() for _ in range(3)]
+        assert [reply for _, reply in waits] == [protocol.NOTHING] * 3
+        refused, reply = await begin()
+        assert reply == protocol.Failed(message="3 waits are under way: try again later")
+        await refused.aclose()
+        fs.there.add("f")
+        for stream, _ in waits:
+            while (reply := protocol.decode_reply(await read_line(stream))) == protocol.NOTHING:
+                pass
+            assert reply == protocol.Done()
+
+
+async def test_wait_of_client_that_leaves_is_cancelled(socket_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "WAIT_INTERVAL_S", 0.01)
+    fs = FakeFilesystem()
+    async with talking_to(make_server(fs), socket_path) as stream:
+        await stream.send_all(protocol.encode(protocol.WaitPath("f")))
+        assert await read_line(stream)
+        assert fs.waited == ["f"]
+        await stream.aclose()
+        with trio.fail_after(10):
+            while fs.waited:
+                await trio.sleep(0.01)
+
+
+async def test_wait_ends_with_the_mount(socket_path: Path) -> None:
+    server = make_server(FakeFilesystem())
+    async with talking_to(server, socket_path) as stream:
+        await stream.send_all(protocol.encode(protocol.WaitPath("f")))
+        assert await read_line(stream)
+        server.begin_draining()
+        with trio.fail_after(10):
+            while (reply := protocol.decode_reply(await read_line(stream))) == protocol.NOTHING:
+                pass
+        assert reply == protocol.Failed(message="the mount has ended")
+        assert (await follow(stream, protocol.WaitPath("f")))[-1] == reply

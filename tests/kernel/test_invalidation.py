@@ -116,3 +116,28 @@ async def test_only_so_many_are_remembered(
             invalidations.invalidate_name(9, name)
         await trio.sleep(1)
     assert [name for _, _, name in kernel.names] == [b"a", b"b"]
+
+
+async def test_wait_notified_returns_after_what_was_invalidated_before(
+    kernel: Kernel, autojump_clock: MockClock
+) -> None:
+    async def notify(directories: Iterable[int], names: Iterable[tuple[int, bytes]]) -> int:
+        await trio.sleep(2)
+        return await kernel.tell(directories, names)
+
+    invalidations, began = Invalidations(kernel.count, notify=notify), trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(invalidations.run)
+        await invalidations.wait_notified()
+        assert trio.current_time() == began
+        invalidations.invalidate_name(7, b"a")
+        await trio.sleep(1)
+        await invalidations.wait_notified()
+        assert [name for *_, name in kernel.names] == [b"a"]
+        for name in (b"b", b"c"):
+            invalidations.invalidate_name(7, name)
+            await trio.sleep(1)
+        await invalidations.wait_notified()
+        assert [name for *_, name in kernel.names] == [b"a", b"b", b"c"]
+        nursery.cancel_scope.cancel()
+    assert trio.current_time() - began == 6

@@ -35,7 +35,7 @@ from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Tree
 from lakefs_fuse.metrics import Metrics, Unfinished
-from lakefs_fuse.product import XATTR_LOCATION, XATTR_STATE
+from lakefs_fuse.product import XATTR_LOCATION, XATTR_STATE, XATTR_VERSION
 from lakefs_fuse.store.client import StoreClient
 from lakefs_fuse.store.protocol import Buffer
 from lakefs_fuse.vfs.files.late_objects import LateObjects, Wait
@@ -43,7 +43,7 @@ from lakefs_fuse.vfs.files.open_file import FileState
 from lakefs_fuse.vfs.files.verification import verification
 from lakefs_fuse.vfs.immutable.states import ChangedNames, Lake, State, States
 from lakefs_fuse.vfs.namespace.attributes import learn
-from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of
+from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, extent_of, is_reserved, location_of, version_of
 from lakefs_fuse.vfs.namespace.metadata_fetch import is_unasked
 from lakefs_fuse.vfs.open import begin_counting, identity, opened_cache
 from lakefs_fuse.vfs.status import cache_section
@@ -182,7 +182,9 @@ class ImmutableFilesystem:
         if not entry.is_dir and not entry.is_symlink:
             if name == XATTR_STATE:
                 return str(FileState.DURABLE).encode()
-            extent = extent_of(self._state.tree, entry) if name == XATTR_LOCATION else None
+            extent = extent_of(self._state.tree, entry) if name in (XATTR_LOCATION, XATTR_VERSION) else None
+            if extent is not None and name == XATTR_VERSION:
+                return version_of(extent).encode()
             if extent is not None:
                 return location_of(self.config.store.source, extent).encode()
         value = self._state.tree.xattrs(self._inode(inode)).get(name)
@@ -301,6 +303,13 @@ class ImmutableFilesystem:
                 return {**self._describe(), "changed": changed.count}
             finally:
                 changed.close()
+
+    async def wait_path(self, path: str, version: str, timeout_s: float | None) -> None:
+        """Raises ConfigError: only `refresh` shows what others write."""
+        raise ConfigError(
+            f"{self.config.mountpoint} is an immutable mount, which shows nothing new by itself: wait in another mount "
+            f"of the lake, then run `lakefs-fuse refresh {self.config.mountpoint}`"
+        )
 
     def _move_to(self, state: State) -> None:
         """Between two requests: a READ under way does not read the state again."""

@@ -13,6 +13,7 @@ import errno
 from enum import StrEnum
 
 from lakefs_fuse.blockcache.object_version import Extent, Version
+from lakefs_fuse.commits.archive import parse_commit_key
 from lakefs_fuse.config import Source
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
@@ -94,6 +95,13 @@ def extent_of(tree: Tree, entry: Entry) -> Extent | None:
     if row is None:
         raise FileError(errno.EIO, f"the object of {key_of(tree, entry)} is not known here: delete the cache directory")
     return Extent(Version(row.key, row.etag, row.size), entry.offset, entry.size)
+
+
+def version_of(extent: Extent) -> str:
+    """The version of a file, as users see it and on every node the same: the ETag of a plain object wherever it is; of
+    a file in a pack the time and the writer of the commit, and the offset."""
+    named = parse_commit_key(extent.version.key)
+    return extent.version.etag if named is None else f"{named[0]:016x}-{named[1]}:{extent.offset}"
 
 
 def location_of(source: Source, extent: Extent) -> str:

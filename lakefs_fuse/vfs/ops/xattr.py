@@ -1,9 +1,9 @@
-"""Extended attributes: those that programs set, and two that are answered and never listed.
+"""Extended attributes: those that programs set, and three that are answered and never listed.
 
-``user.lakefs.state`` and ``user.lakefs.location`` are not listed, so that no program copies them; immutable mounts
-answer them in `immutable.filesystem`. What always holds: an
-attribute set while a version is being stored is not lost (`OpenFile.late_xattrs`). A crash leaves what the committer
-journaled; those of a file in no commit yet go with it when it is. Trio thread only.
+``user.lakefs.state``, ``user.lakefs.location`` and ``user.lakefs.version`` are not listed, so that no program copies
+them; immutable mounts answer them in `immutable.filesystem`. What always holds: an attribute set while a version is
+being stored is not lost (`OpenFile.late_xattrs`). A crash leaves what the committer journaled; those of a file in no
+commit yet go with it when it is. Trio thread only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from lakefs_fuse.config import Source
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
-from lakefs_fuse.product import RESERVED_XATTR, XATTR_LOCATION, XATTR_STATE
+from lakefs_fuse.product import RESERVED_XATTR, XATTR_LOCATION, XATTR_STATE, XATTR_VERSION
 from lakefs_fuse.staging.draft_record import DraftState
 from lakefs_fuse.upload.draft import Draft
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.files.open_file import FileState
-from lakefs_fuse.vfs.namespace.key_mapping import location_of
+from lakefs_fuse.vfs.namespace.key_mapping import location_of, version_of
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
 from lakefs_fuse.vfs.writeback.queue import WriteBack
@@ -54,6 +54,8 @@ class ExtendedAttributes:
                 answer = str(self._state(entry))
             elif name == XATTR_LOCATION:
                 answer = self._location(entry)
+            elif name == XATTR_VERSION:
+                answer = self.version(entry)
         if answer is None:
             raise FileError(errno.ENODATA)
         return answer.encode()
@@ -70,6 +72,15 @@ class ExtendedAttributes:
         begun = draft.sequence and (draft.upload_intent_ns or (item is not None and item.is_attempted))
         on_its_way = begun or draft.uploading or draft.state is DraftState.PUBLISHING
         return FileState.UPLOADING if on_its_way else FileState.DIRTY
+
+    def version(self, entry: Entry) -> str | None:
+        """As `version_of`, of the newest bytes of a file; None for those that are not in the store, and for what has
+        none."""
+        file = self._files.get(entry.inode)
+        if file is not None and file.draft is not None:
+            return None
+        extent = file.extent if file is not None else self._ns.extent(entry)
+        return None if extent is None else version_of(extent)
 
     def _location(self, entry: Entry) -> str:
         """Where the newest bytes of a file are."""
