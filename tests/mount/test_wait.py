@@ -144,6 +144,7 @@ def test_wait_outside_of_a_mount_and_in_an_immutable_one_is_refused(make_lake: L
     refused = lake.mount().cli("wait", str(lake.path / "f"))
     assert refused.returncode == 2
     assert "is an immutable mount" in refused.stderr
+    assert os.getxattr(lake.path / "f", XATTR_VERSION)
 
 
 def test_wait_ends_with_the_mount(lake: Lake) -> None:

@@ -69,6 +69,17 @@ async def test_wait_for_what_is_there_ends_at_once(tmp_path: Path) -> None:
                 await node.fs.wait_path(path, "", None)
 
 
+async def test_wait_for_name_that_was_listed_long_ago_asks_whether_it_is_there(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.give("d/f", b"bytes")
+    async with lake(store, tmp_path, clock=clock, refresh_s=REFRESH_S) as node:
+        assert await node.names("d") == ["f"]
+        store.take("d/f")
+        clock.advance(TTL_S)
+        with pytest.raises(FileError, match="it does not exist"):
+            await node.fs.wait_path("d/f", "", 10 * REFRESH_S)
+
+
 async def test_wait_for_object_of_another_client_asks_once_in_each_ttl(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     store.give("d/other", b"")
