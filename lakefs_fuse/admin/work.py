@@ -39,6 +39,8 @@ class Work:
     host: str
     process: int
     """Of the command, for others who want to change the lake."""
+    show: Callable[[protocol.LogStart | protocol.LogEntry], None] = lambda _: None
+    """Prints the result of `log` while the command runs."""
     uploads_max: int = 4
     began_s: float = field(default_factory=trio.current_time)
 

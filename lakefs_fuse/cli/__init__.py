@@ -24,6 +24,7 @@ MODULES = {
     "fsck": "lake_commands",
     "gc": "lake_commands",
     "ingest": "lake_commands",
+    "log": "log",
     "mount": "mount",
     "orphans": "daemon_commands",
     "pack": "lake_commands",

@@ -33,6 +33,13 @@ def print_tables(tables: RenderableType, *, markup: bool | None = None) -> None:
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH).print(tables, markup=markup)
 
 
+def escaped(text: str) -> str:
+    """``text`` with every character that a terminal might obey, or not show, and the backslash as an escape."""
+    return "".join(
+        each if each.isprintable() and each != "\\" else each.encode("unicode_escape").decode("ascii") for each in text
+    )
+
+
 def is_watched() -> bool:
     """Whether standard error is a terminal."""
     return sys.stderr.isatty()

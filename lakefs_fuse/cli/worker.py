@@ -11,14 +11,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import click
 import msgspec
 
 from lakefs_fuse.cli.daemons import checked_text, locate, open_daemon
 from lakefs_fuse.cli.store_options import Options, any_given, build_store
-from lakefs_fuse.cli.terminal import print_json, progress_bar
+from lakefs_fuse.cli.terminal import Bar, print_json, progress_bar
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.supervision import memory_file
@@ -87,9 +88,11 @@ def run_offline(
     as_json: bool = False,
     uploads_max: int = 4,
     reads_stdin: bool = False,
+    show: Callable[[protocol.LogStart | protocol.LogEntry], None] | None = None,
     program: Sequence[str] = OFFLINE,
 ) -> int:
-    """Run a command in a child, show its progress, print its summary, and return its exit code.
+    """Run a command in a child, show its progress, print its summary, and return its exit code. With ``show`` that
+    prints the result while it comes, without progress and summary; where it raises, the child is ended.
 
     Raises ReportedError, and LakeError where the child ended without an answer.
     """
@@ -101,7 +104,10 @@ def run_offline(
     )
     child = _start(program, protocol.encode(request), reads_stdin=reads_stdin)
     try:
-        last = _follow(child)
+        last = _follow(child, show)
+    except BaseException:
+        child.terminate()
+        raise
     finally:
         _end(child)
     if last is None:
@@ -110,7 +116,7 @@ def run_offline(
         raise ReportedError(last.message, last.exit_code)
     if as_json:
         print_json(last.summary)
-    else:
+    elif show is None:
         click.echo(last.text)
     return last.exit_code
 
@@ -153,12 +159,15 @@ class _Lines:
             ) from error
 
 
-def _follow(child: subprocess.Popen[bytes]) -> protocol.Finished | protocol.Failed | None:
+def _follow(
+    child: subprocess.Popen[bytes], show: Callable[[protocol.LogStart | protocol.LogEntry], None] | None
+) -> protocol.Finished | protocol.Failed | None:
     """Show progress until the last answer, and return that. Passes Ctrl-C on; a second one kills the child."""
     assert child.stdout is not None
     lines = _Lines(child.stdout.fileno())
     interrupted = False
-    with progress_bar() as bar:
+    # What a bar draws would be mixed with what ``show`` prints.
+    with progress_bar() if show is None else nullcontext(Bar()) as bar:
         while True:
             try:
                 answer = lines.next_answer()
@@ -169,6 +178,9 @@ def _follow(child: subprocess.Popen[bytes]) -> protocol.Finished | protocol.Fail
                         bar.update(answer.what, answer.bytes_done, answer.bytes_total, files)
                     case protocol.Note(text):
                         bar.note(f"lakefs-fuse: {text}")
+                    case protocol.LogStart() | protocol.LogEntry():
+                        assert show is not None, "only a caller that shows them asks for entries"
+                        show(answer)
                     case _:
                         return answer
             except KeyboardInterrupt:

@@ -1,7 +1,8 @@
 """Messages between the command line and `lakefs_fuse.daemon.admin_worker`: one `Request` in, JSON lines out.
 
-The lines are any number of `Progress` and `Note`, then one `Finished` or `Failed`. Both ends belong to one
-installation, so there is no version. *No secrets*: credentials are in the environment only.
+The lines are any number of `Progress` and `Note`, and of `LogStart` and `LogEntry` where `log` runs, then one
+`Finished` or `Failed`. Both ends belong to one installation, so there is no version. *No secrets*: credentials are in
+the environment only.
 """
 
 from __future__ import annotations
@@ -98,6 +99,15 @@ class FsckArgs(msgspec.Struct, frozen=True, kw_only=True):
     cache_dir: str | None = None
 
 
+class LogArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `log`: the last ``count`` entries, all without one; with ``follow`` then new ones, looked for every
+    ``refresh_s``."""
+
+    count: int | None = None
+    follow: bool = False
+    refresh_s: float = 5.0
+
+
 class UpgradeArgs(msgspec.Struct, frozen=True, kw_only=True):
     """Of `upgrade`: none."""
 
@@ -141,6 +151,28 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
     text: str
 
 
+class LogStart(msgspec.Struct, frozen=True, kw_only=True, tag="log_start"):
+    """The first answer of `log`: since when it tells everything (ns since 1970, 0: there is no commit). Unless
+    ``is_whole``, commits before were folded into an index and are gone, but for packs that are in use."""
+
+    since_ns: int
+    is_whole: bool
+
+
+class LogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="log_entry"):
+    """A change of a name: ``put``, ``link`` (bytes that were stored before, under the name ``source`` if that is
+    known), ``rename`` (from ``source``), ``remove``, ``rmdir``, ``mkdir``, ``symlink`` (to ``target``) or ``setattr``.
+    ``size`` in bytes, where the entry is of a file's bytes."""
+
+    time_ns: int
+    writer: str
+    operation: str
+    path: str
+    size: int | None = None
+    source: str = ""
+    target: str = ""
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The command ran to its end. ``summary`` is for ``--json``, ``text`` for users.
 
@@ -158,7 +190,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     exit_code: int = EXIT_FAILURE
 
 
-Answer: TypeAlias = Progress | Note | Finished | Failed
+Answer: TypeAlias = Progress | Note | LogStart | LogEntry | Finished | Failed
 
 _answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 

@@ -79,6 +79,7 @@ COMMANDS = {
     "snapshot": Command(
         protocol.SnapshotArgs, "admin.commands:run_snapshot", probes=True, writes=lambda args: not args.list
     ),
+    "log": Command(protocol.LogArgs, "admin.change_log:run_log", writes=lambda args: False),
     "ingest": Command(protocol.IngestArgs, "daemon.ingest_command:run_ingest"),
     "upgrade": Command(protocol.UpgradeArgs, "admin.upgrade:run_upgrade", probes=True),
 }
@@ -142,6 +143,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
             path=path,
             progress=answers.report,
             note=lambda text: answers.send(protocol.Note(text)),
+            show=answers.send,
             node=node,
             scratch=tempfile.gettempdir(),
             change_record=partial(change_record, connection.store, node.clock),

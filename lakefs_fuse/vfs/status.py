@@ -138,6 +138,7 @@ def commit_section(
 ) -> dict[str, object]:
     return {
         **dataclasses.asdict(metrics.commits),
+        "writer": committer.writer,
         "operations_waiting": committer.journal.operations,
         "deletions_waiting": deletions.waiting,
         "packs_known": objects.packs,

@@ -182,3 +182,37 @@ def test_what_is_neither_a_url_nor_in_a_mount(tmp_path: Path) -> None:
         find_place(str(tmp_path), NONE, "s3://bucket")
     with pytest.raises(ConfigError, match="--requests goes with a source URL"):
         find_place(str(tmp_path), {**NONE, "requests_max": 3})
+
+
+ENTRIES = """
+    say(type="log_start", since_ns=1, is_whole=True)
+    for number in range({count}):
+        say(type="log_entry", time_ns=2, writer="0000beef", operation="mkdir", path=f"d{{number}}")
+    say(type="note", text="one is left out")
+    say(type="finished", summary={{}}, text="", exit_code=1)
+"""
+
+
+def test_entries_are_shown_while_they_come_and_nothing_after_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[protocol.LogStart | protocol.LogEntry] = []
+    args, child = protocol.LogArgs(), program(tmp_path, ENTRIES.format(count=2))
+    assert run_offline("log", PLACE, args, show=shown.append, program=child) == 1
+    assert shown == [
+        protocol.LogStart(since_ns=1, is_whole=True),
+        *(protocol.LogEntry(time_ns=2, writer="0000beef", operation="mkdir", path=f"d{each}") for each in range(2)),
+    ]
+    assert tuple(capfd.readouterr()) == ("", "lakefs-fuse: one is left out\n")
+
+
+def test_child_whose_entries_nobody_reads_is_ended(tmp_path: Path) -> None:
+    def show(answer: object) -> None:
+        raise BrokenPipeError
+
+    body = """
+        say(type="log_start", since_ns=1, is_whole=True)
+        time.sleep(600)
+    """
+    with pytest.raises(BrokenPipeError):
+        run_offline("log", PLACE, protocol.LogArgs(follow=True), show=show, program=program(tmp_path, body))
