@@ -26,8 +26,10 @@ from lakefs_fuse.meta.entry import ROOT_INODE, Entry
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.namespace import AWAY, Namespace
 
-LOOK_S_MIN = 0.05
-"""Time between two looks of one wait at the tree, however much changes in it."""
+LOOK_S_MIN = 0.25
+ASKING_LOOK_S_MIN = 0.05
+"""Time between two looks of one wait at the tree, however much changes in it, and while the store is asked. 100 waits
+in a mount in which something changes all the time take 5 % of a core."""
 ANSWER_S_MIN = 1.0
 """An answer of the store counts for so long, or for ``--refresh`` if that is less, where the TTL is shorter, and where
 a listing counts on because the store is away."""
@@ -99,7 +101,7 @@ class PathWaits:
             if not doubt.fresh_s and doubt.name[0] not in self._asking:
                 self._asking.add(doubt.name[0])
                 nursery.start_soon(self._ask, doubt.name)
-            await trio.sleep(LOOK_S_MIN)
+            await trio.sleep(LOOK_S_MIN if doubt.fresh_s else ASKING_LOOK_S_MIN)
             with trio.move_on_after(min(doubt.fresh_s or self._refresh_s, self._refresh_s)):
                 await changed.wait()
 

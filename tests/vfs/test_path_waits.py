@@ -12,10 +12,13 @@ import trio
 
 from lakefs_fuse.errors import FileError, Unavailable
 from lakefs_fuse.product import XATTR_VERSION
+from lakefs_fuse.vfs.path_waits import LOOK_S_MIN
 from tests.memory_store import Failures, MemoryStore
 from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
 
 REFRESH_S = 0.05
+SEEN_S = 3 * LOOK_S_MIN
+"""In this time a wait sees that an answer has expired, and that there is another."""
 WAIT_S_MAX = 10.0
 
 
@@ -85,14 +88,14 @@ async def test_wait_for_object_of_another_client_asks_once_in_each_ttl(tmp_path:
     store.give("d/other", b"")
     async with lake(store, tmp_path, clock=clock, refresh_s=REFRESH_S) as node, waiting(node, "d/f") as ended:
         for turn in range(1, 4):
-            await trio.sleep(5 * REFRESH_S)
+            await trio.sleep(SEEN_S)
             asked = lists(store)
-            await trio.sleep(5 * REFRESH_S)
+            await trio.sleep(SEEN_S)
             assert lists(store) == asked <= 2 * turn, "d, and f in it"
             clock.advance(TTL_S)
-        await trio.sleep(5 * REFRESH_S)
+        await trio.sleep(SEEN_S)
         store.give("d/f", b"bytes")
-        await trio.sleep(5 * REFRESH_S)
+        await trio.sleep(SEEN_S)
         assert not ended, "seen as absent within the TTL"
         clock.advance(TTL_S)
 
@@ -109,9 +112,9 @@ async def test_many_waits_ask_as_often_as_one(names: int, tmp_path: Path) -> Non
                 for number in range(count):
                     nursery.start_soon(node.fs.wait_path, f"d/f{number % names}", "", None)
                 for _ in range(3):
-                    await trio.sleep(8 * REFRESH_S)
+                    await trio.sleep(SEEN_S)
                     clock.advance(TTL_S)
-                await trio.sleep(8 * REFRESH_S)
+                await trio.sleep(SEEN_S)
                 nursery.cancel_scope.cancel()
         asked.append(lists(store))
     assert asked[1] <= asked[0] + (8 if names > 1 else 0)
