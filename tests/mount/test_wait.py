@@ -14,6 +14,7 @@ import pytest
 
 from lakefs_fuse.cli.daemons import open_daemon
 from lakefs_fuse.control import protocol
+from lakefs_fuse.control.runtime import client_socket_paths
 from lakefs_fuse.product import XATTR_VERSION
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, eventually
@@ -113,20 +114,22 @@ def test_wait_follows_link_that_appears(nodes: tuple[Lake, Lake]) -> None:
 
 
 def test_wait_that_ctrl_c_ends_frees_the_daemon(lake: Lake) -> None:
-    program = subprocess.Popen(
+    paths = {str(path) for path in client_socket_paths(str(lake.path), os.geteuid())}
+
+    def connections() -> int:
+        """Of the daemon, with clients; see proc_net(5)."""
+        fields = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        return sum(each[5] == "03" and each[7:8] != [] and each[7] in paths for each in fields)
+
+    eventually(lambda: connections() == 0, "the clients of the test have ended")
+    with subprocess.Popen(
         [*lake.command, "wait", str(lake.path / "never")], stderr=subprocess.PIPE, text=True, env=lake.env
-    )
-
-    def sockets() -> int:
-        links = Path(f"/proc/{lake.pid}/fd").iterdir()
-        return sum(link.is_symlink() and os.readlink(link).startswith("socket:") for link in links)
-
-    before = sockets()
-    eventually(lambda: sockets() > before, "the daemon has a client")
-    program.send_signal(signal.SIGINT)
-    assert program.communicate(timeout=20)[1].strip() == "lakefs-fuse: interrupted"
+    ) as program:
+        eventually(lambda: connections() == 1, "the program asks")
+        program.send_signal(signal.SIGINT)
+        assert program.communicate(timeout=20)[1].strip() == "lakefs-fuse: interrupted"
     assert program.returncode == 130
-    eventually(lambda: sockets() == before, "the daemon has none")
+    eventually(lambda: connections() == 0, "the daemon has noticed")
 
 
 def test_wait_that_takes_too_long_is_one_line(lake: Lake) -> None:
