@@ -33,6 +33,7 @@ in a mount in which something changes all the time take 5 % of a core."""
 ANSWER_S_MIN = 1.0
 """An answer of the store counts for so long, or for ``--refresh`` if that is less, where the TTL is shorter, and where
 a listing counts on because the store is away."""
+ANSWERS_MAX = 4096
 NO_VERSION = "it is a directory, which has no version"
 
 Name = tuple[int, bytes]
@@ -76,15 +77,16 @@ class PathWaits:
             raise FileError(errno.EISDIR, NO_VERSION)
         doubts: dict[tuple[Name, bool], Doubt] = {}
         with self._listening(), trio.move_on_after(math.inf if timeout_s is None else timeout_s):
-            try:
-                async with trio.open_nursery() as nursery:
-                    await self._resolve(names, version, doubts, nursery)
-                    nursery.cancel_scope.cancel()
-            except BaseExceptionGroup as group:
-                raise sole_error(group) from None
+            if self._find_doubt(names, version) is not None:
+                try:
+                    async with trio.open_nursery() as nursery:
+                        await self._resolve(names, version, doubts, nursery)
+                        nursery.cancel_scope.cancel()
+                except BaseExceptionGroup as group:
+                    raise sole_error(group) from None
             await self._tell_kernel([name for name, is_absent in doubts if is_absent])
             return
-        why = next(reversed(doubts.values())).why
+        why = next((doubt.why for doubt in reversed(doubts.values())), "the kernel is not notified yet")
         trouble = f", and the store does not answer: {self._trouble}" if self._trouble else ""
         raise FileError(errno.ETIMEDOUT, f"after {timeout_s:g} s {why}{trouble}")
 
@@ -141,6 +143,8 @@ class PathWaits:
         """Look a name up, for all waits. Raises LakeError, unless the store is away."""
         try:
             await self._ns.lookup(*name)
+            if len(self._answered) >= ANSWERS_MAX:
+                self._answered.clear()
             self._answered[name], self._trouble = trio.current_time(), ""
         except AWAY as error:
             self._trouble = str(error)

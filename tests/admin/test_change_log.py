@@ -120,9 +120,9 @@ def test_entries_of_renamed_directory_are_one() -> None:
 
 def test_entries_of_rename_leave_what_else_the_commit_changed_there() -> None:
     before: list[Operation] = [Remove("d/old"), put("x")]
-    after: list[Operation] = [put("e/new"), mkdir("d"), put("d/f"), Remove("e/f")]
+    after: list[Operation] = [put("e/new"), mkdir("d"), put("d/f"), Remove("e/f"), Symlink("e/m", "x", 0, 0, 0)]
     assert told([*before, *RENAME, *after], moves=[("d", "e")], objects=FILE) == [
-        "remove d/old", "put x 3", "rename d e", "put e/new 3", "mkdir d", "put d/f 3", "remove e/f",
+        "remove d/old", "put x 3", "rename d e", "put e/new 3", "mkdir d", "put d/f 3", "remove e/f", "symlink e/m x",
     ]  # fmt: skip
 
 

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from lakefs_fuse.cli.store_options import FLAGS, Options
-from lakefs_fuse.cli.worker import find_place, run_offline
+from lakefs_fuse.cli.worker import END_S_MAX, find_place, run_offline
 from lakefs_fuse.config import Source, StoreConfig
 from lakefs_fuse.control import worker_protocol as protocol
 from lakefs_fuse.control.worker_protocol import Place
@@ -214,5 +215,7 @@ def test_child_whose_entries_nobody_reads_is_ended(tmp_path: Path) -> None:
         say(type="log_start", since_ns=1, is_whole=True)
         time.sleep(600)
     """
+    began_s = time.monotonic()
     with pytest.raises(BrokenPipeError):
         run_offline("log", PLACE, protocol.LogArgs(follow=True), show=show, program=program(tmp_path, body))
+    assert time.monotonic() - began_s < END_S_MAX / 2

@@ -185,6 +185,21 @@ async def test_wait_that_takes_too_long_says_what_is_missing(tmp_path: Path) -> 
             assert failed.value.errno == errno.ETIMEDOUT
 
 
+async def test_wait_without_time_tells_what_is_known(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("f", b"bytes")
+    async with lake(store, tmp_path) as node:
+        with pytest.raises(FileError, match="after 0 s it does not exist"):
+            await node.fs.wait_path("f", "", 0.0)
+        assert await node.names() == ["f"]
+        await node.fs.wait_path("f", "", 0.0)
+        with pytest.raises(FileError, match="after 0 s it does not exist"):
+            await node.fs.wait_path("g", "", 0.0)
+        node.fs.events.kernel_told.append(trio.sleep_forever)
+        with pytest.raises(FileError, match="the kernel is not notified yet"):
+            await node.fs.wait_path("f", "", 0.1)
+
+
 @pytest.mark.parametrize(
     ("path", "version", "code"),
     [
