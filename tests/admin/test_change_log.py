@@ -179,6 +179,20 @@ async def test_last_entries_cost_few_requests(monkeypatch: pytest.MonkeyPatch) -
     assert store.count("list") <= 5
 
 
+async def test_looking_far_back_lists_each_commit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(change_log, "COMMITS_MAX", 100)
+    store, clock = MemoryStore(page_keys_max=10), Clock()
+    for number in range(600):
+        clock.advance(60)
+        give_commit(store, clock, mkdir(f"{number:03d}"))
+    store.requests.clear()
+    log = Shown(store, clock, "003")
+    await log.show(1)
+    assert log.paths == ["003"]
+    assert store.count("get") == 600
+    assert store.count("list") <= 2 * 60
+
+
 async def test_records_larger_than_the_room_are_fetched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     store, clock = MemoryStore(), Clock()
     for number in range(5):
@@ -292,6 +306,22 @@ async def test_follow_shows_each_new_commit_once(count: int | None) -> None:
         await shown(log, *expected, "late")
         give_commit(store, clock, mkdir("last"))
         await shown(log, *expected, "late", "last")
+
+
+async def test_follow_lists_the_last_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(__name__ + ".REFRESH_S", 0.5)
+    store, clock = MemoryStore(page_keys_max=2), Clock()
+    log = Shown(store, clock)
+    async with following(log):
+        for number in range(40):
+            clock.advance(60)
+            give_commit(store, clock, mkdir(f"{number}"))
+        await shown(log, *map(str, range(40)))
+        clock.advance(HOUR_S)
+        await trio.sleep(REFRESH_S)
+        before = store.count("list")
+        await trio.sleep(3 * REFRESH_S)
+        assert store.count("list") - before <= 4
 
 
 async def test_follow_goes_on_after_the_store_was_away() -> None:
