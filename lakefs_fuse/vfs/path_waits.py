@@ -95,6 +95,7 @@ class PathWaits:
     ) -> None:
         """Return when there is no doubt; ``doubts`` are those that there were, the newest last."""
         while True:
+            self._ns.idleness.note_question()
             changed, doubt = self._changed, self._find_doubt(names, version)
             if doubt is None:
                 return

@@ -175,6 +175,16 @@ async def test_wait_ends_at_symbolic_link_on_the_way(tmp_path: Path) -> None:
         await node.symlink("latest", "elsewhere")
 
 
+async def test_wait_keeps_the_mount_from_idling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions: list[float] = []
+    async with lake(MemoryStore(), tmp_path, refresh_s=REFRESH_S) as node:
+        monkeypatch.setattr(node.fs.namespace.idleness, "note_question", lambda: questions.append(trio.current_time()))
+        async with waiting(node, "d"):
+            await trio.sleep(SEEN_S)
+            await node.mkdir("d")
+    assert len(questions) > 1
+
+
 async def test_wait_that_takes_too_long_says_what_is_missing(tmp_path: Path) -> None:
     async with lake(MemoryStore(), tmp_path, pack="always") as node:
         await node.write("f", b"")
