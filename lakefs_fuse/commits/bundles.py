@@ -177,6 +177,8 @@ class BundleWriter:
         self._copies: dict[str, Copy] = {}
         self._bytes = 0
         self._is_refused = False
+        self.written = 0
+        """Bundles that are in the store."""
 
     @property
     def is_full(self) -> bool:
@@ -201,6 +203,7 @@ class BundleWriter:
             return
         try:
             await self._client.put(bundle_key(copies, self._writer), msgspec.msgpack.encode(copies))
+            self.written += 1
         except AccessDenied as error:
             log.info("no bundles are written: %s", error)
             self._is_refused = True

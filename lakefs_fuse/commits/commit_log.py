@@ -77,6 +77,7 @@ class CommitLog:
         self.clock, self.writer = clock, writer
         self.budget = budget or PackBudget()
         self.bundles = BundleReader(client)
+        self._own_bundles = BundleWriter(client, writer)
         self._own: list[tuple[ObjectMeta, bytes]] = []
         """Small commits of this writer that are in no bundle yet."""
         self._has_several = trio.Event()
@@ -93,6 +94,11 @@ class CommitLog:
         except Unsupported:
             store_ns = self.clock.machine_ns()
         self.clock.correct(store_ns, self.clock.wall_ns() - asked_ns)
+
+    @property
+    def bundles_written(self) -> int:
+        """Objects in which this mount repeated commits, of its own and of others."""
+        return self._own_bundles.written + self.fetched.written
 
     async def latest_time(self) -> int:
         """A time later than that of every commit in the store. Raises LakeError."""
@@ -139,7 +145,7 @@ class CommitLog:
 
     async def run(self) -> None:
         """Repeat this writer's small commits in bundles, several at a time, for as long as the mount lives."""
-        own = BundleWriter(self._client, self.writer)
+        own = self._own_bundles
         while True:
             await self._has_several.wait()
             await trio.sleep(OWN_DELAY_S)

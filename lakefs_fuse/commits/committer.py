@@ -179,6 +179,11 @@ class Committer:
                 self._applier.apply_pending(merged([again], self.writer, 0), PENDING | sequence)
 
     @property
+    def bundles_written(self) -> int:
+        """As `CommitLog.bundles_written`."""
+        return self._log.bundles_written
+
+    @property
     def pack_bytes_max(self) -> int:
         """Bytes that the next pack may have: see `PackBudget`."""
         return self._log.budget.bytes_max

@@ -139,6 +139,7 @@ def commit_section(
     return {
         **dataclasses.asdict(metrics.commits),
         "writer": committer.writer,
+        "bundles_written": committer.bundles_written,
         "operations_waiting": committer.journal.operations,
         "deletions_waiting": deletions.waiting,
         "packs_known": objects.packs,

@@ -355,6 +355,11 @@ class Lake:
     def number(self, dotted: str) -> int:
         return number(self.stats(), dotted)
 
+    def puts(self) -> int:
+        """PUTs but those of bundles, which come some time after the commits that are in them."""
+        stats = self.stats()
+        return number(stats, "store.requests.put") - number(stats, "commits.bundles_written")
+
     def unfinished(self) -> list[dict[str, object]]:
         files = self.stats()["unfinished"]
         assert isinstance(files, list)

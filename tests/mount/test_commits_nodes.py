@@ -78,7 +78,7 @@ def reader_of_the_format() -> dict[str, Any]:
 def as_the_format_says(lake: Lake) -> dict[str, str]:
     """Every file of the lake, read from the bucket by the documents' own reader: the last writer of a name wins."""
     objects = {key: lake.outside.read(key) for key in lake.outside.objects()}
-    commits = {key: data for key, data in objects.items() if key.startswith(COMMITS)}
+    commits = {key: data for key, data in objects.items() if key.startswith(COMMITS) and key.endswith(".zip")}
     plain = {
         key: (etag, modified) for key, (etag, modified) in lake.outside.versions().items()
         if not key.startswith(".lakefs/") and not key.endswith("/")
@@ -217,9 +217,9 @@ def test_large_directories_are_renamed_whole(make_lake: LakeMaker, tmp_path: Pat
     for index in range(scale("RENAMED", 300)):
         lake.outside.replace(f"old/deep{index % 3}/object{index:05d}", noise(10, index))
     lake.mount()
-    before = lake.number("store.requests.put")
+    before = lake.puts()
     (lake.path / "old").rename(lake.path / "new")
-    assert lake.number("store.requests.put") == before + 1
+    assert lake.puts() == before + 1
     with another(lake, tmp_path) as other:
         for node in (lake.path, other.path):
             assert os.listdir(node) == ["new"]

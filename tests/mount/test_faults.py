@@ -121,7 +121,7 @@ def part_numbers(faults: Faults, url: str) -> list[int]:
 
 
 def commits(lake: Lake) -> list[str]:
-    return sorted(key for key in lake.outside.objects() if key.startswith(COMMITS))
+    return sorted(key for key in lake.outside.objects() if key.startswith(COMMITS) and key.endswith(".zip"))
 
 
 def tree_of(root: Path) -> dict[str, str | bytes | None]:
@@ -156,7 +156,7 @@ def test_names_survive(failing: Failing, kind: str) -> None:
     for change in changes:
         lake.sync()
         before, hit = commits(lake), faults.injected[kind]
-        inject(faults, kind, 2, method="PUT", containing=COMMITS)
+        inject(faults, kind, 2, method="PUT", containing=".zip")
         change()
         lake.sync()
         assert faults.injected[kind] == hit + 2

@@ -35,13 +35,13 @@ def watching(here: Place, name: str) -> Iterator[set[bytes]]:
 
 def test_shell_redirection_publishes_once(here_with_hooks: Place) -> None:
     here = here_with_hooks
-    published, put = here.count("upload.publishes"), here.count("store.requests.put")
+    published, put = here.count("upload.publishes"), here.lake.puts()
     with watching(here, "f") as seen:
         subprocess.run(["bash", "-c", "(sleep 0.3; echo one; sleep 0.3; echo two) > f"], cwd=here.path, check=True)
         assert here.stored("f") == b"one\ntwo\n"
     assert seen <= {b"one\ntwo\n"}
     assert here.count("upload.publishes") == published + 1
-    assert here.count("store.requests.put") == put + 1
+    assert here.lake.puts() == put + 1
 
 
 def test_shell_redirection_over_an_existing_file(here_with_hooks: Place) -> None:

@@ -129,26 +129,26 @@ def test_a_file_larger_than_staging(make_lake: LakeMaker) -> None:
 
 def test_many_small_files_at_once(here: Place) -> None:
     """Sixteen open files, closed one after another while others are written: each alone, so each is an object."""
-    put = here.count("store.requests.put")
+    put = here.lake.puts()
     fds = {f"f{index}": os.open(here.path / f"f{index}", os.O_CREAT | os.O_WRONLY, 0o644) for index in range(16)}
     for name, fd in fds.items():
         os.write(fd, name.encode() * 1000)
     for fd in fds.values():
         os.close(fd)
     assert {name: here.stored(name) for name in here.names()} == {name: name.encode() * 1000 for name in fds}
-    assert here.count("store.requests.put") == put + 16
+    assert here.lake.puts() == put + 16
 
 
 def test_many_small_files_closed_together(here: Place) -> None:
     """Sixteen open files, closed by as many threads: durable when their closes return, with a few PUTs."""
-    put, packed = here.count("store.requests.put"), here.count("commits.files_packed")
+    put, packed = here.lake.puts(), here.count("commits.files_packed")
     fds = {f"f{index}": os.open(here.path / f"f{index}", os.O_CREAT | os.O_WRONLY, 0o644) for index in range(16)}
     for name, fd in fds.items():
         os.write(fd, name.encode() * 1000)
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(os.close, fds.values()))
     assert here.count("dirty.files") == 0
-    assert here.count("store.requests.put") <= put + 8
+    assert here.lake.puts() <= put + 8
     assert here.count("commits.files_packed") - packed + len(here.names()) == 16
     assert {name: (here.path / name).read_bytes() for name in fds} == {name: name.encode() * 1000 for name in fds}
 
