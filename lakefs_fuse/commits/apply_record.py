@@ -419,15 +419,15 @@ class Application:
             self._drop(current)
         self._bury(step, stamp)
 
-    def _note_copied(self, step: _Step, etag: str) -> None:
-        """The bytes of a file elsewhere were copied to its own key when it was another file, or gone: the copy is not
-        the file."""
+    def _note_not_moved(self, step: _Step, etag: str, *, since: int) -> None:
+        """A plain object is not the file, because a file elsewhere took its place after ``since``, or was removed: a
+        copy of bytes which the name did not have any more, or a version of which only the relocation tells."""
         current = step.current
         if current is not None:
             ended = current.stamp if _is_elsewhere(current) and current.etag != etag else 0
         else:
             ended = step.tombstone.floor if step.tombstone is not None else 0
-        if ended:
+        if ended > since:
             self._bury(step, etag=etag, at=max(self._stamp, self._when_ended(ended)))
 
     def _remove_replaced(self, step: _Step, hides: str) -> None:
@@ -810,8 +810,10 @@ class Application:
         relocated_flag = 0 if before.number else Flag.RELOCATED
         is_replaced = current is not None and self._is_replaced(current, before)
         if not is_replaced and not self._applies(step, before):
-            if before.number and not after.number:
-                self._note_copied(step, after.etag)
+            if not before.number:
+                self._note_not_moved(step, before.etag, since=self._stamp)
+            elif not after.number:
+                self._note_not_moved(step, after.etag, since=0)
             return
         if current is None or not self._is_at(current, before, operation.path):
             self._set_file(

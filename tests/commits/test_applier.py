@@ -553,6 +553,23 @@ def test_a_relocated_object_that_was_put_in_place_of_one_that_a_commit_names(tmp
         assert n.found("f").etag == "e4", "a later commit told of another"
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1), (2, 1, 0)])
+def test_an_object_that_only_its_relocation_tells_of_is_gone_when_its_name_is_replaced(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """By a node that had not heard of the relocation, in the second in which the object was put."""
+    commits = [
+        (10, Put("f", OWN, 0, 1, 0o600, 0, 0, at(10), hides="e1")),
+        (20.3, Relocate("f", OWN, 0, "e2", THIS, 500, 7, 0o644, 0, 0, at(15), hides="e2")),
+        (20.6, put("f", 8, hides="e1")),
+    ]
+    with node(tmp_path) as n:
+        for number in order:
+            n.commit(commits[number][0], commits[number][1], writer=f"{number:08x}")
+        n.list(plain("f", "e2", 20))
+        assert n.found("f").size == 8
+
+
 def own(time: float, etag: str = "e1") -> Put:
     return Put("f", OWN, 0, 1, 0o600, 0, 0, at(time), hides=etag)
 
