@@ -11,8 +11,9 @@ commit: nothing happened. Between a commit and the deletions: objects that every
 deletes. A second run completes the work.
 
 Unpack and relocate: each file is put, or its object copied by the store, as a plain object at its own key, if there is
-none; then one commit relocates many of them. Killed in between: the objects count as new objects of another program,
-with the same bytes and attributes. Files are checked again before the commit, and the object of a changed file is
+none; then one commit relocates many of them. Killed in between: the objects of `unpack` are copies that do not count
+(`is_copy`), which a second run names; those of `relocate` count as new objects of another program, with the same bytes
+and attributes. Files are checked again before the commit, and the object of a changed file is
 deleted. A change within the last two requests is not seen. Renamed objects stay at their old keys until `gc`.
 """
 
@@ -34,7 +35,7 @@ from lakefs_fuse.commits.record import OWN
 from lakefs_fuse.config import DELETE_AFTER_S, MIB
 from lakefs_fuse.errors import KeyRefused, NotFound, PreconditionFailed, Unsupported
 from lakefs_fuse.meta.entry import Entry, Flag
-from lakefs_fuse.store.client import token_of
+from lakefs_fuse.store.client import copy_metadata, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
 from lakefs_fuse.sync.nursery import for_each
@@ -253,7 +254,8 @@ class _Unpack:
             if not await self._is_free(file):
                 return None
             if raw is not None:
-                return await lake.client.put(key, raw, metadata=describe(file.entry, with_mtime=True), if_absent=True)
+                metadata = describe(file.entry, with_mtime=True) | copy_metadata(key)
+                return await lake.client.put(key, raw, metadata=metadata, if_absent=True)
             version = file.source.version
             return await copy_object(lake.client, version.key, version.etag, version.size, key, if_absent=True)
         except NotFound:

@@ -35,6 +35,7 @@ from lakefs_fuse.commits.idleness import Idleness
 from lakefs_fuse.commits.record import ObjectRef, Record
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound
 from lakefs_fuse.metrics import CommitMetrics
+from lakefs_fuse.store.client import is_copy
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.sync.backoff import Backoff
 from lakefs_fuse.sync.nursery import for_each
@@ -299,7 +300,9 @@ class Poller:
             except NotFound:
                 outdated[doubt.path] = doubt.etag
                 return
-            if doubt.removed_ns:
+            if is_copy(there):  # which counts only when a commit names it
+                outdated[doubt.path] = doubt.etag
+            elif doubt.removed_ns:
                 if not doubt.is_there(there.etag, there.mtime_ns):
                     outdated[doubt.path] = doubt.etag
             elif there.etag == doubt.hides or there.mtime_ns + NS <= record.time:

@@ -44,6 +44,7 @@ from functools import partial
 from typing import Protocol, TypeGuard, TypeVar
 
 import trio
+import xxhash
 
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.environment.threads import Threads
@@ -92,6 +93,7 @@ DATE_NS_MAX = NS + NS // 2
 """Dates of objects are cut to the second, and `time_ns` is the middle of one."""
 TOKEN_METADATA = f"{METADATA_PREFIX}draft"
 """User metadata key of a version's token."""
+COPY_METADATA = f"{METADATA_PREFIX}copy"
 UPLOADS = frozenset({"put", "part"})
 """Kinds of requests that carry a body."""
 
@@ -557,6 +559,16 @@ def token_of(meta: ObjectMeta) -> str:
     """What tells a version that this program stored from others with the same bytes; empty where another program stored
     it."""
     return (meta.metadata or {}).get(TOKEN_METADATA, "")
+
+
+def copy_metadata(key: str) -> dict[str, str]:
+    """Metadata of a copy at ``key`` of bytes that a file has elsewhere: it is no file until a commit names it."""
+    return {COPY_METADATA: xxhash.xxh3_128_hexdigest(key.encode("utf-8", "surrogatepass"))}
+
+
+def is_copy(meta: ObjectMeta) -> bool:
+    """The object was put with `copy_metadata`, at this key."""
+    return (meta.metadata or {}).get(COPY_METADATA) == copy_metadata(meta.key)[COPY_METADATA]
 
 
 def _examined(call: Callable[[], Fetched], examine: Callable[[Fetched], None]) -> Fetched:

@@ -8,6 +8,7 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.admin import repack
 from lakefs_fuse.admin.repack import Packed, Unpacked
@@ -16,9 +17,9 @@ from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.commits.record import OBJECTS
 from lakefs_fuse.errors import LakeError, StoreError
 from tests.admin.lakes import commits, dataset, give_pack, headless, plain, silent
-from tests.memory_store import Failures, MemoryStore, Request
+from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.tiers import sized
-from tests.vfs.lakes import Clock, Lake, lake
+from tests.vfs.lakes import TTL_S, Clock, Lake, lake
 from tests.vfs.writing_back import until
 
 FILES = dataset(30) | dataset(10, "data/deep/er") | {"top": b"at the top", "data/empty": b""}
@@ -299,6 +300,27 @@ async def test_a_key_that_another_name_needs_is_left_alone(store: MemoryStore, c
     assert store.data("top") == FILES["top"]
     expected = {key: data for key, data in FILES.items() if key != "top"} | {"kept": FILES["top"], "top": b"new"}
     assert await fresh(store, clock, tmp_path) == expected
+
+
+async def test_file_whose_directory_is_renamed_while_it_is_unpacked_keeps_its_bytes(tmp_path: Path) -> None:
+    """The copy is deleted then. A mount that took it for an object of another program would have renamed that."""
+    store, clock = MemoryStore(), Clock()
+    store.clock = clock
+    give_pack(store, clock, {"d/a": b"packed"})
+    clock.advance(5)
+    async with lake(store, tmp_path / "node", clock=clock) as mounted:
+        assert await mounted.tree() == {"d": None, "d/a": b"packed"}
+        clock.advance(TTL_S + 1)
+        store.hook = pause = Pause(lambda request: (request.what, request.key) == ("put", "d/a"), "after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(unpack, store, clock)
+            await trio.to_thread.run_sync(pause.reached.wait)
+            await mounted.rename("d", "e")
+            pause.resume()
+        assert plain(store) == []
+        clock.advance(TTL_S + 1)
+        assert await mounted.tree() == {"e": None, "e/a": b"packed"}
+    assert await fresh(store, clock, tmp_path) == {"e/a": b"packed"}
 
 
 async def test_unpacking_does_not_overwrite_what_came_meanwhile(

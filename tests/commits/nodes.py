@@ -112,6 +112,7 @@ class Node:
         merge = DirectoryMerge(self.tree, NamespaceMetrics(), inode, prefix=prefix, now_ns=at(seconds))
         page: PageNames = read_page(ListPage(list(metas), list(prefixes), None), inode, prefix)
         merge.apply(page)
+        merge.apply_overriding(merge.overriding)
         for _ in merge.remove_missing():
             pass
         merge.complete()

@@ -558,7 +558,7 @@ def test_an_object_that_only_its_relocation_tells_of_is_gone_when_its_name_is_re
     tmp_path: Path, order: tuple[int, ...]
 ) -> None:
     """By a node that had not heard of the relocation, in the second in which the object was put."""
-    commits = [
+    commits: list[tuple[float, Put | Relocate]] = [
         (10, Put("f", OWN, 0, 1, 0o600, 0, 0, at(10), hides="e1")),
         (20.3, Relocate("f", OWN, 0, "e2", THIS, 500, 7, 0o644, 0, 0, at(15), hides="e2")),
         (20.6, put("f", 8, hides="e1")),

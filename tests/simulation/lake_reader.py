@@ -967,6 +967,9 @@ class _Tree:
     def _file(self, path: str, plain: StoredObject | None) -> Name | None:
         """The file of a path, None if there is none."""
         file, grave = self._state.files.get(path), self._state.graves.get(path, _NO_GRAVE)
+        is_elsewhere = file is not None and not file.is_at_own_key(path)
+        if plain is not None and is_elsewhere and plain.metadata.get("lakefs-copy") == _copy_of(path):
+            plain = None
         if plain is not None and _plain_wins(file, grave, path, plain.etag, plain.mtime_ns):
             place = _Place(path, plain.etag, 0)
             own = file.attributes if file is not None and file.place == place else _Attributes()
@@ -1001,6 +1004,11 @@ class _Tree:
         if key.startswith(COMMITS):
             return None, f"{key} is refused"
         return stored.data[offset : offset + size], ""
+
+
+def _copy_of(path: str) -> str:
+    """Metadata of an object that is a copy of bytes which the file of its name has elsewhere."""
+    return xxhash.xxh3_128_hexdigest(path.encode("utf-8", "surrogatepass"))
 
 
 def _with_metadata(attributes: _Attributes, metadata: Mapping[str, str]) -> _Attributes:

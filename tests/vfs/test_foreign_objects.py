@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import trio.testing
 
 from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError
+from lakefs_fuse.store.client import copy_metadata
 from tests.memory_store import MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise
 from tests.vfs.lakes import TTL_S, Clock, lake, two_lakes
@@ -18,6 +21,12 @@ from tests.vfs.writing_back import LARGE, rewrite, until
 
 def commits(store: MemoryStore) -> list[str]:
     return sorted(key for key in store.objects if key.startswith(COMMITS))
+
+
+def head_before_commit(key: str) -> Callable[[Request], bool]:
+    """Matches the HEAD of the object's version that is to be committed, after the HEAD of the listing."""
+    asked = count(1)
+    return lambda request: (request.what, request.key) == ("head", key) and next(asked) == 2
 
 
 async def test_object_of_another_program_is_committed_and_its_removal_leaves_no_name(tmp_path: Path) -> None:
@@ -41,6 +50,36 @@ async def test_object_of_another_program_is_committed_and_its_removal_leaves_no_
         assert await other.names() == []
 
 
+@pytest.mark.parametrize("is_listed", (True, False))
+async def test_copy_that_no_commit_names_does_not_count(tmp_path: Path, is_listed: bool) -> None:
+    """Nor does one of another key, which other programs copy with its metadata, count as such."""
+    store, clock = MemoryStore(), Clock()
+    async with lake(store, tmp_path / "cache", clock=clock, pack="always") as m:
+        await m.write("f", b"packed")
+        await m.sync()
+        clock.advance(5)
+        store.give("f", b"copied", metadata=copy_metadata("f"))
+        clock.advance(TTL_S + 1)
+        assert (await m.names() == ["f"] if is_listed else True) and await m.read("f") == b"packed"
+        await m.sync()
+        async with lake(store, tmp_path / "other", clock=clock) as other:
+            assert (await other.names() == ["f"] if is_listed else True) and await other.read("f") == b"packed"
+        store.give("f", b"foreign", metadata=copy_metadata("g"))
+        clock.advance(TTL_S + 1)
+        assert await m.read("f") == b"foreign"
+
+
+async def test_copy_that_was_listed_before_the_commit_of_its_file_does_not_count(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always") as (one, two):
+        await one.write("f", b"packed")
+        await one.sync()
+        store.give("f", b"copied", metadata=copy_metadata("f"))
+        assert await two.names() == ["f"]
+        await two.poll()
+        assert await two.read("f") == b"packed"
+
+
 async def test_object_that_is_deleted_before_it_is_committed_leaves_the_name_as_it_is_here(tmp_path: Path) -> None:
     """This node has forgotten the packed bytes, and went on without the name, which others showed."""
     store, clock = MemoryStore(), Clock()
@@ -51,8 +90,10 @@ async def test_object_that_is_deleted_before_it_is_committed_leaves_the_name_as_
         store.give("f", b"foreign")
         clock.advance(TTL_S + 1)
 
+        is_head = head_before_commit("f")
+
         def delete(request: Request, when: When) -> None:
-            if (request.what, request.key, when) == ("head", "f", "before"):
+            if when == "before" and is_head(request):
                 store.objects.pop("f", None)
 
         store.hook = delete
@@ -74,7 +115,7 @@ async def test_object_that_a_listing_misses_before_the_store_is_asked_leaves_the
         clock.advance(5)
         store.give("f", b"foreign")
         clock.advance(TTL_S + 1)
-        store.hook = pause = Pause(lambda request: (request.what, request.key) == ("head", "f"))
+        store.hook = pause = Pause(head_before_commit("f"))
         assert await m.names() == ["f"]
         await trio.to_thread.run_sync(pause.reached.wait)
         store.take("f")
@@ -192,7 +233,7 @@ async def test_directory_that_goes_while_the_store_is_asked_about_an_object_in_i
         clock.advance(5)
         store.give("d/f", b"foreign")
         clock.advance(TTL_S + 1)
-        store.hook = pause = Pause(lambda request: (request.what, request.key) == ("head", "d/f"))
+        store.hook = pause = Pause(head_before_commit("d/f"))
         assert await m.names("d") == ["f"]
         await trio.to_thread.run_sync(pause.reached.wait)
         await m.unlink("d/f")
@@ -210,8 +251,7 @@ async def test_removal_of_an_object_before_it_is_committed_ends_the_packed_file_
         clock.advance(5)
         store.give("f", b"foreign")
         clock.advance(TTL_S + 1)
-        pause = Pause(lambda request: (request.what, request.key) == ("head", "f") and not pause.reached.is_set())
-        store.hook = pause
+        store.hook = pause = Pause(head_before_commit("f"))
         assert await m.names() == ["f"]
         await trio.to_thread.run_sync(pause.reached.wait)
         await m.unlink("f")
@@ -232,8 +272,7 @@ async def test_removal_of_an_object_that_is_not_committed_leaves_what_another_no
         clock.advance(5)
         store.give("f", b"foreign")
         clock.advance(TTL_S + 1)
-        pause = Pause(lambda request: (request.what, request.key) == ("head", "f") and not pause.reached.is_set())
-        store.hook = pause
+        store.hook = pause = Pause(head_before_commit("f"))
         assert await one.names() == ["f"]
         await trio.to_thread.run_sync(pause.reached.wait)
         await one.unlink("f")

@@ -10,7 +10,9 @@ Another version under a name gets another inode, so that no open handle, and no 
 
 What commits say of a name stands, unless the LIST shows a plain object that the commit did not know and that is not
 older; names that commits removed stay away by the same rule. A directory of which nothing but removed names may be left
-is one of `ghosts`: the caller looks below it, and says `add_directory` where there is something to see.
+is one of `ghosts`: the caller looks below it, and says `add_directory` where there is something to see. An object that
+would count in place of bytes elsewhere is one of `overriding`: the caller asks for its metadata, because a copy that
+`unpack` has put there counts only when a commit names it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, Hidden, is_reserved, why_hidden
 
+OVERRIDING_MAX = 1000
+"""Objects of one LIST that are asked about before they count in place of bytes elsewhere; more count at once."""
 EARLIER_MAX = 1000
 """Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
 
@@ -114,6 +118,8 @@ class DirectoryMerge:
         """Keys where files of other names come to lie, and copies of which no commit tells yet."""
         self._prefix = prefix.encode("utf-8", "surrogatepass")
         self._outsiders: list[Entry] = []
+        self.overriding: list[ObjectMeta] = []
+        """Objects that count in place of bytes elsewhere, unless they are copies: see `apply_overriding`."""
         self.ghosts: list[bytes] = []
         self._was_listed = tree.listing(directory) is not None
         self.first_cookie = tree.database.inode_next
@@ -232,6 +238,19 @@ class DirectoryMerge:
             for listener in self._events.object_overridden:
                 listener(entry)
 
+    def apply_overriding(self, objects: Iterable[ObjectMeta]) -> None:
+        """Some of `overriding`, of which a HEAD showed that they are no copies of what the name means."""
+        batch = Batch()
+        for meta in objects:
+            name = meta.key.encode("utf-8", "surrogatepass")[len(self._prefix) :]
+            entry = self._tree.named(self._directory, name)
+            if entry is None or name in self._touched:
+                continue
+            if _is_outside(entry) and not _is_hidden(entry, meta) and not self._is_ours(entry, meta):
+                self._replaced(batch, entry, meta)
+        self._db.commit(batch)
+        self._announce_overridden()
+
     def add_directory(self, name: bytes) -> None:
         """A ghost has something below it."""
         batch = Batch()
@@ -322,6 +341,8 @@ class DirectoryMerge:
         elif not (_is_it(entry, found.meta) or _is_hidden(entry, found.meta) or self._is_ours(entry, found.meta)):
             if self._is_removed(found.name, found.meta, known=entry):
                 self._gone(batch, entry)
+            elif _is_outside(entry) and len(self.overriding) < OVERRIDING_MAX and not self._keep(entry):
+                self.overriding.append(found.meta)
             else:
                 self._replaced(batch, entry, found.meta)
 
@@ -451,7 +472,7 @@ class DirectoryMerge:
     def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
         if self._keep(entry):
             return
-        is_outside = entry.stamp > 0 and not entry.is_plain
+        is_outside = _is_outside(entry)
         fresh = Entry(
             entry.parent, entry.cookie, entry.name, entry.inode,
             Flag.OVERRIDING if is_outside else entry.flags & Flag.OVERRIDING,
@@ -471,6 +492,11 @@ class DirectoryMerge:
             path = self._prefix + entry.name
             tombstone = bury(self._tree.tombstones.get(path), etag=entry.etag, at=entry.stamp)
             self._tree.tombstones.write(batch, {path: tombstone})
+
+
+def _is_outside(entry: Entry) -> bool:
+    """A commit says that the name is something else than the plain object at its key."""
+    return entry.stamp > 0 and not entry.is_plain
 
 
 def _needs_object(entry: Entry) -> bool:

@@ -32,9 +32,10 @@ from lakefs_fuse.meta.entry import NO_OBJECT, ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER
-from lakefs_fuse.store.client import StoreClient
+from lakefs_fuse.store.client import StoreClient, is_copy
 from lakefs_fuse.store.parallel_list import ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
+from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.files.file_table import FileTable
 from lakefs_fuse.vfs.namespace.key_mapping import (
     KEY_BYTES_MAX,
@@ -62,6 +63,7 @@ POINT_ANSWERS_MAX = 65_536
 BACKGROUND_LISTINGS_MAX = 4
 FIRST_PAGES_MAX = 16
 SINGLE_NAME_KEYS = 100
+HEADS_AT_ONCE = 16
 AWAY = (Unavailable, AccessDenied)
 """What was listed before counts on where a LIST fails so: the store is away for a while, or a key has expired."""
 AWAY_CHECK_S = 0.5
@@ -335,11 +337,13 @@ class Namespace:
                     found.append(Found(name + b"/", None))
             if page.next_token is not None and not self._client.capabilities.sorted_listing:
                 found += await self._head_if_missing(found, name, key)
+            if not self._is_moved(directory, prefix):
+                merge = self._merge(directory, flight)
+                merge.apply_one(name, found)
+                await self._ask_about_overriding(merge, directory, prefix)
         if self._is_moved(directory, prefix):
             await self._ask_for_name(directory, name, component)
             return
-        merge = self._merge(directory, flight)
-        merge.apply_one(name, found)
         await self._look_below_ghosts(merge, directory, prefix)
         self._remember_answer(directory, name, asked_ns)
 
@@ -463,6 +467,7 @@ class Namespace:
             if not await pages.run(goes_on=lambda: flight.is_wanted):
                 return True
         await self._look_below_ghosts(merge, directory, prefix, snapshot)
+        await self._ask_about_overriding(merge, directory, prefix)
         if self._is_moved(directory, prefix):
             return False
         for _ in merge.remove_missing():
@@ -503,6 +508,20 @@ class Namespace:
                 if token is None:
                     merge.drop_directory(name)
                     break
+
+    async def _ask_about_overriding(self, merge: DirectoryMerge, directory: int, prefix: str) -> None:
+        """What another program put in place of bytes elsewhere counts, and a copy that no commit names does not."""
+        listed, found = merge.overriding, list[ObjectMeta]()
+
+        async def ask(meta: ObjectMeta) -> None:
+            now = await self._client.find(meta.key)
+            if now is not None and not is_copy(now):
+                found.append(now)
+
+        if listed:
+            await for_each(listed, ask, min(HEADS_AT_ONCE, len(listed)))
+        if found and not self._is_moved(directory, prefix):
+            merge.apply_overriding(found)
 
     def _is_removed(self, meta: ObjectMeta) -> bool:
         path = meta.key.removesuffix(PLACEHOLDER).encode("utf-8", "surrogatepass")
