@@ -12,6 +12,7 @@ from lakefs_fuse.commits.record import COMMITS
 from lakefs_fuse.errors import FileError, LakeError, Unavailable
 from lakefs_fuse.meta.tombstones import NS
 from lakefs_fuse.store.protocol import Capabilities
+from lakefs_fuse.vfs.namespace.operations import ChangeBuilder
 from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
@@ -240,6 +241,40 @@ async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrot
             assert await m.tree() == expected
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == expected
+
+
+async def test_file_that_was_renamed_and_replaced_in_one_commit_stays_removed_for_who_wrote_in_its_place(
+    tmp_path: Path,
+) -> None:
+    """Its old name got another file in the commit of the rename, as when write-back had held two renames."""
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for name in "fh":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["f", "h"]
+        clock.advance(5)
+        builder = ChangeBuilder(one.fs.namespace.tree)
+        f, h = await one.found("f"), await one.found("h")
+        builder.put("g", f, key="f")
+        builder.put("f", h, key="h", hides=f.etag)
+        builder.remove("h", h)
+        await one.parts.committer.commit(builder.change)
+        await rewrite(two, "f", b"second")
+        store.hook = pause = Pause(lambda request: request.what == "head")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.poll)
+            await reached(pause.reached)  # it has heard of the commit, and asks for what it wrote
+            await one.unlink("g")
+            await one.fs.sync_names()
+            clock.advance(1)
+            pause.resume()
+        await two.parts.renamed.wait_adopted()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert "g" not in await m.names()
 
 
 @pytest.mark.parametrize("size", [7, LARGE])

@@ -80,7 +80,7 @@ class RenamedObjects:
             for path, operation in puts.items():
                 if operation.object in replaced:
                     other = puts.get(record.objects[operation.object].key)
-                    if other is None:
+                    if other is None or record.objects[other.object].key != path:
                         self._start_adopting(path, partial(self.adopt, path))
                     else:
                         pair = [(each, record.objects[each.object]) for each in (operation, other)]
