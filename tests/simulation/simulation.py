@@ -488,9 +488,9 @@ class Simulation:
                     if path is None:
                         raise FileError(errno.ENOENT, op.path)
                     register(path, self._shown(node, path))
-                    exclusive = os.O_EXCL if isinstance(op, plans.Write) and op.how == "exclusive" else 0
+                    how = os.O_EXCL if isinstance(op, plans.Write) and op.how == "exclusive" else os.O_TRUNC
                     handle, created = await fs.create(
-                        parent, name, 0o644, os.O_RDWR | os.O_CREAT | exclusive, os.getuid(), os.getgid()
+                        parent, name, 0o644, os.O_RDWR | os.O_CREAT | how, os.getuid(), os.getgid()
                     )
                     lock = node._lock(-created.inode)  # noqa: SLF001
                     await lock.acquire()
@@ -794,11 +794,17 @@ class Simulation:
     ) -> None:
         """What was moved although the node did not show it when the rename began."""
         entry = node.entry(new)
-        if entry is None or any(moved in self._versions_of(node, new, entry) for moved in call.versions):
+        if entry is None:
             return
         pending = self._pending_in(node, entry.inode)
         data = DIRECTORY if entry.is_dir else node.stored_bytes(entry)
-        if pending is not None and pending.path == old and data in (None, pending.data):
+        shown = self._versions_of(node, new, entry)
+        mine = {v for v in self.oracle.versions[old] if v.data == data and v.node == node.name and not v.is_withdrawn}
+        if mine and shown and all(version.data != data for version in shown):
+            found = frozenset(mine)  # and not what another node put there, which this one polled during the rename
+        elif any(moved in shown for moved in call.versions):
+            return
+        elif pending is not None and pending.path == old and data in (None, pending.data):
             found = frozenset({pending})
         elif data is not None and not self.oracle.matching(new, data):
             found = self.oracle.matching(old, data)
