@@ -53,7 +53,10 @@ from lakefs_fuse.upload.uploader import Uploader
 DRAFT_METADATA = TOKEN_METADATA
 """A token is the draft that an object was made from, and after a dot which change of it, if any."""
 REPLACES_METADATA = f"{METADATA_PREFIX}replaces"
-"""User metadata key of the ETag of the version that an object replaces, if any."""
+"""User metadata key of the ETags of versions that an object replaces, newest first, with a comma between two and, if
+that is all since the file was created at this key, at the end. A file that was created has none."""
+HISTORY_BYTES_MAX = 512
+"""S3 takes 2 KiB of user metadata."""
 FILL_BYTES_MAX = 4 << 20
 SPILL_BYTES_MIN = 1 << 20
 """A part with fewer staged bytes is not worth a request."""
@@ -88,6 +91,16 @@ class DraftTarget:
     """Where the file is in the lake, where that is not ``key``."""
     unsure: tuple[str, str, float] | None = None
     """Of this daemon's attempts: see `store.client.VersionTarget`."""
+
+
+def describe_history(uploader: Uploader, key: str, replaces: str) -> dict[str, str]:
+    """Metadata of an object that replaces the version with this ETag (empty: none)."""
+    if not replaces:
+        return {}
+    etag, before = uploader.stored.get(key, ("", ""))
+    history = f"{replaces},{before}"
+    is_known = etag == replaces and len(history) <= HISTORY_BYTES_MAX
+    return {REPLACES_METADATA: history if is_known else replaces}
 
 
 class Draft:
@@ -670,8 +683,8 @@ class Draft:
             if not self.upload_id:
                 await self.abort_lost_upload()
                 self.upload_intent_ns = self.uploader.clock.wall_ns()
-                replaces = {REPLACES_METADATA: self.target.replaces} if self.target.replaces else {}
-                self.upload_metadata = {**self.target.describe()[1], DRAFT_METADATA: self.token, **replaces}
+                history = describe_history(self.uploader, self.target.key, self.target.replaces)
+                self.upload_metadata = {**self.target.describe()[1], DRAFT_METADATA: self.token, **history}
                 self.save(sync=True)
                 self.upload_id = await self.uploader.client.create_multipart(
                     self.target.key, metadata=self.upload_metadata

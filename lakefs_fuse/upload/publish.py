@@ -37,11 +37,14 @@ from lakefs_fuse.staging.staging_area import THREAD_BYTES_MIN
 from lakefs_fuse.store.client import token_of
 from lakefs_fuse.store.protocol import PART_BYTES_MIN, FileSlice, ObjectMeta, PartRef
 from lakefs_fuse.sync.nursery import for_each
-from lakefs_fuse.upload.draft import DRAFT_METADATA, REPLACES_METADATA, Draft
+from lakefs_fuse.upload.draft import DRAFT_METADATA, REPLACES_METADATA, Draft, describe_history
 from lakefs_fuse.upload.parts import STORED, PartState
+from lakefs_fuse.upload.uploader import Uploader
 
 BODY_BYTES_MAX = BLOCK_BYTES
 """Up to here an object is sent from memory, by the client's fast path, and is one cache block."""
+STORED_MAX = 4096
+"""Keys of which the history of the object is kept in memory."""
 ORIGIN = DRAFT_METADATA, REPLACES_METADATA
 LOST = errno.EEXIST, errno.ESTALE
 """An attempt that failed so cannot succeed: another client has the name, or the version that is changed is gone."""
@@ -116,9 +119,19 @@ async def _give_way(draft: Draft, error: Superseded) -> tuple[ObjectMeta, Mappin
     return ObjectMeta(draft.target.key, draft.size, draft.token, now_ns), draft.target.describe()[0]
 
 
-def replaced_by(meta: ObjectMeta) -> str:
-    """The ETag of the version that a node of this lake replaced by this object; empty where that was none."""
-    return (meta.metadata or {}).get(REPLACES_METADATA, "")
+def is_successor(meta: ObjectMeta, etag: str) -> bool:
+    """The object is, or may be, a later version of the file that had this ETag, at the key of an earlier name of that.
+    Else it is a file that was created there when that one had been removed."""
+    history = (meta.metadata or {}).get(REPLACES_METADATA, "").split(",")
+    return etag in history or history[-1] != ""
+
+
+def note_stored(uploader: Uploader, key: str, etag: str, metadata: Mapping[str, str]) -> None:
+    """An object was stored with the history that `describe_history` told."""
+    uploader.stored.pop(key, None)
+    uploader.stored[key] = etag, metadata.get(REPLACES_METADATA, "")
+    if len(uploader.stored) > STORED_MAX:
+        del uploader.stored[next(iter(uploader.stored))]
 
 
 async def find_own_object(draft: Draft) -> ObjectMeta | None:
@@ -135,8 +148,8 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] |
         await draft.fill(0, draft.size)
     async with draft.uploader.slots.slot():
         described = draft.save().metadata
-        replaces = {REPLACES_METADATA: target.replaces} if target.replaces else {}
-        metadata = {**described, DRAFT_METADATA: draft.token, **replaces}
+        history = describe_history(draft.uploader, target.key, target.replaces) if target.replaces else {}
+        metadata = {**described, DRAFT_METADATA: draft.token, **history}
         put = partial(client.put, metadata=metadata, version=target)
         hashes = None
         try:
@@ -149,6 +162,7 @@ async def _put(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str], list[int] |
                     meta = await put(target.key, FileSlice(draft.file.fd, 0, draft.size))
         except PreconditionFailed as error:
             raise await _yield_key(draft) from error
+    note_stored(draft.uploader, target.key, meta.etag, metadata)
     if draft.upload_id:
         await client.abort_multipart(target.key, draft.upload_id)
         draft.end_upload(in_one_piece=True)
@@ -192,6 +206,7 @@ async def _complete(draft: Draft) -> tuple[ObjectMeta, Mapping[str, str]]:
             meta = await _send_and_complete(draft)
         except NotFound as error:
             raise FileError(errno.ESTALE, f"{draft.target.key} was removed while it was changed") from error
+    note_stored(draft.uploader, meta.key, meta.etag, draft.upload_metadata)
     began = {name: value for name, value in draft.upload_metadata.items() if name not in ORIGIN}
     draft.end_upload(in_one_piece=False)
     return meta, began

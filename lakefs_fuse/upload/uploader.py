@@ -54,6 +54,8 @@ class Uploader:
         self.metrics = staging.metrics
         self.slots = UploadSlots(uploads_max, staging.metrics)
         self.zeros = ZeroObjects(client, layout.single_bytes_max)
+        self.stored: dict[str, tuple[str, str]] = {}
+        """By key: the ETag of what this daemon stored there last, and which versions it replaced."""
 
     def start(self, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
         """Run a task for as long as the mount lives."""

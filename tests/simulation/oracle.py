@@ -418,6 +418,17 @@ class Oracle:
                     found.add(later)
         return found
 
+    def _created_after(self, version: Version) -> set[Version]:
+        """Plain files that who had removed the version created under its name, and stored over its object."""
+        removals = self.removals[version.path]
+        removers = {r.node for r in removals if version in r.named and not r.is_rename and not r.is_withdrawn}
+        return {
+            later
+            for later in self.versions[version.path]
+            if later.node in removers and version in later.known - later.shown
+            if _may_be_plain(later) and not later.is_withdrawn
+        }
+
     def _is_at(self, version: Version, tree: Mapping[str, bytes]) -> bool:
         """A file that was stored while another node renamed its directory may be under the old name after all."""
         return tree.get(version.path) == version.data or self._replaced(version) or self._removed(version)
@@ -439,10 +450,12 @@ class Oracle:
         return any(each.is_certain and not each.is_withdrawn for each in others)
 
     def _bytes_of(self, version: Version) -> set[bytes]:
-        """Its own, and those that were written in place of an origin by who had not seen the rename."""
+        """Its own, and those that were written in place of an origin, or of a file created there after that was
+        removed, by who had not seen the rename."""
         found, moved = {version.data}, version
         while moved.origin is not None:
-            found |= {other.data for other in self._in_place_of(moved.origin)}
+            there = self._in_place_of(moved.origin) | self._created_after(moved.origin)
+            found |= {other.data for other in there}
             moved = moved.origin
         return found
 

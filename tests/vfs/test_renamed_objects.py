@@ -277,8 +277,11 @@ async def test_file_that_was_renamed_and_replaced_in_one_commit_stays_removed_fo
             assert "g" not in await m.names()
 
 
+@pytest.mark.parametrize("is_written_again", [False, True])
 @pytest.mark.parametrize("size", [7, LARGE])
-async def test_file_made_at_the_key_of_a_renamed_one_unaware_is_a_file_of_its_own(tmp_path: Path, size: int) -> None:
+async def test_file_made_at_the_key_of_a_renamed_one_unaware_is_a_file_of_its_own(
+    tmp_path: Path, size: int, is_written_again: bool
+) -> None:
     """Its writer has removed the old one before it heard of the rename: those bytes are gone, and the renamed file has
     the new ones rather than none."""
     store, clock = MemoryStore(), Clock()
@@ -291,7 +294,9 @@ async def test_file_made_at_the_key_of_a_renamed_one_unaware_is_a_file_of_its_ow
         await one.sync()
         clock.advance(1)
         await two.unlink("f")
-        await two.write("f", noise(1, size))
+        await two.write("f", noise(0, size) if is_written_again else noise(1, size))
+        if is_written_again:
+            await rewrite(two, "f", noise(1, size))
         await two.fs.sync_names()
         await two.poll()
         await trio.testing.wait_all_tasks_blocked(0.05)

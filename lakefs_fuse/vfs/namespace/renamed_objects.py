@@ -34,7 +34,7 @@ from lakefs_fuse.store.client import StoreClient, token_of
 from lakefs_fuse.store.protocol import ObjectMeta
 from lakefs_fuse.store.server_copy import copy_object
 from lakefs_fuse.sync.wakeup import Wakeup
-from lakefs_fuse.upload.publish import replaced_by
+from lakefs_fuse.upload.publish import is_successor
 from lakefs_fuse.vfs.namespace.attributes import learn
 from lakefs_fuse.vfs.namespace.namespace import Namespace
 from lakefs_fuse.vfs.namespace.operations import ChangeBuilder, hide_object
@@ -117,7 +117,7 @@ class RenamedObjects:
         for operation, ref in pair:
             stored = self._deletions.has_replaced(ref.key, ref.etag)
             meta = await self._client.find(ref.key) if stored else None
-            if meta is not None and meta.etag == self._deletions.stored_etag(ref.key) and replaced_by(meta):
+            if meta is not None and meta.etag == self._deletions.stored_etag(ref.key) and is_successor(meta, ref.etag):
                 now = learn(Entry(0, 0, b"", 0, 0, operation.mode, operation.uid, operation.gid), meta.metadata or {})
                 ref = ObjectRef(ref.key, meta.etag, meta.size)
                 operation = msgspec.structs.replace(
@@ -200,7 +200,7 @@ class RenamedObjects:
             found = learn(msgspec.structs.replace(entry, place=0, etag=meta.etag, size=meta.size), meta.metadata or {})
             before = ObjectRef(row.key, row.etag, row.size)
             builder.put(path, found, key=row.key, hides=entry.etag, replaces=before)
-            if replaced_by(meta) or not token_of(meta):
+            if is_successor(meta, row.etag) or not token_of(meta):
                 hide_object(builder, self._ns.tree, row.key, meta.etag)
         return builder.change()
 
