@@ -39,6 +39,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 DIRECTORY = b"<directory>"
+PROGRAM = "foreign"
+"""The node that stands for other programs."""
 PATHS_MAX = 50
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 CONFLICT = ".conflict-"
@@ -316,9 +318,18 @@ class Oracle:
     def _replaced(self, version: Version, tree: Mapping[str, bytes] = NOTHING) -> bool:
         """An acknowledged put knew it, which is not under the name from which a rename was to take it along."""
         return any(
-            version in later.known and later.is_certain and not self._is_left_behind(later, tree)
+            version in later.known
+            and later.is_certain
+            and not self._is_left_behind(later, tree)
+            and not self._is_uncovered(version, later)
             for later in self.versions[version.path]
         )
+
+    def _is_uncovered(self, version: Version, later: Version) -> bool:
+        """Another program put an object over a packed file, and who removed that had not heard of the file."""
+        removals = [r for r in self.removals[version.path] if r.is_certain and r.named == {later}]
+        is_covered = later.node == PROGRAM and not version.is_plain
+        return is_covered and any(version not in r.known and not r.is_rename for r in removals)
 
     def _is_left_behind(self, version: Version, tree: Mapping[str, bytes]) -> bool:
         """It was stored while another node renamed it, and is under the old name after all."""

@@ -18,9 +18,7 @@ from collections.abc import Callable
 
 from tests.simulation.lake_reader import Lake
 from tests.simulation.object_store import SimulatedStore
-from tests.simulation.oracle import DIRECTORY, Oracle, Version
-
-PROGRAM = "foreign"
+from tests.simulation.oracle import DIRECTORY, PROGRAM, Oracle, Version
 
 
 class OtherPrograms:

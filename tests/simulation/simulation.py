@@ -46,8 +46,8 @@ from tests.simulation.memory_engine import MemoryEngines
 from tests.simulation.network import Killed, Link, Weather
 from tests.simulation.node import STORE, NodeDown, SimulatedDisk, SimulatedNode, World
 from tests.simulation.object_store import COMMITS, SimulatedStore
-from tests.simulation.oracle import DIRECTORY, Oracle, Removal, Version, describe
-from tests.simulation.other_programs import PROGRAM, OtherPrograms
+from tests.simulation.oracle import DIRECTORY, PROGRAM, Oracle, Removal, Version, describe
+from tests.simulation.other_programs import OtherPrograms
 from tests.simulation.plan import Plan, Step
 from tests.simulation.trace import Commits
 from tests.simulation.views import Views

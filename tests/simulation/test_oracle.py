@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.oracle import CONFLICT, DIRECTORY, Oracle, Version
+from tests.simulation.oracle import CONFLICT, DIRECTORY, PROGRAM, Oracle, Version
 from tests.simulation.views import Views
 
 
@@ -122,3 +122,17 @@ def test_later_version_of_a_file_created_with_o_excl_is_kept_beside_another() ->
     later = oracle.put("f", b"later", "n0", frozenset({version}))
     assert other not in later.known
     assert oracle.may_be_beside("f", later.data)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_packed_file_is_back_where_who_removed_the_object_over_it_had_not_heard_of_it(is_known: bool) -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    packed = oracle.put("f", b"packed", "n0", frozenset())
+    packed.is_certain = True
+    oracle.observe(PROGRAM, "f", frozenset({packed}))
+    foreign = oracle.put("f", b"foreign", PROGRAM, frozenset({packed}))
+    foreign.is_plain = foreign.is_certain = True
+    if is_known:
+        oracle.observe("n1", "f", frozenset({packed}))
+    oracle.remove("f", "n1", frozenset({foreign})).is_certain = True
+    assert bool(oracle.check({"f": b"packed"})) == is_known

@@ -7,8 +7,8 @@ import hashlib
 from lakefs_fuse.store.protocol import Capabilities
 from tests.simulation.lake_reader import Lake, StoredObject, read_lake
 from tests.simulation.object_store import SimulatedStore
-from tests.simulation.oracle import Oracle
-from tests.simulation.other_programs import PROGRAM, OtherPrograms
+from tests.simulation.oracle import PROGRAM, Oracle
+from tests.simulation.other_programs import OtherPrograms
 from tests.simulation.test_lake_reader import NS, START_S, M, Operation, archive, key_of, put
 from tests.simulation.trace import Commits
 
