@@ -436,6 +436,19 @@ class Committer:
             again = replace(record, time=time, objects=change.objects, operations=change.operations)
             self._applier.apply(again, await self._log.put_record(again), own=True)
 
+    async def commit_as_of(self, change: Change, time: int) -> None:
+        """Commit what belongs to another node's commit of this ``time``: later commits stand above it, heard of or not.
+        Where polls may be past that time, and for a pending change, it is a commit of now. Raises LakeError."""
+        if time >= PENDING or self._clock.wall_ns() - time > LATE_NS:
+            await self.commit(lambda: change)
+            return
+        async with self._lock:
+            time += 1
+            while self._applier.commits.is_applied(time, self.writer):
+                time += 1
+            record = merged([change], self.writer, time, range(1))
+            self._applier.apply(record, await self._log.put_record(record))
+
     def _record_commit(
         self, sending: Sending, journaled: dict[int, Change], doomed: list[Deletion], record: Record, this: ObjectRef
     ) -> None:

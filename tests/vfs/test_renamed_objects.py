@@ -243,6 +243,37 @@ async def test_exchanged_file_that_was_removed_or_replaced_stays_so_for_who_wrot
         assert await fresh.tree() == expected
 
 
+async def test_exchanged_file_whose_removal_is_not_heard_of_stays_removed_for_who_wrote_in_its_place(
+    tmp_path: Path,
+) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for name in "ab":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["a", "b"]
+        clock.advance(5)
+        await one.rename("a", "b", RENAME_EXCHANGE)
+        await rewrite(two, "a", b"second a")
+        clock.advance(2)
+        store.hook = pause = Pause(lambda request: request.what == "head")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.poll)
+            await reached(pause.reached)  # it has heard of the exchange, and asks for what it wrote
+            await one.unlink("a")
+            await one.fs.sync_names()
+            clock.advance(1)
+            pause.resume()
+        await two.parts.renamed.wait_adopted()
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == {"b": b"second a"}
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == {"b": b"second a"}
+
+
 async def test_file_that_was_renamed_and_replaced_in_one_commit_stays_removed_for_who_wrote_in_its_place(
     tmp_path: Path,
 ) -> None:

@@ -125,13 +125,16 @@ class RenamedObjects:
                     mtime_ns=now.mtime_ns or meta.mtime_ns,
                 )  # fmt: skip
             said.append((operation, ref))
-        await self._committer.commit(lambda: self._exchange(pair, said, time))
+        await self._committer.flush()  # what it has said of its own objects is in a commit, above which this stands
+        change = self._exchange(pair, said, time)
+        if change.operations:
+            await self._committer.commit_as_of(change, time)
 
     def _exchange(
         self, pair: Sequence[tuple[Put, ObjectRef]], said: Sequence[tuple[Put, ObjectRef]], time: int
     ) -> Change:
-        """Called when the commit's turn has come. Nothing where either name is something else by now. A name whose
-        exchanged file others have removed or replaced since stays what this node stored there."""
+        """Nothing where either name is something else by now. A name whose exchanged file others have removed or
+        replaced since stays what this node stored there."""
         builder = ChangeBuilder(self._ns.tree)
         if said != pair and all(self._is_exchanged(operation.path, ref) for operation, ref in pair):
             for operation, ref in said:
