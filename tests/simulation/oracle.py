@@ -425,6 +425,7 @@ class Oracle:
                 is_unaware = version not in later.known and later not in version.known and _may_be_plain(later)
                 is_overwritten = version in later.known and version.is_plain and later.is_plain
                 is_later = is_unaware or is_overwritten or any(each.data in data for each in later.shown)
+                is_later = is_later or (later.node == PROGRAM and version in later.known)  # or after a removal
                 if not later.is_withdrawn and is_later:
                     found.add(later)
         return found

@@ -136,3 +136,18 @@ def test_packed_file_is_back_where_who_removed_the_object_over_it_had_not_heard_
         oracle.observe("n1", "f", frozenset({packed}))
     oracle.remove("f", "n1", frozenset({foreign})).is_certain = True
     assert bool(oracle.check({"f": b"packed"})) == is_known
+
+
+def test_object_put_after_a_removal_goes_along_with_a_rename_that_had_seen_neither() -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"first"}, ["n0", "n1", PROGRAM])
+    first = oracle.matching("f", b"first")
+    removed = oracle.remove("f", "n0", first, operation=1)
+    foreign = oracle.put("f", b"foreign", PROGRAM, frozenset(), operation=2)
+    foreign.is_plain = foreign.is_certain = True
+    renamed = oracle.remove("f", "n1", first, is_rename=True, operation=3)
+    for removal in (removed, renamed):
+        removal.is_certain = removal.is_plain = True
+    oracle.put("g", b"first", "n1", frozenset(), origin=next(iter(first)), operation=3).is_certain = True
+    assert oracle.check({"g": b"foreign"}) == []
+    assert oracle.check({"g": b"first"}) != []
