@@ -718,7 +718,8 @@ class Simulation:
                 await fs.rename(parent, name, target, renamed, op.flags)
             for old, new in moves:
                 made = [new + path[len(old) :] for path in list(self.oracle.versions) if path.startswith(old + "/")]
-                for path in [*node.below(new), *(path for path in made if self._is_directory(node, path))]:
+                files = node.below(new) if self._is_directory(node, new) else [new]
+                for path in [*files, *(path for path in made if self._is_directory(node, path))]:
                     self._register_moved(node, call, old + path[len(new) :], path, registered)
             for version, removal in zip(list(call.versions), list(call.removals), strict=True):
                 there = node.entry(version.path)
