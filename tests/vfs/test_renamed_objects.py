@@ -17,7 +17,7 @@ from tests.fakes import delete_all_due
 from tests.memory_store import Failures, MemoryStore, Pause, Request, When
 from tests.upload.drafting import noise, reached
 from tests.vfs.lakes import RENAME_EXCHANGE, TTL_S, Clock, Lake, lake, two_lakes
-from tests.vfs.writing_back import LARGE, rewrite
+from tests.vfs.writing_back import LARGE, rewrite, until
 
 WINDOW_S = 300.0
 SHOWN_S_MAX = 5.0
@@ -272,6 +272,37 @@ async def test_exchanged_file_whose_removal_is_not_heard_of_stays_removed_for_wh
             assert await m.tree() == {"b": b"second a"}
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.tree() == {"b": b"second a"}
+
+
+async def test_exchanged_file_that_is_stored_at_its_old_key_leaves_the_later_version_of_the_other(
+    tmp_path: Path,
+) -> None:
+    """Of which its writer has not heard: that name must hide the object at its key, and no more."""
+    store, clock = MemoryStore(), Clock()
+    expected = {"a": b"third", "b": noise(1, LARGE)}
+    async with two_lakes(store, tmp_path, clock=clock, pack="never") as (one, two):
+        for name in "ab":
+            await one.write(name, b"first " + name.encode())
+        await one.sync()
+        await two.poll()
+        assert await two.names() == ["a", "b"]
+        clock.advance(5)
+        handle = await two.open("a", os.O_RDWR | os.O_TRUNC)
+        await two.fs.write(handle, 0, expected["b"])
+        await until(lambda: store.count("create_multipart", "a") > 0)
+        await one.rename("a", "b", RENAME_EXCHANGE)
+        await two.poll()
+        clock.advance(0.1)
+        await rewrite(one, "a", b"third")
+        await one.fs.sync_names()
+        clock.advance(0.1)
+        await two.close(handle)
+        for m in (one, two):
+            await m.poll()
+            clock.advance(2 * TTL_S)
+            assert await m.tree() == expected
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.tree() == expected
 
 
 async def test_file_that_was_renamed_and_replaced_in_one_commit_stays_removed_for_who_wrote_in_its_place(

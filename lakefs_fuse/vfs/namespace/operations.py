@@ -167,5 +167,5 @@ def hide_object(builder: ChangeBuilder, tree: Tree, key: str, etag: str) -> None
         removed = tree.tombstones.get(raw)
         is_untold = removed is not None and removed.floor >= PENDING
         builder.operations.append(Remove(key, hides=etag, by_date=is_untold))
-    elif there.place or there.is_symlink:
+    elif (there.place or there.is_symlink) and there.etag != etag:
         builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)

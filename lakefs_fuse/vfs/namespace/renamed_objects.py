@@ -159,6 +159,15 @@ class RenamedObjects:
         row = self._ns.tree.objects.get(entry.place)
         return row is not None and (row.key, row.etag) == (ref.key, ref.etag)
 
+    async def hide(self, key: str, etag: str) -> None:
+        """Have the file elsewhere that the name ``key`` got by another node's commit hide the object that this node has
+        stored there for another name: what others have put there since stands. Raises LakeError."""
+        there, builder = self._ns.at(key), ChangeBuilder(self._ns.tree)
+        is_elsewhere = there is not None and bool(there.place or there.is_symlink) and there.etag != etag
+        if there is not None and is_elsewhere and 0 < there.stamp < PENDING:
+            builder.put(key, msgspec.structs.replace(there, etag=etag), hides=etag)
+            await self._committer.commit_as_of(builder.change(), there.stamp)
+
     async def wait_adopted(self) -> None:
         """Until names that others gave to objects which this node has replaced mean what it stored, or for ADOPT_S_MAX:
         before another name is given to one of them."""
@@ -190,6 +199,8 @@ class RenamedObjects:
                 row.key,
             )
             return False
+        if is_successor(meta, row.etag):
+            await self.hide(row.key, meta.etag)
         await self._committer.commit(lambda: self._adoption(path, row, meta))
         return True
 

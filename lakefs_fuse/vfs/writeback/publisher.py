@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import msgspec
 import trio
@@ -254,6 +254,10 @@ class ObjectWriter:
         finally:
             self._storing_plain -= 1
         key = published.meta.key  # a rename that began before the draft may have moved it since the plan
+        is_at_another_name = key != file.key and not key.startswith(OBJECTS)
+        if is_at_another_name and not published.is_superseded and not file.unlinked:
+            with suppress(LakeError):  # else the commit of the location says it
+                await self._renamed.hide(key, published.meta.etag)
         has_tombstone = self._has_tombstone(file.key)
         dated_s = await self._find_date(draft.uploader.client, published.meta) if has_tombstone else 0
         path, meta = file.key, published.meta
