@@ -412,10 +412,13 @@ class Application:
             self._end_older(step, self._stamp)
 
     def _end_older(self, step: _Step, stamp: int) -> None:
-        """A plain object that was removed had replaced what was elsewhere until then."""
+        """A plain object that was removed had replaced what was elsewhere until then, also earlier in this record."""
         current = step.current
         if current is not None and _is_elsewhere(current) and 0 < current.stamp < stamp:
             self._bury_replaced(step, current)
+            self._drop(current)
+        elif current is not None and _is_elsewhere(current) and current.stamp == stamp == self._stamp and step.is_last:
+            self._bury(step, etag=current.etag, at=stamp)
             self._drop(current)
         self._bury(step, stamp)
 

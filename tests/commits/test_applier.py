@@ -570,6 +570,21 @@ def test_an_object_that_only_its_relocation_tells_of_is_gone_when_its_name_is_re
         assert n.found("f").size == 8
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 0), (0, 1, 0)])
+def test_an_object_that_is_removed_ends_the_file_that_it_replaced_in_one_commit(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """A rename and a write in its place were committed together, and who removed the object had heard of neither."""
+    commits: list[tuple[float, list[Operation]]] = [
+        (10, [put("f", 8), Put("f", OWN, 0, 1, 0o600, 0, 0, at(10), hides="e1")]),
+        (20, [Remove("f", hides="e1")]),
+    ]
+    with node(tmp_path) as n:
+        for number in order:
+            n.commit(commits[number][0], *commits[number][1], writer=f"{number:08x}")
+        assert n.find("f") is None
+
+
 def own(time: float, etag: str = "e1") -> Put:
     return Put("f", OWN, 0, 1, 0o600, 0, 0, at(time), hides=etag)
 
