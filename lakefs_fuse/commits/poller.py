@@ -53,9 +53,9 @@ LISTING_S_MAX = 30.0
 """A listing that takes longer may have passed the place of a commit before the next one found was made."""
 DOUBT_S_MAX = 1.0
 """From the time of a commit to when one that is older can be found: the PUT that brings it may be slower."""
-GETS_MAX = 4
+GETS_MAX = 32
 """A poll in the background that would send more GETs waits until whoever makes all these commits has repeated them in a
-bundle."""
+bundle. With fewer, hearing of them sooner is worth more: nodes that have not heard of each other may conflict."""
 BUNDLE_WAIT_S = OWN_DELAY_S + 0.3
 GETS_FOR_A_BUNDLE = 64
 """What one poll fetched with so many GETs is repeated in a bundle, for mounts to come."""

@@ -80,6 +80,26 @@ async def test_copy_that_was_listed_before_the_commit_of_its_file_does_not_count
         assert await two.read("f") == b"packed"
 
 
+async def test_object_that_is_removed_while_it_is_asked_about_does_not_count(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock, pack="always", delete_after_s=300.0) as (one, two):
+        await two.write("f", b"packed")
+        await two.sync()
+        clock.advance(5)
+        store.give("f", b"foreign")
+        assert await one.names() == ["f"], "without having heard of the packed file"
+        store.hook = pause = Pause(lambda request: request.what == "head" and request.key == "f")
+        clock.advance(TTL_S + 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.names)
+            await until(pause.reached.is_set)
+            await one.unlink("f")
+            await one.fs.sync_names()
+            await two.poll()
+            pause.resume()
+        assert await two.read("f") == b"packed"
+
+
 async def test_object_that_is_deleted_before_it_is_committed_leaves_the_name_as_it_is_here(tmp_path: Path) -> None:
     """This node has forgotten the packed bytes, and went on without the name, which others showed."""
     store, clock = MemoryStore(), Clock()

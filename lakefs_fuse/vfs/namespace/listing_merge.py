@@ -246,7 +246,8 @@ class DirectoryMerge:
             entry = self._tree.named(self._directory, name)
             if entry is None or name in self._touched:
                 continue
-            if _is_outside(entry) and not _is_hidden(entry, meta) and not self._is_ours(entry, meta):
+            counts = _is_outside(entry) and not _is_hidden(entry, meta) and not self._is_ours(entry, meta)
+            if counts and not self._is_removed(name, meta, known=entry):  # by a commit that came meanwhile
                 self._replaced(batch, entry, meta)
         self._db.commit(batch)
         self._announce_overridden()
