@@ -13,6 +13,8 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import pytest
+
 from tests.mount.conftest import LakeMaker
 from tests.mount.lakes import Lake, eventually, scale
 from tests.mount.test_commits import another
@@ -106,8 +108,10 @@ def _store_options(lake: Lake) -> tuple[str, ...]:
     return lake.options[at : at + 2]
 
 
+@pytest.mark.long
 def test_every_name_can_be_read_after_renames_beside_gc(make_lake: LakeMaker, tmp_path: Path) -> None:
-    """Three mounts rename, write, unlink and pack at random, and `gc` collects meanwhile."""
+    """Three mounts rename, write, unlink and pack at random, and `gc` collects meanwhile. In one run of twenty, at 6 s,
+    a name is on one node, and not on another: see the open defects in docs/internals/simulation.md."""
     lake = make_lake("seaweedfs", *OPTIONS).mount()
     for name in ("a", "b", "a/c", "b/d"):
         (lake.path / name).mkdir()
