@@ -23,10 +23,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python
 # Workers steal single tests from each other's ends, so no core idles while another finishes a long module. On two cores
-# three of them for unit tests, a third of whose time are delays and disk syncs, and five for mounts and stores.
+# three of them for unit tests, a third of whose time are delays and disk syncs, and four for mounts and stores: with
+# five, tests that kill daemons or wait for a second run out of time.
 UNIT := -n $(or $(JOBS),3) -m "not integration and not long" \
 	--ignore=tests/bench --ignore=tests/killed --ignore=tests/mount
-SHORT := -n $(or $(JOBS),5) -m "not long"
+SHORT := -n $(or $(JOBS),4) -m "not long"
 # A machine may ask Python to write no bytecode. Each start of the program would then compile it, which is a third of the
 # CPU time of a mount, and each worker would compile all tests.
 unexport PYTHONDONTWRITEBYTECODE
