@@ -14,7 +14,7 @@ from lakefs_fuse.errors import StoreError
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import subtree_listing
-from lakefs_fuse.vfs.namespace.subtree_listing import LARGE_S_FIRST, Snapshot
+from lakefs_fuse.vfs.namespace.subtree_listing import LARGE_S_FIRST, FlatListing
 from lakefs_fuse.vfs.namespace.tree_walk import list_everything
 from tests.memory_store import Failures, MemoryStore
 from tests.vfs.lakes import NS, TTL_S, Clock, Lake, lake, two_lakes
@@ -44,12 +44,12 @@ async def list_all(m: Lake, *paths: str) -> dict[str, list[str]]:
     st.lists(st.text("ab/-.0", min_size=1, max_size=8), max_size=30),
     st.sampled_from(["", "a/", "b/", "a/b/", "a//", "/"]),
 )
-def test_a_page_of_a_snapshot_is_what_a_list_with_a_delimiter_brings(keys: list[str], prefix: str) -> None:
+def test_a_page_of_a_flat_listing_is_what_a_list_with_a_delimiter_brings(keys: list[str], prefix: str) -> None:
     store = store_of(*keys)
-    snapshot = Snapshot("", 0, set())
-    snapshot.fill([meta for _, meta in store.objects.values()])
+    flat = FlatListing("", 0, set())
+    flat.fill([meta for _, meta in store.objects.values()])
     expected = store.list_page(prefix, delimiter="/")
-    page = snapshot.page(prefix)
+    page = flat.page(prefix)
     assert [meta.key for meta in page.objects] == [meta.key for meta in expected.objects]
     assert sorted(page.prefixes) == sorted(expected.prefixes)
 
@@ -241,7 +241,9 @@ async def test_a_directory_that_is_asked_for_alone_costs_one_list(tmp_path: Path
         assert costs[1:] == [["a/"]] * 3, "the first still shared a LIST, as those before had"
 
 
-async def test_a_snapshot_below_which_much_changes_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flat_listing_below_which_much_changes_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(subtree_listing, "CHANGES_MAX", 8)
     store, clock = store_of("a/x", "b/x", "c/x"), Clock()
     async with lake(store, tmp_path, clock=clock) as m:

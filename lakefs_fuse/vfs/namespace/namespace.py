@@ -50,7 +50,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_page
-from lakefs_fuse.vfs.namespace.subtree_listing import Place, Snapshot, SubtreeListings
+from lakefs_fuse.vfs.namespace.subtree_listing import FlatListing, Place, SubtreeListings
 
 NS = 1_000_000_000
 RELIST_ENTRIES_MAX = 10_000
@@ -429,14 +429,14 @@ class Namespace:
     async def _list(self, directory: int, flight: Flight) -> None:
         while True:
             prefix = self.prefix(directory)
-            snapshot = await self._subtrees.snapshot(self._place(directory), flight.since_ns)
+            flat = await self._subtrees.flat_listing(self._place(directory), flight.since_ns)
             if self._is_moved(directory, prefix):
                 continue
-            if snapshot is None:
+            if flat is None:
                 self._subtrees.directory_asked(directory)
             else:
-                flight.date_back(snapshot.began_ns)
-            if await self._list_below(directory, prefix, flight, snapshot):
+                flight.date_back(flat.began_ns)
+            if await self._list_below(directory, prefix, flight, flat):
                 return
 
     def _place(self, directory: int) -> Place:
@@ -446,7 +446,7 @@ class Namespace:
             at = entry.parent
         return Place(directory, self.prefix(directory), names)
 
-    async def _list_below(self, directory: int, prefix: str, flight: Flight, snapshot: Snapshot | None) -> bool:
+    async def _list_below(self, directory: int, prefix: str, flight: Flight, flat: FlatListing | None) -> bool:
         """Whether all that was found is below the directory still: it may be renamed meanwhile."""
         is_deep = _is_long(prefix + "x" * NAME_BYTES_MAX)
         merge = flight.merge = self._merge(directory, flight)
@@ -459,14 +459,14 @@ class Namespace:
                 self._tell_of_long(long)
             flight.told()
 
-        if snapshot is not None:
-            take(snapshot.page(prefix))
+        if flat is not None:
+            take(flat.page(prefix))
         else:
             pages = ParallelList(self._client, prefix, take)
             flight.progress = pages.progress
             if not await pages.run(goes_on=lambda: flight.is_wanted):
                 return True
-        await self._look_below_ghosts(merge, directory, prefix, snapshot)
+        await self._look_below_ghosts(merge, directory, prefix, flat)
         await self._ask_about_overriding(merge, directory, prefix)
         if self._is_moved(directory, prefix):
             return False
@@ -489,14 +489,14 @@ class Namespace:
         return self.prefix(directory) != prefix
 
     async def _look_below_ghosts(
-        self, merge: DirectoryMerge, directory: int, prefix: str, snapshot: Snapshot | None = None
+        self, merge: DirectoryMerge, directory: int, prefix: str, flat: FlatListing | None = None
     ) -> None:
         for name in merge.ghosts:
             below = prefix + name.decode("utf-8", "surrogatepass") + "/"
             token: str | None = None
             while True:
-                if snapshot is not None:
-                    page = ListPage(snapshot.below(below), (), None)
+                if flat is not None:
+                    page = ListPage(flat.below(below), (), None)
                 else:
                     page = await self._client.list_page(below, token=token)
                 if self._is_moved(directory, prefix):
@@ -564,7 +564,7 @@ class Namespace:
         """This node changes a name now: LISTs under way must not undo it. That of a directory above may not know of
         anything below it yet, and would take the directories between away."""
         self._answers.pop((directory, name), None)
-        if self._subtrees.snapshots:
+        if self._subtrees.flat_listings:
             self._subtrees.name_changed(directory, name, self._directories_above)
         while self._watched:
             for flight in self._watched.get(directory, ()):

@@ -1,14 +1,14 @@
-"""LISTs without a delimiter: one answers for all directories of a subtree that has few plain objects.
+"""Flat listings, LISTs without a delimiter: one answers for all directories of a subtree with few plain objects.
 
 Listed one by one, a thousand directories cost a thousand LISTs each TTL, although all that is in them lies in packs. So
 where several directories have to be listed, the topmost one above them is listed once with all keys below it. If these
 fit one page, each directory below is merged from that page while it is no older than the TTL; if not, that subtree is
 not tried again for a while, and the next one further down is.
 
-What always holds (*as if it were slow*): what a `Snapshot` says of a directory is merged as if a LIST of the directory
-itself had begun with the snapshot's and ended now. A directory in which a name was changed since, or was asked for
-again, or that came to its path since, is never merged from it. Memory is bounded: `SNAPSHOTS_MAX` pages and what
-changed since they began.
+What always holds (*as if it were slow*): what a `FlatListing` says of a directory is merged as if a LIST of the directory
+itself had begun with it and ended now. A directory in which a name was changed since, or was asked for again, or that
+came to its path since, is never merged from it. Memory is bounded: `FLAT_LISTINGS_MAX` pages and what changed since they
+began.
 
 Trio thread only; all code between two awaits is atomic. A crash leaves nothing behind.
 """
@@ -31,12 +31,12 @@ from lakefs_fuse.sync.nursery import collecting
 NS = 1_000_000_000
 KEYS_MAX = 1000
 """S3's largest page: a subtree of more objects is listed directory by directory."""
-SNAPSHOTS_MAX = 16
-"""Some 300 KB each."""
+FLAT_LISTINGS_MAX = 16
+"""Flat listings in memory, some 300 KB each."""
 SUBTREES_MAX = 4096
 """Subtrees of which is known whether they are large; those asked for longest ago are forgotten."""
 CHANGES_MAX = 4096
-"""A snapshot below which more names changed is dropped."""
+"""A flat listing below which more names changed is dropped."""
 LARGE_S_FIRST, LARGE_S_MAX = 600.0, 3600.0
 """How long a subtree counts as large; twice as long each time."""
 _BEHIND_RESERVED = RESERVED_PREFIX + "~"
@@ -53,7 +53,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Snapshot:
+class FlatListing:
     """All objects below ``prefix`` but reserved ones, in the order of their keys, as of ``began_ns`` (wall clock)."""
 
     prefix: str
@@ -79,7 +79,7 @@ class Snapshot:
         self.is_complete = True
 
     def answers(self, place: Place) -> bool:
-        """Whether nothing happened to the directory since that the snapshot does not know of."""
+        """Whether nothing happened to the directory since that the listing does not know of."""
         return (
             place.inode not in self.changed
             and place.inode not in self.asked
@@ -122,7 +122,7 @@ class _Subtree:
     large_until_ns: int = 0
     large_s: float = LARGE_S_FIRST
     is_shared: bool = False
-    """The last snapshot answered for several directories, so the next is made for the first that asks."""
+    """The last flat listing answered for several directories, so the next is made for the first that asks."""
     done: trio.Event | None = None
     """Of the LIST under way."""
 
@@ -136,56 +136,56 @@ class SubtreeListings:
         """``strays`` answers keys that no listing may show."""
         self._client, self._clock_ns, self._ttl_ns, self._strays = client, clock_ns, ttl_ns, strays
         self._subtrees: OrderedDict[str, _Subtree] = OrderedDict()
-        self.snapshots: OrderedDict[str, Snapshot] = OrderedDict()
+        self.flat_listings: OrderedDict[str, FlatListing] = OrderedDict()
         """Those under way too, by prefix. Where there are none, `name_changed` need not be called."""
 
     def name_changed(self, directory: int, name: bytes, above: Callable[[int], Iterable[int]]) -> None:
         """A name is changed now. ``above`` answers the directories above its directory."""
-        for prefix, snapshot in [*self.snapshots.items()]:
-            snapshot.renamed.add((directory, name))
-            if directory not in snapshot.changed:
-                snapshot.changed.update((directory, *above(directory)))
-            if not self._is_recent(snapshot.began_ns) or len(snapshot.renamed) + len(snapshot.changed) > CHANGES_MAX:
-                del self.snapshots[prefix]
+        for prefix, flat in [*self.flat_listings.items()]:
+            flat.renamed.add((directory, name))
+            if directory not in flat.changed:
+                flat.changed.update((directory, *above(directory)))
+            if not self._is_recent(flat.began_ns) or len(flat.renamed) + len(flat.changed) > CHANGES_MAX:
+                del self.flat_listings[prefix]
 
     def directory_asked(self, directory: int) -> None:
-        """The store is asked about names in a directory, or has to be: snapshots say nothing of it any more."""
-        for snapshot in self.snapshots.values():
-            snapshot.asked.add(directory)
+        """The store is asked about names in a directory, or has to be: flat listings say nothing of it any more."""
+        for flat in self.flat_listings.values():
+            flat.asked.add(directory)
 
     def is_shared(self, place: Place) -> bool:
-        """Whether `snapshot` answers for a directory without a LIST, or with one that is likely to serve others."""
+        """Whether `flat_listing` answers for a directory without a LIST, or with one that is likely to serve others."""
         for prefix in _prefixes(place.prefix):
-            snapshot, subtree = self.snapshots.get(prefix), self._subtrees.get(prefix)
-            if snapshot is not None and snapshot.is_complete and self._is_recent(snapshot.began_ns):
-                return snapshot.answers(place)
+            flat, subtree = self.flat_listings.get(prefix), self._subtrees.get(prefix)
+            if flat is not None and flat.is_complete and self._is_recent(flat.began_ns):
+                return flat.answers(place)
             if subtree is not None and subtree.large_until_ns <= self._clock_ns():
                 return subtree.is_shared
         return False
 
-    async def snapshot(self, place: Place, since_ns: int = 0) -> Snapshot | None:
-        """The snapshot, begun since then, from which to merge a directory; None where it is to be listed by itself.
+    async def flat_listing(self, place: Place, since_ns: int = 0) -> FlatListing | None:
+        """The flat listing, begun since then, from which to merge a directory; None where it is to be listed by itself.
         May send a LIST, two where that is of the lake's root. Never raises LakeError: who lists the directory learns
         what is wrong."""
         for prefix in _prefixes(place.prefix):
             subtree = self._subtree(prefix)
             while subtree.done is not None:
                 await subtree.done.wait()
-            snapshot = self.snapshots.get(prefix)
-            is_recent = snapshot is not None and self._is_recent(snapshot.began_ns) and snapshot.began_ns >= since_ns
-            if snapshot is None or not (snapshot.is_complete and is_recent):
+            flat = self.flat_listings.get(prefix)
+            is_recent = flat is not None and self._is_recent(flat.began_ns) and flat.began_ns >= since_ns
+            if flat is None or not (flat.is_complete and is_recent):
                 if subtree.large_until_ns > self._clock_ns():
                     continue
                 if not self._is_wanted(subtree, place.inode):
                     return None
-                snapshot = await self._list(prefix, subtree)
-            if snapshot is not None:
-                if not snapshot.answers(place):
+                flat = await self._list(prefix, subtree)
+            if flat is not None:
+                if not flat.answers(place):
                     return None
-                if len(snapshot.merged) < 2:
-                    snapshot.merged.add(place.inode)
-                    subtree.is_shared = len(snapshot.merged) > 1
-                return snapshot
+                if len(flat.merged) < 2:
+                    flat.merged.add(place.inode)
+                    subtree.is_shared = len(flat.merged) > 1
+                return flat
         return None
 
     def _subtree(self, prefix: str) -> _Subtree:
@@ -209,32 +209,32 @@ class SubtreeListings:
         subtree.asked.add(directory)
         return len(subtree.asked) > 1
 
-    async def _list(self, prefix: str, subtree: _Subtree) -> Snapshot | None:
+    async def _list(self, prefix: str, subtree: _Subtree) -> FlatListing | None:
         """List a subtree; None where it is large, or the store answers an error."""
         subtree.done = trio.Event()
-        snapshot = Snapshot(prefix, self._clock_ns(), set(self._strays()))
-        self.snapshots.pop(prefix, None)
-        self.snapshots[prefix] = snapshot
+        flat = FlatListing(prefix, self._clock_ns(), set(self._strays()))
+        self.flat_listings.pop(prefix, None)
+        self.flat_listings[prefix] = flat
         try:
             objects = await (self._list_root() if not prefix else self._list_below(prefix))
             if objects is None:
                 subtree.large_until_ns = self._clock_ns() + int(subtree.large_s * NS)
                 subtree.large_s = min(2 * subtree.large_s, LARGE_S_MAX)
             else:
-                snapshot.fill(objects)
-                snapshot.strays |= set(self._strays())
+                flat.fill(objects)
+                flat.strays |= set(self._strays())
                 subtree.large_s = LARGE_S_FIRST
         except LakeError:
             pass  # the LIST of the directory itself meets it too
         finally:
             subtree.done.set()
             subtree.done, subtree.is_shared = None, False
-            is_kept = self.snapshots.get(prefix) is snapshot
-            if is_kept and not snapshot.is_complete:
-                del self.snapshots[prefix]
-        while len(self.snapshots) > SNAPSHOTS_MAX:
-            self.snapshots.popitem(last=False)
-        return snapshot if is_kept and snapshot.is_complete else None
+            is_kept = self.flat_listings.get(prefix) is flat
+            if is_kept and not flat.is_complete:
+                del self.flat_listings[prefix]
+        while len(self.flat_listings) > FLAT_LISTINGS_MAX:
+            self.flat_listings.popitem(last=False)
+        return flat if is_kept and flat.is_complete else None
 
     async def _list_below(self, prefix: str) -> list[ObjectMeta] | None:
         """All objects below a prefix; None where they do not fit one page."""
