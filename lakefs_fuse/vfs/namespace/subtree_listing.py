@@ -5,10 +5,10 @@ where several directories have to be listed, the topmost one above them is liste
 fit one page, each directory below is merged from that page while it is no older than the TTL; if not, that subtree is
 not tried again for a while, and the next one further down is.
 
-What always holds (*as if it were slow*): what a `FlatListing` says of a directory is merged as if a LIST of the directory
-itself had begun with it and ended now. A directory in which a name was changed since, or was asked for again, or that
-came to its path since, is never merged from it. Memory is bounded: `FLAT_LISTINGS_MAX` pages and what changed since they
-began.
+What always holds (*as if it were slow*): what a `FlatListing` says of a directory is merged as if a LIST of that
+directory itself had begun with it and ended now. A directory in which a name was changed since, or was asked for again,
+or that came to its path since, is never merged from it. Memory is bounded: `FLAT_LISTINGS_MAX` pages and what changed
+since they began.
 
 Trio thread only; all code between two awaits is atomic. A crash leaves nothing behind.
 """
