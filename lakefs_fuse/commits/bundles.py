@@ -2,23 +2,23 @@
 
 A bundle lies beside the commits and holds whole commit objects, of `COMMIT_BYTES_MAX` at most, with their ETags. Its
 name tells the times of the first and the last, and how many there are. Any mount may write one: a mount repeats its own
-commits when it has made several, and what it fetched one by one when that was much.
+commits when it has made several and again when it has made many, and what it fetched with many GETs.
 
 What always holds (*only a copy*): a commit counts because LIST shows it, never because a bundle has it; one that no
 bundle has, or has with another ETag, is fetched by itself. So a bundle that is missing, damaged or deleted costs
 requests and nothing else, and a program that does not know of bundles misses nothing.
 
-Trio thread only. Memory is bounded: `LOADED_MAX` bundles of `BUNDLE_BYTES_MAX`. A crash loses a bundle that was to
-be written, and nothing else.
+Trio thread only. Memory is bounded: `LOADED_BYTES_MAX` of what was read, and `BUNDLE_BYTES_MAX` for each of three
+bundles that are being gathered. A crash loses a bundle that was to be written, and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections import OrderedDict
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from heapq import heappop, heappush
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -32,11 +32,14 @@ COMMIT_BYTES_MAX = 16 << 10
 """A larger commit is a pack, or tells of hundreds of names: there are few of these, and a GET each pays off."""
 BUNDLE_BYTES_MAX = 4 << 20
 BUNDLE_COMMITS_MAX = 8192
-LOADED_MAX = 4
+LOADED_BYTES_MAX = 16 << 20
+"""Commits in memory that bundles brought and that have not been applied. Others are fetched by themselves."""
 TRIES_MAX = 2
 """Bundles that are loaded for one commit."""
 OWN_COMMITS_MIN = 8
 """A mount repeats so many commits of its own, or more, in one bundle."""
+OWN_AGAIN = 512
+"""A mount repeats its own commits a second time, so many in one bundle: mounts to come fetch fewer."""
 OWN_DELAY_S = 1.5
 """Between the first bundle's worth of own commits and the bundle: commits of that time go into it too."""
 SUFFIX = ".bundle"
@@ -91,43 +94,116 @@ def bundle_key(copies: Sequence[Copy], writer: str) -> str:
     return f"{COMMITS}{last}-{writer}-{first}-{len(copies):08x}{SUFFIX}"
 
 
+class _Sweep:
+    """The bundles of one writer, or of several, that may have commits which are wanted; asked in the order of times."""
+
+    def __init__(self, times: Sequence[int]) -> None:
+        """``times`` of the commits that are wanted, ascending."""
+        self._times = times
+        self._later: list[Bundle] = []
+        """Whose first commit is later than what was asked for, the latest first."""
+        self._current: list[tuple[int, int, str, Bundle]] = []
+        """A heap: first what has the most wanted commits, then what is smaller."""
+
+    def add(self, bundles: Iterable[Bundle]) -> None:
+        """Take up bundles, before anything is asked."""
+        useful = (bundle for bundle in bundles if self._wanted_in(bundle, bundle.first) > 1)
+        self._later = sorted(useful, key=lambda bundle: bundle.first, reverse=True)
+
+    def _wanted_in(self, bundle: Bundle, since: int) -> int:
+        return bisect_right(self._times, bundle.last) - bisect_left(self._times, since)
+
+    def best(self, time: int) -> tuple[int, int, str, Bundle] | None:
+        """The best bundle for a commit of this time, and how good it is (less is better); None where a GET of the
+        commit does as well."""
+        later, current = self._later, self._current
+        while later and later[-1].first <= time:
+            bundle = later.pop()
+            heappush(current, (-self._wanted_in(bundle, bundle.first), bundle.meta.size, bundle.meta.key, bundle))
+        while current and self._wanted_in(current[0][3], time) < 2:
+            heappop(current)
+        return current[0] if current else None
+
+    def remove_best(self) -> None:
+        """Leave out what `best` has answered."""
+        heappop(self._current)
+
+
+class _Plan:
+    """Chooses bundles for commits, which are asked for in the order of their times."""
+
+    def __init__(self, bundles: Iterable[Bundle], commits: Sequence[Found]) -> None:
+        times: dict[str, list[int]] = {MIXED: [time for time, _, _ in commits]}
+        for time, writer, _ in commits:
+            times.setdefault(writer, []).append(time)
+        self._sweeps = {writer: _Sweep(of_writer) for writer, of_writer in times.items()}
+        by_writer: dict[str, list[Bundle]] = {}
+        for bundle in bundles:
+            by_writer.setdefault(bundle.writer, []).append(bundle)
+        for writer, of_writer in by_writer.items():
+            if sweep := self._sweeps.get(writer):
+                sweep.add(of_writer)
+
+    def take(self, time: int, writer: str) -> Bundle | None:
+        """The best bundle that may have this commit, once; None where a GET of the commit does as well."""
+        sweeps = [sweep for name in (writer, MIXED) if (sweep := self._sweeps.get(name))]
+        found = [(best, sweep) for sweep in sweeps if (best := sweep.best(time))]
+        if not found:
+            return None
+        best, sweep = min(found, key=lambda item: item[0])
+        sweep.remove_best()
+        return best[3]
+
+
 class BundleReader:
     """The bundles that a LIST of commits has shown, loaded as commits in them are needed."""
 
     def __init__(self, client: StoreClient) -> None:
         self._client = client
-        self._found: list[Bundle] = []
-        self._loaded: OrderedDict[str, dict[str, Copy]] = OrderedDict()
+        self._bundles: Sequence[Bundle] = ()
+        self._commits: Sequence[Found] = ()
+        self._plan = _Plan((), ())
+        self._wanted: dict[str, ObjectMeta] = {}
+        self._copies: dict[str, bytes] = {}
+        self._bytes = 0
 
-    def begin(self, objects: Iterable[ObjectMeta]) -> None:
-        """Take up the bundles that a LIST has shown, instead of those of the one before."""
-        found = [bundle for meta in objects if (bundle := parse_bundle(meta)) is not None]
-        self._found = sorted(found, key=lambda bundle: bundle.commits, reverse=True)
-        self._loaded.clear()
+    def begin(self, objects: Iterable[ObjectMeta], commits: Sequence[Found]) -> None:
+        """Take up the bundles that a LIST has shown, for these commits, which are in the order of their times."""
+        self.end()
+        if len(commits) > 1:
+            self._bundles = [bundle for meta in objects if (bundle := parse_bundle(meta)) is not None]
+            self._commits = commits
+            self._plan = _Plan(self._bundles, commits)
+            self._wanted = {meta.key: meta for _, _, meta in commits}
 
     def end(self) -> None:
-        """Everything that was found is applied."""
-        self._found.clear()
-        self._loaded.clear()
+        """Forget what `begin` was given."""
+        self._bundles = self._commits = ()
+        self._plan = _Plan((), ())
+        self._wanted, self._copies, self._bytes = {}, {}, 0
 
-    def gets_for(self, commits: Sequence[Found]) -> int:
-        """How many GETs these commits take, as far as names tell."""
-        left, gets = list(commits), 0
-        for bundle in self._found:
-            others = [each for each in left if not bundle.may_have(each[0], each[1])]
-            if len(left) - len(others) > 1:
-                left, gets = others, gets + 1
-        return gets + len(left)
+    def gets(self, up_to: int) -> int:
+        """How many GETs the commits take, as far as names tell; counted until there are more than ``up_to``."""
+        plan, gets = _Plan(self._bundles, self._commits), 0
+        covered: dict[str, int] = {}
+        """Until when, by writer."""
+        for time, writer, _ in self._commits:
+            if time > covered.get(writer, -1) and time > covered.get(MIXED, -1):
+                if bundle := plan.take(time, writer):
+                    covered[bundle.writer] = max(bundle.last, covered.get(bundle.writer, -1))
+                gets += 1
+                if gets > up_to:
+                    break
+        return gets
 
-    async def load_for(self, commits: Sequence[Found]) -> int:
-        """Load the bundles that have these commits; answers how many GETs the commits take altogether, those
-        included that are in no bundle. Raises nothing: these are fetched by themselves."""
+    async def load_for(self, commits: Iterable[Found]) -> int:
+        """Load the bundles that have these commits, which follow those that were asked for before. Answers how many
+        GETs the commits take altogether, those included that are in no bundle. Raises nothing: these are fetched by
+        themselves."""
         gets = 0
-        for number, (time, writer, meta) in enumerate(commits):
-            rest = commits[number:]
-            useful = (each for each in self._found if each.may_have(time, writer) and _saves(each, rest))
-            for bundle in list(islice(useful, TRIES_MAX)):
-                if self.has(meta):
+        for time, writer, meta in commits:
+            for _ in range(TRIES_MAX):
+                if self.has(meta) or (bundle := self._plan.take(time, writer)) is None:
                     break
                 gets += 1
                 await self._load(bundle)
@@ -135,7 +211,6 @@ class BundleReader:
         return gets
 
     async def _load(self, bundle: Bundle) -> None:
-        self._found.remove(bundle)
         meta = bundle.meta
         try:
             raw = (await self._client.get(meta.key, 0, meta.size, etag=meta.etag)).data
@@ -143,30 +218,31 @@ class BundleReader:
         except (LakeError, msgspec.DecodeError) as error:
             log.info("bundle %s is not read, its commits are: %s", meta.key, error)
             return
-        self._loaded[meta.key] = {each.key: each for each in copies}
-        if len(self._loaded) > LOADED_MAX:
-            self._loaded.popitem(last=False)
+        for copy in copies:
+            if self._bytes + len(copy.body) > LOADED_BYTES_MAX:
+                break
+            wanted = self._wanted.pop(copy.key, None)
+            if wanted is None:
+                continue
+            if _is_of(copy, wanted):
+                self._copies[copy.key] = copy.body
+                self._bytes += len(copy.body)
+            else:
+                self._wanted[copy.key] = wanted
 
     def has(self, meta: ObjectMeta) -> bool:
         """A loaded bundle has the commit object that LIST showed as ``meta``."""
-        return any(_is_of(copies.get(meta.key), meta) for copies in self._loaded.values())
+        return meta.key in self._copies
 
     def pop(self, meta: ObjectMeta) -> bytes | None:
         """The commit object that LIST showed as ``meta``, once; None where no loaded bundle has it (any more)."""
-        for copies in self._loaded.values():
-            copy = copies.pop(meta.key, None)
-            if copy is not None and _is_of(copy, meta):
-                return copy.body
-        return None
+        body = self._copies.pop(meta.key, None)
+        self._bytes -= len(body or b"")
+        return body
 
 
-def _saves(bundle: Bundle, commits: Sequence[Found]) -> bool:
-    """The bundle may have several of these commits."""
-    return sum(bundle.may_have(time, writer) for time, writer, _ in commits) > 1
-
-
-def _is_of(copy: Copy | None, meta: ObjectMeta) -> bool:
-    return copy is not None and (copy.etag, len(copy.body)) == (meta.etag, meta.size)
+def _is_of(copy: Copy, meta: ObjectMeta) -> bool:
+    return (copy.etag, len(copy.body)) == (meta.etag, meta.size)
 
 
 class BundleWriter:
@@ -179,6 +255,11 @@ class BundleWriter:
         self._is_refused = False
         self.written = 0
         """Bundles that are in the store."""
+
+    @property
+    def commits(self) -> int:
+        """How many were gathered."""
+        return len(self._copies)
 
     @property
     def is_full(self) -> bool:

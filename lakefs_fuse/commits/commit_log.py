@@ -2,8 +2,8 @@
 
 What always holds (*whole commits*): a commit appears with one PUT, or not at all; a fetched record was checked against
 its CRC-32 and its name before anything reads it. Tasks of the trio loop; large archives and records are built and
-decoded in worker threads. Nothing is kept here but the clock,
-the budget of packs, and copies of small commits for bundles, so a crash leaves nothing.
+decoded in worker threads. Nothing is kept here but the clock, the budget of packs, and copies of small commits for
+bundles, so a crash leaves nothing.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from lakefs_fuse.commits.bundles import (
     BUNDLE_COMMITS_MAX,
     COMMIT_BYTES_MAX,
     MIXED,
+    OWN_AGAIN,
     OWN_COMMITS_MIN,
     OWN_DELAY_S,
     BundleReader,
@@ -72,17 +73,19 @@ class CommitLog:
         *,
         writer: str,
         budget: PackBudget | None = None,
+        repeats: bool = False,
     ) -> None:
+        """With ``repeats`` small commits are gathered for bundles, by `put` and by `fetch`."""
         self._client, self._threads = client, threads
         self.clock, self.writer = clock, writer
         self.budget = budget or PackBudget()
         self.bundles = BundleReader(client)
-        self._own_bundles = BundleWriter(client, writer)
+        self._own_bundles, self._own_again = BundleWriter(client, writer), BundleWriter(client, writer)
         self._own: list[tuple[ObjectMeta, bytes]] = []
         """Small commits of this writer that are in no bundle yet."""
         self._has_several = trio.Event()
-        self.fetched = BundleWriter(client, MIXED)
-        """Small commits of others as they were fetched, since `BundleWriter.clear`."""
+        self.fetched = BundleWriter(client, MIXED) if repeats else None
+        """Small commits of others as they were fetched, since `forget_fetched`."""
 
     # -- time
 
@@ -98,7 +101,8 @@ class CommitLog:
     @property
     def bundles_written(self) -> int:
         """Objects in which this mount repeated commits, of its own and of others."""
-        return self._own_bundles.written + self.fetched.written
+        bundles = self._own_bundles, self._own_again, self.fetched
+        return sum(writer.written for writer in bundles if writer)
 
     async def latest_time(self) -> int:
         """A time later than that of every commit in the store. Raises LakeError."""
@@ -135,7 +139,8 @@ class CommitLog:
         except Unavailable:
             self.budget.record_failure(length_of(body))
             raise
-        if isinstance(body, bytes) and len(body) <= COMMIT_BYTES_MAX and len(self._own) < BUNDLE_COMMITS_MAX:
+        has_room = self.fetched is not None and len(self._own) < BUNDLE_COMMITS_MAX
+        if has_room and isinstance(body, bytes) and len(body) <= COMMIT_BYTES_MAX:
             self._own.append((meta, body))
             if len(self._own) >= OWN_COMMITS_MIN:
                 self._has_several.set()
@@ -145,14 +150,17 @@ class CommitLog:
 
     async def run(self) -> None:
         """Repeat this writer's small commits in bundles, several at a time, for as long as the mount lives."""
-        own = self._own_bundles
+        own, again = self._own_bundles, self._own_again
         while True:
             await self._has_several.wait()
             await trio.sleep(OWN_DELAY_S)
             for meta, body in self._own:
                 own.add(meta, body)
+                again.add(meta, body)
             self._own, self._has_several = [], trio.Event()
             await own.write()
+            if again.is_full or again.commits >= OWN_AGAIN:
+                await again.write()
 
     async def put_record(self, record: Record) -> ObjectRef:
         """Store a commit without members. Raises StoreError kinds."""
@@ -195,13 +203,20 @@ class CommitLog:
         self._client.raise_commit_format(record.format)
         return record
 
+    def forget_fetched(self) -> None:
+        """Forget what was gathered, and which bundles there are."""
+        self.bundles.end()
+        if self.fetched:
+            self.fetched.clear()
+
     async def _fetch_raw(self, meta: ObjectMeta, tail_bytes: int, bytes_max: int) -> tuple[Whereabouts, Buffer]:
         """From a bundle; from the commit itself where none has it, and if this is called again for it."""
         body = self.bundles.pop(meta)
         if body is not None:
             with contextlib.suppress(DamagedCommit):
                 where = locate(body, meta.size)
-                self.fetched.add(meta, body)
+                if self.fetched:
+                    self.fetched.add(meta, body)
                 return where, memoryview(body)[where.offset :][: where.length]
         return await _fetch_raw(self._client, meta, tail_bytes, bytes_max, self.fetched)
 

@@ -77,10 +77,8 @@ class Poller:
         redate: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
         applied: Callable[[Record], object] = lambda _: None,
         idleness: Idleness | None = None,
-        writes_bundles: bool = False,
     ) -> None:
         """``redate`` is asked to commit again what was dated too far ahead; ``applied`` is told each record."""
-        self._writes_bundles = writes_bundles
         self._idleness = idleness or Idleness(0.0)
         self._log, self._applier, self._metrics = log, applier, metrics
         self._clock = log.clock
@@ -140,7 +138,7 @@ class Poller:
         began_s = trio.current_time()
         async with self._lock:
             found = await self._find()
-            if len(found) <= GETS_MAX or self._log.bundles.gets_for(found) <= GETS_MAX:
+            if len(found) <= GETS_MAX or self._log.bundles.gets(GETS_MAX) <= GETS_MAX:
                 await self._apply_found(began_s, found, math.inf)
                 return
         await trio.sleep(BUNDLE_WAIT_S)
@@ -212,9 +210,10 @@ class Poller:
                 if ahead:
                     break  # all that follow are later still
         self._known = still_known
-        if bundles:
-            self._log.bundles.begin(bundles)
-        return sorted(found, key=lambda item: item[:2])
+        if found:
+            found.sort(key=lambda item: item[:2])
+            self._log.bundles.begin(bundles, found)
+        return found
 
     def _leave_out(self, ahead: Sequence[Found]) -> None:
         """Commits that are dated too far ahead, until their time has come."""
@@ -231,21 +230,22 @@ class Poller:
 
     async def _apply_all(self, found: Sequence[Found], *, wait: bool) -> int:
         """Answers how many were dealt with: all, or (only with ``wait``) those before one that is in doubt."""
+        if not found:
+            return 0
         gets, fetched = 0, self._log.fetched
-        for at in range(0, len(found), FETCHED_MAX):
-            some = found[at : at + FETCHED_MAX]
-            gets += await self._log.bundles.load_for(some)
-            done = await self._apply([meta for _, _, meta in some], wait)
-            if done < len(some):
-                fetched.clear()
-                return at + done
-            if self._writes_bundles and gets >= GETS_FOR_A_BUNDLE and (fetched.is_full or some[-1] is found[-1]):
-                gets = 0
-                await fetched.write()
-        if found:
-            fetched.clear()
-            self._log.bundles.end()
-        return len(found)
+        try:
+            for at in range(0, len(found), FETCHED_MAX):
+                some = found[at : at + FETCHED_MAX]
+                gets += await self._log.bundles.load_for(some)
+                done = await self._apply([meta for _, _, meta in some], wait)
+                if done < len(some):
+                    return at + done
+                if fetched and gets >= GETS_FOR_A_BUNDLE and (fetched.is_full or some[-1] is found[-1]):
+                    gets = 0
+                    await fetched.write()
+            return len(found)
+        finally:
+            self._log.forget_fetched()
 
     async def _apply(self, metas: Sequence[ObjectMeta], wait: bool) -> int:
         records: dict[str, Record | None] = {}

@@ -164,6 +164,7 @@ class Commits:
             node.threads,
             writer=f"{node.random.stream('writer').getrandbits(32):08x}",
             budget=PackBudget(ground.config.upload_bytes_s_max),
+            repeats=not ground.config.read_only,
         )
         self.applier = Applier(database, namespace.tree, metrics, watcher, clock_ns=self.clock.wall_ns)
         journal = ChangeJournal(database)
@@ -180,7 +181,7 @@ class Commits:
         self.poller = Poller(
             log, self.applier, metrics,
             refresh_s=ground.config.refresh_s, redate=self.committer.redate, applied=events.announce_commit,
-            idleness=namespace.idleness, writes_bundles=not ground.config.read_only,
+            idleness=namespace.idleness,
         )  # fmt: skip
         self._is_read_only = ground.config.read_only
 

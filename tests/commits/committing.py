@@ -70,7 +70,7 @@ class Daemon(Node):
         store.clock = clock
         self.directory, self.store, self.clock = directory, store, HybridClock(clock_of(clock, steady))
         self.client = store_client(store, store.capabilities, retry_timeout_s=0)
-        self.log = CommitLog(self.client, self.clock, WorkerThreads(), writer=writer)
+        self.log = CommitLog(self.client, self.clock, WorkerThreads(), writer=writer, repeats=True)
         journal = ChangeJournal(self.database)
         self.deletions = DeletionQueue(
             self.database, self.client, self.tree, journal, self.metrics, clock_ns=clock, delay_s=0.0
