@@ -26,6 +26,7 @@ REFRESH_S_MIN = 0.1
 DELETE_AFTER_S = 300.0
 """Longer than a commit may come late (WINDOW_NS) with what its writer had not heard of, twice."""
 DURABILITIES = ("close", "writeback")
+EXCLUSIVE_CREATES = ("store", "cache")
 
 SIZE_BYTES_MAX = 1 << 62
 _SIZE_UNITS = {"": 1, "b": 1}
@@ -106,6 +107,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     pack_threshold_bytes: int | None = None
     durability: str | None = None
     keep_newest: int | None = None
+    exclusive_create: str | None = None
 
 
 class MountConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ pack = "never"               # auto | always | never
 pack-threshold = "256KiB"
 durability = "writeback"     # close | writeback
 keep-newest = 1              # so many of the newest checkpoints stay in the local cache
+exclusive-create = "store"   # store | cache: who says that a name is free for O_EXCL
 ```
 
 For each setting the last rule that matches and says something about it wins; where none does, the mount's own option
@@ -29,7 +30,15 @@ from pathlib import Path
 
 import msgspec
 
-from lakefs_fuse.config import DURABILITIES, PACK_MODES, PACK_THRESHOLD_BYTES_MAX, MountConfig, Rule, parse_size
+from lakefs_fuse.config import (
+    DURABILITIES,
+    EXCLUSIVE_CREATES,
+    PACK_MODES,
+    PACK_THRESHOLD_BYTES_MAX,
+    MountConfig,
+    Rule,
+    parse_size,
+)
 from lakefs_fuse.errors import ConfigError
 
 FILE_BYTES_MAX = 128 * 1024
@@ -71,19 +80,27 @@ class Rules:
         """Whether close() of the file at ``path`` waits for the local disk only."""
         return self._merged(path)[1] == "writeback"
 
+    def asks_store_for_exclusive_create(self, path: str) -> bool:
+        """Whether O_EXCL asks the store for the name, or relies on what this node knows within the TTL. Where no rule
+        says so, the store is asked unless the path is under write-back."""
+        _, durability, exclusive_create = self._merged(path)
+        return (exclusive_create or ("cache" if durability == "writeback" else "store")) == "store"
+
     def pack_for(self, path: str) -> PackPolicy:
         """How the file at ``path`` is packed."""
         return self._merged(path)[0]
 
-    def _merge(self, path: str) -> tuple[PackPolicy, str]:
-        """The pack policy and the durability of a path."""
+    def _merge(self, path: str) -> tuple[PackPolicy, str, str]:
+        """The pack policy and the durability of a path, and what a rule says of O_EXCL there."""
         mode, threshold_bytes, durability = self._default
+        exclusive_create = ""
         for pattern, rule in self._rules:
             if pattern.fullmatch(path):
                 mode = rule.pack or mode
                 threshold_bytes = threshold_bytes if rule.pack_threshold_bytes is None else rule.pack_threshold_bytes
                 durability = rule.durability or durability
-        return PackPolicy(mode, threshold_bytes), durability
+                exclusive_create = rule.exclusive_create or exclusive_create
+        return PackPolicy(mode, threshold_bytes), durability, exclusive_create
 
 
 # -- the file --------------------------------------------------------------------------------------------------------
@@ -97,6 +114,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_u
     pack_threshold: int | str | None = None
     durability: str | None = None
     keep_newest: int | None = None
+    exclusive_create: str | None = None
 
 
 ACCEPTED_KEYS = tuple(field.encode_name for field in msgspec.structs.fields(_Table))
@@ -150,6 +168,8 @@ def _rule(table: object) -> Rule:
         check_pack(given.pack, "pack")
     if given.durability is not None and given.durability not in DURABILITIES:
         raise ConfigError(f"durability {given.durability!r}: expected {' or '.join(DURABILITIES)}")
+    if given.exclusive_create is not None and given.exclusive_create not in EXCLUSIVE_CREATES:
+        raise ConfigError(f"exclusive-create {given.exclusive_create!r}: expected {' or '.join(EXCLUSIVE_CREATES)}")
     if given.keep_newest is not None and not 0 <= given.keep_newest <= KEEP_NEWEST_MAX:
         raise ConfigError(f"keep-newest {given.keep_newest}: expected 0 to {KEEP_NEWEST_MAX}")
     threshold = given.pack_threshold
@@ -163,6 +183,7 @@ def _rule(table: object) -> Rule:
         pack_threshold_bytes=threshold,
         durability=given.durability,
         keep_newest=given.keep_newest,
+        exclusive_create=given.exclusive_create,
     )
 
 

@@ -78,6 +78,24 @@ def test_the_last_match_wins_for_each_setting() -> None:
     assert rules.pack_for("a.idx") == PackPolicy("auto", 100)
 
 
+def test_exclusive_creation_relies_on_the_cache_under_writeback_unless_a_rule_says_otherwise() -> None:
+    rules = rules_of(
+        """
+        [[rule]]
+        path = "fast/**"
+        durability = "writeback"
+        [[rule]]
+        path = "fast/locks/*"
+        exclusive-create = "store"
+        [[rule]]
+        path = "alone/*"
+        exclusive-create = "cache"
+        """
+    )
+    asked = [path for path in ("a", "fast/a", "fast/locks/a", "alone/a") if rules.asks_store_for_exclusive_create(path)]
+    assert asked == ["a", "fast/locks/a"]
+
+
 def test_the_daemon_gets_them_with_its_configuration(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text('[[rule]]\npath = "höh/*"\npack = "never"\n')
@@ -105,6 +123,7 @@ def test_a_file_may_have_no_rules() -> None:
          "rule 2 \\(line 4\\).*unknown field `pak`; accepted keys are path, pack, pack-threshold"),
         ("[[rule]]\npack = 'never'", "rule 1 \\(line 1\\).*`path`"),
         ("rule = [{path = 'a', pack = 'maybe'}]", "rule 1: pack 'maybe': expected auto, always or never"),
+        ("[[rule]]\npath = 'a'\nexclusive-create = 'no'", "exclusive-create 'no': expected store or cache"),
         ("[[rule]]\npath = 'a'\npack-threshold = -1", "line 1.*pack-threshold -1: expected 0 to 64MiB"),
         ("[[rule]]\npath = 'a'\npack-threshold = '1GiB'", "expected 0 to 64MiB"),
         ("[[rule]]\npath = 'a'\npack-threshold = 'much'", "'much' is not a size"),

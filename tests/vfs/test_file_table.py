@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from lakefs_fuse.config import Rule
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, Unavailable
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.store.protocol import Capabilities
@@ -202,6 +203,82 @@ async def test_exclusive_creation_asks_the_store(tmp_path: Path) -> None:
             await m.create("lock", os.O_RDWR | os.O_EXCL)
         assert caught.value.errno == errno.EEXIST
         assert await m.read("lock") == b"theirs"
+
+
+EXCLUSIVE = os.O_RDWR | os.O_EXCL
+
+
+async def exclusive_creation_costs(m: Lake, store: MemoryStore, count: int = 20) -> tuple[int, int]:
+    """HEADs and LISTs of creating and closing files in directories that are known."""
+    await m.mkdir("d")
+    assert await m.names() == ["d"]
+    heads, lists = store.count("head"), store.count("list")
+    for number in range(count):
+        await m.close(await m.create(f"d/{number}", EXCLUSIVE))
+    return store.count("head") - heads, store.count("list") - lists
+
+
+async def test_exclusive_creation_costs_one_head(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path) as m:
+        assert await exclusive_creation_costs(m, store) == (20, 0)
+
+
+async def test_exclusive_creation_under_writeback_asks_nobody(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with writing_back(store, tmp_path, delay_s=NEVER_S) as m:
+        assert await exclusive_creation_costs(m, store) == (0, 0)
+        with pytest.raises(FileError) as caught:
+            await m.create("d/7", EXCLUSIVE)
+        assert caught.value.errno == errno.EEXIST
+
+
+@pytest.mark.parametrize(("durability", "heads"), [("close", 0), ("writeback", 20)])
+async def test_rule_says_who_is_asked_for_exclusive_creation(tmp_path: Path, durability: str, heads: int) -> None:
+    store = MemoryStore()
+    who = "store" if heads else "cache"
+    rules = (Rule(path="**", durability=durability, exclusive_create=who),)
+    async with lake(store, tmp_path, rules=rules) as m:
+        assert await exclusive_creation_costs(m, store) == (heads, 0)
+
+
+async def test_exclusive_creation_in_an_unknown_directory_asks_once(tmp_path: Path) -> None:
+    store = MemoryStore()
+    store.give("d/other", b"")
+    async with lake(store, tmp_path) as m:
+        assert await m.names() == ["d"]
+        heads, lists = store.count("head"), store.count("list")
+        await m.close(await m.create("d/lock", EXCLUSIVE))
+        assert (store.count("head") - heads, store.count("list") - lists) == (0, 1)
+
+
+async def test_exclusive_creation_where_the_object_of_a_removed_file_still_lies(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path, delete_after_s=300.0) as m:
+        await m.write("lock", b"first")
+        await m.unlink("lock")
+        assert store.data("lock") == b"first"
+        assert await m.names() == []
+        lists = store.count("list")
+        handle = await m.create("lock", EXCLUSIVE)
+        assert store.count("list") == lists
+        await m.fs.write(handle, 0, b"second")
+        await m.close(handle)
+        assert await m.read("lock") == b"second"
+
+
+async def test_exclusive_creation_while_the_store_is_away_relies_on_what_is_known(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path, rules=(Rule(path="**", durability="writeback", exclusive_create="store"),)) as m:
+        assert await m.names() == []
+        store.hook = Failures(lambda request: request.what in ("head", "list"), Unavailable("away"), count=10_000)
+        await m.close(await m.create("lock", EXCLUSIVE))
+        with pytest.raises(FileError) as caught:
+            await m.create("lock", EXCLUSIVE)
+        assert caught.value.errno == errno.EEXIST
+        store.hook = lambda _request, _when: None
+        await m.fs.make_durable()
+        assert store.data("lock") == b""
 
 
 async def test_the_last_writer_wins(tmp_path: Path) -> None:

@@ -1043,6 +1043,7 @@ async def test_it_is_seen_though_it_was_being_listed_meanwhile(tmp_path: Path) -
     """The LIST leaves alone what was changed here, so it cannot tell what the name is now."""
     store = MemoryStore()
     async with writing_back(store, tmp_path, delay_s=NEVER_S, pack="auto") as m:
+        assert await m.names() == []
         handle = await m.create("file", os.O_RDWR | os.O_EXCL)
         await m.fs.write(handle, 0, b"ours")
         await m.close(handle)

@@ -250,6 +250,30 @@ class Namespace:
                     raise
         return self.tree.child(directory, name), self._answer_fresh_s(directory, name)
 
+    async def lookup_in_store(self, directory: int, name: bytes) -> Entry | None:
+        """The entry of a name, as the store has it now. That is one request: a HEAD where this node knows of nothing,
+        else a LIST. The HEAD misses a directory that another program made within the TTL."""
+        before = self._answered(directory, name)
+        known, _ = await self.lookup(directory, name)
+        if known is None and not self._counts_on(directory):
+            if self._answered(directory, name) != before:
+                return None
+            prefix = self.prefix(directory)
+            try:
+                meta = await self._client.find(self.checked_key(prefix, name.decode()))
+            except AWAY:
+                if self.tree.listing(directory) is None:
+                    raise
+                return self.tree.child(directory, name)
+            if (meta is None or self._is_removed(meta)) and not self._is_moved(directory, prefix):
+                return self.tree.child(directory, name)
+        return (await self.lookup(directory, name, ask=True))[0]
+
+    def _answered(self, directory: int, name: bytes) -> tuple[int, int]:
+        """When the store was asked for a directory, and for a name; 0 where it was not, or that was forgotten."""
+        listing = self.tree.listing(directory)
+        return listing.at_ns if listing else 0, self._answers.get((directory, name), 0)
+
     def _counts_on(self, directory: int) -> bool:
         """The store is away, and the directory was listed before; a LIST goes on asking for it."""
         if not self._client.is_away or self.tree.listing(directory) is None:

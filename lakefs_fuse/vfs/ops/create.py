@@ -75,6 +75,10 @@ class NewFiles:
         if self._writeback.is_for(key):
             await self._writeback.wait_room(self._config.staging_timeout_s)
 
+    def asks_store(self, key: str) -> bool:
+        """O_EXCL asks the store whether the path is free."""
+        return self._writeback.asks_store_for_exclusive_create(key)
+
     def make(
         self, parent: int, name: bytes, key: str, mode: int, uid: int, gid: int, *, exclusive: bool = False
     ) -> OpenFile:

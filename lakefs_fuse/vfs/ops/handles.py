@@ -94,7 +94,10 @@ class Handles:
         key = self._ns.checked_path(parent, name)
         exclusive = bool(flags & os.O_EXCL)
         await self.new_files.wait_room(key)
-        known, _ = await self._ns.lookup(parent, name, ask=exclusive)
+        if exclusive and self.new_files.asks_store(key):
+            known = await self._ns.lookup_in_store(parent, name)
+        else:
+            known, _ = await self._ns.lookup(parent, name)
         if known is not None:
             if exclusive:
                 raise FileError(errno.EEXIST)
