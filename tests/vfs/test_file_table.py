@@ -281,6 +281,22 @@ async def test_exclusive_creation_while_the_store_is_away_relies_on_what_is_know
         assert store.data("lock") == b""
 
 
+async def test_appending_and_closing_costs_one_put_each(tmp_path: Path) -> None:
+    """Also in a directory that was never listed."""
+    store = MemoryStore()
+    store.give("d/other", b"")
+    async with lake(store, tmp_path) as m:
+        await m.write("d/log", b"")
+        before = len(store.requests)
+        for number in range(10):
+            assert await m.lookup("d/log") is not None
+            handle = await m.open("d/log", os.O_RDWR | os.O_APPEND)
+            await m.fs.write(handle, number, b"x")
+            await m.close(handle)
+        assert [request.what for request in store.requests[before:]] == ["put"] * 10
+        assert store.data("d/log") == b"x" * 10
+
+
 async def test_the_last_writer_wins(tmp_path: Path) -> None:
     """Theirs came while ours was open: ours replaces it, and this node shows what it wrote."""
     store, clock = MemoryStore(), Clock()

@@ -584,10 +584,13 @@ class Namespace:
         for flight in self._watched.get(directory, ()):
             flight.is_stale = True
 
-    def changing(self, directory: int, name: bytes) -> None:
+    def changing(self, directory: int, name: bytes, *, is_stored: bool = False) -> None:
         """This node changes a name now: LISTs under way must not undo it. That of a directory above may not know of
-        anything below it yet, and would take the directories between away."""
+        anything below it yet, and would take the directories between away. With ``is_stored`` the store has just
+        confirmed what this node has put there, which is as good as an answer."""
         self._answers.pop((directory, name), None)
+        if is_stored:
+            self._remember_answer(directory, name, self._clock_ns())
         if self._subtrees.flat_listings:
             self._subtrees.name_changed(directory, name, self._directories_above)
         while self._watched:

@@ -599,16 +599,18 @@ class Publisher:
         return None if late is None else LateAttributes.of(file.key, stored.entry, *late)
 
     def _record_row(self, batch: Batch, stored: StoredVersion) -> None:
-        entry = stored.entry
-        self._ns.changing(entry.parent, entry.name)
+        entry, published = stored.entry, stored.published
+        is_shown = stored.row is not None and not stored.is_removed
+        is_stored = is_shown and published is not None and not published.is_superseded
+        self._ns.changing(entry.parent, entry.name, is_stored=is_stored)
         if stored.row is None:  # another version has the name on this node, and ours replaced it: look again
             self._ns.tree.forget_listing(batch, entry.parent)
         elif stored.is_removed:
             self._ns.tree.remove(batch, stored.row)
             self._ns.announce_name(entry.parent, entry.name)
-        elif stored.published is not None:  # a pack's commit told the rows itself
+        elif published is not None:  # a pack's commit told the rows itself
             self._ns.tree.update(batch, entry)
-            if stored.published.is_superseded:
+            if published.is_superseded:
                 self._ns.tree.forget_listing(batch, entry.parent)
 
     async def _finish(self, published: Sequence[Publication], older: list[Draft]) -> None:
