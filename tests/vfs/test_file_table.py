@@ -16,6 +16,7 @@ from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, U
 from lakefs_fuse.meta.entry import ROOT_INODE
 from lakefs_fuse.store.protocol import Capabilities
 from lakefs_fuse.vfs.namespace import attributes
+from lakefs_fuse.vfs.ops import handles
 from lakefs_fuse.vfs.ops.attributes import AttributeChange, file_type_and_mode
 from tests.memory_store import Failures, MemoryStore, Pause, Request
 from tests.upload.drafting import noise, reached
@@ -295,6 +296,21 @@ async def test_appending_and_closing_costs_one_put_each(tmp_path: Path) -> None:
             await m.close(handle)
         assert [request.what for request in store.requests[before:]] == ["put"] * 10
         assert store.data("d/log") == b"x" * 10
+
+
+async def test_file_that_is_synced_often_is_named_once_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handles, "FSYNCS_OF_A_DATABASE", 5)
+    async with lake(MemoryStore(), tmp_path) as m:
+        handle = await m.create("db.sqlite")
+        for number in range(12):
+            await m.fs.write(handle, number, b"x")
+            await m.fs.fsync(handle)
+        await m.close(handle)
+    said = [record.message for record in caplog.records if "live database" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("db.sqlite was synced 5 times")
 
 
 async def test_the_last_writer_wins(tmp_path: Path) -> None:

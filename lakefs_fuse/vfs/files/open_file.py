@@ -260,3 +260,4 @@ class Handle:
     opener: int = 0
     """Thread that opened it; 0 where that is not known."""
     closed_by_opener: bool = False
+    fsyncs: int = 0

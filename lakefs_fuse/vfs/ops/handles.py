@@ -7,6 +7,7 @@ it survives a crash.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable
 
@@ -22,6 +23,10 @@ from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.create import NewFiles
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.ops.open_leases import LENT, Lending, inode_of
+
+FSYNCS_OF_A_DATABASE = 100
+"""Of one open file description. A log that a program syncs each minute gets there in two hours, once."""
+log = logging.getLogger(__name__)
 
 
 class Handles:
@@ -137,7 +142,18 @@ class Handles:
         await self._io.close(handle.file)
 
     async def fsync(self, number: int) -> None:
-        await (self._publish_leased(number) if number & LENT else self._io.publish(self.handle(number).file))
+        if number & LENT:
+            await self._publish_leased(number)
+            return
+        handle = self.handle(number)
+        handle.fsyncs += 1
+        if handle.fsyncs == FSYNCS_OF_A_DATABASE:
+            log.warning(
+                "%s was synced %d times while it was open, and each fsync stores a version of it: keep a live database "
+                "on a local disk, and copy it into the lake",
+                handle.file.key, handle.fsyncs,
+            )  # fmt: skip
+        await self._io.publish(handle.file)
 
     async def _publish_leased(self, number: int) -> None:
         file = self.files.acquire(self._attributes.entry(inode_of(number)), writer=False)
