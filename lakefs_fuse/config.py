@@ -27,12 +27,16 @@ DELETE_AFTER_S = 300.0
 """Longer than a commit may come late (WINDOW_NS) with what its writer had not heard of, twice."""
 DURABILITIES = ("close", "writeback")
 EXCLUSIVE_CREATES = ("store", "cache")
+PUBLISH_S_MIN = 1.0
+"""Each costs a request to the store for each file."""
 
 SIZE_BYTES_MAX = 1 << 62
 _SIZE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _SIZE_UNITS[_letter] = _SIZE_UNITS[_letter + "ib"] = 1024**_power
     _SIZE_UNITS[_letter + "b"] = 1000**_power
+_DURATION_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+DURATION_S_MAX = 10 * 365 * 86400.0
 _NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 
 
@@ -46,6 +50,18 @@ def parse_size(text: str) -> int:
     if size > SIZE_BYTES_MAX:
         raise ConfigError(f"{text!r} is more than any disk holds")
     return size
+
+
+def parse_duration(text: str) -> float:
+    """Seconds: ``60``, ``1.5s``, ``5m``, ``2h``, ``7d``. Raises ConfigError."""
+    match = _NUMBER_AND_UNIT.fullmatch(text.strip())
+    factor = _DURATION_UNITS.get(match[2].lower()) if match else None
+    if match is None or factor is None:
+        raise ConfigError(f"{text!r} is not a duration: expected for example 60, 1.5s, 5m or 2h")
+    seconds = float(match[1]) * factor
+    if seconds > DURATION_S_MAX:
+        raise ConfigError(f"{text!r} is more than ten years")
+    return seconds
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -108,6 +124,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
     durability: str | None = None
     keep_newest: int | None = None
     exclusive_create: str | None = None
+    publish_s: float | None = None
 
 
 class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +168,8 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What close() waits for: ``close``, the store; ``writeback``, the local disk. ``rules`` may say otherwise."""
     writeback_delay_s: float = 2.0
     """Time for which acknowledged files wait for others to share a pack with."""
+    publish_s: float = 0.0
+    """Interval at which a file that is still being written is stored; 0 is never. ``rules`` may say otherwise."""
     staging_timeout_s: float = 3600.0
     """Time for which a writer waits for room in staging before ENOSPC."""
     upload_bytes_s_max: int = 0

@@ -8,6 +8,7 @@ pack-threshold = "256KiB"
 durability = "writeback"     # close | writeback
 keep-newest = 1              # so many of the newest checkpoints stay in the local cache
 exclusive-create = "store"   # store | cache: who says that a name is free for O_EXCL
+publish = "10s"              # store a file so often while it is being written; 0 is never
 ```
 
 For each setting the last rule that matches and says something about it wins; where none does, the mount's own option
@@ -27,6 +28,7 @@ import tomllib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,8 +37,10 @@ from lakefs_fuse.config import (
     EXCLUSIVE_CREATES,
     PACK_MODES,
     PACK_THRESHOLD_BYTES_MAX,
+    PUBLISH_S_MIN,
     MountConfig,
     Rule,
+    parse_duration,
     parse_size,
 )
 from lakefs_fuse.errors import ConfigError
@@ -56,15 +60,32 @@ class PackPolicy(msgspec.Struct, frozen=True):
     threshold_bytes: int
 
 
+class _Settings(NamedTuple):
+    """What holds for one path."""
+
+    pack: PackPolicy
+    durability: str
+    exclusive_create: str
+    publish_s: float
+
+
 class Rules:
     """What holds for a path of the lake (relative, no leading slash)."""
 
     def __init__(
-        self, rules: Sequence[Rule], *, pack: str, pack_threshold_bytes: int, durability: str = "close"
+        self,
+        rules: Sequence[Rule],
+        *,
+        pack: str,
+        pack_threshold_bytes: int,
+        durability: str = "close",
+        publish_s: float = 0.0,
     ) -> None:
         """The other arguments hold where no rule says otherwise. Raises ConfigError for a glob that is none."""
         self._rules = [(re.compile(translate(rule.path), re.DOTALL), rule) for rule in rules]
-        self._default = pack, pack_threshold_bytes, durability
+        self._default = _Settings(PackPolicy(pack, pack_threshold_bytes), durability, "", publish_s)
+        self.publishes_open_files = publish_s > 0 or any(rule.publish_s for rule in rules)
+        """Files at some path are stored while they are being written."""
         self._merged = lru_cache(ANSWERS_MAX)(self._merge)
 
     @classmethod
@@ -74,33 +95,38 @@ class Rules:
             pack=config.pack,
             pack_threshold_bytes=config.pack_threshold_bytes,
             durability=config.durability,
+            publish_s=config.publish_s,
         )
 
     def is_writeback(self, path: str) -> bool:
         """Whether close() of the file at ``path`` waits for the local disk only."""
-        return self._merged(path)[1] == "writeback"
+        return self._merged(path).durability == "writeback"
 
     def asks_store_for_exclusive_create(self, path: str) -> bool:
         """Whether O_EXCL asks the store for the name, or relies on what this node knows within the TTL. Where no rule
         says so, the store is asked unless the path is under write-back."""
-        _, durability, exclusive_create = self._merged(path)
-        return (exclusive_create or ("cache" if durability == "writeback" else "store")) == "store"
+        settings = self._merged(path)
+        return (settings.exclusive_create or ("cache" if settings.durability == "writeback" else "store")) == "store"
+
+    def publish_s(self, path: str) -> float:
+        """The interval at which the file at ``path`` is stored while it is being written; 0 is never."""
+        return self._merged(path).publish_s
 
     def pack_for(self, path: str) -> PackPolicy:
         """How the file at ``path`` is packed."""
-        return self._merged(path)[0]
+        return self._merged(path).pack
 
-    def _merge(self, path: str) -> tuple[PackPolicy, str, str]:
-        """The pack policy and the durability of a path, and what a rule says of O_EXCL there."""
-        mode, threshold_bytes, durability = self._default
-        exclusive_create = ""
+    def _merge(self, path: str) -> _Settings:
+        mode, threshold_bytes = self._default.pack.mode, self._default.pack.threshold_bytes
+        _, durability, exclusive_create, publish_s = self._default
         for pattern, rule in self._rules:
             if pattern.fullmatch(path):
                 mode = rule.pack or mode
                 threshold_bytes = threshold_bytes if rule.pack_threshold_bytes is None else rule.pack_threshold_bytes
                 durability = rule.durability or durability
                 exclusive_create = rule.exclusive_create or exclusive_create
-        return PackPolicy(mode, threshold_bytes), durability, exclusive_create
+                publish_s = publish_s if rule.publish_s is None else rule.publish_s
+        return _Settings(PackPolicy(mode, threshold_bytes), durability, exclusive_create, publish_s)
 
 
 # -- the file --------------------------------------------------------------------------------------------------------
@@ -115,6 +141,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_u
     durability: str | None = None
     keep_newest: int | None = None
     exclusive_create: str | None = None
+    publish: float | str | None = None
 
 
 ACCEPTED_KEYS = tuple(field.encode_name for field in msgspec.structs.fields(_Table))
@@ -172,6 +199,9 @@ def _rule(table: object) -> Rule:
         raise ConfigError(f"exclusive-create {given.exclusive_create!r}: expected {' or '.join(EXCLUSIVE_CREATES)}")
     if given.keep_newest is not None and not 0 <= given.keep_newest <= KEEP_NEWEST_MAX:
         raise ConfigError(f"keep-newest {given.keep_newest}: expected 0 to {KEEP_NEWEST_MAX}")
+    publish_s = parse_duration(given.publish) if isinstance(given.publish, str) else given.publish
+    if publish_s is not None:
+        check_publish(publish_s, "publish")
     threshold = given.pack_threshold
     if isinstance(threshold, str):
         threshold = parse_size(threshold)
@@ -184,6 +214,7 @@ def _rule(table: object) -> Rule:
         durability=given.durability,
         keep_newest=given.keep_newest,
         exclusive_create=given.exclusive_create,
+        publish_s=publish_s,
     )
 
 
@@ -197,6 +228,12 @@ def check_pack_threshold(size: int, what: str) -> None:
     """Raises ConfigError; ``what`` names the option or key."""
     if not 0 <= size <= PACK_THRESHOLD_BYTES_MAX:
         raise ConfigError(f"{what} {size}: expected 0 to {PACK_THRESHOLD_BYTES_MAX >> 20}MiB, the size packs aim at")
+
+
+def check_publish(seconds: float, what: str) -> None:
+    """Raises ConfigError; ``what`` names the option or key."""
+    if seconds and seconds < PUBLISH_S_MIN:
+        raise ConfigError(f"{what} {seconds:g}: expected 0, or {PUBLISH_S_MIN:g} s or more")
 
 
 # -- globs -----------------------------------------------------------------------------------------------------------

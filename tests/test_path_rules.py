@@ -96,6 +96,22 @@ def test_exclusive_creation_relies_on_the_cache_under_writeback_unless_a_rule_sa
     assert asked == ["a", "fast/locks/a"]
 
 
+def test_publishing_of_open_files() -> None:
+    rules = rules_of(
+        """
+        [[rule]]
+        path = "runs/**"
+        publish = "10s"
+        [[rule]]
+        path = "runs/**/*.ckpt"
+        publish = 0
+        """
+    )
+    assert rules.publishes_open_files
+    assert [rules.publish_s(path) for path in ("runs/a/events", "runs/a/b.ckpt", "a")] == [10.0, 0.0, 0.0]
+    assert not rules_of("[[rule]]\npath = 'a'\npublish = 0").publishes_open_files
+
+
 def test_the_daemon_gets_them_with_its_configuration(tmp_path: Path) -> None:
     file = tmp_path / "rules.toml"
     file.write_text('[[rule]]\npath = "höh/*"\npack = "never"\n')
@@ -123,6 +139,8 @@ def test_a_file_may_have_no_rules() -> None:
          "rule 2 \\(line 4\\).*unknown field `pak`; accepted keys are path, pack, pack-threshold"),
         ("[[rule]]\npack = 'never'", "rule 1 \\(line 1\\).*`path`"),
         ("rule = [{path = 'a', pack = 'maybe'}]", "rule 1: pack 'maybe': expected auto, always or never"),
+        ("[[rule]]\npath = 'a'\npublish = 'often'", "'often' is not a duration"),
+        ("[[rule]]\npath = 'a'\npublish = '10ms'", "publish 0.01: expected 0, or 1 s or more"),
         ("[[rule]]\npath = 'a'\nexclusive-create = 'no'", "exclusive-create 'no': expected store or cache"),
         ("[[rule]]\npath = 'a'\npack-threshold = -1", "line 1.*pack-threshold -1: expected 0 to 64MiB"),
         ("[[rule]]\npath = 'a'\npack-threshold = '1GiB'", "expected 0 to 64MiB"),

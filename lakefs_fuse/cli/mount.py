@@ -26,7 +26,7 @@ from lakefs_fuse.cli.worker import find_place, place_below
 from lakefs_fuse.config import DURABILITIES, PACK_MODES, REFRESH_S_MIN, MountConfig, Source, StoreConfig
 from lakefs_fuse.control.runtime import real_mountpoint
 from lakefs_fuse.errors import ConfigError
-from lakefs_fuse.path_rules import check_pack_threshold, read_rules
+from lakefs_fuse.path_rules import check_pack_threshold, check_publish, read_rules
 from lakefs_fuse.product import PROGRAM
 
 _setting = partial(setting, MountConfig)
@@ -87,6 +87,9 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--writeback-delay", "writeback_delay_s", type=DURATION, group=DURABILITY, help="Time for which small files "
         "under write-back wait for others to share a pack with. Raise it for fewer, larger packs; 0 stores at "
         "once.")  # fmt: skip
+@_setting("--publish", "publish_s", type=DURATION, group=DURABILITY, help="Interval at which a file is stored while "
+        "it is still being written, so that others see it grow; 0 is never. Use it, best by --rules, for logs and "
+        "event files; each interval costs a request for each file.")  # fmt: skip
 @_setting("--staging-size", "staging_bytes_max", type=SIZE, group=DURABILITY, help="Maximum size of staging, the "
         "bytes not yet in the store. Set it to what is written during the longest outage to survive.")  # fmt: skip
 @_setting("--staging-timeout", "staging_timeout_s", type=DURATION, group=DURABILITY, help="Maximum time for which a "
@@ -102,8 +105,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--pack-threshold", "pack_threshold_bytes", type=SIZE, group=DURABILITY, help="Maximum size of a file in a "
         "pack, at most 64MiB. Raise it for datasets of larger small files.")  # fmt: skip
 @option("--rules", type=click.Path(), metavar="FILE", group=DURABILITY, help="TOML file that sets pack, "
-        "pack-threshold, durability and keep-newest by path (docs/operations.md). Use it where paths need different "
-        "settings.")  # fmt: skip
+        "pack-threshold, durability, publish, exclusive-create and keep-newest by path (docs/operations.md). Use it "
+        "where paths need different settings.")  # fmt: skip
 @_setting("--orphans", "orphans", type=click.Choice(["keep", "finish", "abort"]), group=DURABILITY,
         help="What to do at mount with files that a dead daemon left unfinished: keep them for `lakefs-fuse orphans`, "
         "finish (store) or abort (delete) them.")  # fmt: skip
@@ -201,7 +204,7 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
 
 _OF_WRITING = (
     "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "rules", "delete_after_s", "durability",
-    "writeback_delay_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
+    "writeback_delay_s", "publish_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
 )  # fmt: skip
 _OF_CHANGES = ("metadata_ttl_s", "refresh_s")
 
@@ -224,6 +227,8 @@ def _check_bounds(options: Options) -> None:
     """Raises ConfigError for a value outside its bounds."""
     if options["pack_threshold_bytes"] is not None:
         check_pack_threshold(options["pack_threshold_bytes"], "--pack-threshold")
+    if options["publish_s"] is not None:
+        check_publish(options["publish_s"], "--publish")
     if options["refresh_s"] is not None and options["refresh_s"] < REFRESH_S_MIN:
         raise ConfigError(f"--refresh {options['refresh_s']:g}: expected {REFRESH_S_MIN:g} s or more")
 

@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lakefs_fuse.config import parse_size
+from lakefs_fuse.config import parse_duration, parse_size
 from lakefs_fuse.errors import ConfigError
-
-_DURATION_UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_NUMBER_AND_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
-
-DURATION_S_MAX = 10 * 365 * 86400.0
 
 if TYPE_CHECKING:
     _Type = click.ParamType[float]
@@ -38,18 +33,6 @@ class Quantity(_Type):
             return self._parse(str(value))
         except ConfigError as error:
             self.fail(str(error), param, ctx)
-
-
-def parse_duration(text: str) -> float:
-    """Seconds: ``60``, ``1.5s``, ``5m``, ``2h``, ``7d``. Raises ConfigError."""
-    match = _NUMBER_AND_UNIT.fullmatch(text.strip())
-    factor = _DURATION_UNITS.get(match[2].lower()) if match else None
-    if match is None or factor is None:
-        raise ConfigError(f"{text!r} is not a duration: expected for example 60, 1.5s, 5m or 2h")
-    seconds = float(match[1]) * factor
-    if seconds > DURATION_S_MAX:
-        raise ConfigError(f"{text!r} is more than ten years")
-    return seconds
 
 
 def parse_mode(text: str) -> int:

@@ -295,7 +295,11 @@ class Operations(pyfuse3.Operations):
         handle = await self.fs.open(inode, flags, ctx.pid)
         if flags & os.O_TRUNC == 0:
             self._leases.lease_open(inode, handle)
-        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
+        return self._file_info(handle)
+
+    def _file_info(self, handle: int) -> pyfuse3.FileInfo:
+        is_direct = self.fs.is_handle(handle) and self.fs.handle(handle).is_direct
+        return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=not is_direct, direct_io=is_direct)
 
     @upcall("create")
     async def create(
@@ -307,8 +311,7 @@ class Operations(pyfuse3.Operations):
             parent, name, mode, flags, ctx.uid, ctx.gid, ctx.pid, kills_privileges=kills_privileges
         )
         self._leases.count_created(self.fs.handle(handle).file)
-        info = pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=True)
-        return info, self._attributes(entry, self.config.metadata_ttl_s)
+        return self._file_info(handle), self._attributes(entry, self.config.metadata_ttl_s)
 
     @upcall("read")
     async def read(self, fh: int, off: int, size: int) -> Any:

@@ -51,6 +51,7 @@ from lakefs_fuse.vfs.ops.handles import Handles
 from lakefs_fuse.vfs.ops.incomplete_files import IncompleteFiles
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.ops.name_changes import NameChanges
+from lakefs_fuse.vfs.ops.open_publisher import OpenFilePublisher
 from lakefs_fuse.vfs.ops.rename import Renames
 from lakefs_fuse.vfs.ops.rename_preparation import RenamePreparation
 from lakefs_fuse.vfs.ops.unlink import Unlinker
@@ -290,6 +291,7 @@ class Assembly:
         )  # fmt: skip
         renames = Renames(namespace, files, names, self.committer, unlinker, writeback, preparation)
         attributes = Attributes(config, ground.client, namespace, drafts, io, names, unlinker.inodes, clock)
+        open_publisher = OpenFilePublisher(Rules.of(config), io.publish, ground.nursery)
         new_files = NewFiles(config, ground.database, namespace, drafts, io, self._group_commit, clock)
         return Filesystem(
             config,
@@ -298,7 +300,7 @@ class Assembly:
             attributes,
             ExtendedAttributes(config.store.source, namespace, files, names, writeback),
             Directories(namespace, files, names, unlinker, renames, clock),
-            Handles(namespace, files, attributes, io, new_files, clock),
+            Handles(namespace, files, attributes, io, new_files, open_publisher, clock),
             Durability(config, files, io, names, writeback, self.recovery, self.deletions),
         )
 

@@ -31,14 +31,15 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
     (tmp_path / "ca.pem").touch()
     (tmp_path / "rules.toml").write_text(
         '[[rule]]\npath = "ckpt/**"\npack = "never"\ndurability = "close"\nkeep-newest = 2\n'
+        'exclusive-create = "cache"\npublish = "1m"\n'
     )
     arguments = """mount s3://bucket/some/prefix mnt --cache-dir cache --cache-size 3GiB --staging-size 2G
         --free-space 100M --endpoint-url http://localhost:8333/ --region eu-1 --profile lab --addressing-style path
         --ca-bundle ca.pem --metadata-ttl 5m --read-only --allow-other --uid 1000 --gid 100 --file-mode 600
         --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --attributes objects
         --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --delete-after 0
-        --durability writeback --writeback-delay 500ms --staging-timeout 10m --upload-limit 2GiB/s --no-supervise
-        --log-level debug --foreground""".split()
+        --durability writeback --writeback-delay 500ms --publish 10s --staging-timeout 10m --upload-limit 2GiB/s
+        --no-supervise --log-level debug --foreground""".split()
     assert run(arguments) == 0
     (config,) = mounted
     assert msgspec.to_builtins(config) == {
@@ -85,11 +86,14 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
                 "pack_threshold_bytes": None,
                 "durability": "close",
                 "keep_newest": 2,
+                "exclusive_create": "cache",
+                "publish_s": 60.0,
             },
         ),
         "delete_after_s": 0.0,
         "durability": "writeback",
         "writeback_delay_s": 0.5,
+        "publish_s": 10.0,
         "staging_timeout_s": 600.0,
         "upload_bytes_s_max": 2 * GIB,
         "supervise": False,

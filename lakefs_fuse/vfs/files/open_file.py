@@ -261,3 +261,5 @@ class Handle:
     """Thread that opened it; 0 where that is not known."""
     closed_by_opener: bool = False
     fsyncs: int = 0
+    is_direct: bool = False
+    """Opened for direct I/O."""

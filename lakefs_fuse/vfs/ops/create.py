@@ -254,6 +254,8 @@ class NewFiles:
         asking; 0 where that is not so, as in a setgid directory."""
         if not self._writeback.is_for(file.key) or not self._ns.takes_plain_names:
             return 0.0
+        if self._writeback.publishes_open_files:  # which the kernel is told when a file is created
+            return 0.0
         above = self._ns.tree.entry(file.entry.parent)  # none for the root
         mode = self._config.dir_mode if above is None or above.mode == UNSET else above.mode
         return 0.0 if mode & stat.S_ISGID else self._ns.fresh_s(file.entry.parent)

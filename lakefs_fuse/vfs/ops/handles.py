@@ -23,6 +23,7 @@ from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.create import NewFiles
 from lakefs_fuse.vfs.ops.io import FileIO
 from lakefs_fuse.vfs.ops.open_leases import LENT, Lending, inode_of
+from lakefs_fuse.vfs.ops.open_publisher import OpenFilePublisher
 
 FSYNCS_OF_A_DATABASE = 100
 """Of one open file description. A log that a program syncs each minute gets there in two hours, once."""
@@ -39,17 +40,20 @@ class Handles:
         attributes: Attributes,
         io: FileIO,
         new_files: NewFiles,
+        open_publisher: OpenFilePublisher,
         clock: Clock,
     ) -> None:
         self._ns, self.files, self._attributes, self._io, self._clock = namespace, files, attributes, io, clock
         self.new_files, self.lending = new_files, Lending(files, namespace, io, attributes.entry)
+        self._open_publisher = open_publisher
         self._handles: dict[int, Handle] = {}
         self._handle_next = 1
 
     def _new_handle(self, file: OpenFile, writable: bool, opener: int) -> int:
         number, self._handle_next = self._handle_next, self._handle_next + 1
         number |= 0 if writable else READING
-        self._handles[number] = Handle(file, writable, Readahead(), opener)
+        handle = self._handles[number] = Handle(file, writable, Readahead(), opener)
+        handle.is_direct = writable and self._open_publisher.watch(file)
         return number
 
     def handle(self, number: int) -> Handle:
@@ -129,6 +133,7 @@ class Handles:
         if kills_privileges:
             await self._attributes.kill_privileges(file.current)
         await self._io.write(file, offset, data)
+        self._open_publisher.written(file, offset, len(data))
         file.written(self._clock.wall_ns())
         return len(data)
 

@@ -174,6 +174,7 @@ class WriteBack:
         self._journal, self._nursery, self._rules = Journal(database), nursery, rules
         self.is_for = rules.is_writeback
         """Files at a path are under write-back."""
+        self.publishes_open_files = rules.publishes_open_files
         self.asks_store_for_exclusive_create = rules.asks_store_for_exclusive_create
         self._metrics, self._deletions = metrics, deletions
         self.progressed = Wakeup()

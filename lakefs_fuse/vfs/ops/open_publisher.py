@@ -1,0 +1,65 @@
+"""Stores files that are still being written, every so often, where the mount or a rule asks for that.
+
+Logs and event files are read elsewhere while they grow. They are opened for direct I/O: the kernel would keep what was
+written for up to half a minute.
+
+What always holds (*a prefix*): only bytes that were written one behind the other are published, from the start or from
+the end of the version before. A file with a hole is published by its last close, and one of which a write was refused
+when the range was written again.
+
+Trio thread only; one task for each file that is open. A crash leaves what the journal has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from lakefs_fuse.errors import LakeError
+from lakefs_fuse.path_rules import Rules
+from lakefs_fuse.vfs.files.open_file import OpenFile
+
+log = logging.getLogger(__name__)
+
+
+class OpenFilePublisher:
+    """See the module's head."""
+
+    def __init__(self, rules: Rules, publish: Callable[[OpenFile], Awaitable[None]], nursery: trio.Nursery) -> None:
+        self._rules, self._publish, self._nursery = rules, publish, nursery
+        self._prefix: dict[int, int] = {}
+        """Bytes from the start of the file without a hole, by the id of the open file."""
+
+    def watch(self, file: OpenFile) -> bool:
+        """Begin to publish a file that was opened for writing; False where that is not asked for."""
+        interval_s = self._rules.publish_s(file.key) if self._rules.publishes_open_files else 0.0
+        if interval_s > 0 and id(file) not in self._prefix:
+            self._prefix[id(file)] = file.current.size
+            self._nursery.start_soon(self._run, file, interval_s)
+        return interval_s > 0
+
+    def written(self, file: OpenFile, offset: int, length: int) -> None:
+        """Bytes of the file were written."""
+        prefix = self._prefix.get(id(file))
+        if prefix is not None and offset <= prefix:
+            self._prefix[id(file)] = max(prefix, offset + length)
+
+    async def _run(self, file: OpenFile, interval_s: float) -> None:
+        is_failing = False
+        try:
+            while file.writers:
+                await trio.sleep(interval_s)
+                has_hole = file.current.size > self._prefix[id(file)]
+                if file.writers == 0 or file.draft is None or file.unlinked or has_hole:
+                    continue
+                try:
+                    await self._publish(file)
+                    is_failing = False
+                except LakeError as error:
+                    if not is_failing:
+                        log.warning("%s is not stored while it is being written: %s", file.key, error)
+                    is_failing = True
+        finally:
+            del self._prefix[id(file)]
