@@ -34,7 +34,7 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import NO_OBJECT, PENDING, Entry, Flag
-from lakefs_fuse.meta.tombstones import SAME_VERSION_NS, Tombstone, bury, without
+from lakefs_fuse.meta.tombstones import SAME_VERSION_NS, Tombstone, bury, is_replaced, without
 
 NS = 1_000_000_000
 TOGETHER_MAX = 512
@@ -332,7 +332,8 @@ class Application:
         removal names, a plain object if it is the one named or is not there any more."""
         if not isinstance(step.operation, Put) or step.operation.object != OWN:
             is_hiding = bool(etag) and tombstone.when_gone(etag) >= tombstone.stamp
-            return tombstone.floor > self._stamp or (tombstone.stamp > self._stamp and not is_hiding)
+            is_removed = tombstone.floor > self._stamp or (tombstone.stamp > self._stamp and not is_hiding)
+            return is_removed or tombstone.has_replaced(self._stamp, etag)
         is_there = self._outdated.get(step.operation.path) != etag
         survives = is_there and tombstone.floor <= self._stamp and tombstone.newest < PENDING
         return tombstone.newest > self._stamp and not survives
@@ -401,9 +402,11 @@ class Application:
                 self._bury(step, floor=self._stamp)
                 self._remove_replaced(step, hides)
             if current is not None and current.is_plain and not current.stamp:
-                self._tree.update(
-                    self._changes.batch, msgspec.structs.replace(current, flags=current.flags | Flag.OVERRIDING)
-                )
+                if self._own or self._is_unknown(current, step.operation.path, hides):
+                    flags = current.flags | Flag.OVERRIDING
+                    self._tree.update(self._changes.batch, msgspec.structs.replace(current, flags=flags))
+                else:  # older than what was removed since
+                    self._drop(current)
         elif is_elsewhere and current.stamp > self._stamp:  # type: ignore[union-attr]
             self._bury(step, etag=place.etag, at=self._when_ended(current.stamp))  # type: ignore[union-attr]
         elif tombstone is not None and tombstone.floor > self._stamp:
@@ -689,7 +692,8 @@ class Application:
         if current is not None and self._is_other(current, operation):
             removes = self._outdated.get(operation.path) == current.etag
         elif current is not None and _is_elsewhere(current) and not is_removing(self._tree, operation, current):
-            removes = False
+            is_older = current.stamp < self._stamp and is_replaced(current.stamp, operation.dated_s)
+            removes = is_older and current.etag != hides
         elif current is not None and not self._is_named(step, current, hides):
             removes = current.stamp <= self._stamp and not self._is_unknown(current, operation.path, hides)
         if removes and current is not None and not current.flags & Flag.LOCAL and current.stamp > 0:

@@ -67,6 +67,14 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
         """The date, in seconds, of the newest version with this ETag that was removed or put again; 0 if unknown."""
         return next((dated_s for known, dated_s in self.dated if known == etag), 0)
 
+    def has_replaced(self, stamp: int, hides: str) -> bool:
+        """A file elsewhere of this stamp, which hides the plain object ``hides``, was replaced by another one that was
+        removed since."""
+        return any(
+            etag != hides and is_replaced(stamp, dated_s) and stamp < self.when_gone(etag)
+            for etag, dated_s in self.dated
+        )
+
     def hides(self, etag: str, mtime_ns: int) -> bool:
         """The plain object of this ETag and LastModified counts as removed."""
         stamp = self.when_gone(etag)
@@ -80,6 +88,12 @@ class Tombstone(msgspec.Struct, frozen=True, gc=False):
 
         gone = [(etag, replaced(stamp)) for etag, stamp in self.gone]
         return Tombstone(replaced(self.stamp), replaced(self.floor), _newest_first(gone), self.dated)
+
+
+def is_replaced(stamp: int, dated_s: int) -> bool:
+    """A plain object that the store dates ``dated_s`` counts in place of a file elsewhere of this stamp, which does not
+    hide it."""
+    return bool(dated_s) and stamp < (dated_s + 1) * NS
 
 
 def bury(

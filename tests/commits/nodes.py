@@ -118,6 +118,12 @@ class Node:
         merge.complete()
         return merge.ghosts
 
+    def list_one(self, meta: ObjectMeta) -> None:
+        """The store is asked for one name of the root, and shows this object."""
+        merge = DirectoryMerge(self.tree, NamespaceMetrics(), ROOT_INODE, prefix="", now_ns=at(0))
+        merge.apply_one(meta.key.encode(), read_page(ListPage([meta], [], None), ROOT_INODE, "").found)
+        merge.apply_overriding(merge.overriding)
+
     def inode(self, path: str) -> int:
         return self.found(path).inode if path else ROOT_INODE
 

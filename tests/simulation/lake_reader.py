@@ -623,7 +623,9 @@ class _State:
         is_own = known is not None and known.is_at_own_key(path)
         removes, is_by_date = True, operation.is_by_date or not hides
         if known is not None and not is_own and not is_by_date:
-            removes = known.is_relocated and known.hides == hides and known.order <= order
+            is_replaced = operation.dated > 0 and known.order.time < (operation.dated + 1) * NS
+            removes = known.is_relocated if known.hides == hides else is_replaced
+            removes = removes and known.order <= order
         elif known is not None and not self._names(order, operation, known):
             removes = known.order <= order
             is_version = is_own and not is_by_date and hides != known.own_etag(path)

@@ -321,15 +321,8 @@ class Oracle:
             version in later.known
             and later.is_certain
             and not self._is_left_behind(later, tree)
-            and not self._is_uncovered(version, later)
             for later in self.versions[version.path]
         )
-
-    def _is_uncovered(self, version: Version, later: Version) -> bool:
-        """Another program put an object over a packed file, and who removed that had not heard of the file."""
-        removals = [r for r in self.removals[version.path] if r.is_certain and r.named == {later}]
-        is_covered = later.node == PROGRAM and not version.is_plain
-        return is_covered and any(version not in r.known and not r.is_rename for r in removals)
 
     def _is_left_behind(self, version: Version, tree: Mapping[str, bytes]) -> bool:
         """It was stored while another node renamed it, and is under the old name after all."""

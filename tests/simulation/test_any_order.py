@@ -38,12 +38,15 @@ Kind = tuple[str, str]
 
 
 class Case(NamedTuple):
-    """``kinds`` are commits in the order of their names, ``order`` that in which they are applied to ``path``."""
+    """``kinds`` are commits in the order of their names, ``order`` that in which they are applied to ``path``.
+    ``lying`` is at the key in the end. After so many commits as ``listed_after``, ``listed`` is listed."""
 
     kinds: tuple[Kind, ...]
     order: tuple[int, ...]
     lying: ObjectMeta | None
     path: str
+    listed: ObjectMeta | None = None
+    listed_after: int = 0
 
 
 def time_of(number: int) -> int:
@@ -86,6 +89,15 @@ def lying_at(kinds: Sequence[Kind], path: str) -> Iterator[ObjectMeta | None]:
         again = [time_of(number) for number, kind in enumerate(kinds) if kind == ("again", etag)]
         again += [DATED_S for kind in kinds if kind in (("again dated", etag), ("remove dated", etag))]
         yield plain(path, etag, again[0] if again else min(named, default=5))
+
+
+def is_told_or_dated(kinds: Sequence[Kind]) -> bool:
+    """Each object that is removed was told of before, or its writer had listed it, after the first commit."""
+    told = told_in(kinds)
+    untold = [
+        etag for number, (what, etag) in enumerate(kinds) if what == "remove" and ("own", etag) not in kinds[:number]
+    ]
+    return not untold and len(set(told)) == len(told) and "dated" not in kinds[0][0] and not is_lost(kinds)
 
 
 def is_lost(kinds: Sequence[Kind]) -> bool:
@@ -154,6 +166,27 @@ def test_any_order_of_commits_shows_what_the_order_of_their_names_shows(tmp_path
     assert len(cases) > 500
 
 
+@pytest.mark.parametrize(("commits", "sample"), [(2, 60), (3, 12)])
+def test_object_that_is_listed_between_commits_counts_for_no_node_alone(
+    tmp_path: Path, commits: int, sample: int
+) -> None:
+    """A node that lists it before it hears of its removal has forgotten what it replaced; others have not."""
+    kinds_listed = [kind for kind in KINDS if kind[0] in ("own", "packed", "remove", "remove dated")]
+    combinations = [each for each in itertools.product(kinds_listed, repeat=commits) if is_told_or_dated(each)]
+    some = Random(commits).sample(combinations, min(sample, len(combinations)))
+    some.append((("packed", ""), *[("remove dated", "a")] * (commits - 1)))
+    cases, numbers = list[Case](), itertools.count()
+    for kinds in some:
+        for variant, is_gone in itertools.product(range(len(list(lying_at(kinds, "")))), (False, True)):
+            for order, after in itertools.product(itertools.permutations(range(commits)), range(commits + 1)):
+                path = str(next(numbers))
+                lying = list(lying_at(kinds, path))[variant]
+                if lying is not None:
+                    cases.append(Case(kinds, order, None if is_gone else lying, path, lying, after))
+    check(Node(tmp_path), cases)
+    assert len(cases) > 500
+
+
 def test_bytes_that_are_put_again_after_a_removal_of_others_are_the_file(tmp_path: Path) -> None:
     """Another program replaced the object before the removal, and a rename came over the name before it put the earlier
     bytes there again: their ETag was told before, and no removal named it."""
@@ -193,11 +226,15 @@ def test_commit_that_is_applied_twice_shows_what_it_shows_once(tmp_path: Path, c
 def check(node: Node, cases: Sequence[Case]) -> None:
     """Apply the commits of each case to a node, list what lies there, and compare."""
     for case in cases:
-        for number in case.order:
+        for applied, number in enumerate(case.order):
+            if case.listed is not None and applied == case.listed_after:
+                node.list_one(case.listed)
             change = Change(operations=operations(case.kinds[number], case.path, number))
             record = merged([change], writer_of(number), at(time_of(number)), range(1000))
-            answers = outdated(node, record, case.lying)
+            answers = outdated(node, record, case.listed or case.lying)
             node.applier.apply(record, archive(record.time, record.writer), outdated=answers)
+        if case.listed is not None and case.listed_after == len(case.order):
+            node.list_one(case.listed)
     node.list(*(case.lying for case in cases if case.lying is not None))
     expected = raw_lake(cases)
     wrong = [

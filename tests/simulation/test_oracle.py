@@ -124,20 +124,6 @@ def test_later_version_of_a_file_created_with_o_excl_is_kept_beside_another() ->
     assert oracle.may_be_beside("f", later.data)
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_packed_file_is_back_where_who_removed_the_object_over_it_had_not_heard_of_it(is_known: bool) -> None:
-    oracle = Oracle(deletes_conditionally=True)
-    packed = oracle.put("f", b"packed", "n0", frozenset())
-    packed.is_certain = True
-    oracle.observe(PROGRAM, "f", frozenset({packed}))
-    foreign = oracle.put("f", b"foreign", PROGRAM, frozenset({packed}))
-    foreign.is_plain = foreign.is_certain = True
-    if is_known:
-        oracle.observe("n1", "f", frozenset({packed}))
-    oracle.remove("f", "n1", frozenset({foreign})).is_certain = True
-    assert bool(oracle.check({"f": b"packed"})) == is_known
-
-
 def test_object_put_after_a_removal_goes_along_with_a_rename_that_had_seen_neither() -> None:
     oracle = Oracle(deletes_conditionally=True)
     oracle.begin({"f": b"first"}, ["n0", "n1", PROGRAM])

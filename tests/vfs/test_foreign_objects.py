@@ -80,7 +80,7 @@ async def test_copy_that_was_listed_before_the_commit_of_its_file_does_not_count
         assert await two.read("f") == b"packed"
 
 
-async def test_object_that_is_removed_while_it_is_asked_about_does_not_count(tmp_path: Path) -> None:
+async def test_object_that_is_removed_while_it_is_asked_about_takes_the_packed_file_along(tmp_path: Path) -> None:
     store, clock = MemoryStore(), Clock()
     async with two_lakes(store, tmp_path, clock=clock, pack="always", delete_after_s=300.0) as (one, two):
         await two.write("f", b"packed")
@@ -97,7 +97,9 @@ async def test_object_that_is_removed_while_it_is_asked_about_does_not_count(tmp
             await one.fs.sync_names()
             await two.poll()
             pause.resume()
-        assert await two.read("f") == b"packed"
+        assert await two.names() == []
+        async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+            assert await fresh.names() == []
 
 
 async def test_object_that_is_deleted_before_it_is_committed_leaves_the_name_as_it_is_here(tmp_path: Path) -> None:
@@ -238,6 +240,34 @@ async def test_object_that_wins_over_a_commit_unannounced_is_announced_by_its_wr
         for m in (one, two):
             clock.advance(TTL_S + 1)
             await m.poll()
+            assert await m.names() == []
+    async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
+        assert await fresh.names() == []
+
+
+async def test_object_that_its_writer_removes_before_it_hears_of_a_packed_file_takes_that_along(tmp_path: Path) -> None:
+    """As for a node that had listed the object over the packed file."""
+    store, clock = MemoryStore(), Clock()
+    async with (
+        lake(store, tmp_path / "packing", clock=clock, pack="always") as one,
+        lake(store, tmp_path / "plain", clock=clock, pack="never") as two,
+        lake(store, tmp_path / "listing", clock=clock) as three,
+    ):
+        assert await one.names() == await two.names() == []
+        await one.write("f", b"packed")
+        await one.sync()
+        clock.advance(1.3)
+        await two.write("f", b"plain")
+        await two.sync()
+        await three.poll()
+        assert await three.read("f") == b"plain"
+        await two.unlink("f")
+        await two.fs.sync_names()
+        await two.poll()
+        await until(lambda: len(commits(store)) == 3)
+        for m in (one, two, three):
+            await m.poll()
+            clock.advance(TTL_S + 1)
             assert await m.names() == []
     async with lake(store, tmp_path / "fresh", clock=clock) as fresh:
         assert await fresh.names() == []

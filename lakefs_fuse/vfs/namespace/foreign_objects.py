@@ -2,7 +2,8 @@
 
 Without it the name would get its older bytes back when that object is deleted; if it was deleted before, the commit
 says that the name is gone, as this node has forgotten those bytes. For an object that a node of this lake wrote its
-writer alone makes the commit, when it hears of the one that names the bytes: it knows of its own later versions.
+writer alone makes the commit, when it hears of the one that names the bytes: it knows of its own later versions. Where
+the object was removed by then, it tells its date, by which a reader knows which bytes it had replaced.
 
 What always holds: a commit is made only for an object of another program (no draft token in its metadata) or of this
 node, or for one that is not there any more, of which a HEAD and then a poll of commits show that the name still means
@@ -76,8 +77,25 @@ class ForeignObjects:
             entry = self._ns.at(each.path) if etag else None
             if entry is not None and self._current(entry.inode, etag) is not None:
                 self.add(entry)
+            elif etag and each.hides != etag:
+                await self._date_removal(each.path, etag, record.time)
             if not number % OBJECTS_MAX:
                 await trio.lowlevel.checkpoint()
+
+    async def _date_removal(self, path: str, etag: str, time: int) -> None:
+        """An object of this node was removed, undated, after another node's file of this ``time``, of which the remover
+        had not heard. Whether the object had replaced that file, its date says."""
+        tombstone = self._ns.tree.tombstones.get(path.encode())
+        gone = 0 if tombstone is None else tombstone.when_gone(etag)
+        if tombstone is None or gone <= time or tombstone.when_dated(etag):
+            return
+        try:
+            meta = await self._client.find(path)
+            if meta is not None and meta.etag == etag and meta.mtime_ns <= gone:
+                removal = Remove(path, hides=etag, dated_s=meta.mtime_ns // NS)
+                await self._committer.commit_as_of(Change(operations=[removal]), gone)
+        except LakeError as error:
+            log.warning("the date of a removed object could not be committed: %s", error)
 
     async def _run(self) -> None:
         try:
