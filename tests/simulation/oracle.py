@@ -318,9 +318,7 @@ class Oracle:
     def _replaced(self, version: Version, tree: Mapping[str, bytes] = NOTHING) -> bool:
         """An acknowledged put knew it, which is not under the name from which a rename was to take it along."""
         return any(
-            version in later.known
-            and later.is_certain
-            and not self._is_left_behind(later, tree)
+            version in later.known and later.is_certain and not self._is_left_behind(later, tree)
             for later in self.versions[version.path]
         )
 
