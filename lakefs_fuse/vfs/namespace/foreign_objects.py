@@ -73,12 +73,12 @@ class ForeignObjects:
 
     async def _add_own(self, record: Record) -> None:
         for number, each in enumerate(record.operations, 1):
-            etag = self._deletions.stored_etag(each.path) if isinstance(each, Put | Symlink) else ""
-            entry = self._ns.at(each.path) if etag else None
-            if entry is not None and self._current(entry.inode, etag) is not None:
-                self.add(entry)
-            elif etag and each.hides != etag:
-                await self._date_removal(each.path, etag, record.time)
+            if isinstance(each, Put | Symlink) and (etag := self._deletions.stored_etag(each.path)):
+                entry = self._ns.at(each.path)
+                if entry is not None and self._current(entry.inode, etag) is not None:
+                    self.add(entry)
+                elif each.hides != etag:
+                    await self._date_removal(each.path, etag, record.time)
             if not number % OBJECTS_MAX:
                 await trio.lowlevel.checkpoint()
 
