@@ -175,11 +175,11 @@ class Oracle:
         return version
 
     def _removals_known(self, path: str, node: str) -> frozenset[Removal]:
-        """Of what a node had seen at a path where it sees nothing: its own, and others' of what it did not remove
-        itself."""
+        """Of what a node had seen at a path where it sees nothing: its own, and others' of what it neither removed nor
+        replaced itself."""
         seen = self.seen[node, path]
         own = [removal for removal in self.removals[path] if removal.node == node and not removal.is_withdrawn]
-        gone = seen.difference(*(removal.named for removal in own))
+        gone = seen.difference(*(named.known | {named} for removal in own for named in removal.named))
         others = [removal for removal in self.removals[path] if removal.node != node and removal.named & gone]
         certain = [removal for removal in others if removal.is_certain]  # or it saw one that is on its way
         return frozenset([*(certain or others), *(removal for removal in own if removal.named & seen)])

@@ -137,3 +137,22 @@ def test_object_put_after_a_removal_goes_along_with_a_rename_that_had_seen_neith
     oracle.put("g", b"first", "n1", frozenset(), origin=next(iter(first)), operation=3).is_certain = True
     assert oracle.check({"g": b"foreign"}) == []
     assert oracle.check({"g": b"first"}) != []
+
+
+def test_file_that_an_exchange_brings_goes_with_a_removal_of_what_its_node_had_replaced() -> None:
+    oracle = Oracle(deletes_conditionally=True)
+    oracle.begin({"f": b"first", "g": b"other"}, ["n0", "n1"])
+    first = oracle.matching("f", b"first")
+    renamed = oracle.remove("f", "n0", first, is_rename=True, operation=1)
+    replacing = oracle.put("f", b"second", "n1", first, operation=2)
+    oracle.observe("n1", "f", frozenset({replacing}))
+    exchanged = oracle.remove("f", "n1", frozenset({replacing}), is_rename=True, operation=3)
+    brought = oracle.put(
+        "f", b"other", "n1", frozenset(), origin=next(iter(oracle.matching("g", b"other"))), operation=3
+    )
+    oracle.remove("g", "n1", oracle.matching("g", b"other"), is_rename=True, operation=3).is_certain = True
+    moved = oracle.put("g", b"second", "n1", frozenset(), origin=replacing, operation=3)
+    oracle.put("h", b"first", "n0", frozenset(), origin=next(iter(first)), operation=1).is_certain = True
+    for each in (renamed, replacing, exchanged, brought, moved):
+        each.is_certain = True
+    assert not oracle.check({"g": b"second", "h": b"first"})
