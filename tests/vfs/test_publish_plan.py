@@ -25,21 +25,29 @@ AUTO, ALWAYS, NEVER = (PackPolicy(mode, 1000) for mode in ("auto", "always", "ne
 HIDDEN = OBJECTS + "id"
 SHOWN = (0o644, 1000, 1000)
 
-NOTHING: dict[str, Any] = {"own_etag": "", "is_in_place": False}
+NOTHING: dict[str, Any] = {"own_etag": "", "etag_in_place": ""}
 CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
-    ("alone", {}, PublishPlan("p/f", "", Form.PLAIN)),
-    ("others close", {"are_others_closing": True}, PublishPlan("p/f", "", Form.PACK_WITH_OTHERS)),
-    ("others, too large", {"are_others_closing": True, "size": 1001}, PublishPlan("p/f", "", Form.PLAIN)),
-    ("others, just small", {"are_others_closing": True, "size": 1000}, PublishPlan("p/f", "", Form.PACK_WITH_OTHERS)),
-    ("others, not waited for", {"are_others_closing": True, "is_alone": True}, PublishPlan("p/f", "", Form.PLAIN)),
-    ("never", {"policy": NEVER, "are_others_closing": True}, PublishPlan("p/f", "", Form.PLAIN)),
-    ("always", {"policy": ALWAYS}, PublishPlan("p/f", "", Form.PACK)),
-    ("always, too large", {"policy": ALWAYS, "size": 1001}, PublishPlan("p/f", "", Form.PLAIN)),
-    ("always, not waited for", {"policy": ALWAYS, "is_alone": True}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("alone", {}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
+    ("others close", {"are_others_closing": True}, PublishPlan("p/f", "", Form.PACK_WITH_OTHERS, expected="r")),
+    ("others, too large", {"are_others_closing": True, "size": 1001}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
+    (
+        "others, just small",
+        {"are_others_closing": True, "size": 1000},
+        PublishPlan("p/f", "", Form.PACK_WITH_OTHERS, expected="r"),
+    ),
+    (
+        "others, not waited for",
+        {"are_others_closing": True, "is_alone": True},
+        PublishPlan("p/f", "", Form.PLAIN, expected="r"),
+    ),
+    ("never", {"policy": NEVER, "are_others_closing": True}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
+    ("always", {"policy": ALWAYS}, PublishPlan("p/f", "", Form.PACK, expected="r")),
+    ("always, too large", {"policy": ALWAYS, "size": 1001}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
+    ("always, not waited for", {"policy": ALWAYS, "is_alone": True}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
     ("key taken", {"is_key_taken": True}, PublishPlan(HIDDEN, "p/f", Form.PACK)),
     ("key taken, large", {"is_key_taken": True, "size": 1001}, PublishPlan(HIDDEN, "p/f", Form.PLAIN)),
     ("key taken, never", {"is_key_taken": True, "policy": NEVER}, PublishPlan(HIDDEN, "p/f", Form.PLAIN)),
-    ("upload began", {"upload_key": "p/f", "policy": ALWAYS}, PublishPlan("p/f", "", Form.PLAIN)),
+    ("upload began", {"upload_key": "p/f", "policy": ALWAYS}, PublishPlan("p/f", "", Form.PLAIN, expected="r")),
     (
         "upload began, then the key was taken",
         {"upload_key": "p/f", "is_key_taken": True, "place_at_key": 7},
@@ -54,17 +62,17 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
     ("created", {"if_absent": True, **NOTHING}, PublishPlan("p/f", "", Form.PLAIN, if_absent=True, expected="")),
     (
         "created over what was removed",
-        {"if_absent": True, "is_in_place": False},
+        {"if_absent": True, "etag_in_place": ""},
         PublishPlan("p/f", "", Form.PLAIN, expected=""),
     ),
     (
         "new, and what was removed waits for its deletion",
-        {"is_in_place": False, "superseded_etag": "e"},
+        {"etag_in_place": "", "superseded_etag": "e"},
         PublishPlan("p/f", "", Form.PLAIN, expected="e"),
     ),
     (
         "that was deleted meanwhile",
-        {"is_in_place": False, "superseded_etag": "e", "etag_there": ""},
+        {"etag_in_place": "", "superseded_etag": "e", "etag_there": ""},
         PublishPlan("p/f", "", Form.PLAIN, expected=""),
     ),
     ("nothing known at the key", NOTHING, PublishPlan("p/f", "", Form.PLAIN, expected="")),
@@ -74,11 +82,11 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
         {**NOTHING, "etag_there": "f", "is_key_taken": True, "is_alone": True},
         PublishPlan(HIDDEN, "p/f", Form.PLAIN),
     ),
-    ("journaled", {"is_key_journaled": True}, PublishPlan("p/f", "", Form.PLAIN, commits_first=True)),
+    ("journaled", {"is_key_journaled": True}, PublishPlan("p/f", "", Form.PLAIN, commits_first=True, expected="r")),
     (
         "journaled, in a pack",
         {"is_key_journaled": True, "policy": ALWAYS},
-        PublishPlan("p/f", "", Form.PACK),
+        PublishPlan("p/f", "", Form.PACK, expected="r"),
     ),
 ]
 
@@ -86,7 +94,7 @@ CASES: list[tuple[str, dict[str, Any], PublishPlan]] = [
 @pytest.mark.parametrize(("facts", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_plan_publish_of_each_case_is_the_same_twice(facts: dict[str, Any], expected: PublishPlan) -> None:
     version = VersionFacts(
-        **{"path": "p/f", "draft_id": "id", "size": 10, "policy": AUTO, "own_etag": "e", "is_in_place": True, **facts}
+        **{"path": "p/f", "draft_id": "id", "size": 10, "policy": AUTO, "own_etag": "e", "etag_in_place": "r", **facts}
     )
     assert plan_publish(version) == expected
     assert plan_publish(version) == expected

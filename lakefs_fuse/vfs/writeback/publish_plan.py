@@ -47,8 +47,8 @@ class VersionFacts(msgspec.Struct, frozen=True):
     """The name was created: nothing may be there."""
     own_etag: str = ""
     """Of the plain object that is known to lie at the file's own key, seen or hidden."""
-    is_in_place: bool = False
-    """The file was opened on the object at its own key."""
+    etag_in_place: str = ""
+    """Of the object at its own key on which the file was opened; empty where its bytes were elsewhere."""
     superseded_etag: str = ""
     """Of the object at the file's own key that this node is to delete."""
     etag_there: str | None = None
@@ -111,7 +111,7 @@ def _expected(facts: VersionFacts, key: str) -> str | None:
     if key != facts.path or facts.place_at_key:
         return None
     if facts.etag_there is None:
-        return None if facts.is_in_place else facts.superseded_etag
+        return facts.etag_in_place or facts.superseded_etag
     return facts.etag_there
 
 

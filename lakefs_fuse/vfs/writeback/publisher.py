@@ -195,7 +195,7 @@ class ObjectWriter:
                 and self._packer.are_others_closing(policy.threshold_bytes, self._storing_plain),
                 if_absent=target.if_absent,
                 own_etag=self._own_etag(file, target, removed),
-                is_in_place=bool(target.replaces),
+                etag_in_place="" if file.entry.place else target.replaces,
                 superseded_etag="" if removed is None else self._deletions.superseded_etag(path),
                 etag_there=there,
                 place=file.entry.place,
@@ -277,7 +277,8 @@ class ObjectWriter:
         is_named = has_tombstone or bool(row is not None and (row.stamp or row.flags & Flag.OVERRIDING))
         is_again = row is not None and row.is_plain and row.etag == meta.etag
         replaced = plan.expected or ""
-        if replaced and (key != path or replaced == meta.etag or self._tombstone(path).when_gone(replaced)):
+        is_known = replaced in (meta.etag, draft.target.replaces) or self._tombstone(path).when_gone(replaced) > 0
+        if key != path or is_known:
             replaced = ""
         commits = needs_commit(now, self._shown, key=key, path=path, is_named_by_commit=is_named)
         commits = commits or is_again or bool(replaced)
@@ -286,7 +287,7 @@ class ObjectWriter:
         if commits:  # journaled, so that it will be made even if this fails
             dated_s = self._date_again(meta, dated_s)
             self._enqueue_location(path, entry, key, is_again=is_again, dated_s=dated_s, replaced=replaced)
-            if key != path:
+            if key != path or replaced:  # or who replaces this next does not hear of what it has replaced
                 await self._committer.flush()
             row = self._ns.tree.entry(entry.inode)
             entry = row or entry
