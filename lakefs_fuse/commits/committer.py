@@ -11,7 +11,10 @@ What always holds:
 * *never twice*: after a PUT whose answer was lost, the store is asked for the commit before anything is sent again;
 * *overtaken*: a commit of another node that is newer wins here, too, whether it was polled before this node's PUT was
   answered or after;
-* *names first*: a commit removes names before the deletion queue deletes their objects.
+* *names first*: a commit removes names before the deletion queue deletes their objects;
+* *announced soon*: a plain object that no operation names (`announce_stored`) is in the next commit, ``delay_s`` later
+  at most, with others. Announcements are hints in memory: where that commit fails they are in a later one, and nobody
+  waits for them.
 
 Trio thread only. A crash before the PUT leaves the journal, which the next mount sends. A crash after it leaves a
 commit and the journal, with a row from before the PUT that says which changes the commit has: the next mount applies
@@ -23,6 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from itertools import islice
 from typing import Protocol
 
 import trio
@@ -45,7 +49,7 @@ from lakefs_fuse.commits.commit_log import CommitLog
 from lakefs_fuse.commits.future_commits import Redated, Redater, linked, still_newest
 from lakefs_fuse.commits.hybrid_clock import WINDOW_NS
 from lakefs_fuse.commits.objects.deletion_queue import DeletionQueue
-from lakefs_fuse.commits.record import ObjectRef, Put, Record, SetAttr
+from lakefs_fuse.commits.record import STORED_MAX, ObjectRef, Put, Record, SetAttr
 from lakefs_fuse.environment.failpoints import reached
 from lakefs_fuse.environment.threads import Threads
 from lakefs_fuse.errors import CacheError, DamagedCommit, LakeError, NotFound
@@ -62,6 +66,8 @@ NS = 1_000_000_000
 ASK_S_MAX = 5.0
 """HEAD of a commit whose PUT failed may take so long, before the error is raised."""
 LATE_NS = WINDOW_NS // 2
+ANNOUNCED_MAX = 1 << 16
+"""Objects that are not announced yet, some 10 MB; others find more of them when they list the directory."""
 PAUSE_S_FIRST, PAUSE_S_MAX = 0.5, 15.0
 logger = logging.getLogger(__name__)
 
@@ -111,7 +117,11 @@ class Committer:
         self._acknowledged = NothingAcknowledged() if acknowledged is None else acknowledged
         self._writer_before = ""
         """Who committed from this cache directory before."""
-        self._unsure: Unsure | None = None
+        self.unsure: Unsure | None = None
+        """A commit that failed, and is perhaps in the store: see `reconcile`."""
+        self._stored: dict[str, None] = {}
+        """Paths of plain objects that are not announced yet, the oldest first."""
+        self._has_stored = trio.Event()
         self.error: LakeError | None = None
         """Why the last attempt to send what is journaled failed."""
 
@@ -207,7 +217,7 @@ class Committer:
 
     def may_have(self, path: str) -> bool:
         """A commit that names the path may be in the store, and not in effect here."""
-        return self._unsure is not None and any(each.path == path for each in self._unsure.record.operations)
+        return self.unsure is not None and any(each.path == path for each in self.unsure.record.operations)
 
     def mentions(self, key: str) -> bool:
         """What is journaled, and not held, speaks of the object at ``key``: see `Change.mentions`."""
@@ -233,6 +243,12 @@ class Committer:
             self.enqueue(Change(doomed=[doomed]))
         else:
             self._deletions.schedule(doomed)
+
+    def announce_stored(self, path: str) -> None:
+        """This node has stored the plain object at a path, which no commit names: other nodes learn that it is new."""
+        if len(self._stored) < ANNOUNCED_MAX:
+            self._stored[path] = None
+            self._has_stored.set()
 
     def _supersede(self, batch: Batch, paths: set[str], passed: Iterable[int], time: int = 0) -> None:
         """Others are sent ahead of these changes, which shall not say later where the same files were. With ``time``,
@@ -301,11 +317,34 @@ class Committer:
                 logger.exception("committing")
                 await trio.sleep(PAUSE_S_MAX)
 
+    async def run_announcements(self) -> None:
+        """Announce what was stored, once in ``delay_s``, for as long as the mount lives, unless a commit does before.
+        Trouble is no news: others see these objects all the same, only later."""
+        backoff = Backoff(PAUSE_S_FIRST, PAUSE_S_MAX)
+        while True:
+            await self._has_stored.wait()
+            await trio.sleep(self._delay_s)
+            self._has_stored = trio.Event()
+            try:
+                await self.flush_announcements()
+                backoff.reset()
+            except LakeError as error:
+                logger.debug("%d stored objects are not announced yet: %s", len(self._stored), error)
+                self._has_stored.set()
+                await trio.sleep(backoff.next_s())
+            except Exception:
+                logger.exception("announcing")
+
     async def flush(self) -> None:
         """Everything journaled before the call, and not held, is in the store when this returns. Raises LakeError."""
         await self.reconcile()
         wanted = self.journal.newest
         while next(iter(self._sendable()), wanted + 1) <= wanted:
+            await self._commit(None, ())
+
+    async def flush_announcements(self) -> None:
+        """What was stored before the call is announced when this returns. Raises LakeError."""
+        for _ in range(0, len(self._stored), STORED_MAX):
             await self._commit(None, ())
 
     # -- commits
@@ -344,7 +383,9 @@ class Committer:
     async def _send(self, change: Change | None, members: Sequence[Member], told: BeforeSending | None) -> Committed:
         journaled = self._sendable()
         changes = [*journaled.values(), *([change] if change is not None else [])]
-        if not any(each.operations for each in changes):
+        stored = list(islice(self._stored, STORED_MAX))
+        has_operations = any(each.operations for each in changes)
+        if not stored and not has_operations:
             self._drop(journaled, self._clock.now())
             self.journal.end_sending()
             return Committed(ObjectRef(), b"")
@@ -358,7 +399,7 @@ class Committer:
 
         def make_record(offsets: Sequence[int]) -> Record:
             places.extend(offsets)
-            records.append(merged(changes, self.writer, time, offsets))
+            records.append(replace(merged(changes, self.writer, time, offsets), stored=stored))
             return records[0]
 
         body = await self._log.build(members, make_record)
@@ -373,29 +414,39 @@ class Committer:
             self.journal.begin_sending(sending)
             await self._threads.run(self._db.sync)  # or a power cut leaves a commit that nobody knows
         reached("commit.noted")
-        meta = await self._put(time, body, Unsure(records[0], doomed))
+        for path in stored:  # one that is stored again from here on is in the next commit, too
+            del self._stored[path]
+        try:
+            meta = await self._put(time, body, Unsure(records[0], doomed) if has_operations else None)
+        except BaseException:
+            self._stored = dict.fromkeys(stored) | self._stored
+            raise
         reached("commit.sent")
         self._metrics.count_commit(len(records[0].operations))
         this = ObjectRef(key, meta.etag, len(body))
         self._record_commit(sending, journaled, doomed, records[0], this)
         if self._clock.wall_ns() - time > LATE_NS:
-            await self._repeat_commit(records[0], this)
+            self._stored = dict.fromkeys(stored) | self._stored
+            await self._repeat_commit(replace(records[0], stored=[]), this)
         return Committed(this, body, places)
 
-    async def _put(self, time: int, body: bytes, unsure: Unsure) -> ObjectMeta:
-        """Where the PUT fails, the store is asked whether it was made all the same. Raises LakeError."""
+    async def _put(self, time: int, body: bytes, unsure: Unsure | None) -> ObjectMeta:
+        """Where the PUT fails, the store is asked whether it was made all the same, unless it has no operations
+        (``unsure`` None). Raises LakeError."""
         try:
             return await self._log.put(time, body)
         except LakeError:
             self._metrics.failures += 1
-            self._unsure = unsure
+            if unsure is None:
+                raise
+            self.unsure = unsure
             with trio.move_on_after(ASK_S_MAX):
                 try:
                     meta = await self._log.head(self._log.key(time))
-                    self._unsure = None
+                    self.unsure = None
                     return meta
                 except NotFound:
-                    self._unsure = None
+                    self.unsure = None
                 except LakeError:
                     pass
             raise
@@ -405,26 +456,26 @@ class Committer:
 
     async def reconcile(self) -> None:
         """No commit that failed is in the store without being in effect here. Raises LakeError."""
-        if self._unsure is not None:
+        if self.unsure is not None:
             async with self._lock:
                 await self._reconcile_sending()
                 await self._reconcile_unsure()
 
     async def _reconcile_unsure(self) -> None:
         """An earlier commit failed, and the store did not say whether it has it: what comes next builds on that."""
-        if self._unsure is None:
+        if self.unsure is None:
             return
-        record = self._unsure.record
+        record = self.unsure.record
         try:
             meta = await self._log.head(self._log.key(record.time))
         except NotFound:
-            self._unsure = None
+            self.unsure = None
             return
         if not self._applier.commits.is_applied(record.time, self.writer):
             self._applier.apply(record, ObjectRef(meta.key, meta.etag, meta.size))
-        for doomed in self._unsure.doomed:
+        for doomed in self.unsure.doomed:
             self._deletions.schedule(doomed)
-        self._unsure = None
+        self.unsure = None
 
     async def _repeat_commit(self, record: Record, this: ObjectRef) -> None:
         """The PUT took so long that polls may be past the commit's time: another one repeats its operations, but for

@@ -29,6 +29,8 @@ FORMATS = (1, 2)
 """Records that this program reads. They differ in the number only, which programs older than the lake record refuse."""
 SIZE_MAX = 1 << 60
 OPERATIONS_MAX = 20_000_000
+STORED_MAX = 1024
+"""Paths of `Record.stored`: a reader takes them up between two awaits, in some 20 ms."""
 LAZY_BYTES_MIN = 1 << 20
 """Records from this size on keep their operations as bytes."""
 KEY_BYTES_MAX = 1024
@@ -215,7 +217,8 @@ _OPERATION: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operati
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     """``time`` as in the commit's name. ``moves`` are pairs of paths that a rename moved: the operations say all that
-    changed, the pairs only say that a directory or file kept its identity (an exchange has two pairs)."""
+    changed, the pairs only say that a directory or file kept its identity (an exchange has two pairs). ``stored`` are
+    paths where the writer has stored plain objects that no operation names: a hint to ask the store for them."""
 
     format: int = 1
     writer: str
@@ -223,6 +226,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     objects: list[ObjectRef] = msgspec.field(default_factory=lambda: [ObjectRef()])
     moves: list[tuple[str, str]] = []
     operations: Sequence[Operation] = []
+    stored: list[str] = []
 
 
 class _Outline(Record, frozen=True, kw_only=True):
@@ -313,6 +317,10 @@ def check(record: Record) -> None:
     for pair in record.moves:
         for path in pair:
             check_path(path)
+    if len(record.stored) > STORED_MAX:
+        raise DamagedCommit(f"{len(record.stored)} stored objects")
+    for path in record.stored:
+        check_path(path)
     for operation in record.operations:
         _check_operation(operation, record.objects)
 

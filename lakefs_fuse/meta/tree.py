@@ -476,6 +476,12 @@ class Tree:
         self._count_hidden(listing, 1)
         batch.rows[schema.LISTING + NUMBER.pack(directory)] = _LISTING.pack(*msgspec.structs.astuple(listing))
 
+    def date_listing(self, batch: Batch, directory: int, at_ns: int) -> None:
+        """The listing of a directory counts from another time on, if there is one."""
+        listing = self.listing(directory)
+        if listing is not None:
+            self.set_listing(batch, directory, msgspec.structs.replace(listing, at_ns=at_ns))
+
     def forget_listing(self, batch: Batch, directory: int) -> None:
         self.drop_mirror(directory)
         for listener in self._events.listing_dropped:

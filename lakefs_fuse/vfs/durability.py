@@ -57,8 +57,9 @@ class Durability:
 
     async def make_durable(self, path: str = "") -> None:
         """Publish every file at or below ``path`` (relative to the root) that is not durable. Raises LakeError for
-        the first that cannot be; the others are published all the same. Of the whole lake, objects whose names are gone
-        are deleted if that does not take long: they are hidden, and the next mount goes on with them."""
+        the first that cannot be; the others are published all the same. Of the whole lake, other nodes are told of what
+        was stored, and objects whose names are gone are deleted, if that does not take long: they are hidden, and the
+        next mount goes on with them."""
         self.request_names()
         failed: LakeError | None = None
         below = path.strip("/")
@@ -81,6 +82,7 @@ class Durability:
         if failed is None:
             await self.sync_names()
         if failed is None and not below and not self._config.read_only:
+            await self._names.announce()
             await self._deletions.hasten(DELETION_S_MAX)
         if failed is not None:
             raise failed

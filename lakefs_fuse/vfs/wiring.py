@@ -361,5 +361,6 @@ class Assembly:
         if not self._ground.config.read_only:
             nursery.start_soon(self._scheduler.run)
             nursery.start_soon(self._commits.committer.run)
+            nursery.start_soon(self._commits.committer.run_announcements)
             nursery.start_soon(self._commits.log.run)
             nursery.start_soon(self._commits.deletions.run, self.poller.heard)

@@ -85,6 +85,39 @@ async def test_sent_by_itself_after_the_delay(tmp_path: Path) -> None:
             nursery.cancel_scope.cancel()
 
 
+async def test_objects_stored_within_the_delay_are_announced_in_one_commit(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a", delay_s=0.2) as a, site.daemon("b") as b:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(a.committer.run_announcements)
+            for number in range(1000):
+                a.committer.announce_stored(f"d/{number}")
+            await until(lambda: len(site.commits()) == 1)
+            await trio.sleep(0.5)
+            assert (len(site.commits()), a.committer.journal.operations) == (1, 0)
+            nursery.cancel_scope.cancel()
+        records = [await b.log.fetch(await b.log.head(key)) for key in site.commits()]
+        assert [(len(each.stored), len(each.operations)) for each in records] == [(1000, 0)]
+        assert await b.poller.poll() == 1
+
+
+async def test_object_stored_again_while_it_is_announced_is_announced_again(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    with site.daemon("a") as a:
+        a.committer.announce_stored("f")
+
+        def store_again(request: Request, when: When) -> None:
+            if is_put(request) and when == "after":
+                site.store.hook = lambda _request, _when: None
+                trio.from_thread.run_sync(a.committer.announce_stored, "f")
+
+        site.store.hook = store_again
+        await a.committer.flush_announcements()
+        await a.committer.flush_announcements()
+        await a.committer.flush_announcements()
+        assert len(site.commits()) == 2
+
+
 async def test_a_commit_that_failed_happened_nowhere(tmp_path: Path) -> None:
     site = Site(tmp_path)
     with site.daemon("a") as a:

@@ -304,6 +304,26 @@ def test_more_operations_than_there_may_be(monkeypatch: pytest.MonkeyPatch) -> N
     refused(record_of(*[Remove("a")] * 4))
 
 
+def test_stored_objects_are_checked_as_other_paths_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rec, "STORED_MAX", 2)
+    kept = msgspec.structs.replace(record_of(), stored=["a", "b/c"])
+    assert decode(encode(kept)).stored == ["a", "b/c"]
+    for stored in (["a", "b", "c"], [""], ["a/../b"], ["/a"], [".lakefs/commits/x"], ["a\0"], ["a" * 256]):
+        refused(msgspec.structs.replace(record_of(), stored=stored))
+
+
+def test_stored_objects_are_ignored_by_a_program_that_does_not_know_them() -> None:
+    class Before(msgspec.Struct):
+        """The fields of a record as they were."""
+
+        writer: str
+        time: int
+        operations: list[msgspec.Raw]
+
+    raw = encode(msgspec.structs.replace(record_of(Remove("a")), stored=["a"]))
+    assert len(msgspec.msgpack.decode(raw, type=Before).operations) == 1
+
+
 def test_large_record_takes_little_more_memory_than_its_bytes() -> None:
     """In a process of its own, whose peak is nothing else's."""
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True, timeout=120)

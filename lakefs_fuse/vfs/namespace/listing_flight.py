@@ -30,6 +30,8 @@ class Flight:
     """A LIST for several directories that began before says too little."""
     done: trio.Event = field(default_factory=trio.Event)
     touched: set[bytes] = field(default_factory=set)
+    announced: set[bytes] = field(default_factory=set)
+    """Names that other nodes have stored since, in the directory or somewhere below: this LIST may not know of that."""
     is_stale: bool = False
     """The directory is to be listed again since: of names that were changed here this LIST tells nothing."""
     is_dated_back: bool = False

@@ -5,7 +5,8 @@ it is listed again, once, whoever asks. A name in a directory that was never lis
 itself; with the second the directory's first page is fetched besides, which will do where it is the only one, and after
 a few such questions the directory is listed in the background. Times of listings are wall clock and survive a restart;
 a time in the future counts as long ago. While the store is away, what was listed before counts on. The first listing of
-a directory can be read while it goes on (`listing_flight`).
+a directory can be read while it goes on (`listing_flight`). Of a name that another node announces the store is asked
+again, when it is needed (`outdated_names`).
 
 Changes this node makes go through `changing`, so that a LIST which began before them cannot undo them. All code between
 two awaits is atomic; trio thread only.
@@ -17,13 +18,14 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import msgspec
 import trio
 
 from lakefs_fuse.commits.idleness import Idleness
+from lakefs_fuse.commits.record import Record
 from lakefs_fuse.config import MountConfig
 from lakefs_fuse.environment.clock import Clock
 from lakefs_fuse.errors import AccessDenied, CacheError, FileError, LakeError, NotFound, Unavailable
@@ -33,7 +35,7 @@ from lakefs_fuse.meta.tree import Listing, Tree
 from lakefs_fuse.metrics import NamespaceMetrics
 from lakefs_fuse.product import PLACEHOLDER
 from lakefs_fuse.store.client import StoreClient, is_copy
-from lakefs_fuse.store.parallel_list import ParallelList
+from lakefs_fuse.store.parallel_list import KEYS_MAX, ParallelList
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.sync.nursery import for_each
 from lakefs_fuse.vfs.files.file_table import FileTable
@@ -50,6 +52,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_page
+from lakefs_fuse.vfs.namespace.outdated_names import OutdatedNames
 from lakefs_fuse.vfs.namespace.subtree_listing import FlatListing, Place, SubtreeListings
 
 NS = 1_000_000_000
@@ -106,6 +109,9 @@ class Namespace:
         self._asked: dict[int, set[bytes]] = {}
         self._background: dict[int, Flight] = {}
         self._failing = False
+        self._outdated = OutdatedNames(tree)
+        self.events.listing_dropped.append(self._outdated.forget)
+        self.events.commit_applied.append(self._take_announcements)
         self._subtrees = SubtreeListings(client, self._clock_ns, self._ttl_ns, self.events.unlisted_keys)
         self._source_prefix_bytes = len(config.store.source.prefix.encode())
         self._told_of_long = False
@@ -192,14 +198,19 @@ class Namespace:
     def fresh_s(self, directory: int) -> float:
         """How long the last listing of a directory still counts, in seconds; 0 where it has to be asked again."""
         listing = self.tree.listing(directory)
-        if listing is None:
-            return 0.0
-        age_ns = self._clock_ns() - listing.at_ns
+        return 0.0 if listing is None else self._since_fresh_s(listing.at_ns)
+
+    def _since_fresh_s(self, at_ns: int) -> float:
+        """How long what was asked at a time still counts."""
+        age_ns = self._clock_ns() - at_ns
         return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
 
     def answer_fresh_s(self, directory: int, name: bytes) -> float:
         """For how many seconds what is known of a name counts, by a listing or because it was asked for by itself."""
-        return max(self.fresh_s(directory), self._answer_fresh_s(directory, name))
+        listing, listed_ns = self.tree.listing(directory), 0
+        if listing is not None:
+            listed_ns = listing.at_ns or self._outdated.listed_ns(directory, name)
+        return max(self._since_fresh_s(listed_ns), self._answer_fresh_s(directory, name))
 
     def listing_fresh_s(self, directory: int) -> float:
         """As `fresh_s`, of what is read of a directory now: its first listing, while it goes on, included."""
@@ -207,12 +218,11 @@ class Namespace:
         return self._flight_fresh_s(flight) if flight is not None and flight.is_readable else self.fresh_s(directory)
 
     def _flight_fresh_s(self, flight: Flight) -> float:
-        age_ns = self._clock_ns() - flight.began_ns
-        return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
+        return self._since_fresh_s(flight.began_ns)
 
     def _answer_fresh_s(self, directory: int, name: bytes) -> float:
-        age_ns = self._clock_ns() - self._answers.get((directory, name), -self._ttl_ns)
-        return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
+        asked_ns = self._answers.get((directory, name))
+        return 0.0 if asked_ns is None else self._since_fresh_s(asked_ns)
 
     # -- asking
 
@@ -230,18 +240,24 @@ class Namespace:
                 return entry, self._ttl_ns / NS
             fresh_s = self.answer_fresh_s(directory, name)
             flight = self._flights.get(directory)
-            if flight is not None and entry is not None and flight.brought(entry.cookie):
+            if (
+                flight is not None
+                and entry is not None
+                and flight.brought(entry.cookie)
+                and name not in flight.announced
+            ):
                 fresh_s = max(fresh_s, self._flight_fresh_s(flight))
             if fresh_s > 0 and not (entry is not None and entry.is_local):
                 return entry, fresh_s
             listing = self.tree.listing(directory)
-            if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
-                await self._list_again(directory)
-                return self.tree.child(directory, name), self.fresh_s(directory)
-            if flight is None and not self._client.is_away and self._subtrees.is_shared(self._place(directory)):
-                await self.list_directory(directory, within_ttl=True)
-                return self.tree.child(directory, name), self.fresh_s(directory)
-            self._consider_background_listing(directory, name)
+            if listing is None or not self._are_few_outdated(directory, listing):
+                if listing is not None and listing.entries <= RELIST_ENTRIES_MAX:
+                    await self._list_again(directory)
+                    return self.tree.child(directory, name), self.answer_fresh_s(directory, name)
+                if flight is None and not self._client.is_away and self._subtrees.is_shared(self._place(directory)):
+                    await self.list_directory(directory, within_ttl=True)
+                    return self.tree.child(directory, name), self.answer_fresh_s(directory, name)
+                self._consider_background_listing(directory, name)
         if not self._counts_on(directory):
             try:
                 await self._ask_for_name(directory, name, component)
@@ -283,14 +299,34 @@ class Namespace:
 
     async def _list_again(self, directory: int) -> None:
         """A directory that was listed before is listed again when this returns, or the store is away."""
-        if self._counts_on(directory):
-            return
-        flight = self._listing(directory)
-        while not flight.done.is_set() and not self._client.is_away:
-            with trio.move_on_after(AWAY_CHECK_S):
-                await flight.done.wait()
-        if flight.error is not None and not isinstance(flight.error, AWAY):
-            raise flight.error
+        announced = self._flights[directory].announced if directory in self._flights else ()
+        for _ in range(2 if announced else 1):  # the LIST under way began before what was announced by now
+            if self._counts_on(directory):
+                return
+            flight = self._listing(directory)
+            while not flight.done.is_set() and not self._client.is_away:
+                with trio.move_on_after(AWAY_CHECK_S):
+                    await flight.done.wait()
+            if flight.error is not None and not isinstance(flight.error, AWAY):
+                raise flight.error
+
+    def _are_few_outdated(self, directory: int, listing: Listing) -> bool:
+        """To ask for each outdated name takes no more requests than a LIST of the directory, which is not due yet."""
+        names, listed_ns = self._outdated.of(directory)
+        return 0 < len(names) <= max(1, listing.entries // KEYS_MAX) and self._since_fresh_s(listed_ns) > 0
+
+    async def _update_listing(self, directory: int) -> None:
+        """As `_list_again`, by as few requests as that takes."""
+        listing = self.tree.listing(directory)
+        if listing is None or not self._are_few_outdated(directory, listing):
+            await self._list_again(directory)
+        elif not self._counts_on(directory):
+            names, _ = self._outdated.of(directory)
+            with suppress(*AWAY):
+                await for_each([*names], partial(self._ask_for, directory), min(HEADS_AT_ONCE, len(names)))
+
+    async def _ask_for(self, directory: int, name: bytes) -> None:
+        await self._ask_for_name(directory, name, name.decode())
 
     def list_soon(self, directory: int) -> None:
         """List a directory in the background, unless too many are."""
@@ -369,7 +405,9 @@ class Namespace:
             await self._ask_for_name(directory, name, component)
             return
         await self._look_below_ghosts(merge, directory, prefix)
-        self._remember_answer(directory, name, asked_ns)
+        if name not in flight.announced:
+            self._remember_answer(directory, name, asked_ns)
+            self._outdated.discard(directory, name)
 
     async def _head_if_missing(self, found: list[Found], name: bytes, key: str) -> list[Found]:
         if any(item.meta is not None for item in found):
@@ -394,7 +432,7 @@ class Namespace:
         if strictly or self.tree.listing(directory) is None:
             await self.list_directory(directory, within_ttl=True)
         else:
-            await self._list_again(directory)
+            await self._update_listing(directory)
         return self.fresh_s(directory)
 
     async def begin_reading(self, directory: int) -> None:
@@ -402,7 +440,7 @@ class Namespace:
         if self.fresh_s(directory) > 0:
             return
         if self.tree.listing(directory) is not None:
-            await self._list_again(directory)
+            await self._update_listing(directory)
             return
         flight = self._listing(directory)
         while not flight.done.is_set() and not flight.is_readable:
@@ -499,6 +537,8 @@ class Namespace:
             if self._is_moved(directory, prefix):
                 return False
         merge.complete()
+        self._outdated.forget(directory)
+        self._outdated.add(directory, *flight.announced)
         if flight.is_stale:
             batch = Batch()
             self.tree.forget_listing(batch, directory)
@@ -600,6 +640,38 @@ class Namespace:
             if at is None:
                 break
             directory, name = at.parent, at.name
+
+    def _take_announcements(self, record: Record) -> None:
+        """Another node has stored plain objects that no operation of its commit names."""
+        places: dict[bytes, tuple[int, bytes]] = {}
+        for path in record.stored:
+            above, _, last = path.encode().rpartition(b"/")
+            if above not in places:
+                places[above] = self._nearest(above)
+            directory, name = places[above]
+            name = name or last
+            self._answers.pop((directory, name), None)
+            if self._subtrees.flat_listings:
+                self._subtrees.name_changed(directory, name, self._directories_above)
+            self._outdated.add(directory, name)
+            self.announce_name(directory, name)
+            while self._watched:
+                for flight in self._watched.get(directory, ()):
+                    flight.announced.add(name)
+                at = self.tree.entry(directory) if directory != ROOT_INODE else None
+                if at is None:
+                    break
+                directory, name = at.parent, at.name
+
+    def _nearest(self, path: bytes) -> tuple[int, bytes]:
+        """The deepest known directory on a path, and the name in it that leads on; none where that is the path's."""
+        directory = ROOT_INODE
+        for name in path.split(b"/") if path else ():
+            entry = self.tree.named(directory, name + b"/")
+            if entry is None:
+                return directory, name
+            directory = entry.inode
+        return directory, b""
 
     def _directories_above(self, directory: int) -> Iterator[int]:
         while directory != ROOT_INODE and (entry := self.tree.entry(directory)) is not None:

@@ -8,6 +8,7 @@ read is refused before it is journaled. A crash leaves the committer's journal. 
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 
 import msgspec
 
@@ -15,7 +16,7 @@ from lakefs_fuse.commits.change import Change
 from lakefs_fuse.commits.committer import Committer
 from lakefs_fuse.commits.record import Mkdir, SetAttr
 from lakefs_fuse.environment.clock import Clock
-from lakefs_fuse.errors import FileError
+from lakefs_fuse.errors import FileError, LakeError
 from lakefs_fuse.meta.database import Batch
 from lakefs_fuse.meta.entry import ROOT_INODE, Entry, Flag
 from lakefs_fuse.meta.rows import Deletion
@@ -65,6 +66,12 @@ class NameChanges:
         while self._committer.held_until:
             await self._writeback.drain(list(self._writeback.items))
         await self._committer.flush()
+
+    async def announce(self) -> None:
+        """Other nodes are told of plain objects stored before, unless the store does not take that now: then they see
+        these when they list the directories."""
+        with suppress(LakeError):
+            await self._committer.flush_announcements()
 
     # -- what a change of one name needs beside it
 

@@ -11,6 +11,7 @@ compares with what the store has. Trio thread only.
 A plain object lies at the file's own path wherever that key is free. It is not where a name that was renamed away still
 has its bytes there, and where the upload began before the file itself was renamed; then a commit says which object the
 name means. A name that commits speak of is committed again, and so is one whose attributes a listing would not show.
+Any other plain object is announced with the next commit.
 """
 
 from __future__ import annotations
@@ -149,7 +150,8 @@ class ObjectWriter:
 
         Raises LakeError; then nothing is lost, and it can be tried again.
         """
-        await self._committer.reconcile()  # or these bytes may hit what a rename that seemed to fail has taken away
+        if self._committer.unsure is not None:  # these bytes may hit what a rename that seemed to fail has taken away
+            await self._committer.reconcile()
         before = self._ns.tree.objects.get(file.entry.place) if file.entry.place else None
         policy = self._rules.pack_for(file.key)
         plan, removed = await self._plan(file, draft, policy, alone=alone)
@@ -291,6 +293,8 @@ class ObjectWriter:
                 await self._committer.flush()
             row = self._ns.tree.entry(entry.inode)
             entry = row or entry
+        elif key == path and not published.is_superseded:
+            self._committer.announce_stored(path)
         is_removed = row is not None and (has_tombstone or commits) and self._ns.is_removed(entry)
         extent = Extent(Version(key, meta.etag, meta.size), 0, meta.size)
         needs_sync = commits and is_named
@@ -396,8 +400,9 @@ class ObjectWriter:
         flags = entry.flags & ~(Flag.XATTRS | Flag.MTIME_KEPT)
         bare = msgspec.structs.replace(entry, flags=flags)
         commits = needs_commit(bare, self._shown, key=meta.key, path=path, is_named_by_commit=is_named)
-        if not commits and entry.mtime_ns == meta.mtime_ns:
-            return  # as every listing shows
+        if not commits and entry.mtime_ns == meta.mtime_ns:  # as every listing shows
+            self._committer.announce_stored(path)
+            return
         is_again = there is not None and there.stamp > 0 and there.is_plain and there.etag == meta.etag
         self._enqueue_location(path, entry, meta.key, is_again=is_again, dated_s=dated_s)
 

@@ -1,0 +1,84 @@
+"""Names that other nodes announced since their directory was listed: the store is to be asked for these again.
+
+What always holds (*an outdated listing says so*): the row of the listing of a directory with outdated names is dated 0,
+so that a daemon that starts lists the directory again; what is kept here is how old the listing is for other names.
+Once each outdated name was asked for by itself the row has its date again. Names of directories that were never listed
+are not kept, as nothing is believed of them.
+
+Trio thread only; what is here changes between two awaits. A crash leaves the rows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from lakefs_fuse.meta.database import Batch
+from lakefs_fuse.meta.tree import Tree
+
+DIRECTORIES_MAX = 4096
+NAMES_MAX = 1024
+"""Of each; of a directory with more, and of those announced longest ago, all names are outdated."""
+
+
+@dataclass(slots=True)
+class _Outdated:
+    """The names of one directory, which was last listed at ``listed_ns``."""
+
+    listed_ns: int
+    names: set[bytes] = field(default_factory=set)
+
+
+class OutdatedNames:
+    """See the module's head."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+        self._directories: OrderedDict[int, _Outdated] = OrderedDict()
+
+    def of(self, directory: int) -> tuple[Collection[bytes], int]:
+        """The outdated names of a directory, and when it was listed; none where all of it is outdated."""
+        outdated = self._directories.get(directory)
+        return ((), 0) if outdated is None else (outdated.names, outdated.listed_ns)
+
+    def listed_ns(self, directory: int, name: bytes) -> int:
+        """When an outdated directory was listed; 0 for a name that is outdated."""
+        names, listed_ns = self.of(directory)
+        return 0 if name in names else listed_ns
+
+    def add(self, directory: int, *names: bytes) -> None:
+        """Another node has stored these. Raises CacheError."""
+        if not names or (listing := self._tree.listing(directory)) is None:
+            return
+        outdated = self._directories.get(directory)
+        if outdated is None:
+            if not listing.at_ns:
+                return
+            outdated = self._directories[directory] = _Outdated(listing.at_ns)
+            self._date(directory, 0)
+        outdated.names.update(names)
+        if len(outdated.names) > NAMES_MAX:
+            del self._directories[directory]
+        elif len(self._directories) > DIRECTORIES_MAX:
+            self._directories.popitem(last=False)
+
+    def discard(self, directory: int, name: bytes) -> None:
+        """The store was asked for a name since it was announced. Raises CacheError."""
+        outdated = self._directories.get(directory)
+        if outdated is None or name not in outdated.names:
+            return
+        outdated.names.discard(name)
+        if not outdated.names:
+            del self._directories[directory]
+            self._date(directory, outdated.listed_ns)
+
+    def forget(self, directory: int) -> None:
+        """A directory was listed again, or is to be."""
+        self._directories.pop(directory, None)
+
+    def _date(self, directory: int, at_ns: int) -> None:
+        self._tree.drop_mirror(directory)
+        batch = Batch()
+        self._tree.date_listing(batch, directory, at_ns)
+        self._tree.database.commit(batch)

@@ -1,0 +1,63 @@
+"""Plain objects of one mount, seen through another whose listings count for an hour."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.mount.conftest import LakeMaker
+from tests.mount.lakes import Lake, eventually
+from tests.mount.test_commits import another
+
+REFRESH_S = 1.0
+OPTIONS = ("--refresh", f"{REFRESH_S:g}", "--metadata-ttl", "1h", "--pack", "never")
+SEEN_S_MAX = REFRESH_S + 2.0
+SLOW_MACHINE_S = 5.0
+
+
+@pytest.fixture
+def nodes(make_lake: LakeMaker, tmp_path: Path) -> Iterator[tuple[Lake, Lake]]:
+    lake = make_lake("file", *OPTIONS).mount()
+    with another(lake, tmp_path) as other:
+        yield lake, other
+
+
+def test_plain_file_of_another_mount_is_seen_within_refresh_and_two_seconds(nodes: tuple[Lake, Lake]) -> None:
+    lake, other = nodes
+    (other.path / "runs").mkdir()
+    eventually((lake.path / "runs").exists, "the directory is there")
+    assert os.listdir(lake.path / "runs") == []
+    seen_s: list[float] = []
+    for number in range(3):
+        path = lake.path / f"runs/{number}"
+        assert not path.exists(), "the kernel remembers that"
+        (other.path / f"runs/{number}").write_bytes(b"weights")
+        began_s = time.monotonic()
+        eventually(path.exists, "the file is seen")
+        seen_s.append(time.monotonic() - began_s)
+        assert path.read_bytes() == b"weights"
+        assert sorted(os.listdir(lake.path / "runs")) == [str(each) for each in range(number + 1)]
+    assert min(seen_s) < SEEN_S_MAX
+    assert max(seen_s) < SEEN_S_MAX + SLOW_MACHINE_S
+    assert (lake.path / "runs/0").read_bytes() == b"weights"
+    (other.path / "runs/0").write_bytes(b"other weights")
+    eventually(lambda: (lake.path / "runs/0").read_bytes() == b"other weights", "the new version is read")
+    assert other.plain().keys() == {"runs/0", "runs/1", "runs/2"}
+
+
+def test_thousand_files_closed_one_after_the_other_are_announced_once_a_second(nodes: tuple[Lake, Lake]) -> None:
+    _, other = nodes
+    before, began_s = other.number("commits.written"), time.monotonic()
+    for number in range(1000):
+        (other.path / f"{number}").write_bytes(b"x")
+    took_s = time.monotonic() - began_s
+    eventually(lambda: other.number("commits.written") > before, "they are announced")
+    time.sleep(2.0)
+    written = other.number("commits.written")
+    assert written - before <= took_s + 2
+    time.sleep(2.5)
+    assert other.number("commits.written") == written, "an idle mount writes nothing"

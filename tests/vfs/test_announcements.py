@@ -1,0 +1,267 @@
+"""Plain objects that one node stores and another sees: what is announced, and how little that costs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import trio
+
+from lakefs_fuse.commits.archive import locate, parse_commit_key, read_record
+from lakefs_fuse.commits.record import COMMITS, STORED_MAX
+from lakefs_fuse.errors import Unavailable
+from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.vfs.namespace import outdated_names
+from tests.memory_store import Failures, MemoryStore, Pause
+from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
+
+
+def commits_of(store: MemoryStore) -> list[str]:
+    return sorted(key for key in store.objects if key.startswith(COMMITS) and key.endswith(".zip"))
+
+
+def stored_in(store: MemoryStore) -> list[list[str]]:
+    """What each commit announces."""
+    found = []
+    for key in commits_of(store):
+        data, named = store.data(key), parse_commit_key(key)
+        assert named is not None
+        where = locate(data, len(data))
+        found.append(read_record(memoryview(data)[where.offset :][: where.length], where, *named).stored)
+    return found
+
+
+def asked_since(store: MemoryStore, since: int) -> list[str]:
+    """Keys or prefixes of requests since so many, polls left out."""
+    return [each.key for each in store.requests[since:] if not each.key.startswith(RESERVED_PREFIX)]
+
+
+async def announce(one: Lake, *others: Lake) -> None:
+    """What a node has stored reaches others with its next commit."""
+    await one.parts.committer.flush_announcements()
+    for other in others:
+        await other.poll()
+
+
+async def test_object_of_another_node_is_seen_after_a_poll_for_one_small_request(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for number in range(5):
+        store.give(f"d/{number}", b"x")
+    async with two_lakes(store, tmp_path) as (one, two):
+        assert await two.names("d") == ["0", "1", "2", "3", "4"]
+        assert await two.lookup("d/new") is None
+        await one.write("d/new", b"new")
+        await announce(one, two)
+        assert stored_in(store) == [["d/new"]]
+        d = await two.found("d")
+        assert (d.inode, b"new") in two.changes, "the kernel forgets that there was none"
+        before = len(store.requests)
+        assert await two.lookup("d/3") is not None
+        assert asked_since(store, before) == []
+        assert await two.lookup("d/new") is not None
+        assert asked_since(store, before) == ["d/new"]
+        assert await two.names("d") == ["0", "1", "2", "3", "4", "new"]
+        assert asked_since(store, before) == ["d/new"], "nothing else is outdated"
+        assert await two.read("d/new") == b"new"
+
+
+async def test_name_in_a_large_directory_costs_no_listing(tmp_path: Path) -> None:
+    store = MemoryStore()
+    for number in range(2500):
+        store.give(f"d/{number:04}", b"x")
+    async with two_lakes(store, tmp_path) as (one, two):
+        assert len(await two.names("d")) == 2500
+        await one.write("d/1000x", b"new")
+        await one.write("d/0007", b"replaced")
+        await announce(one, two)
+        before = len(store.requests)
+        names = await two.names("d")
+        assert len(names) == 2501
+        assert sorted(asked_since(store, before)) == ["d/0007", "d/1000x"]
+        assert await two.read("d/0007") == b"replaced"
+
+
+async def test_many_objects_of_another_node_cost_one_listing(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never") as (one, two):
+        await one.mkdir("d")
+        await one.write("d/first", b"x")
+        await one.sync()
+        await announce(one, two)
+        assert await two.names("d") == ["first"]
+        before = len(commits_of(store))
+        for number in range(20):
+            await one.write(f"d/{number}", b"x")
+        await announce(one, two)
+        assert len(commits_of(store)) - before <= 2, "one, or two where a second passed meanwhile"
+        since = len(store.requests)
+        for number in range(20):
+            assert await two.lookup(f"d/{number}") is not None
+        assert len(asked_since(store, since)) == 1
+
+
+async def test_file_replaced_by_another_node_is_read_anew(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        await one.write("f", b"before")
+        assert await two.read("f") == b"before"
+        before = await two.found("f")
+        handle = await one.open("f", 2)
+        await one.fs.write(handle, 0, b"after!")
+        await one.close(handle)
+        assert await two.read("f") == b"before", "its listing counts"
+        await announce(one, two)
+        assert await two.read("f") == b"after!"
+        assert (await two.found("f")).inode != before.inode
+
+
+async def test_object_below_directories_that_are_not_known_is_found(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.give("a/x", b"x")
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        assert await two.names("a") == ["x"]
+        assert await two.lookup("a/b") is None
+        store.give("a/b/c/y", b"y")  # so that the first node needs no commit to write there
+        assert await one.lookup("a/b/c/y") is not None
+        await one.write("a/b/c/z", b"z")
+        await announce(one, two)
+        assert await two.read("a/b/c/z") == b"z"
+
+
+async def test_commit_with_operations_names_objects_stored_before(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        assert await two.names() == []
+        await one.write("shard", b"bytes")
+        await one.symlink("marker", "elsewhere")
+        await one.fs.sync_names()
+        assert stored_in(store) == [["shard"]]
+        await two.poll()
+        assert await two.names() == ["marker", "shard"], "who sees the marker sees what was stored before"
+
+
+async def test_what_commits_name_is_not_announced(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path, pack="always") as m:
+        await m.write("packed", b"packed")
+        await m.sync()
+        await m.parts.committer.flush_announcements()
+        assert stored_in(store) == [[]]
+    async with lake(store, tmp_path) as m:
+        await m.write("of its own", b"x")
+        await m.unlink("of its own")
+        await m.sync()
+        await m.write("of its own", b"again")  # hidden but for a commit that names it
+        await m.sync()
+        named = sum(len(names) for names in stored_in(store))
+        assert named <= 1, "the first version, at most"
+
+
+async def test_idle_mount_writes_nothing(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path) as m:
+        await m.write("f", b"x")
+        with trio.fail_after(10):
+            while stored_in(store) != [["f"]]:
+                await trio.sleep(0.05)
+        puts = store.count("put")
+        assert await m.read("f") == b"x"
+        await trio.sleep(1.5)
+        assert store.count("put") == puts
+
+
+async def test_announcement_that_fails_delays_nobody_and_is_repeated(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        assert await two.names() == []
+        store.hook = Failures(lambda each: each.key.startswith(COMMITS), Unavailable("no"), count=999)
+        await one.write("f", b"x")
+        with suppress(Unavailable):
+            await one.parts.committer.flush_announcements()
+        await one.write("g", b"x")
+        await one.fs.make_durable()
+        assert (stored_in(store), await two.names()) == ([], [])
+        store.hook = lambda _request, _when: None
+        await one.symlink("link", "to")
+        await one.fs.sync_names()
+        assert stored_in(store) == [["f", "g"]]
+        await two.poll()
+        assert await two.names() == ["f", "g", "link"]
+
+
+async def test_object_stored_while_another_node_lists_is_not_overlooked(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    store.give("d/x", b"x")
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        d = await two.found("d")
+        assert await two.names("d") == ["x"]
+        clock.advance(TTL_S + 1)
+        assert await one.names("d") == ["x"]
+        store.hook = pause = Pause(lambda each: each.what == "list" and each.key == "d/", when="after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.names, "d")
+            await trio.to_thread.run_sync(pause.reached.wait)
+            await one.write("d/y", b"y")
+            await announce(one, two)
+            pause.resume()
+        assert two.fs.namespace.fresh_s(d.inode) == 0
+        assert await two.lookup("d/y") is not None
+        assert await two.names("d") == ["x", "y"]
+
+
+async def test_flat_listing_from_before_an_announcement_does_not_answer(tmp_path: Path) -> None:
+    store, clock = MemoryStore(), Clock()
+    for key in ("a/x", "b/x", "c/x"):
+        store.give(key, b"x")
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        for path in "abc":
+            assert await two.names(path) == ["x"]
+        clock.advance(TTL_S + 1)
+        assert await two.names("a") == await two.names("b") == ["x"]
+        await one.write("c/y", b"y")
+        await announce(one, two)
+        assert await two.names("c") == ["x", "y"]
+
+
+async def test_announcement_that_nobody_asked_about_outlives_a_restart(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path / "one") as one:
+        async with lake(store, tmp_path / "two") as two:
+            assert await two.names() == []
+            await one.write("f", b"x")
+            await announce(one, two)
+        async with lake(store, tmp_path / "two") as two:
+            assert await two.names() == ["f"]
+
+
+async def test_more_names_than_are_kept_outdate_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outdated_names, "NAMES_MAX", 3)
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path, pack="never") as (one, two):
+        assert await two.names() == []
+        for number in range(5):
+            await one.write(f"{number}", b"x")
+        await announce(one, two)
+        assert [await two.lookup(f"{number}") is not None for number in range(5)] == [True] * 5
+
+
+async def test_more_objects_than_a_commit_names_take_several(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with lake(store, tmp_path) as m:
+        for number in range(STORED_MAX + 1):
+            m.parts.committer.announce_stored(str(number))
+        await m.parts.committer.flush_announcements()
+        assert [len(names) for names in stored_in(store)] == [STORED_MAX, 1]
+
+
+async def test_wait_for_an_object_of_another_node_ends_with_a_poll(tmp_path: Path) -> None:
+    store = MemoryStore()
+    async with two_lakes(store, tmp_path) as (one, two):
+        assert await two.names() == []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(two.fs.wait_path, "f", "", 10.0)
+            await trio.sleep(0.1)
+            await one.write("f", b"x")
+            await announce(one, two)
+        assert await two.lookup("f") is not None
