@@ -160,6 +160,9 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     pack_threshold_bytes: int = 1 * MIB
     refresh_s: float = 5.0
     """Interval at which the store is polled for commits of other nodes; at least REFRESH_S_MIN."""
+    foreign_s: float | None = None
+    """Interval at which a directory is listed again for what other programs than mounts put there; None: after
+    ``metadata_ttl_s``, and ever more rarely where they put nothing and a LIST is for one directory alone."""
     rules: tuple[Rule, ...] = ()
     """In the order of their file, which only the command line reads."""
     delete_after_s: float = DELETE_AFTER_S

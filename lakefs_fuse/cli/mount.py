@@ -18,7 +18,7 @@ from msgspec import structs
 from lakefs_fuse.cli import preflight, spawn, systemd
 from lakefs_fuse.cli.help import SETTINGS, GroupedCommand, argument, option
 from lakefs_fuse.cli.mount_options import expand
-from lakefs_fuse.cli.parameters import DURATION, OCTAL_MODE, RATE, SIZE
+from lakefs_fuse.cli.parameters import AUTO_S, DURATION, FOREIGN, OCTAL_MODE, RATE, SIZE
 from lakefs_fuse.cli.predecessor import wait_for_predecessor
 from lakefs_fuse.cli.store_options import GROUP as SOURCE_GROUP
 from lakefs_fuse.cli.store_options import Options, absolute, build_store, given, setting, store_options
@@ -79,8 +79,8 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--free-space", "free_bytes_min", type=SIZE, group=CACHE, help="Disk space that cache and staging leave "
         "free. Raise it on a disk that other programs fill.")  # fmt: skip
 @_setting("--metadata-ttl", "metadata_ttl_s", type=DURATION, group=CACHE, help="Time after which a cached listing is "
-        "fetched again. Lower it to see objects of other tools sooner, raise it to send fewer LIST requests. Changes "
-        "of other mounts arrive within --refresh.")  # fmt: skip
+        "fetched again, unless --foreign says otherwise, and for which the kernel caches names. Changes of other "
+        "mounts arrive within --refresh.")  # fmt: skip
 @_setting("--durability", "durability", type=click.Choice(DURABILITIES), group=DURABILITY, help="What close() waits "
         "for: the store (close), or the local disk, with uploads in the background (writeback). Use writeback to keep "
         "uploads out of the training step.")  # fmt: skip
@@ -115,6 +115,11 @@ SHARING, DIAGNOSTICS = "Sharing options", "Diagnostics options"
 @_setting("--refresh", "refresh_s", type=DURATION, group=SHARING, help="Interval at which the store is polled for "
         "commits of other mounts, at least 0.1s. Lower it to see them sooner, at one LIST request each. A mount "
         "that had no request for 10m polls once a minute, and before it answers the next.")  # fmt: skip
+@option("--foreign", "foreign_s", type=FOREIGN, group=SHARING, help="Interval at which a directory is listed again "
+        "for objects that other programs than mounts put there. auto: --metadata-ttl where one LIST answers for many "
+        "directories, as in a lake of up to 1,000 plain objects; elsewhere twice as long each time that nothing was "
+        "found, up to 1h. Give a duration where other programs put objects into a large lake.  "
+        "[default: auto]")  # fmt: skip
 @_setting("--delete-after", "delete_after_s", type=DURATION, group=SHARING, help="Time for which an object stays in "
         "the store when its file was removed or replaced. Other mounts that have not heard of that may still rename "
         "the file: use less than 5m only for a lake with one mount.")  # fmt: skip
@@ -194,6 +199,8 @@ def build_config(source: str, mountpoint: str | None, options: Options) -> Mount
     values = given(options, MountConfig.__struct_fields__)
     if "rules" in values:
         values["rules"] = read_rules(os.path.expanduser(values["rules"]))
+    if values.get("foreign_s") == AUTO_S:
+        del values["foreign_s"]
     values |= {
         "cache_dir": absolute(options["cache_dir"]) or default_cache_dir(store, state_of(options)),
         "log_file": absolute(options["log_file"]) or (None if options["foreground"] else default_log_file(point)),
@@ -206,7 +213,7 @@ _OF_WRITING = (
     "staging_bytes_max", "uploads_max", "pack", "pack_threshold_bytes", "rules", "delete_after_s", "durability",
     "writeback_delay_s", "publish_s", "staging_timeout_s", "upload_bytes_s_max", "orphans",
 )  # fmt: skip
-_OF_CHANGES = ("metadata_ttl_s", "refresh_s")
+_OF_CHANGES = ("metadata_ttl_s", "foreign_s", "refresh_s")
 
 
 def _check_immutable(options: Options) -> None:

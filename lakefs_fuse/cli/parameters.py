@@ -14,6 +14,9 @@ import click
 from lakefs_fuse.config import parse_duration, parse_size
 from lakefs_fuse.errors import ConfigError
 
+AUTO_S = -1.0
+"""What ``auto`` is in place of seconds."""
+
 if TYPE_CHECKING:
     _Type = click.ParamType[float]
 else:  # click before 8.5 has no subscript
@@ -35,6 +38,11 @@ class Quantity(_Type):
             self.fail(str(error), param, ctx)
 
 
+def parse_foreign(text: str) -> float:
+    """As `parse_duration`, and AUTO_S for ``auto``. Raises ConfigError."""
+    return AUTO_S if text.strip().lower() == "auto" else parse_duration(text)
+
+
 def parse_mode(text: str) -> int:
     """Permission bits in octal: ``644``, ``0755``. Raises ConfigError."""
     digits = text.removeprefix("0o")
@@ -47,6 +55,7 @@ SIZE = Quantity("size", parse_size)
 RATE = Quantity("rate", lambda text: parse_size(text.strip().removesuffix("/s")))
 DURATION = Quantity("duration", parse_duration)
 OCTAL_MODE = Quantity("mode", parse_mode)
+FOREIGN = Quantity("auto|duration", parse_foreign)
 
 
 def format_bytes(count: float) -> str:

@@ -58,7 +58,8 @@ def features_for(config: MountConfig) -> Feature:
     features = Feature.EXPLICIT_INVAL_DATA
     if config.immutable:
         return features | Feature.STATELESS_OPENDIR | Feature.STATELESS_OPEN | Feature.CACHE_SYMLINKS
-    if config.metadata_ttl_s >= LISTINGS_HELD_S_MIN:
+    listed_s = config.metadata_ttl_s if config.foreign_s is None else min(config.metadata_ttl_s, config.foreign_s)
+    if listed_s >= LISTINGS_HELD_S_MIN:
         features |= Feature.STATELESS_OPENDIR
     return features | (Feature.NOFLUSH if config.read_only else Feature.HANDLE_KILLPRIV)
 

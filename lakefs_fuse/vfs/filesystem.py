@@ -82,7 +82,8 @@ class Filesystem:
         """The directory can be read when this returns; its first listing may go on (see `more_names`)."""
         self._attributes.directory(inode)
         if self.config.attributes == "objects":
-            await self._ns.ensure_listed(inode, strictly=False)
+            if self._ns.fresh_s(inode) <= 0:
+                await self._ns.ensure_listed(inode, strictly=False)
             await ask_all(self._ns.tree.children(inode), self.getattr)
         else:
             await self._ns.begin_reading(inode)

@@ -138,12 +138,13 @@ class PathWaits:
     def _fresh_s(self, directory: int, name: bytes) -> float:
         """For how many seconds what is known of a name counts."""
         ends_s = self._answered.get((directory, name), -math.inf) + min(ANSWER_S_MIN, self._refresh_s)
-        return max(self._ns.answer_fresh_s(directory, name), ends_s - trio.current_time(), 0.0)
+        fresh_s = self._ns.answer_fresh_s(directory, name, within_ttl=True)
+        return max(fresh_s, ends_s - trio.current_time(), 0.0)
 
     async def _ask(self, name: Name) -> None:
         """Look a name up, for all waits. Raises LakeError, unless the store is away."""
         try:
-            await self._ns.lookup(*name)
+            await self._ns.lookup(*name, within_ttl=True)
             if len(self._answered) >= ANSWERS_MAX:
                 self._answered.clear()
             self._answered[name], self._trouble = trio.current_time(), ""

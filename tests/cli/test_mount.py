@@ -39,7 +39,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         --dir-mode 0700 --uploads 8 --requests 64 --retry-timeout 2m --orphans finish --attributes objects
         --log-file lake.log --pack always --pack-threshold 256K --refresh 1.5s --rules rules.toml --delete-after 0
         --durability writeback --writeback-delay 500ms --publish 10s --staging-timeout 10m --upload-limit 2GiB/s
-        --no-supervise --log-level debug --foreground""".split()
+        --no-supervise --log-level debug --foreground --foreign 2m""".split()
     assert run(arguments) == 0
     (config,) = mounted
     assert msgspec.to_builtins(config) == {
@@ -61,6 +61,7 @@ def test_every_option_arrives(mounted: list[MountConfig], tmp_path: Path, monkey
         "free_bytes_min": 100 * MIB,
         "staging_bytes_max": 2 * GIB,
         "metadata_ttl_s": 300.0,
+        "foreign_s": 120.0,
         "read_only": True,
         "immutable": False,
         "snapshot": "",

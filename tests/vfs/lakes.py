@@ -250,8 +250,7 @@ async def lake(
         mountpoint="/nowhere",
         cache_dir=str(cache_dir),
         free_bytes_min=0,
-        metadata_ttl_s=TTL_S,
-        **{"refresh_s": NEVER_S, "delete_after_s": 0.0} | config,  # type: ignore[arg-type]
+        **{"refresh_s": NEVER_S, "delete_after_s": 0.0, "metadata_ttl_s": TTL_S} | config,  # type: ignore[arg-type]
     )
     node = node or node_of(clock, repr(secrets.randbits(64) if seed is None else seed))
     async with assembled(settings, client, metrics, node=node, spans=SPANS) as parts:

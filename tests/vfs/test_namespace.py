@@ -658,7 +658,7 @@ async def test_a_list_under_way_undoes_nothing(
             nursery.start_soon(m.fs.opendir, ROOT_INODE)
             await reached(pause.reached)
             # The kernel's own cache answers its lookups meanwhile.
-            m.parts.namespace.fresh_s = lambda directory: TTL_S  # type: ignore[method-assign]
+            m.parts.namespace.fresh_s = lambda directory, **_: TTL_S  # type: ignore[method-assign]
             await change(m)
             del m.parts.namespace.fresh_s
             pause.resume()

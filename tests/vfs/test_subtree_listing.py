@@ -218,7 +218,7 @@ async def test_a_store_without_order_is_not_asked_for_the_root(tmp_path: Path) -
     store, clock = MemoryStore(Capabilities(name="unsorted", sorted_listing=False)), Clock()
     for number in range(5):
         store.give(f"{number}/x", b"x")
-    async with lake(store, tmp_path, clock=clock) as m:
+    async with lake(store, tmp_path, clock=clock, foreign_s=TTL_S) as m:
         for _ in range(3):
             before = len(store.requests)
             assert await list_all(m, *"01234") == {name: ["x"] for name in "01234"}

@@ -34,9 +34,12 @@ from lakefs_fuse.product import PLACEHOLDER, RESERVED_NAME
 from lakefs_fuse.store.protocol import ListPage, ObjectMeta
 from lakefs_fuse.vfs.change_events import ChangeEvents
 from lakefs_fuse.vfs.namespace.key_mapping import NAME_BYTES_MAX, Hidden, is_reserved, why_hidden
+from lakefs_fuse.vfs.namespace.outdated_names import NAMES_MAX
 
 OVERRIDING_MAX = 1000
 """Objects of one LIST that are asked about before they count in place of bytes elsewhere; more count at once."""
+DIFFERENCES_MAX = NAMES_MAX + 1
+"""More than can have been announced."""
 EARLIER_MAX = 1000
 """Names known of a directory that was never listed; with more, its first listing is read when it is complete."""
 
@@ -122,6 +125,8 @@ class DirectoryMerge:
         """Objects that count in place of bytes elsewhere, unless they are copies: see `apply_overriding`."""
         self.ghosts: list[bytes] = []
         self._was_listed = tree.listing(directory) is not None
+        self.differences: set[bytes] = set()
+        """Names that this LIST shows otherwise than the last one; of more than DIFFERENCES_MAX some."""
         self.first_cookie = tree.database.inode_next
         """Names that this LIST brings have cookies from here on."""
         self._seen = array("Q")
@@ -293,7 +298,7 @@ class DirectoryMerge:
     def _drop(self, batch: Batch, entry: Entry) -> None:
         self._tree.remove(batch, entry)
         self._metrics.entries_removed += 1
-        self._events.announce_name(entry.parent, entry.name)
+        self._differs(entry)
 
     def _directory_vanished(self, batch: Batch, entry: Entry) -> None:
         """No key lies below it any more: what commits say of it and of names below it stays."""
@@ -468,7 +473,12 @@ class DirectoryMerge:
         self.names += 1
         self._metrics.entries_added += 1
         if self._was_listed:
-            self._events.announce_name(self._directory, entry.name)
+            self._differs(entry)
+
+    def _differs(self, entry: Entry) -> None:
+        if len(self.differences) < DIFFERENCES_MAX:
+            self.differences.add(entry.name)
+        self._events.announce_name(entry.parent, entry.name)
 
     def _replaced(self, batch: Batch, entry: Entry, meta: ObjectMeta) -> None:
         if self._keep(entry):
@@ -484,7 +494,7 @@ class DirectoryMerge:
             self._outsiders.append(renewed)
             self._bury_hidden(batch, entry)
         self._metrics.entries_changed += 1
-        self._events.announce_name(self._directory, entry.name)
+        self._differs(entry)
 
     def _bury_hidden(self, batch: Batch, entry: Entry) -> None:
         """What a file elsewhere hid stays gone where that is not the file any more: who puts those bytes there again

@@ -1,12 +1,13 @@
 """Which names there are: the tree in RocksDB, and when the store has to be asked about it.
 
-A directory that was listed within the TTL answers everything, absent names included, without a request. After the TTL
-it is listed again, once, whoever asks. A name in a directory that was never listed (or is very large) is asked for by
-itself; with the second the directory's first page is fetched besides, which will do where it is the only one, and after
-a few such questions the directory is listed in the background. Times of listings are wall clock and survive a restart;
-a time in the future counts as long ago. While the store is away, what was listed before counts on. The first listing of
-a directory can be read while it goes on (`listing_flight`). Of a name that another node announces the store is asked
-again, when it is needed (`outdated_names`).
+A directory whose listing counts (`look_intervals`) answers everything, absent names included, without a request; the
+kernel keeps an answer for the TTL at most. When it counts no more the directory is listed again, once, whoever asks. A
+name in a directory that was never listed (or is very large) is asked for by itself; with the second the directory's
+first page is fetched besides, which will do where it is the only one, and after a few such questions the directory is
+listed in the background. Times of listings are wall clock and survive a restart; a time in the future counts as long
+ago. While the store is away, what was listed before counts on. The first listing of a directory can be read while it
+goes on (`listing_flight`). Of a name that another node announces the store is asked again, when it is needed
+(`outdated_names`).
 
 Changes this node makes go through `changing`, so that a LIST which began before them cannot undo them. All code between
 two awaits is atomic; trio thread only.
@@ -52,6 +53,7 @@ from lakefs_fuse.vfs.namespace.key_mapping import (
 )
 from lakefs_fuse.vfs.namespace.listing_flight import Flight, described
 from lakefs_fuse.vfs.namespace.listing_merge import DirectoryMerge, Found, read_page
+from lakefs_fuse.vfs.namespace.look_intervals import LookIntervals
 from lakefs_fuse.vfs.namespace.outdated_names import OutdatedNames
 from lakefs_fuse.vfs.namespace.subtree_listing import FlatListing, Place, SubtreeListings
 
@@ -112,7 +114,8 @@ class Namespace:
         self._outdated = OutdatedNames(tree)
         self.events.listing_dropped.append(self._outdated.forget)
         self.events.commit_applied.append(self._take_announcements)
-        self._subtrees = SubtreeListings(client, self._clock_ns, self._ttl_ns, self.events.unlisted_keys)
+        self._looks = LookIntervals(config.metadata_ttl_s, config.foreign_s)
+        self._subtrees = SubtreeListings(client, self._clock_ns, self._looks.first_ns, self.events.unlisted_keys)
         self._source_prefix_bytes = len(config.store.source.prefix.encode())
         self._told_of_long = False
         self.touch(ROOT_INODE)
@@ -195,22 +198,36 @@ class Namespace:
 
     # -- freshness
 
-    def fresh_s(self, directory: int) -> float:
-        """How long the last listing of a directory still counts, in seconds; 0 where it has to be asked again."""
+    def fresh_s(self, directory: int, *, within_ttl: bool = False) -> float:
+        """How long the last listing of a directory still counts, in seconds, the TTL at most; 0 where it has to be
+        asked again. ``within_ttl``: though it may count longer, only one of the TTL does here."""
         listing = self.tree.listing(directory)
-        return 0.0 if listing is None else self._since_fresh_s(listing.at_ns)
+        return 0.0 if listing is None else self._listed_fresh_s(directory, listing.at_ns, within_ttl)
 
-    def _since_fresh_s(self, at_ns: int) -> float:
-        """How long what was asked at a time still counts."""
-        age_ns = self._clock_ns() - at_ns
-        return max(0, self._ttl_ns - age_ns) / NS if age_ns >= 0 else 0.0
-
-    def answer_fresh_s(self, directory: int, name: bytes) -> float:
-        """For how many seconds what is known of a name counts, by a listing or because it was asked for by itself."""
+    def answer_fresh_s(self, directory: int, name: bytes, *, within_ttl: bool = False) -> float:
+        """For how many seconds what is known of a name counts, by a listing or because it was asked for by itself;
+        as `fresh_s`."""
         listing, listed_ns = self.tree.listing(directory), 0
         if listing is not None:
             listed_ns = listing.at_ns or self._outdated.listed_ns(directory, name)
-        return max(self._since_fresh_s(listed_ns), self._answer_fresh_s(directory, name))
+        return max(self._listed_fresh_s(directory, listed_ns, within_ttl), self._answer_fresh_s(directory, name))
+
+    def _listed_fresh_s(self, directory: int, listed_ns: int, within_ttl: bool = False) -> float:
+        """How long a listing of that time counts; no longer than the TTL where a flat listing costs nothing."""
+        fresh_s = self._fresh_s(listed_ns, self._looks.first_ns)
+        if fresh_s > 0 or within_ttl:
+            return fresh_s
+        interval_ns = self._looks.interval_ns(directory)
+        if interval_ns <= self._looks.first_ns:
+            return 0.0
+        if self._subtrees.flat_listings and self._subtrees.is_shared(self._place(directory)):
+            return 0.0
+        return self._fresh_s(listed_ns, interval_ns)
+
+    def _fresh_s(self, asked_ns: int, interval_ns: int) -> float:
+        """For how many seconds an answer of that time counts, the TTL at most."""
+        age_ns = self._clock_ns() - asked_ns
+        return max(0, min(self._ttl_ns, interval_ns - age_ns)) / NS if age_ns >= 0 else 0.0
 
     def listing_fresh_s(self, directory: int) -> float:
         """As `fresh_s`, of what is read of a directory now: its first listing, while it goes on, included."""
@@ -218,16 +235,19 @@ class Namespace:
         return self._flight_fresh_s(flight) if flight is not None and flight.is_readable else self.fresh_s(directory)
 
     def _flight_fresh_s(self, flight: Flight) -> float:
-        return self._since_fresh_s(flight.began_ns)
+        return self._fresh_s(flight.began_ns, self._looks.first_ns)
 
     def _answer_fresh_s(self, directory: int, name: bytes) -> float:
         asked_ns = self._answers.get((directory, name))
-        return 0.0 if asked_ns is None else self._since_fresh_s(asked_ns)
+        return 0.0 if asked_ns is None else self._fresh_s(asked_ns, self._looks.first_ns)
 
     # -- asking
 
-    async def lookup(self, directory: int, name: bytes, *, ask: bool = False) -> tuple[Entry | None, float]:
-        """The entry of a name, and for how many seconds that answer counts. ``ask`` asks the store in any case."""
+    async def lookup(
+        self, directory: int, name: bytes, *, ask: bool = False, within_ttl: bool = False
+    ) -> tuple[Entry | None, float]:
+        """The entry of a name, and for how many seconds that answer counts. ``ask`` asks the store in any case,
+        ``within_ttl`` as in `fresh_s`."""
         try:
             component = name.decode("utf-8")
         except UnicodeDecodeError:
@@ -238,7 +258,7 @@ class Namespace:
             entry = self.tree.child(directory, name)
             if entry is not None and self._keep(entry):
                 return entry, self._ttl_ns / NS
-            fresh_s = self.answer_fresh_s(directory, name)
+            fresh_s = self.answer_fresh_s(directory, name, within_ttl=within_ttl)
             flight = self._flights.get(directory)
             if (
                 flight is not None
@@ -313,7 +333,7 @@ class Namespace:
     def _are_few_outdated(self, directory: int, listing: Listing) -> bool:
         """To ask for each outdated name takes no more requests than a LIST of the directory, which is not due yet."""
         names, listed_ns = self._outdated.of(directory)
-        return 0 < len(names) <= max(1, listing.entries // KEYS_MAX) and self._since_fresh_s(listed_ns) > 0
+        return 0 < len(names) <= max(1, listing.entries // KEYS_MAX) and self._listed_fresh_s(directory, listed_ns) > 0
 
     async def _update_listing(self, directory: int) -> None:
         """As `_list_again`, by as few requests as that takes."""
@@ -401,6 +421,8 @@ class Namespace:
                 merge = self._merge(directory, flight)
                 merge.apply_one(name, found)
                 await self._ask_about_overriding(merge, directory, prefix)
+                if self._finds_foreign(merge, directory, flight):
+                    self._looks.reset(directory)
         if self._is_moved(directory, prefix):
             await self._ask_for_name(directory, name, component)
             return
@@ -426,7 +448,7 @@ class Namespace:
     async def ensure_listed(self, directory: int, *, strictly: bool = True) -> float:
         """List a directory unless that was done within the TTL; answers for how many seconds that counts. Unless
         ``strictly``, what is known of it will do while the store is away."""
-        fresh_s = self.fresh_s(directory)
+        fresh_s = self.fresh_s(directory, within_ttl=True)
         if fresh_s > 0:
             return fresh_s
         if strictly or self.tree.listing(directory) is None:
@@ -536,7 +558,12 @@ class Namespace:
             await trio.lowlevel.checkpoint()
             if self._is_moved(directory, prefix):
                 return False
-        merge.complete()
+        is_first = self.tree.listing(directory) is None
+        listing = merge.complete()
+        if is_first or flat is not None or self._finds_foreign(merge, directory, flight):
+            self._looks.reset(directory)
+        elif listing.entries > KEYS_MAX or self._subtrees.is_in_large(prefix):
+            self._looks.lengthen(directory)
         self._outdated.forget(directory)
         self._outdated.add(directory, *flight.announced)
         if flight.is_stale:
@@ -545,6 +572,11 @@ class Namespace:
             self._db.commit(batch)
         self._asked.pop(directory, None)
         return True
+
+    def _finds_foreign(self, merge: DirectoryMerge, directory: int, flight: Flight) -> bool:
+        """A LIST shows what no commit told or announced."""
+        announced, _ = self._outdated.of(directory)
+        return any(name not in announced and name not in flight.announced for name in merge.differences)
 
     def _is_moved(self, directory: int, prefix: str) -> bool:
         """The directory is not the one at this path any more. Raises FileError(ESTALE) if it is gone."""

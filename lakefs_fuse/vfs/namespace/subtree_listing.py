@@ -120,6 +120,7 @@ class _Subtree:
     """Directories that had to be listed since ``asked_ns``: two at most."""
     asked_ns: int = 0
     large_until_ns: int = 0
+    """0 for one that fitted a page when it was listed last, or never was."""
     large_s: float = LARGE_S_FIRST
     is_shared: bool = False
     """The last flat listing answered for several directories, so the next is made for the first that asks."""
@@ -162,6 +163,11 @@ class SubtreeListings:
             if subtree is not None and subtree.large_until_ns <= self._clock_ns():
                 return subtree.is_shared
         return False
+
+    def is_in_large(self, prefix: str) -> bool:
+        """The subtree of a directory, or one that it is in, did not fit a page when it was listed last."""
+        subtrees = (self._subtrees.get(above) for above in _prefixes(prefix))
+        return any(subtree.large_until_ns > 0 for subtree in subtrees if subtree is not None)
 
     async def flat_listing(self, place: Place, since_ns: int = 0) -> FlatListing | None:
         """The flat listing, begun since then, from which to merge a directory; None where it is to be listed by itself.
@@ -223,7 +229,7 @@ class SubtreeListings:
             else:
                 flat.fill(objects)
                 flat.strays |= set(self._strays())
-                subtree.large_s = LARGE_S_FIRST
+                subtree.large_s, subtree.large_until_ns = LARGE_S_FIRST, 0
         except LakeError:
             pass  # the LIST of the directory itself meets it too
         finally:
