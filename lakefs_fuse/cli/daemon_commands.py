@@ -40,20 +40,27 @@ def flush(path: str, timeout: float) -> None:
 
 
 @click.command("refresh", cls=GroupedCommand, context_settings=SETTINGS)
-@argument("mountpoint", "The directory of a mount made with `mount --immutable`.", type=click.Path())
-def refresh(mountpoint: str) -> None:
-    """Move an immutable mount to the current state of its lake.
+@argument("path", "A file or directory in a mount; an immutable mount is always refreshed as a whole.",
+          type=click.Path())  # fmt: skip
+@option("-r", "--recursive", is_flag=True, help="Also everything below PATH. Use it after another program has changed "
+        "many directories; it costs up to one LIST request each.")  # fmt: skip
+def refresh(path: str, recursive: bool) -> None:
+    """Show what is in the store now, without waiting for --refresh and --foreign.
 
-    The whole new state becomes visible at once; if that fails, the mount keeps the old one. Open files keep their
-    contents.
+    \b
+      aws s3 cp data.csv s3://bucket/in/ && lakefs-fuse refresh /mnt/lake/in
+
+    Returns when PATH, and what is directly in it, is as it was in the store when the command began. A mount made with
+    --immutable moves to the current state of its lake: the whole new state becomes visible at once; if that fails, the
+    mount keeps the old one. Open files keep their contents.
     """
+    mountpoint, relative = locate(path)
     with open_daemon(mountpoint) as client:
-        *_, reply = client.follow(protocol.Refresh())
+        *_, reply = client.follow(protocol.Refresh(checked_text(relative), recursive))
     if isinstance(reply, protocol.Failed):
         raise (ConfigError if reply.exit_code == EXIT_USAGE else LakeError)(reply.message)
-    if isinstance(reply, protocol.Statistics):
-        at_s = reply.values.get("at_s")
-        at = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds") if isinstance(at_s, float) else "now"
+    if isinstance(reply, protocol.Statistics) and isinstance(at_s := reply.values.get("at_s"), float):
+        at = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="seconds")
         click.echo(f"{mountpoint} shows the lake of {at}: {reply.values.get('changed', 0)} names changed")
 
 

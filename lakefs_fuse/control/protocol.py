@@ -48,7 +48,11 @@ class AbortOrphan(msgspec.Struct, frozen=True, tag="abort_orphan"):
 
 
 class Refresh(msgspec.Struct, frozen=True, tag="refresh"):
-    """Move an immutable mount to the present state of its lake; `Progress` without numbers, then `Statistics`."""
+    """Ask the store what is at ``path`` (relative to the mount's root), with ``recursive`` below it, too; an immutable
+    mount moves to the present state of its lake as a whole. `Progress` without numbers, then `Statistics` of that."""
+
+    path: str = ""
+    recursive: bool = False
 
 
 class WaitPath(msgspec.Struct, frozen=True, tag="wait_path"):

@@ -53,7 +53,7 @@ class FilesystemView(Protocol):
     async def make_durable(self, path: str = "") -> None: ...
     async def finish_orphan(self, id: str, *, incomplete: bool = False) -> None: ...
     async def abort_orphan(self, id: str) -> None: ...
-    async def refresh(self) -> dict[str, object]: ...
+    async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]: ...
     async def wait_path(self, path: str, version: str, timeout_s: float | None) -> None: ...
 
 
@@ -168,7 +168,7 @@ class ControlServer:
             case protocol.WaitEnd():
                 await self._wait_end(stream)
             case protocol.Refresh():
-                await self._refresh(stream)
+                await self._refresh(stream, request)
             case protocol.WaitPath():
                 await self._wait_path(stream, request)
             case _:
@@ -238,13 +238,13 @@ class ControlServer:
             "unfinished": [msgspec.to_builtins(file) for file in wire_files(self._fs.unfinished())],
         }
 
-    async def _refresh(self, stream: trio.SocketStream) -> None:
-        """Refresh an immutable mount; a client that disconnects cancels it, and the mount keeps its state."""
+    async def _refresh(self, stream: trio.SocketStream, request: protocol.Refresh) -> None:
+        """A client that disconnects cancels it, and an immutable mount keeps its state."""
 
         async def work() -> protocol.Reply:
-            return protocol.Statistics(await self._fs.refresh())
+            return protocol.Statistics(await self._fs.refresh(request.path.strip("/"), recursive=request.recursive))
 
-        await self._send(stream, await self._work(stream, protocol.Refresh(), work, lambda: protocol.NOTHING))
+        await self._send(stream, await self._work(stream, request, work, lambda: protocol.NOTHING))
 
     async def _wait_path(self, stream: trio.SocketStream, request: protocol.WaitPath) -> None:
         """Wait for a name; a client that disconnects, and the end of the mount, cancel it."""

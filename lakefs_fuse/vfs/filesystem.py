@@ -12,7 +12,6 @@ import stat
 from collections.abc import Iterator, Mapping
 
 from lakefs_fuse.config import MountConfig
-from lakefs_fuse.errors import ConfigError
 from lakefs_fuse.meta.entry import Entry, Flag
 from lakefs_fuse.meta.tree import pack_entry
 from lakefs_fuse.metrics import Unfinished
@@ -20,6 +19,7 @@ from lakefs_fuse.vfs.durability import Durability
 from lakefs_fuse.vfs.files.open_file import OpenFile
 from lakefs_fuse.vfs.namespace.metadata_fetch import ask_all
 from lakefs_fuse.vfs.namespace.namespace import Namespace
+from lakefs_fuse.vfs.namespace.tree_walk import list_again
 from lakefs_fuse.vfs.ops.attributes import Attributes
 from lakefs_fuse.vfs.ops.directory import Directories
 from lakefs_fuse.vfs.ops.handles import Handles
@@ -168,9 +168,11 @@ class Filesystem:
         self._durability.request_names()
         return self._status.unfinished()
 
-    async def refresh(self) -> dict[str, object]:
-        """Raises ConfigError: only an immutable mount is moved on by hand."""
-        raise ConfigError(
-            f"{self.config.mountpoint} is not an immutable mount: it shows by itself what others change, within "
-            f"--refresh ({self.config.refresh_s:g} s) and --metadata-ttl ({self.config.metadata_ttl_s:g} s)"
-        )
+    async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]:
+        """What was in the store when this was called is seen at the path, in the directory there, and with
+        ``recursive`` in all below it. Raises LakeError."""
+        await self.look_again()
+        await list_again(self._ns, path, recursive=recursive)
+        for listener in self.events.kernel_told:
+            await listener()
+        return {}

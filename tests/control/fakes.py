@@ -97,7 +97,7 @@ class FakeFilesystem:
         self._take_orphan(id)
         self.aborted.append(id)
 
-    async def refresh(self) -> dict[str, object]:
+    async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]:
         if self.refresh_error is not None:
             raise self.refresh_error
         self.refreshed += 1

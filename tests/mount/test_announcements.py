@@ -61,3 +61,23 @@ def test_thousand_files_closed_one_after_the_other_are_announced_once_a_second(n
     assert written - before <= took_s + 2
     time.sleep(2.5)
     assert other.number("commits.written") == written, "an idle mount writes nothing"
+
+
+def test_refresh_shows_objects_of_other_programs_at_once(nodes: tuple[Lake, Lake]) -> None:
+    lake, _ = nodes
+    assert os.listdir(lake.path) == []
+    assert not (lake.path / "f").exists(), "the kernel remembers that"
+    lake.outside.replace("f", b"bytes")
+    lake.outside.replace("d/e/g", b"below")
+    assert os.listdir(lake.path) == []
+    done = lake.cli("refresh", str(lake.path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (lake.path / "f").read_bytes() == b"bytes"
+    assert sorted(os.listdir(lake.path)) == ["d", "f"]
+    assert os.listdir(lake.path / "d/e") == ["g"]
+    lake.outside.replace("d/e/h", b"below")
+    lake.outside.delete("f")
+    assert lake.cli("refresh", "--recursive", str(lake.path)).returncode == 0
+    assert sorted(os.listdir(lake.path / "d/e")) == ["g", "h"]
+    assert not (lake.path / "f").exists()
+    assert lake.cli("refresh", "/").returncode == 1

@@ -153,13 +153,6 @@ def test_a_refresh_that_fails_leaves_it_as_it_was(immutable: Lake) -> None:
     assert len(os.listdir(immutable.cache_dir / "states")) == 1
 
 
-def test_refresh_of_another_mount_says_what_it_is(lake: Lake) -> None:
-    done = lake.cli("refresh", str(lake.path))
-    assert done.returncode == 2
-    assert "is not an immutable mount" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
 def test_nothing_can_be_written(immutable: Lake) -> None:
     immutable.outside.replace("f", b"as it is")
     immutable.mount()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import errno
 import itertools
+from functools import partial
 from pathlib import Path
 
 import pytest
+import trio
 
 from lakefs_fuse.errors import FileError
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.vfs.namespace import look_intervals, subtree_listing
 from lakefs_fuse.vfs.namespace.look_intervals import INTERVAL_S_MAX, LookIntervals
-from tests.memory_store import MemoryStore
+from tests.memory_store import MemoryStore, Pause
 from tests.vfs.lakes import TTL_S, Clock, Lake, lake, two_lakes
 
 NS = 1_000_000_000
@@ -220,3 +222,54 @@ def test_intervals_are_bounded_in_time_and_number(monkeypatch: pytest.MonkeyPatc
         first_ns = looks.interval_ns(1)
         looks.lengthen(1)
         assert looks.interval_ns(1) == first_ns
+
+
+async def test_refresh_shows_what_is_in_the_store_when_it_began(tmp_path: Path) -> None:
+    store, clock = large_lake(), Clock()
+    async with two_lakes(store, tmp_path, clock=clock) as (one, two):
+        await lists_of(two, store)
+        assert await two.lookup("1/new") is None
+        store.give("1/new", b"x")
+        store.give("new/below/x", b"x")
+        store.give("2/0", b"replaced")
+        await one.rename("0/1", "0/renamed")
+        assert await two.fs.refresh("1") == {}
+        assert "new" in await two.names("1")
+        assert "renamed" in await two.names("0"), "commits are heard of, too"
+        await two.fs.refresh("2/0")
+        assert await two.read("2/0") == b"replaced"
+        await two.fs.refresh("new/below/x")
+        assert await two.names("new/below") == ["x"]
+        store.take("1/new")
+        await two.fs.refresh("1/new")
+        assert await two.lookup("1/new") is None
+
+
+async def test_refresh_of_all_below_lists_each_directory(tmp_path: Path) -> None:
+    store, clock = large_lake(), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await lists_of(m, store)
+        for directory in range(3):
+            store.give(f"{directory}/new", b"x")
+            store.give(f"{directory}/below/new", b"x")
+        await m.fs.refresh("", recursive=True)
+        for directory in range(3):
+            assert await m.lookup(f"{directory}/new") is not None
+            assert await m.names(f"{directory}/below") == ["new"]
+
+
+async def test_refresh_does_not_believe_a_list_that_began_before(tmp_path: Path) -> None:
+    store, clock = large_lake(), Clock()
+    async with lake(store, tmp_path, clock=clock) as m:
+        await lists_of(m, store)
+        clock.advance(TTL_S + 1)
+        store.hook = pause = Pause(lambda each: each.what == "list" and each.key == "1/", when="after")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(m.names, "1")
+            await trio.to_thread.run_sync(pause.reached.wait)
+            clock.advance(0.001)
+            store.give("1/new", b"x")
+            nursery.start_soon(partial(m.fs.refresh, "1"))
+            await trio.sleep(0.2)
+            pause.resume()
+        assert await m.lookup("1/new") is not None

@@ -282,9 +282,9 @@ class ImmutableFilesystem:
 
     # -- what the control socket asks
 
-    async def refresh(self) -> dict[str, object]:
-        """Show the lake as it is now, to the kernel's caches too, and return what `stats` says of the state. Raises
-        LakeError; then the mount shows what it showed."""
+    async def refresh(self, path: str = "", *, recursive: bool = False) -> dict[str, object]:
+        """Show the lake as it is now, to the kernel's caches too, and return what `stats` says of the state: all of it,
+        whatever the path. Raises LakeError; then the mount shows what it showed."""
         if self.config.snapshot:
             raise ConfigError(
                 f"{self.config.mountpoint} shows the snapshot {self.config.snapshot}, which does not change: mount "

@@ -489,7 +489,7 @@ class Namespace:
             await flight.done.wait()
             if flight.error is not None:
                 raise flight.error
-            if within_ttl or not flight.is_dated_back:
+            if within_ttl or (not flight.is_dated_back and flight.began_ns >= since_ns):
                 return
         began_ns = self._clock_ns()
         flight = Flight(began_ns, since_ns=0 if within_ttl else since_ns or began_ns)

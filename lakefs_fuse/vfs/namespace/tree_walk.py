@@ -1,4 +1,4 @@
-"""Every directory at or below one, listed once, level by level: for callers that need all names.
+"""Directories listed whenever they were listed before: all at or below one, once, level by level, or those on a path.
 
 Memory holds the numbers of one level's directories (8 bytes each) and a page of a listing for each of LISTINGS_AT_ONCE.
 Tasks of one trio loop; nothing is left behind but rows, which are true however far it came.
@@ -62,3 +62,18 @@ async def list_everything(
                 nursery.start_soon(work)
         level = below
     log.info("%d directories listed, %d names", directories, names)
+
+
+async def list_again(namespace: Namespace, path: str, *, recursive: bool) -> None:
+    """Ask the store for each name of a path, and list the directory there, or with ``recursive`` all below it, however
+    young what is known of them is. Raises LakeError."""
+    began_ns, directory = namespace.now_ns(), ROOT_INODE
+    for name in path.split("/") if path else ():
+        entry, _ = await namespace.lookup(directory, name.encode("utf-8", "surrogatepass"), ask=True)
+        if entry is None or not entry.is_dir:
+            return
+        directory = entry.inode
+    if recursive:
+        await list_everything(namespace, lambda _names: None, top=directory)
+    else:
+        await namespace.list_directory(directory, since_ns=began_ns)
