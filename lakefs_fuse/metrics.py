@@ -84,9 +84,10 @@ class CommitMetrics:
     largest number of files in one. ``lag_s`` is how long after its time the newest commit of another node was
     applied. ``future`` were left out for being dated too far ahead. ``clock_jumps`` of this machine's wall clock were
     noticed, and the store's clock is ``clock_offset_s`` ahead of it. ``redated`` commits of this node were committed
-    again under right dates."""
+    again under right dates. ``announcements`` of those written have no operations: they name stored objects only."""
 
     written: int = 0
+    announcements: int = 0
     operations_written: int = 0
     failures: int = 0
     applied: int = 0
@@ -107,6 +108,7 @@ class CommitMetrics:
 
     def count_commit(self, operations: int) -> None:
         self.written += 1
+        self.announcements += not operations
         self.operations_written += operations
         self.operations_batch_max = max(self.operations_batch_max, operations)
 

@@ -22,6 +22,8 @@ PAGE = 1
 """LIST with which the second name of a directory is asked for, besides its own, where nobody has listed it."""
 POLL = 1
 """LIST for commits, which may fall into a workload on a slow machine."""
+ANNOUNCEMENT = 1
+"""PUT by which others hear of plain objects, a second after they were stored: perhaps in the next workload."""
 SMALL_READS = 16
 """READs of less than 1 MiB, at the ends of what the kernel reads at once."""
 FIRST_EPOCH, SECOND_EPOCH = workloads.first_epoch(TINY.readers[0]), workloads.second_epoch(TINY.readers[0])
@@ -132,22 +134,22 @@ def test_pieces_of_a_large_file(found: Results) -> None:
 def test_a_checkpoint(found: Results) -> None:
     size = TINY.checkpoint_bytes
     saved = Cost(found, workloads.SAVE)
-    saved.asks_at_most(part=math.ceil(size / (16 * MIB)), upload=2, list=1 + PAGE)
+    saved.asks_at_most(part=math.ceil(size / (16 * MIB)), upload=2, list=1 + PAGE, put=ANNOUNCEMENT)
     assert saved.upcalls["write"] <= size // MIB + 3
     assert transferred(saved.sample) < 1.01 * size
     loaded = Cost(found, workloads.LOAD)
-    loaded.asks_at_most(list=1)
+    loaded.asks_at_most(list=1, put=ANNOUNCEMENT)
     # The kernel may drop what it likes; what it has not dropped is not read: `tests/mount/test_torch.py`.
     loaded.calls_at_most(getattr=1, open=1, flush=1, release=1, read=size // MIB + SMALL_READS)
     elsewhere = Cost(found, workloads.LOAD_COLD)
-    elsewhere.asks_at_most(get=size // MIB // 2, list=1)
+    elsewhere.asks_at_most(get=size // MIB // 2, list=1, put=ANNOUNCEMENT)
     assert transferred(elsewhere.sample) < 1.02 * size
 
 
 def test_ranks(found: Results) -> None:
     cost = Cost(found, workloads.RANKS)
     parts = TINY.ranks * math.ceil(TINY.shard_bytes / (16 * MIB))
-    cost.asks_at_most(part=parts, upload=2 * TINY.ranks, list=TINY.ranks + PAGE)
+    cost.asks_at_most(part=parts, upload=2 * TINY.ranks, list=TINY.ranks + PAGE, put=ANNOUNCEMENT * TINY.ranks)
     assert transferred(cost.sample) < 1.01 * TINY.ranks * TINY.shard_bytes
 
 

@@ -356,9 +356,11 @@ class Lake:
         return number(self.stats(), dotted)
 
     def puts(self) -> int:
-        """PUTs but those of bundles, which come some time after the commits that are in them."""
+        """PUTs but those of bundles, which come some time after the commits that are in them, and of announcements, of
+        which there is one a second at most."""
         stats = self.stats()
-        return number(stats, "store.requests.put") - number(stats, "commits.bundles_written")
+        others = number(stats, "commits.bundles_written") + number(stats, "commits.announcements")
+        return number(stats, "store.requests.put") - others
 
     def unfinished(self) -> list[dict[str, object]]:
         files = self.stats()["unfinished"]
