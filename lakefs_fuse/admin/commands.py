@@ -22,14 +22,16 @@ from lakefs_fuse.store import lake_record
 
 @asynccontextmanager
 async def open_view(
-    work: Work, cache_dir: str | None = None, *, command: str, changes: bool = True
+    work: Work, cache_dir: str | None = None, *, command: str, changes: bool = True, lists: bool = True
 ) -> AsyncIterator[LakeView]:
-    """A view of the lake of ``work``, for a ``command`` that ``changes`` the lake, under its lease; ``cache_dir`` as
-    `open_lake_view` has it. Raises LakeError: LeaseHeld where another command changes the lake."""
+    """A view of the lake of ``work``, for a ``command`` that ``changes`` the lake, under its lease; ``cache_dir`` and
+    ``lists`` as `open_lake_view` has them. Raises LakeError: LeaseHeld where another command changes the lake."""
     leased = work.lease(command).held() if changes else nullcontext(work.client)
     async with (
         leased as client,
-        open_lake_view(client, work.store, node=work.node, scratch=work.scratch, cache_dir=cache_dir) as lake,
+        open_lake_view(
+            client, work.store, node=work.node, scratch=work.scratch, cache_dir=cache_dir, lists=lists
+        ) as lake,
     ):
         yield lake
 
@@ -63,10 +65,10 @@ async def run_relocate(work: Work, args: protocol.RelocateArgs) -> protocol.Fini
 
 
 async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
-    async with open_view(work, command="gc", changes=not args.dry_run) as lake:
+    async with open_view(work, command="gc", changes=not args.dry_run, lists=False) as lake:
 
         async def fold_all(horizon: int) -> None:
-            await fold(lake, horizon=horizon, report=work.report)
+            await fold(lake, horizon=horizon, list_all=False, report=work.report)
 
         done = await gc.Collector(lake, args, fold=fold_all, report=work.report).run()
         return work.finished(

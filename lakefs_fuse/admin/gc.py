@@ -215,6 +215,8 @@ class Collector:
             for row in self._lake.tree.objects.rows()
             if row.is_pack and row.entries > 0 and row.bytes_live < below * row.size and row.key not in self._kept
         }
+        if not rows:
+            return {}
         live = dict.fromkeys(rows, 0)
         for path, entry in self._lake.files():
             if entry.place in live:

@@ -165,11 +165,13 @@ async def open_lake_view(
     node: Node,
     scratch: str,
     cache_dir: str | None = None,
+    lists: bool = True,
 ) -> AsyncIterator[LakeView]:
     """Open a view of the lake in ``store``; errors of the block leave it as themselves, not as a group.
 
-    ``scratch`` is a directory for temporary files, ``cache_dir`` the cache directory of a node, which is kept. Raises
-    LakeError: CacheError where the cache directory is in use.
+    ``scratch`` is a directory for temporary files, ``cache_dir`` the cache directory of a node, which is kept. Without
+    ``lists``, directories keep their listings, of whatever age, and are not listed again. Raises LakeError: CacheError
+    where the cache directory is in use.
     """
     metrics = Metrics()
     temporary = nullcontext(cache_dir) if cache_dir is not None else scratch_directory(node, scratch)
@@ -185,7 +187,8 @@ async def open_lake_view(
             refresh_s=NEVER_S,
         )
         async with open_filesystem(config, client, metrics, node=node) as fs:
-            fs.namespace.tree.forget_listings()  # those of an index, or of a node, count for as long as NEVER_S says
+            if lists:
+                fs.namespace.tree.forget_listings()  # those of an index, or a node, count for as long as NEVER_S says
             clock = HybridClock(node.clock, rng=node.random.stream("commit-times"))
             writer = f"{node.random.stream('writer').getrandbits(32):08x}"
             log = CommitLog(client, clock, node.threads, writer=writer)

@@ -1,9 +1,12 @@
 """Writes the state of a lake, from commits and listings, as an index that fresh mounts load.
 
 What always holds (*complete index*): every commit that could be found was applied, none was refused, none was collected
-unseen, every directory was listed once during the run, and nothing in the index is known to this node alone. Its
-horizon is never behind that of an older index. All tombstones are kept, also those whose plain object is gone: one
-could be left out only if a later listing lacked its key, and a merged listing does not record which keys it lacked.
+unseen, and nothing in the index is known to this node alone. Its horizon is never behind that of an older index. All
+tombstones are kept, also those whose plain object is gone: one could be left out only if a later listing lacked its
+key, and a merged listing does not record which keys it lacked.
+
+Plain objects that no commit names are in it as of the last listing of their directory: of this run, with ``list_all``,
+or of the run that wrote the index before. Each directory has the time of that, so a mount lists it when it would again.
 
 Bounds: memory holds one listing of everything (`tree_walk`) and the file that is being stored; the disk holds a few
 files of rows.
@@ -38,12 +41,14 @@ async def fold(
     *,
     horizon: int = 0,
     name: str = "",
+    list_all: bool = True,
     report: Report,
     file_bytes_max: int = tables.FILE_BYTES_MAX,
 ) -> Manifest:
     """Write an index of all that the lake holds now, or with a ``name`` a snapshot of that.
 
-    ``horizon`` is the time before which commits are about to be deleted. Raises LakeError where the view lacks
+    ``horizon`` is the time before which commits are about to be deleted; without ``list_all`` no directory is listed,
+    so that the cost does not depend on how many there are. Raises LakeError where the view lacks
     something, or the store fails; then there is no new index, and the old ones are as they were."""
     fs, client, threads, clock = lake.fs, lake.client, lake.node.threads, lake.clock
     database = fs.database
@@ -51,8 +56,9 @@ async def fold(
         await snapshots.check_free(client, name)
     _check_nothing_local(database)
     await fs.look_again()
-    await list_everything(fs.namespace, lambda names: report("listing", names, 0))
-    await fs.look_again()
+    if list_all:
+        await list_everything(fs.namespace, lambda names: report("listing", names, 0))
+        await fs.look_again()
     await _check_nothing_lacks(database, client)
     before = await manifests(client)
     horizon = max([horizon, *(manifest.horizon for manifest in before)])

@@ -27,7 +27,7 @@ WRITER = "0badcafe"
 
 @asynccontextmanager
 async def headless(
-    store: MemoryStore, clock: Clock, *, seed: int = 7, cache_dir: str | None = None
+    store: MemoryStore, clock: Clock, *, seed: int = 7, cache_dir: str | None = None, lists: bool = True
 ) -> AsyncIterator[LakeView]:
     """The store as an engine sees it."""
     store.clock = clock
@@ -35,7 +35,7 @@ async def headless(
     # Of its own, because names of temporary files depend on the seed alone, and tests run in several processes.
     with tempfile.TemporaryDirectory() as scratch:
         async with open_lake_view(
-            client, STORE, node=node_of(clock, str(seed)), scratch=scratch, cache_dir=cache_dir
+            client, STORE, node=node_of(clock, str(seed)), scratch=scratch, cache_dir=cache_dir, lists=lists
         ) as lake:
             yield lake
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from lakefs_fuse.admin.commands import run_gc, run_snapshot
 from lakefs_fuse.admin.gc import RECORDS, Collected, Collector, GcRecord, read_gc_record
 from lakefs_fuse.commits.bundles import MIXED, SUFFIX, Copy, bundle_key
 from lakefs_fuse.commits.record import COMMITS, OWN, ObjectRef, Put, Remove
-from lakefs_fuse.control.worker_protocol import GcArgs
+from lakefs_fuse.control.worker_protocol import GcArgs, SnapshotArgs
 from lakefs_fuse.errors import StoreError
-from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent
+from tests.admin.lakes import commits, dataset, fold_all, give_commit, give_pack, headless, plain, silent, work_of
 from tests.memory_store import Failures, MemoryStore, Request, When
 from tests.tiers import sized
 from tests.vfs.lakes import Clock, Lake, lake
@@ -418,3 +419,28 @@ async def test_bundles_of_commits_that_an_index_has_are_deleted(store: MemorySto
     new = give_bundle(give_pack(store, clock, {"new": b"new"}))
     await collect(store, clock, GcArgs(grace_s=0, live_below=0.0))
     assert [key for key in store.objects if key.endswith(SUFFIX)] == [new]
+
+
+async def test_gc_folds_what_changed_without_listing_directories(clock: Clock, tmp_path: Path) -> None:
+    """And reads no commit that an index has, whose listings stay as old as they are."""
+    store = MemoryStore()
+    for number in range(1500):
+        store.give(f"plain/{number % 30:02d}/{number:04d}", b"plain")
+    store.clock = clock
+    give_pack(store, clock, {f"data/{number}": b"data" for number in range(100)})
+    await run_snapshot(work_of(store, clock, tmp_path, seed=1), SnapshotArgs())
+    async with headless(store, clock, lists=False) as view:
+        before = list(view.tree.listings())
+    assert len(before) == 33
+    clock.advance(86400)
+    new = give_commit(store, clock, Remove("data/7"))
+    store.requests.clear()
+    done = await run_gc(work_of(store, clock, tmp_path, seed=2), GcArgs())
+    assert done.summary["folded"]
+    asked = [request for request in store.requests if request.what == "list" and not request.key.startswith(".lakefs/")]
+    assert len(asked) == 2, "pages of one listing of everything"
+    assert {request.key for request in store.requests if request.what == "get" and COMMITS in request.key} == {new}
+    async with headless(store, clock, lists=False) as view:
+        assert list(view.tree.listings()) == before
+        assert view.find("plain/07/0007") is not None
+        assert view.find("data/7") is None
