@@ -29,6 +29,7 @@ DURABILITIES = ("close", "writeback")
 EXCLUSIVE_CREATES = ("store", "cache")
 PUBLISH_S_MIN = 1.0
 """Each costs a request to the store for each file."""
+MAINTENANCE = ("auto", "off")
 
 SIZE_BYTES_MAX = 1 << 62
 _SIZE_UNITS = {"": 1, "b": 1}
@@ -177,6 +178,12 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Time for which a writer waits for room in staging before ENOSPC."""
     upload_bytes_s_max: int = 0
     """Maximum bytes per second of all uploads; 0 is no limit."""
+    maintenance: str = "auto"
+    """Who folds and collects the lake: ``auto``, this mount too, unless it is read-only; ``off``, others."""
+    maintenance_interval_s: float = 3600.0
+    """Mean time between two looks at whether the lake is due for maintenance; a day is 24 of them. Tests lower it."""
+    maintenance_commits_max: int = 2000
+    """Commits newer than the newest index with which a lake is due for a fold. Tests lower it."""
     supervise: bool = True
     """Restart a daemon that dies, and replace its mount."""
     immutable: bool = False

@@ -1,4 +1,5 @@
-"""The commands `pack`, `unpack`, `relocate`, `gc`, `snapshot` and `fsck`: each runs its engine on a view of the lake.
+"""The commands `pack`, `unpack`, `relocate`, `gc`, `snapshot` and `fsck`, and `maintenance`, which mounts start: each
+runs its engine on a view of the lake.
 
 What always holds (*one at a time*): a command that deletes or moves objects takes the maintenance lease before it reads
 anything, and its engine writes through the client of that lease. A dry run takes none.
@@ -7,16 +8,17 @@ anything, and its engine writes through the client of that lease. A dry run take
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 
 from lakefs_fuse.admin import fsck, fsck_repair, gc, rebind, repack
 from lakefs_fuse.admin.lake_view import LakeView, open_lake_view
+from lakefs_fuse.admin.maintenance import Inspector
 from lakefs_fuse.admin.snapshot import fold
 from lakefs_fuse.admin.work import NS, Work
 from lakefs_fuse.commits.index import snapshots
 from lakefs_fuse.control import worker_protocol as protocol
-from lakefs_fuse.errors import NotFound
+from lakefs_fuse.errors import NotFound, Unsupported
 from lakefs_fuse.store import lake_record
 
 
@@ -66,14 +68,41 @@ async def run_relocate(work: Work, args: protocol.RelocateArgs) -> protocol.Fini
 
 async def run_gc(work: Work, args: protocol.GcArgs) -> protocol.Finished:
     async with open_view(work, command="gc", changes=not args.dry_run, lists=False) as lake:
-
-        async def fold_all(horizon: int) -> None:
-            await fold(lake, horizon=horizon, list_all=False, report=work.report)
-
-        done = await gc.Collector(lake, args, fold=fold_all, report=work.report).run()
+        done = await _collect(work, lake, args)
         return work.finished(
             {**done.summary(), "dry_run": args.dry_run},
             done.describe(dry_run=args.dry_run),
+            failed=bool(done.unreadable),
+        )
+
+
+async def _collect(work: Work, lake: LakeView, args: protocol.GcArgs, *, always_folds: bool = False) -> gc.Collected:
+    async def fold_known(horizon: int) -> None:
+        await fold(lake, horizon=horizon, list_all=False, report=work.report)
+
+    return await gc.Collector(lake, args, fold=fold_known, always_folds=always_folds, report=work.report).run()
+
+
+async def run_maintenance(work: Work, args: protocol.MaintenanceArgs) -> protocol.Finished:
+    """What the lake is due for when this has the lease: another process may have done it just before."""
+    async with work.lease("maintenance").held() as client:
+        now_ns = work.node.clock.wall_ns()
+        with suppress(Unsupported):
+            now_ns = await client.time_ns()
+        due = await Inspector(
+            client, lambda: now_ns, interval_s=args.interval_s, commits_max=args.commits_max
+        ).inspect()
+        collects = due.collection and args.may_delete
+        if not due.fold and not collects:
+            return work.finished({"folded": False, "collected": False}, "the lake is due for nothing")
+        async with open_lake_view(client, work.store, node=work.node, scratch=work.scratch, lists=False) as lake:
+            if not collects:
+                await fold(lake, list_all=False, report=work.report)
+                return work.finished({"folded": True, "collected": False}, "an index was written")
+            done = await _collect(work, lake, protocol.GcArgs(grace_s=args.interval_s), always_folds=due.fold)
+        return work.finished(
+            {**done.summary(), "collected": not done.unreadable},
+            done.describe(dry_run=False),
             failed=bool(done.unreadable),
         )
 

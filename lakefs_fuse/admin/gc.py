@@ -20,6 +20,7 @@ The steps, and what being killed in or after each leaves:
 6. **Bundles** whose commits are all in an index: copies, which nobody needs then. Killed half-way: some are deleted.
 7. **Superseded objects**: plain objects that commits hide (`superseded_objects`); unreferenced objects under
    ``.lakefs/objects/`` and unfinished uploads, both only when days old, because the commit of an upload comes after it.
+8. **Time of the collection**, for those who ask whether the lake is due for the next one (`maintenance`).
 
 A grace period of 0 is for lakes that are mounted nowhere: a mount that has not polled may fail to read what was moved.
 Tasks of one trio loop.
@@ -35,6 +36,7 @@ import msgspec
 import trio
 
 from lakefs_fuse.admin.lake_view import LakeView
+from lakefs_fuse.admin.maintenance import CollectionRecord, write_collection
 from lakefs_fuse.admin.relocation import Moved, Relocator
 from lakefs_fuse.admin.superseded_objects import Swept, delete, sweep
 from lakefs_fuse.admin.work import NS, Report
@@ -57,6 +59,7 @@ from lakefs_fuse.commits.record import (
 )
 from lakefs_fuse.control.worker_protocol import GcArgs
 from lakefs_fuse.errors import DamagedCommit, LakeError, NotFound, PreconditionFailed
+from lakefs_fuse.meta.sorted_tables import marks_of
 from lakefs_fuse.product import RESERVED_PREFIX
 from lakefs_fuse.store.client import DELETE_KEYS_MAX, StoreClient
 from lakefs_fuse.store.protocol import ObjectMeta
@@ -145,10 +148,13 @@ class Collector:
         options: GcArgs,
         *,
         fold: Fold,
+        always_folds: bool = False,
         report: Report,
         sleep: Callable[[float], Awaitable[None]] = trio.sleep,
     ) -> None:
+        """With ``always_folds`` also where every commit that is dead is in an index."""
         self._lake, self._options, self._fold, self._report, self._sleep = lake, options, fold, report, sleep
+        self._always_folds = always_folds
         self._contained: set[str] = set()
         """Dead commits whose records were checked, by this run or an earlier one."""
         self._late: set[str] = set()
@@ -161,7 +167,7 @@ class Collector:
 
     async def run(self) -> Collected:
         """Collect, and return what was done. Raises LakeError; what was done before stays done."""
-        options = self._options
+        options, began_s = self._options, self._lake.node.clock.mono_s()
         old = await read_gc_record(self._lake.client)
         self._contained.update(old.dead)
         self._kept = await snapshots.kept_objects(self._lake.client)
@@ -183,7 +189,19 @@ class Collector:
         await self._delete_spills()
         await self._abort_uploads()
         self.done.late = len(self._late)
+        if not options.dry_run and not self.done.unreadable:
+            await self._record_collection(int(self._lake.node.clock.mono_s() - began_s))
         return self.done
+
+    async def _record_collection(self, took_s: int) -> None:
+        lake, done = self._lake, self.done
+        record = CollectionRecord(
+            time=lake.clock.wall_ns(),
+            newest=marks_of(lake.fs.database).newest,
+            took_s=took_s,
+            leaves_dead=bool(done.commits_later or done.plain.young),
+        )
+        await write_collection(lake.client, record)
 
     # -- rewriting
 
@@ -291,7 +309,8 @@ class Collector:
         gc_record = GcRecord(horizon=horizon, dead=since)
         if self._options.dry_run:
             return gc_record
-        if since and (horizon > old.horizon or not await self._has_index()):
+        is_needed = bool(since) and (horizon > old.horizon or not await self._has_index())
+        if is_needed or self._always_folds:
             self._report("folding commits into an index", 0, 0)
             await self._fold(horizon)
             self.done.folded = True

@@ -129,6 +129,11 @@ class MaintenanceLease:
                 etag = "" if found is None else found[1].etag
             raise LeaseHeld("other commands take the lease of this lake at the same time: run this again")
 
+    async def holder(self) -> str:
+        """Who has the lease now, for people; empty where it is free. Raises StoreError kinds."""
+        found = await self._find()
+        return "" if found is None or await self._has_ended(*found) else _holder(found[0])
+
     async def renew(self) -> None:
         """Raises LeaseHeld where another process has taken the lease over, and StoreError kinds."""
         async with self._lock:

@@ -40,6 +40,10 @@ class Request(Place, frozen=True, kw_only=True):
     command: str
     args: msgspec.Raw
     uploads_max: int = 4
+    scratch: str = ""
+    """Directory for temporary files; empty: that of the environment (TMPDIR)."""
+    background: bool = False
+    """Run at the lowest priority, and end with standard input, which the starter holds open for as long as it lives."""
 
 
 class IngestArgs(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +79,15 @@ class GcArgs(msgspec.Struct, frozen=True, kw_only=True):
     uploads_older_s: float = 7 * 86400.0
     wait: bool = False
     dry_run: bool = False
+
+
+class MaintenanceArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `maintenance`. ``interval_s`` and ``commits_max`` as `admin.maintenance.Inspector` has them; objects are
+    deleted only if the starter ``may_delete``."""
+
+    interval_s: float
+    commits_max: int
+    may_delete: bool = True
 
 
 class SnapshotArgs(msgspec.Struct, frozen=True, kw_only=True):

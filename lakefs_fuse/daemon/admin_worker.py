@@ -11,8 +11,9 @@ the user should see immediately. To add one: a struct for its arguments in `work
 whose module is imported when the command runs, and a command in `cli.lake_commands`, which calls `run_offline`: that
 shows progress, prints the result and returns the exit code.
 
-SIGINT and SIGTERM cancel the command, which cleans up; a second one ends it at once. Each engine documents what a crash
-leaves.
+SIGINT and SIGTERM cancel the command, which cleans up; a second one ends it at once. So does the end of standard input
+where the request says `background`: the kernel closes that pipe when the daemon that started the command dies. Each
+engine documents what a crash leaves.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from lakefs_fuse.store.lake_record import change_record
 from lakefs_fuse.store.open import find_lake
 
 REPORT_INTERVAL_S = 0.2
+LOWEST_PRIORITY = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ COMMANDS = {
     "checkpoint-verify": Command(protocol.VerifyArgs, "admin.checkpoints:run_verify", writes=lambda args: False),
     "relocate": Command(protocol.RelocateArgs, "admin.commands:run_relocate", probes=True, writes=_is_not_dry),
     "pack": Command(protocol.PackArgs, "admin.commands:run_pack", probes=True, writes=_is_not_dry),
+    "maintenance": Command(protocol.MaintenanceArgs, "admin.commands:run_maintenance", probes=True),
     "gc": Command(protocol.GcArgs, "admin.commands:run_gc", probes=True, writes=_is_not_dry),
     "fsck": Command(protocol.FsckArgs, "admin.commands:run_fsck", probes=True, writes=_fsck_writes),
     "snapshot": Command(
@@ -145,7 +148,7 @@ async def run_command(request: protocol.Request, answers: Answers, node: Node) -
             note=lambda text: answers.send(protocol.Note(text)),
             show=answers.send,
             node=node,
-            scratch=tempfile.gettempdir(),
+            scratch=request.scratch or tempfile.gettempdir(),
             change_record=partial(change_record, connection.store, node.clock),
             host=os.uname().nodename,
             process=os.getpid(),
@@ -161,6 +164,10 @@ async def serve(request: protocol.Request, answers: Answers, node: Node) -> prot
     """Run a command until it ends or a signal cancels it; the last answer."""
     finished: protocol.Finished | None = None
 
+    async def watch_starter() -> None:
+        await trio.lowlevel.wait_readable(0)  # nothing is ever sent, so this is the end of the file
+        working.cancel()
+
     async def watch_signals(task_status: trio.TaskStatus[None]) -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
@@ -174,6 +181,8 @@ async def serve(request: protocol.Request, answers: Answers, node: Node) -> prot
     async with trio.open_nursery() as nursery:
         working = trio.CancelScope()
         await nursery.start(watch_signals)
+        if request.background:
+            nursery.start_soon(watch_starter)
         with working:
             finished = await run_command(request, answers, node)
         nursery.cancel_scope.cancel()
@@ -188,6 +197,8 @@ def run(argv: Sequence[str], descriptor: int) -> int:
     parser.add_argument("--request-fd", type=int, required=True)
     with open(parser.parse_args(argv).request_fd, "rb") as source:
         request = msgspec.json.decode(source.read(protocol.REQUEST_BYTES_MAX), type=protocol.Request)
+    if request.background:
+        os.nice(LOWEST_PRIORITY)  # also of the disk: ioprio_set(2)
     answers = Answers(descriptor)
     last: protocol.Finished | protocol.Failed
     try:

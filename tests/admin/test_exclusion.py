@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 
-from lakefs_fuse.admin.commands import run_fsck, run_gc, run_pack, run_relocate, run_snapshot
+from lakefs_fuse.admin.commands import run_fsck, run_gc, run_maintenance, run_pack, run_relocate, run_snapshot
 from lakefs_fuse.admin.fsck import Checker
 from lakefs_fuse.admin.gc import Collector
 from lakefs_fuse.admin.upgrade import run_upgrade
@@ -20,6 +20,7 @@ from lakefs_fuse.commits.record import Remove
 from lakefs_fuse.control.worker_protocol import (
     FsckArgs,
     GcArgs,
+    MaintenanceArgs,
     PackArgs,
     RelocateArgs,
     SnapshotArgs,
@@ -40,6 +41,7 @@ CHANGING: dict[str, Run] = {
     "pack": lambda work: run_pack(work, PackArgs(grace_s=0)),
     "unpack": lambda work: run_pack(work, PackArgs(back=True)),
     "relocate": lambda work: run_relocate(work, RelocateArgs()),
+    "maintenance": lambda work: run_maintenance(work, MaintenanceArgs(interval_s=3600, commits_max=0)),
     "snapshot": lambda work: run_snapshot(work, SnapshotArgs()),
     "snapshot --name": lambda work: run_snapshot(work, SnapshotArgs(name="new")),
     "snapshot --delete": lambda work: run_snapshot(work, SnapshotArgs(delete="kept")),

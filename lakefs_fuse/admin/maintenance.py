@@ -1,0 +1,170 @@
+"""What maintenance a lake is due for: found out with one LIST where it is due for none.
+
+A lake is due for a fold when many commits are newer than its newest index, or one of them is a day old; and for a
+collection when a day has passed since the last one and something may be dead since, or a week in any case. A collection
+leaves the time of its end in the object `.lakefs/last-collection` (`docs/format.md`), for all who ask.
+
+What always holds (*cost follows the change*): an inspection lists the commits that are newer than the index that it
+knows, BACKLOG_MAX of them and a page at most. Index and last collection are read again only where those that are known
+make the lake due for something, because another process may have done it.
+
+Tasks of one trio loop. It changes nothing; `gc` writes the object at the end of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from lakefs_fuse.commits.archive import parse_commit_key
+from lakefs_fuse.commits.index.index import Manifest, manifests
+from lakefs_fuse.commits.record import COMMITS, TIME_NS_MAX
+from lakefs_fuse.errors import AccessDenied, NotFound, PreconditionFailed
+from lakefs_fuse.product import RESERVED_PREFIX
+from lakefs_fuse.store.client import StoreClient
+
+NAMES_PER_COMMIT = 1000
+"""A fold reads and writes all names, so a lake of many names is folded after more commits: some 100 KB for each
+commit."""
+BACKLOG_MAX = 20_000
+"""However many names there are."""
+INTERVALS_PER_DAY = 24
+"""An interval is the mean time between the inspections of a mount, an hour."""
+DAYS_MAX = 7
+"""Between collections where no commit says that anything changed: of uploads and objects that dead nodes left."""
+TAKES_MAX = 10
+"""A collection that takes long is due after ten times as long, so that it takes a tenth of the time at most."""
+NS = 1_000_000_000
+
+KEY = f"{RESERVED_PREFIX}last-collection"
+FORMAT = 1
+RECORD_BYTES_MAX = 4 << 10
+ABSENT = f"{COMMITS}absent"
+"""The key of no object: whether it may be deleted tells whether commits may be."""
+
+
+class CollectionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of the object. ``time`` of the end of the last collection, by the store's clock, and ``newest``, of the
+    newest commit that it knew, in ns since 1970; ``took_s`` is how long it ran; it left something that is to be deleted
+    after its grace period if ``leaves_dead``."""
+
+    format: int = FORMAT
+    time: int
+    newest: int
+    took_s: int = 0
+    leaves_dead: bool = False
+
+
+async def read_collection(client: StoreClient) -> CollectionRecord | None:
+    """None where there was no collection, or its record cannot be read. Raises StoreError kinds."""
+    try:
+        fetched = await client.get(KEY, 0, RECORD_BYTES_MAX)
+        record = msgspec.msgpack.decode(fetched.data, type=CollectionRecord)
+    except (NotFound, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    is_possible = 0 <= record.time <= TIME_NS_MAX and 0 <= record.newest <= TIME_NS_MAX and record.took_s >= 0
+    return record if record.format == FORMAT and is_possible else None
+
+
+async def write_collection(client: StoreClient, record: CollectionRecord) -> None:
+    """Raises StoreError kinds."""
+    await client.put(KEY, msgspec.msgpack.encode(record))
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What a lake is due for."""
+
+    fold: bool = False
+    collection: bool = False
+
+    def __bool__(self) -> bool:
+        return self.fold or self.collection
+
+
+class Inspector:
+    """Finds out what a lake is due for. ``now_ns`` is the store's time, ``interval_s`` an hour but in tests;
+    ``commits_max`` may be newer than the index: a fresh mount fetches these, with a GET each at worst."""
+
+    def __init__(self, client: StoreClient, now_ns: Callable[[], int], *, interval_s: float, commits_max: int) -> None:
+        self._client, self._now_ns, self._commits_max = client, now_ns, commits_max
+        self._day_ns = int(interval_s * INTERVALS_PER_DAY * NS)
+        self.index: Manifest | None = None
+        """The newest, as far as is known."""
+        self.collection: CollectionRecord | None = None
+        """The last, as far as is known."""
+        self.backlog = 0
+        """Commits that are newer than the index; where they are many, not all are counted."""
+        self._oldest, self._newest = TIME_NS_MAX, 0
+        """Times of the first and of the last of these that was counted."""
+        self._is_known = False
+
+    async def inspect(self) -> Due:
+        """Raises StoreError kinds."""
+        is_new = not self._is_known
+        if is_new:
+            await self.read()
+        await self._count()
+        due = self.due()
+        if due and not is_new:
+            await self.read()
+            await self._count()
+            due = self.due()
+        return due
+
+    async def read(self) -> None:
+        """Read which index and which collection is the newest. Raises StoreError kinds."""
+        self.index = next(iter(await manifests(self._client, count_max=1)), None)
+        self.collection = await read_collection(self._client)
+        self._is_known = True
+
+    async def _count(self) -> None:
+        since, commits_max = self._folded, self._backlog_max
+        self.backlog, self._oldest, self._newest = 0, TIME_NS_MAX, since
+        async with aclosing(self._client.list_all(COMMITS, start_after=f"{COMMITS}{since:016x}")) as pages:
+            async for page in pages:
+                named = (parse_commit_key(meta.key) for meta in page.objects)
+                times = [each[0] for each in named if each is not None and each[0] > since]
+                self.backlog += len(times)
+                self._oldest, self._newest = min([self._oldest, *times]), max([self._newest, *times])
+                if self.backlog > commits_max:
+                    break
+
+    @property
+    def _folded(self) -> int:
+        return 0 if self.index is None else self.index.newest
+
+    @property
+    def _backlog_max(self) -> int:
+        names = 0 if self.index is None else self.index.names
+        return max(self._commits_max, min(names // NAMES_PER_COMMIT, BACKLOG_MAX))
+
+    def due(self) -> Due:
+        """By what is known, without a request."""
+        day_ns, now_ns, last = self._day_ns, self._now_ns(), self.collection
+        is_old = bool(self.backlog) and now_ns - self._oldest > day_ns
+        fold = is_old or self.backlog > self._backlog_max
+        if self.index is None and not self.backlog:
+            collection = False  # nothing was ever committed
+        elif last is None:
+            collection = is_old or self.index is not None
+        else:
+            passed_ns = now_ns - last.time
+            has_changed = last.leaves_dead or self._newest > last.newest
+            is_late = passed_ns > max(day_ns, last.took_s * TAKES_MAX * NS)
+            collection = is_late and (has_changed or passed_ns > DAYS_MAX * day_ns)
+        return Due(fold, collection)
+
+    async def may_delete(self) -> bool:
+        """Whether the store lets these credentials delete commits. Raises StoreError kinds."""
+        etag = "0" * 32 if self._client.capabilities.delete_if_match else None
+        try:
+            await self._client.delete(ABSENT, etag=etag)  # with a condition, a bucket that keeps versions gets none
+        except AccessDenied:
+            return False
+        except (NotFound, PreconditionFailed):
+            pass
+        return True
